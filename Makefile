@@ -1,0 +1,40 @@
+# make train               verify a layout of examples/gpt.py, then train it on two local ranks
+# make train ARGS=--resume ... and go on where it stopped
+# make test, make lint     the whole suite; ruff and pyright
+# make venv, make clean    the environment that all of them use; remove it and every cache
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LAYOUT ?= data=2 zero=3
+RANKS ?= 2
+ARGS ?=
+
+.DELETE_ON_ERROR:
+.PHONY: train test lint venv clean
+
+train: $(STAMP)
+	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
+	$(BIN)/tutti run -n $(RANKS) --layout "$(LAYOUT)" examples/gpt.py $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+venv: $(STAMP)
+
+# torch first and alone: otherwise another package may choose its build, and that one can be gigabytes.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,143 @@
+"""A package of tutti imports only what stands below it, and no file imports itself by a detour."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "tutti"
+
+# From the bottom to the top. Names of one layer stand side by side: neither imports the other.
+LAYERS = (
+    ("errors",),
+    ("layout",),  # mesh, sharding, layout, shards, topology
+    ("graph",),  # text form, grammar, virtual ranks
+    ("rules", "capture"),
+    ("propagate",),
+    ("partition",),
+    ("passes", "pipeline"),
+    ("planner",),  # nothing up to here needs a process group
+    ("comm",),
+    ("replicas", "server"),
+    ("runtime",),
+    ("report",),
+    ("api",),
+    ("__init__",),  # the public names
+    ("cli",),
+    ("__main__",),
+)
+
+
+def find_modules(root: Path) -> dict[str, Path]:
+    """The files below a package's root by dotted name; a package's own file ends in `__init__`."""
+    return {
+        ".".join(path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")
+    }
+
+
+def resolve(name: str, modules: dict[str, Path]) -> str | None:
+    """The module that the dotted name stands for, if any: a file or a package's `__init__`."""
+    candidates = (name, f"{name}.__init__".lstrip("."))
+    return next((candidate for candidate in candidates if candidate in modules), None)
+
+
+def dotted_imports(tree: ast.AST, package: list[str], root: str) -> Iterator[tuple[int, str, str]]:
+    """Every import below the root package: its line, the name after `from` (relative to the root,
+    "" for the root itself), and the name imported from it ("" for a plain `import`)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = [root, *package][: len(package) + 2 - node.level] if node.level else []
+            base = ".".join(above + ([node.module] if node.module else []))
+            found = [(base, alias.name) for alias in node.names]
+        else:
+            continue
+        for base, name in found:
+            if base == root or base.startswith(f"{root}."):
+                yield node.lineno, base[len(root) + 1 :], name
+
+
+def imports(name: str, modules: dict[str, Path], root: str) -> dict[str, int]:
+    """The modules that one module imports, wherever in it, each with the first line that does."""
+    tree = ast.parse(modules[name].read_text(), modules[name].name)
+    edges: dict[str, int] = {}
+    for line, base, item in dotted_imports(tree, name.split(".")[:-1], root):
+        target = item and resolve(f"{base}.{item}".lstrip("."), modules)
+        target = target or resolve(base, modules)
+        edges.setdefault(target or f"{base}.{item}".strip("."), line)
+    return edges
+
+
+def problems(root: Path, layers: tuple[tuple[str, ...], ...] = LAYERS) -> list[str]:
+    """What is wrong with the imports below a package's root, a line each."""
+    height = {name: number for number, names in enumerate(layers) for name in names}
+    modules = find_modules(root)
+    graph = {name: imports(name, modules, root.name) for name in sorted(modules)}
+    found = []
+    for name, edges in graph.items():
+        top = name.split(".")[0]
+        if top not in height:
+            found.append(f"{name}: {top} has no layer")
+            continue
+        for target, line in edges.items():
+            below = target.split(".")[0]
+            if below in height and below != top and height[below] >= height[top]:
+                found.append(f"{name}:{line} imports {target}, which does not stand below {top}")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found.append("cycle: " + " <- ".join(error.args[1]))
+    return found
+
+
+def test_imports_point_downwards() -> None:
+    assert find_modules(SOURCE), f"no source below {SOURCE}"
+    assert problems(SOURCE) == []
+
+
+def test_layers_name_each_package_once() -> None:
+    names = [name for names in LAYERS for name in names]
+    assert len(names) == len(set(names))
+
+
+CLEAN = {
+    "__init__.py": "from .high import run",
+    "errors.py": "import ast",
+    "low/__init__.py": "from band.low.mesh import Mesh",
+    "low/mesh.py": "from ..errors import Wrong\nimport other.high",
+    "high.py": "import band.low\nfrom band import errors\nfrom band.low import mesh, Mesh",
+}
+FAKE_LAYERS = (("errors",), ("low", "beside"), ("high",), ("__init__",))
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, []),
+        ({"low/mesh.py": "import band.high"}, ["low.mesh:1 imports high", "cycle: "]),
+        (
+            {"low/mesh.py": "def f():\n    from ..high import run"},
+            ["low.mesh:2 imports", "cycle: "],
+        ),
+        ({"errors.py": "from . import low"}, ["errors:1 imports low.__init__", "cycle: "]),
+        ({"errors.py": "from band import run"}, ["errors:1 imports __init__", "cycle: "]),
+        ({"beside.py": "import band.low.mesh"}, ["beside:1 imports low.mesh"]),
+        ({"low/a.py": "from .b import x", "low/b.py": "from . import a"}, ["cycle: low."]),
+        ({"low/a.py": "from band.low.a import x"}, ["cycle: low.a"]),
+        ({"stray.py": ""}, ["stray: stray has no layer"]),
+        ({"errors.py": "import band.high.gone"}, ["errors:1 imports high.gone"]),
+    ],
+)
+def test_the_check_finds_what_is_wrong(tmp_path: Path, change: dict, expected: list[str]) -> None:
+    for name, text in (CLEAN | change).items():
+        path = tmp_path / "band" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    found = problems(tmp_path / "band", FAKE_LAYERS)
+    assert len(found) == len(expected), found
+    assert all(line.startswith(start) for line, start in zip(found, expected, strict=True)), found
