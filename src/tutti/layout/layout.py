@@ -1,0 +1,161 @@
+"""The one line that lays a training run out over ranks."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass, field, fields, replace
+
+from tutti.errors import LayoutError
+from tutti.layout.mesh import Mesh
+
+# Outermost first: ranks that differ in the last axis stand next to each other, on the fastest links.
+AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb")
+# Words of the language whose machinery is not in this version.
+PLANNED = ("replica", "pipe", "micro", "schedule", "sync", "server", "precision", "remat")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout, read from text such as `"data=2 tensor=4 zero=1"`; prints short and parses back.
+
+    Axes: `replica pipe data expert seq tensor`, each with its number of ranks. Options: `zero=0..3`
+    (how much state is sharded over `data`), `micro=K`, `schedule=`, `sync=`, `server=`, `precision=`,
+    `remat=`. Raises `LayoutError` with the nearest word for anything else.
+    """
+
+    axes: dict[str, int] = field(default_factory=dict)
+    zero: int = 0
+    micro: int = 1
+    schedule: str = ""
+    sync: str = ""
+    server: int = 0
+    precision: str = ""
+    remat: str = "none"
+
+    @classmethod
+    def parse(cls, text: str | Layout | None) -> Layout:
+        """Read the words of `text` in any order; None and "" mean one device."""
+        if isinstance(text, Layout):
+            return text
+        axes: dict[str, int] = {}
+        options: dict[str, int | str] = {}
+        for word in re.findall(r"[^\s(]+(?:\([^)]*\))?", text or ""):
+            name, equals, value = word.partition("=")
+            if name in axes or name in options:
+                raise LayoutError(
+                    f'"{name}" stands twice in layout "{text}"', fix="keep one of them"
+                )
+            if name in AXES:
+                axes[name] = _number(name, value, 1, text)
+            elif name in ("zero", "micro", "server"):
+                options[name] = _number(name, value, 1 if name == "micro" else 0, text)
+            elif name in _OPTIONS and equals and value:
+                options[name] = value
+            else:
+                raise _unknown(word, name, bool(equals), text)
+        layout = cls(axes={a: axes[a] for a in AXES if a in axes}, **options)  # type: ignore[arg-type]
+        layout._check()
+        return layout
+
+    def _check(self) -> None:
+        if self.zero > 3:
+            raise LayoutError(
+                f"zero={self.zero} in layout is not a level of ZeRO", fix="zero=0, 1, 2 or 3"
+            )
+        if self.zero and self.axes.get("data", 1) == 1:
+            raise LayoutError(
+                f'zero={self.zero} shards state over the axis data, which layout "{self}" lacks',
+                fix=f"data=2 {self}, or leave zero out",
+            )
+        if self.schedule and self.schedule not in SCHEDULES:
+            raise LayoutError(f'schedule="{self.schedule}" is unknown', fix=", ".join(SCHEDULES))
+
+    def check_available(self) -> None:
+        """Refuse what the language has words for but this version cannot run."""
+        for name in PLANNED:
+            given = self.axes.get(name, 1) > 1 or getattr(self, name, _DEFAULTS.get(name)) != (
+                _DEFAULTS.get(name)
+            )
+            if given:
+                raise LayoutError(
+                    f'"{name}" in layout "{self}" is not available in this version',
+                    why="this version runs the axes data, tensor, seq, expert and the option zero",
+                    fix=f'"{self.without(name)}"',
+                )
+
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise `LayoutError` unless the sizes multiply to `num_ranks`."""
+        if self.num_ranks == num_ranks:
+            return
+        product = " x ".join(map(str, self.axes.values())) or "1"
+        raise LayoutError(
+            f'layout "{self}" needs {self.num_ranks} ranks, but {num_ranks} were started',
+            why=f"its axes multiply to {product} = {self.num_ranks}",
+            fix=f'start {self.num_ranks} ranks, or "{self._fitted(num_ranks)}"',
+        )
+
+    def _fitted(self, num_ranks: int) -> Layout:
+        """The nearest layout of `num_ranks`: other axes stay where that divides, data takes the rest."""
+        others = {a: s for a, s in self.axes.items() if a != "data"}
+        for dropped in range(len(others) + 1):
+            kept = dict(list(others.items())[dropped:])
+            size = Layout(axes=kept).num_ranks
+            if num_ranks % size == 0:
+                data = num_ranks // size
+                axes = kept | ({"data": data} if data > 1 else {})
+                zero = self.zero if data > 1 else 0
+                return replace(self, axes={a: axes[a] for a in AXES if a in axes}, zero=zero)
+        return Layout(axes={"data": num_ranks})
+
+    def without(self, name: str) -> Layout:
+        """This layout less one word."""
+        if name in self.axes:
+            return replace(self, axes={a: s for a, s in self.axes.items() if a != name})
+        return replace(self, **{name: _DEFAULTS[name]})
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the layout needs."""
+        return self.mesh.num_ranks
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the layout's axes, those of size 1 left out."""
+        return Mesh(tuple((a, s) for a, s in self.axes.items() if s > 1))
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __str__(self) -> str:
+        words = [f"{a}={s}" for a, s in self.axes.items()]
+        words += [f"{n}={getattr(self, n)}" for n in _OPTIONS if getattr(self, n) != _DEFAULTS[n]]
+        return " ".join(words)
+
+
+_OPTIONS = tuple(f.name for f in fields(Layout) if f.name != "axes")
+_DEFAULTS = {f.name: f.default for f in fields(Layout) if f.name != "axes"}
+
+
+def _number(name: str, value: str, least: int, text: object) -> int:
+    if not value.isdigit() or int(value) < least:
+        raise LayoutError(
+            f'"{name}={value}" in layout "{text}" is not a whole number from {least}',
+            fix=f"{name}={max(least, 2)}",
+        )
+    return int(value)
+
+
+def _unknown(word: str, name: str, has_value: bool, text: object) -> LayoutError:
+    known = AXES + _OPTIONS
+    near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+    if name in known:
+        return LayoutError(f'"{word}" in layout "{text}" has no value', fix=f"{name}=2")
+    return LayoutError(
+        f'unknown word "{word}" in layout "{text}"',
+        why="the words are " + " ".join(known),
+        fix=("did you mean " + " or ".join(near) + "?")
+        if near
+        else 'axis=size words: "data=2 zero=3"',
+    )

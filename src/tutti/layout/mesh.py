@@ -1,0 +1,93 @@
+"""A mesh: ranks arranged along named axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from tutti.errors import LayoutError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks arranged along named axes, outermost first; the last axis varies fastest with the rank.
+
+    >>> mesh = Mesh.parse("data=2 tensor=4")
+    >>> mesh.num_ranks, mesh.coordinates(5)
+    (8, {'data': 1, 'tensor': 1})
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read `axis=size` words. Raises `LayoutError` for anything else."""
+        pairs = []
+        for word in text.split():
+            name, _, size = word.partition("=")
+            if not name.isidentifier() or not size.isdigit() or int(size) < 1:
+                raise LayoutError(f'cannot read "{word}" as axis=size', fix='write "data=2"')
+            pairs.append((name, int(size)))
+        return cls(tuple(pairs))
+
+    def __post_init__(self) -> None:
+        if len({name for name, _ in self.axes}) != len(self.axes):
+            raise LayoutError(f"an axis stands twice in {self}")
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self.axes)
+
+    def __contains__(self, axis: object) -> bool:
+        return any(axis == name for name, _ in self.axes)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.axes)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the mesh has."""
+        return math.prod(size for _, size in self.axes)
+
+    def size(self, axes: str | Iterable[str]) -> int:
+        """The product of the sizes of `axes`."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[a] for a in ([axes] if isinstance(axes, str) else axes))
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands along each axis."""
+        coordinates = {}
+        for name, size in reversed(self.axes):
+            rank, coordinates[name] = divmod(rank, size)
+        return dict(reversed(coordinates.items()))
+
+    def rank(self, coordinates: dict[str, int]) -> int:
+        """The rank that stands at `coordinates`."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def groups(self, axes: Iterable[str]) -> list[list[int]]:
+        """The ranks that differ in `axes` only, each group ordered by `axes`, major to minor."""
+        axes = tuple(axes)
+        rest = [name for name in self if name not in axes]
+        sizes = dict(self.axes)
+        groups = []
+        for outer in product(*(range(sizes[name]) for name in rest)):
+            place = dict(zip(rest, outer, strict=True))
+            groups.append(
+                [
+                    self.rank(place | dict(zip(axes, inner, strict=True)))
+                    for inner in product(*(range(sizes[name]) for name in axes))
+                ]
+            )
+        return groups
+
+    def index(self, axes: Iterable[str], coordinates: dict[str, int]) -> int:
+        """The place of `coordinates` within its group over `axes`, major to minor."""
+        index, sizes = 0, dict(self.axes)
+        for axis in axes:
+            index = index * sizes[axis] + coordinates[axis]
+        return index

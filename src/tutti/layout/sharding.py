@@ -1,0 +1,261 @@
+"""How a tensor lies on a mesh.
+
+A dim is a product of *segments*, major to minor, each split over some axes. Most dims have one segment.
+More appear when a view merges dims whose minor part is split:
+
+    [4, 8@seq]  --view-->  [4*8@seq]         dim 0 of size 32: each rank holds 4 runs of 8/n rows
+
+so flattening (batch, sequence) before a loss costs no communication. Segments of a dim are kept
+canonical: an unsplit segment joins the one to its left, since splitting the front of a contiguous run
+splits the whole run.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.errors import ShardingError
+from tutti.layout.mesh import Mesh
+
+Axes = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of a dim: its global size and the axes that split it, major to minor."""
+
+    size: int
+    axes: Axes = ()
+
+    def __str__(self) -> str:
+        return f"{self.size}@{'+'.join(self.axes)}" if self.axes else str(self.size)
+
+
+Dim = tuple[Segment, ...]
+
+
+def canonical(segments: Iterable[Segment], mesh: Mesh) -> Dim:
+    """Join segments where the joined split means the same."""
+    joined: list[Segment] = []
+    for seg in segments:
+        if joined and (not seg.axes or mesh.size(joined[-1].axes) == joined[-1].size):
+            seg = Segment(joined[-1].size * seg.size, joined[-1].axes + seg.axes)
+            joined.pop()
+        joined.append(seg)
+    return tuple(joined)
+
+
+def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Dim] | None:
+    """Cut a dim into consecutive factors of `sizes`; None where a split would straddle a cut."""
+    parts: list[list[Segment]] = [[]]
+    rest = list(reversed(dim))
+    for position, size in enumerate(sizes):
+        room = size
+        while room > 1:
+            if not rest:
+                return None
+            seg = rest.pop()
+            if room % seg.size == 0:
+                parts[-1].append(seg)
+                room //= seg.size
+                continue
+            if seg.size % room:
+                return None
+            head, tail = _cut_segment(seg, room, mesh)
+            if head is None or tail is None:
+                return None
+            parts[-1].append(head)
+            rest.append(tail)
+            room = 1
+        if position < len(sizes) - 1:
+            parts.append([])
+    if any(seg.size > 1 for seg in rest):
+        return None
+    return [canonical(p, mesh) or (Segment(1),) for p in parts]
+
+
+def refines(fine: Dim, coarse: Dim, mesh: Mesh) -> bool:
+    """Whether `fine` is `coarse` with more axes, each below those that are there already."""
+    parts = split_dim(coarse, [seg.size for seg in fine], mesh)
+    if parts is None or any(len(part) != 1 for part in parts):
+        return False
+    return all(
+        seg.axes[: len(part[0].axes)] == part[0].axes for seg, part in zip(fine, parts, strict=True)
+    )
+
+
+def _cut_segment(seg: Segment, head: int, mesh: Mesh) -> tuple[Segment | None, Segment | None]:
+    """`seg` as a major part of size `head` and the rest, its axes filling the major part first."""
+    taken, room = 0, head
+    for axis in seg.axes:
+        if room % mesh.size(axis):
+            break
+        room //= mesh.size(axis)
+        taken += 1
+    if taken < len(seg.axes) and room > 1:
+        return None, None
+    tail = Segment(seg.size // head, seg.axes[taken:])
+    if tail.size % mesh.size(tail.axes):
+        return None, None
+    return Segment(head, seg.axes[:taken]), tail
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """For each dim the segments and the axes that split them, plus the axes with a pending reduction.
+
+    `partial` maps an axis to the reduction that is still due over it: "sum", "max", "min" or "prod".
+    Prints as `8@data, 512@tensor {partial seq}` and parses back.
+    """
+
+    dims: tuple[Dim, ...]
+    partial: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Sharding:
+        """Every rank holds the whole tensor."""
+        return cls(tuple((Segment(int(s)),) for s in shape))
+
+    @classmethod
+    def parse(cls, text: str, shape: Sequence[int] | None = None) -> Sharding:
+        """Read `"data, tensor, -"` (with `shape`) or the sized form that `str` prints."""
+        match = re.fullmatch(r"\s*([^{}]*?)\s*(?:\{partial ([^{}]*)\})?\s*", text)
+        if match is None:
+            raise ShardingError(f'cannot read the sharding "{text}"', fix='write "data, tensor, -"')
+        entries = [e.strip() for e in match[1].split(",")] if match[1] else []
+        if shape is not None and len(entries) != len(shape):
+            raise ShardingError(
+                f'"{text}" has {len(entries)} entries for a tensor of {len(shape)} dims',
+                why=f"the shape is {list(shape)}; a sharding has one entry per dim",
+                fix='an axis name, "a+b" for several, or "-" for a dim that stays whole',
+            )
+        dims = tuple(
+            _parse_dim(e, None if shape is None else int(shape[i])) for i, e in enumerate(entries)
+        )
+        pairs = (p.partition(":") for p in (match[2] or "").split())
+        return cls(dims, tuple((name, op or "sum") for name, _, op in pairs))
+
+    def __str__(self) -> str:
+        body = ", ".join("*".join(map(str, dim)) for dim in self.dims)
+        pending = " ".join(a if op == "sum" else f"{a}:{op}" for a, op in self.partial)
+        return f"{body} {{partial {pending}}}".strip() if pending else body
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(math.prod(s.size for s in dim) for dim in self.dims)
+
+    @property
+    def axes(self) -> set[str]:
+        """Every axis that splits a dim."""
+        return {a for dim in self.dims for seg in dim for a in seg.axes}
+
+    @property
+    def partial_axes(self) -> set[str]:
+        """Every axis over which a reduction is due."""
+        return {axis for axis, _ in self.partial}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the final, whole tensor."""
+        return not self.axes and not self.partial
+
+    def with_partial(self, partial: Iterable[tuple[str, str]]) -> Sharding:
+        """The same splits with other pending reductions."""
+        return Sharding(self.dims, tuple(sorted(partial)))
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape that each rank holds."""
+        return tuple(math.prod(seg.size // mesh.size(seg.axes) for seg in dim) for dim in self.dims)
+
+    def divides(self, mesh: Mesh) -> bool:
+        """Whether every segment is a multiple of the ranks that split it."""
+        return all(seg.size % mesh.size(seg.axes) == 0 for dim in self.dims for seg in dim)
+
+    def index(self, dim: int, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
+        """The global indices along `dim` that the rank at `coordinates` holds, int64, 1-D."""
+        index = torch.zeros(1, dtype=torch.int64)
+        for seg in self.dims[dim]:
+            part = seg.size // mesh.size(seg.axes)
+            start = mesh.index(seg.axes, coordinates) * part
+            here = torch.arange(start, start + part)
+            index = (index[:, None] * seg.size + here[None, :]).flatten()
+        return index
+
+    def cut(self, x: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
+        """The part of the whole `x` that the rank at `coordinates` holds (partial axes aside)."""
+        for dim, segments in enumerate(self.dims):
+            if len(segments) == 1 and segments[0].axes:
+                part = segments[0].size // mesh.size(segments[0].axes)
+                start = mesh.index(segments[0].axes, coordinates) * part
+                x = x.narrow(dim, start, part)
+            elif any(seg.axes for seg in segments):
+                x = x.index_select(dim, self.index(dim, mesh, coordinates).to(x.device))
+        return x
+
+
+def _parse_dim(entry: str, size: int | None) -> Dim:
+    if size is not None and re.fullmatch(r"-|[A-Za-z_]\w*(\+\w+)*", entry):
+        return (Segment(size, () if entry == "-" else tuple(entry.split("+"))),)
+    segments = []
+    for part in entry.split("*"):
+        match = re.fullmatch(r"(\d+)(?:@(\w+(?:\+\w+)*))?", part.strip())
+        if match is None:
+            raise ShardingError(
+                f'cannot read "{entry}" in a sharding',
+                fix='an axis name, "a+b" for several, or "-" for a dim that stays whole',
+            )
+        segments.append(Segment(int(match[1]), tuple(match[2].split("+")) if match[2] else ()))
+    return tuple(segments)
+
+
+def assemble(parts: Sequence[Tensor], sharding: Sharding, mesh: Mesh) -> Tensor:
+    """The whole tensor from every rank's part, in rank order; pending reductions are carried out.
+
+    The inverse of `Sharding.cut`: what the virtual ranks and their tests compare with one device.
+    """
+    x = parts[0]
+    whole = x.new_zeros(sharding.shape)
+    done: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
+    for rank, part in enumerate(parts):
+        place = mesh.coordinates(rank)
+        key = tuple(tuple(mesh.index(seg.axes, place) for seg in dim) for dim in sharding.dims)
+        pending = {a: place[a] for a in sharding.partial_axes}
+        rest = {a: c for a, c in place.items() if a not in sharding.axes and a not in pending}
+        if any(rest.values()):
+            continue
+        done.setdefault(key, []).append(part)
+        if len(done[key]) == 1:
+            done[key].append(torch.tensor(rank))
+    for values in done.values():
+        rank = int(values.pop(1))
+        value = _reduce(values, sharding.partial)
+        place = mesh.coordinates(rank)
+        index = [sharding.index(d, mesh, place).to(x.device) for d in range(len(sharding.dims))]
+        if index:
+            whole[torch.meshgrid(*index, indexing="ij")] = value
+        else:
+            whole = value.clone()
+    return whole
+
+
+def _reduce(values: list[Tensor], partial: tuple[tuple[str, str], ...]) -> Tensor:
+    ops = {op for _, op in partial} or {"sum"}
+    assert len(ops) == 1, "mixed pending reductions"
+    stacked = torch.stack(values)
+    match ops.pop():
+        case "sum":
+            return stacked.sum(0, dtype=stacked.dtype)
+        case "max":
+            return stacked.amax(0)
+        case "min":
+            return stacked.amin(0)
+        case op:
+            assert op == "prod", op
+            return stacked.prod(0)
