@@ -1,0 +1,81 @@
+"""The collectives of a partitioned program, as graph node targets.
+
+A partitioned graph holds calls to the functions below. They are names, not implementations: a
+*player* answers them. `comm.ProcessGroups` does so between real ranks, `graph.virtual` between the
+virtual ranks of one process. Two move nothing and need no player: `positions(sharding, dim, device)`,
+the global indices that a rank holds along a dim (int64, 1-D), and `draw_part(..., sharding)`, its part
+of a random tensor (see `graph.draw`); whoever runs the graph works these out for its rank.
+
+`axes` are mesh axes, major to minor; the group of a rank holds the ranks that differ from it in these
+axes only, ordered by their coordinates along `axes`.
+
+A dim can be a product of segments (see `layout.sharding`). `outer` is the local size of the segments
+above the one that a collective splits or joins, so that dim `dim` of local size `outer * inner` is
+seen as `(outer, inner)` and the collective acts on `inner`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Player(Protocol):
+    """What runs a partitioned program's collectives for one rank."""
+
+    def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
+        """The sum (`op="sum"`), "max", "min" or "prod" of `x` over the group; same shape."""
+        ...
+
+    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
+        """Parts of the group joined along `dim`: `(outer, inner)` becomes `(outer, n * inner)`."""
+        ...
+
+    def reduce_scatter(
+        self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int, op: str
+    ) -> Tensor:
+        """This rank's part of the reduced `x`: `(outer, inner)` becomes `(outer, inner / n)`."""
+        ...
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        axes: tuple[str, ...],
+        split_dim: int,
+        split_outer: int,
+        cat_dim: int,
+        cat_outer: int,
+    ) -> Tensor:
+        """Split `split_dim` over the group and join `cat_dim` from it."""
+        ...
+
+    def partialize(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
+        """A whole `x` as a pending reduction: of a sum the first rank has it, the others zeros."""
+        ...
+
+    def shard(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
+        """This rank's part of an `x` that every rank of the group holds; moves nothing."""
+        ...
+
+
+def _unplayed(name: str):
+    def stand_in(*_args: object, **_kwargs: object) -> Tensor:
+        raise AssertionError(f"{name} is a name in a graph; a Player runs it")
+
+    stand_in.__name__ = stand_in.__qualname__ = name
+    stand_in.__module__ = __name__
+    return stand_in
+
+
+all_reduce = _unplayed("all_reduce")
+all_gather = _unplayed("all_gather")
+reduce_scatter = _unplayed("reduce_scatter")
+all_to_all = _unplayed("all_to_all")
+shard = _unplayed("shard")
+partialize = _unplayed("partialize")
+positions = _unplayed("positions")
+draw_part = _unplayed("draw")
+
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)
+PLAYED = (*COLLECTIVES, shard, partialize, positions, draw_part)

@@ -1,0 +1,48 @@
+"""A graph in float64 throughout, so that what is left of a difference is a mistake, not rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+aten = torch.ops.aten
+WIDE = torch.float64
+
+
+def promoted_value(x: Any) -> Any:
+    """A floating tensor in float64; anything else unchanged."""
+    return x.to(WIDE) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _promoted_argument(x: Any) -> Any:
+    if isinstance(x, torch.dtype):
+        return WIDE if x.is_floating_point else x
+    if isinstance(x, list | tuple):
+        return type(x)(_promoted_argument(y) for y in x)
+    return x
+
+
+def promoted(
+    graph: fx.Graph, owner: nn.Module
+) -> tuple[fx.Graph, nn.Module, dict[fx.Node, fx.Node]]:
+    """A copy of `graph` whose every floating dtype is float64, the constants with it, and the old
+    nodes by new one.
+
+    Models cast to float32 inside (norms, rotary tables, losses); those casts go too.
+    """
+    out, mapped = fx.Graph(), {}
+    out.output(out.graph_copy(graph, mapped))
+    constants = nn.Module()
+    for node in out.nodes:
+        if node.op == "get_attr":
+            constants.register_buffer(
+                str(node.target), promoted_value(getattr(owner, str(node.target)))
+            )
+        elif node.op == "call_function":
+            node.args = _promoted_argument(node.args)
+            node.kwargs = {k: _promoted_argument(v) for k, v in node.kwargs.items()}
+            if node.target in (aten._log_softmax.default, aten._softmax.default):
+                node.args = (*node.args[:2], False)
+    return out, constants, {new: old for old, new in mapped.items()}

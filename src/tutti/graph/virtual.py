@@ -1,0 +1,170 @@
+"""Virtual ranks: the program of all ranks of a mesh in one process, node by node."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from tutti.graph import collectives, random
+from tutti.graph.boundary import IDENTITIES
+from tutti.graph.draw import draw, drawn
+from tutti.layout import Mesh, Sharding
+
+Watch = Callable[[fx.Node, list[Any]], None]
+
+
+def _reduce(parts: Sequence[Tensor], op: str) -> Tensor:
+    pairwise = {
+        "sum": torch.add,
+        "max": torch.maximum,
+        "min": torch.minimum,
+        "prod": torch.mul,
+    }[op]
+    return functools.reduce(pairwise, parts)
+
+
+def _split(x: Tensor, dim: int, outer: int, n: int) -> list[Tensor]:
+    """`x` as n parts of the inner segment of `dim`."""
+    shape = list(x.shape)
+    view = x.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
+    out = [*shape[:dim], shape[dim] // n, *shape[dim + 1 :]]
+    return [part.reshape(out) for part in view.chunk(n, dim + 1)]
+
+
+def _join(parts: Sequence[Tensor], dim: int, outer: int) -> Tensor:
+    shape = list(parts[0].shape)
+    views = [p.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]) for p in parts]
+    out = [*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :]]
+    return torch.cat(views, dim + 1).reshape(out)
+
+
+class VirtualRanks:
+    """Runs a graph for every rank of `mesh` at once; collectives are done directly.
+
+    `seed` and `step` are what random ops depend on. On a mesh of one rank it runs a plain graph.
+    """
+
+    def __init__(self, mesh: Mesh, *, seed: int = 0, step: int = 0) -> None:
+        self.mesh, self.seed, self.step = mesh, seed, step
+        self.places = [mesh.coordinates(r) for r in range(mesh.num_ranks)]
+
+    def run(
+        self,
+        graph: fx.Graph,
+        owner: nn.Module,
+        inputs: Sequence[Sequence[Any]],
+        watch: Watch | None = None,
+    ) -> list[Any]:
+        """The output of every rank, from the inputs of every rank; `watch` sees each node's values."""
+        values: dict[fx.Node, list[Any]] = {}
+        feeds = iter(range(len(inputs[0])))
+        last = _last_uses(graph)
+        ranks = range(self.mesh.num_ranks)
+        with torch.no_grad():
+            for node in graph.nodes:
+                if node.op == "placeholder":
+                    k = next(feeds)
+                    values[node] = [inputs[r][k] for r in ranks]
+                elif node.op == "get_attr":
+                    values[node] = [getattr(owner, node.target)] * len(ranks)  # type: ignore[arg-type]
+                elif node.op == "output":
+                    return [map_arg(node.args[0], lambda n, r=r: values[n][r]) for r in ranks]
+                else:
+                    values[node] = self._call(node, values)
+                if watch is not None:
+                    watch(node, values[node])
+                for dead in last.get(node, ()):
+                    del values[dead]
+        raise AssertionError("a graph without output")
+
+    def _call(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
+        ranks = range(self.mesh.num_ranks)
+        args = [map_arg(node.args, lambda n, r=r: values[n][r]) for r in ranks]
+        if node.target in collectives.PLAYED:
+            return getattr(self, f"_{node.target.__name__}")(args)  # type: ignore[union-attr]
+        if node.target in IDENTITIES:
+            return [a[0] for a in args]
+        if node.target is draw:
+            return [self._draw([a])[0] for a in args]
+        kwargs = [map_arg(node.kwargs, lambda n, r=r: values[n][r]) for r in ranks]
+        return [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]  # type: ignore[operator]
+
+    def _grouped(
+        self, args: list[Any], make: Callable[[list[Tensor]], list[Tensor]]
+    ) -> list[Tensor]:
+        out: list[Any] = [None] * self.mesh.num_ranks
+        for group in self.mesh.groups(args[0][1]):
+            for rank, value in zip(group, make([args[r][0] for r in group]), strict=True):
+                out[rank] = value
+        return out
+
+    def _all_reduce(self, args: list[Any]) -> list[Tensor]:
+        op = args[0][2]
+        return self._grouped(args, lambda xs: [_reduce(xs, op)] * len(xs))
+
+    def _all_gather(self, args: list[Any]) -> list[Tensor]:
+        dim, outer = args[0][2:]
+        return self._grouped(args, lambda xs: [_join(xs, dim, outer)] * len(xs))
+
+    def _reduce_scatter(self, args: list[Any]) -> list[Tensor]:
+        dim, outer, op = args[0][2:]
+        return self._grouped(args, lambda xs: _split(_reduce(xs, op), dim, outer, len(xs)))
+
+    def _all_to_all(self, args: list[Any]) -> list[Tensor]:
+        split_dim, split_outer, cat_dim, cat_outer = args[0][2:]
+
+        def exchange(xs: list[Tensor]) -> list[Tensor]:
+            rows = [_split(x, split_dim, split_outer, len(xs)) for x in xs]
+            return [_join([row[i] for row in rows], cat_dim, cat_outer) for i in range(len(xs))]
+
+        return self._grouped(args, exchange)
+
+    def _shard(self, args: list[Any]) -> list[Tensor]:
+        axes, dim, outer = args[0][1:]
+        n = self.mesh.size(axes)
+        return [
+            _split(a[0], dim, outer, n)[self.mesh.index(axes, place)]
+            for a, place in zip(args, self.places, strict=True)
+        ]
+
+    def _partialize(self, args: list[Any]) -> list[Tensor]:
+        axes, op = args[0][1:]
+        if op in ("max", "min"):
+            return [a[0] for a in args]
+        empty = torch.ones_like if op == "prod" else torch.zeros_like
+        return [
+            a[0] if self.mesh.index(axes, place) == 0 else empty(a[0])
+            for a, place in zip(args, self.places, strict=True)
+        ]
+
+    def _positions(self, args: list[Any]) -> list[Tensor]:
+        text, dim, device = args[0]
+        sharding = Sharding.parse(text)
+        return [sharding.index(dim, self.mesh, place).to(device) for place in self.places]
+
+    def _draw(self, args: list[Any]) -> list[Tensor]:
+        out = []
+        for a, place in zip(args, self.places, strict=False):
+            kind, shape, params, dtype, device, stream = a[:6]
+            sharding = Sharding.parse(a[6]) if len(a) > 6 else Sharding.whole(shape)
+            index = [sharding.index(d, self.mesh, place) for d in range(len(shape))]
+            key = random.key(self.seed, stream, self.step)
+            out.append(drawn(kind, params, dtype, device, key, index, shape))
+        return out
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nobody needs after it."""
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for x in (*node.all_input_nodes, node):
+            if x not in seen and node.op != "output":
+                last.setdefault(node, []).append(x)
+            seen.add(x)
+    return last
