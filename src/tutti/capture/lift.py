@@ -1,0 +1,230 @@
+"""State made explicit: every parameter, buffer, optimizer slot and hyper-parameter of a step, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tutti.errors import CaptureError, TuttiError
+
+# Hyper-parameters that schedules change: inputs of the graph. Others are constants of one trace.
+SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor that outlives a step.
+
+    `kind` is "parameter", "buffer" or "slot"; a slot names the parameter it belongs to as `owner`.
+    """
+
+    name: str
+    kind: str
+    tensor: Tensor = field(repr=False, compare=False)
+    owner: str = ""
+    slot: str = ""
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A hyper-parameter that may change between steps: where it stands and what it is now."""
+
+    name: str
+    optimizer: Optimizer = field(repr=False, compare=False)
+    group: int = 0
+    key: str = ""
+    item: int | None = None
+
+    @property
+    def value(self) -> float:
+        """The value now, read from the optimizer."""
+        value = self.optimizer.param_groups[self.group][self.key]
+        return float(value if self.item is None else value[self.item])
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer]:
+    """The optimizers in `optimizer`: one, a list, a tuple or a dict of them, or none."""
+    found = [] if optimizer is None else tree_leaves(optimizer)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            raise TuttiError(
+                f"expected a torch.optim.Optimizer, got {type(one).__name__}",
+                fix="tutti.distribute(train_step, model, optimizer)",
+            )
+    return found
+
+
+def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
+    """Every state tensor, each once: parameters, then buffers, then slots in the parameters' order."""
+    state = [StateTensor(n, "parameter", p) for n, p in model.named_parameters()]
+    names = {id(s.tensor): s.name for s in state}
+    state += [StateTensor(n, "buffer", b) for n, b in model.named_buffers()]
+    for one in optimizers_of(optimizer):
+        for group in one.param_groups:
+            for param in group["params"]:
+                owner = names.get(id(param))
+                if owner is None:
+                    raise CaptureError(
+                        f"{type(one).__name__} holds a parameter of shape {list(param.shape)} "
+                        "that the model does not have",
+                        why="an optimizer must be made from this model's own parameters",
+                        fix=f"{type(one).__name__}(model.parameters(), ...) on the model given here",
+                    )
+                for slot, value in one.state.get(param, {}).items():
+                    if isinstance(value, Tensor):
+                        name = f"optim.{owner}.{slot}"
+                        state.append(StateTensor(name, "slot", value, owner, slot))
+    return state
+
+
+def hypers_of(optimizer: Any) -> list[Hyper]:
+    """The scheduled hyper-parameters of every group that are plain numbers."""
+    hypers = []
+    for k, one in enumerate(optimizers_of(optimizer)):
+        prefix = f"optim{k}" if k else "optim"
+        for g, group in enumerate(one.param_groups):
+            for key in SCHEDULED:
+                value = group.get(key)
+                name = f"{prefix}.{g}.{key}"
+                if isinstance(value, float):
+                    hypers.append(Hyper(name, one, g, key))
+                elif isinstance(value, tuple) and all(isinstance(v, float) for v in value):
+                    hypers += [Hyper(f"{name}.{i}", one, g, key, i) for i in range(len(value))]
+    return hypers
+
+
+class _Undo(TorchDispatchMode):
+    """Keeps the first value of every tensor that an operation overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for arg, value in zip(func._schema.arguments, args, strict=False):
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                for t in tree_leaves(value):
+                    if isinstance(t, Tensor) and id(t) not in self.first:
+                        self.first[id(t)] = (t, t.detach().clone())
+        return func(*args, **kwargs)
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            for tensor, first in self.first.values():
+                tensor.copy_(first)
+
+
+def create_slots(optimizer: Any) -> None:
+    """Let each optimizer create its slots as before its first step, with the weights left as they are.
+
+    A step with zero gradients is taken, and every tensor that it overwrote gets its first value back.
+    """
+    for one in optimizers_of(optimizer):
+        fresh = [
+            p
+            for g in one.param_groups
+            for p in g["params"]
+            if not one.state.get(p) and p.requires_grad
+        ]
+        if not fresh:
+            continue
+        kept = [(p, p.grad) for g in one.param_groups for p in g["params"]]
+        undo = _Undo()
+        try:
+            for p, _ in kept:
+                p.grad = None
+            for p in fresh:
+                p.grad = torch.zeros_like(p)
+            with undo, _without_hooks(one):
+                one.step()
+        finally:
+            for p, grad in kept:
+                p.grad = grad
+            undo.undo()
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """The step count that schedulers watch, and the users' hooks, do not see this step."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {n: getattr(optimizer, n) for n in names}
+    called = getattr(optimizer, "_opt_called", None)
+    step = optimizer.__dict__.pop("step", None)
+    try:
+        for n in names:
+            setattr(optimizer, n, type(kept[n])())
+        yield
+    finally:
+        for n in names:
+            setattr(optimizer, n, kept[n])
+        if step is not None:
+            optimizer.__dict__["step"] = step
+        if called is not None:
+            optimizer._opt_called = called  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def swapped(
+    model: nn.Module, optimizer: Any, tensors: dict[int, Tensor], hypers: dict[str, Any]
+) -> Iterator[None]:
+    """Model and optimizer hold `tensors` (by id of the tensor they replace) and `hypers` inside.
+
+    Optimizers take their plain path inside: one tensor at a time, so that the graph has one form.
+    """
+    undo: list[Any] = []
+    try:
+        for module in model.modules():
+            tables: Any = (module._parameters, module._buffers)
+            for table in tables:
+                for name, old in table.items():
+                    if old is not None and id(old) in tensors:
+                        undo.append((table, name, old))
+                        table[name] = tensors[id(old)]
+        for one in optimizers_of(optimizer):
+            _swap_optimizer(one, tensors, undo)
+        for hyper in hypers_of(optimizer):
+            group = hyper.optimizer.param_groups[hyper.group]
+            if hyper.name not in hypers:
+                continue
+            if hyper.item is None:
+                group[hyper.key] = hypers[hyper.name]
+            else:
+                values = list(group[hyper.key])
+                values[hyper.item] = hypers[hyper.name]
+                group[hyper.key] = tuple(values)
+        yield
+    finally:
+        for entry in reversed(undo):
+            if len(entry) == 3:
+                entry[0][entry[1]] = entry[2]
+            else:
+                entry[0].state, entry[0].param_groups = entry[1]
+
+
+def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any]) -> None:
+    undo.append((one, (one.state, one.param_groups)))
+    state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    groups = []
+    for group in one.param_groups:
+        params: list[Any] = [tensors.get(id(p), p) for p in group["params"]]
+        plain = {k: False for k in ("foreach", "fused") if k in group}
+        on_cpu = all(p.device.type == "cpu" for p in params)
+        if "capturable" in group:
+            plain["capturable"] = not on_cpu
+        groups.append({**group, **plain, "params": params})
+        for old, new in zip(group["params"], params, strict=True):
+            slots = one.state.get(old, {})
+            state[new] = tree_map(
+                lambda v: tensors.get(id(v), v) if isinstance(v, Tensor) else v, dict(slots)
+            )
+    one.state, one.param_groups = state, groups

@@ -1,0 +1,111 @@
+"""PyTorch's random ops, said in terms of `draw`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tutti.graph import random
+from tutti.graph.draw import drawn
+
+aten = torch.ops.aten
+# draw(kind, shape, params, dtype, device)
+Draw = Callable[..., Tensor]
+
+
+def _like(
+    draw: Draw, kind: str, x: Tensor, *params: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    return draw(kind, list(x.shape), [float(p) for p in params], dtype or x.dtype, x.device)
+
+
+def _new(
+    draw: Draw, kind: str, size: Any, *params: float, whole: bool = False, **kw: Any
+) -> Tensor:
+    dtype = kw.get("dtype") or (torch.int64 if whole else torch.get_default_dtype())
+    device = torch.device(kw.get("device") or "cpu")
+    return draw(kind, list(size), [float(p) for p in params], dtype, device)
+
+
+def _dropout(draw: Draw, x: Tensor, p: float, train: bool | None = None, **_: Any) -> Any:
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = _like(draw, "bernoulli", x, 1 - p, dtype=torch.bool)
+    return x * mask * (0.0 if p == 1 else 1.0 / (1.0 - p)), mask
+
+
+def _bernoulli_tensor(draw: Draw, x: Tensor, p: Tensor) -> Tensor:
+    return (_like(draw, "uniform", x, 0, 1, dtype=torch.float32) < p).to(x.dtype)
+
+
+# Functional forms: op -> (draw, *args, **kwargs) -> value
+_VALUES: dict[Any, Callable[..., Any]] = {
+    aten.native_dropout.default: _dropout,
+    aten.bernoulli.p: lambda d, x, p=0.5, **k: _like(d, "bernoulli", x, p),
+    aten.bernoulli.default: lambda d, x, **k: _bernoulli_tensor(d, x, x),
+    aten.bernoulli.Tensor: lambda d, x, p, **k: _bernoulli_tensor(d, x, p),
+    aten.rand.default: lambda d, size, **k: _new(d, "uniform", size, 0, 1, **k),
+    aten.rand_like.default: lambda d, x, **k: _like(d, "uniform", x, 0, 1, dtype=k.get("dtype")),
+    aten.randn.default: lambda d, size, **k: _new(d, "normal", size, 0, 1, **k),
+    aten.randn_like.default: lambda d, x, **k: _like(d, "normal", x, 0, 1, dtype=k.get("dtype")),
+    aten.randint.default: lambda d, high, size, **k: _new(
+        d, "randint", size, 0, high, whole=True, **k
+    ),
+    aten.randint.low: lambda d, low, high, size, **k: _new(
+        d, "randint", size, low, high, whole=True, **k
+    ),
+    aten.randint_like.default: lambda d, x, high, **k: _like(
+        d, "randint", x, 0, high, dtype=k.get("dtype")
+    ),
+    aten.randint_like.low_dtype: lambda d, x, low, high, **k: _like(
+        d, "randint", x, low, high, dtype=k.get("dtype")
+    ),
+    aten.randperm.default: lambda d, n, **k: _new(d, "permutation", [n], whole=True, **k),
+    aten.uniform.default: lambda d, x, low=0.0, high=1.0, **k: _like(d, "uniform", x, low, high),
+    aten.normal_functional.default: lambda d, x, mean=0.0, std=1.0, **k: _like(
+        d, "normal", x, mean, std
+    ),
+}
+# In-place forms: the value overwrites the first argument.
+_OVERWRITES: dict[Any, Callable[..., Any]] = {
+    aten.bernoulli_.float: _VALUES[aten.bernoulli.p],
+    aten.bernoulli_.Tensor: _VALUES[aten.bernoulli.Tensor],
+    aten.uniform_.default: _VALUES[aten.uniform.default],
+    aten.normal_.default: _VALUES[aten.normal_functional.default],
+    aten.random_.to: lambda d, x, to, **k: _like(d, "randint", x, 0, to),
+    getattr(aten.random_, "from"): lambda d, x, low, to, **k: _like(d, "randint", x, low, to),
+}
+
+RANDOM_OPS = frozenset(_VALUES) | frozenset(_OVERWRITES)
+
+
+def answer(draw: Draw, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of random op `op`, its random values taken from `draw`."""
+    kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
+    if op in _VALUES:
+        return _VALUES[op](draw, *args, **kwargs)
+    return args[0].copy_(_OVERWRITES[op](draw, *args, **kwargs))
+
+
+class OurRandomness(TorchDispatchMode):
+    """Eager code inside draws the numbers that the captured step of (seed, step) draws."""
+
+    def __init__(self, seed: int, step: int) -> None:
+        super().__init__()
+        self.seed, self.step, self.num_streams = seed, step, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func not in RANDOM_OPS:
+            return func(*args, **(kwargs or {}))
+        key = random.key(self.seed, self.num_streams, self.step)
+        self.num_streams += 1
+
+        def draw(kind: str, shape: Any, params: Any, dtype: Any, device: Any) -> Tensor:
+            index = [torch.arange(n) for n in shape]
+            return drawn(kind, params, dtype, device, key, index, shape)
+
+        return answer(draw, func, args, kwargs or {})

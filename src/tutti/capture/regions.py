@@ -1,0 +1,182 @@
+"""What a trace learns about every node: its region, its source line, its module, its random stream."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from tutti.capture.random_ops import RANDOM_OPS
+from tutti.errors import CaptureError
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+@dataclass
+class Watch:
+    """The state of one trace while it runs."""
+
+    names: dict[int, str]
+    modules: list[str] = field(default_factory=list)
+    region: str = "forward"
+    in_update: int = 0
+    num_streams: int = 0
+    forward: dict[int, tuple[str, str]] = field(default_factory=dict)
+
+    def note(self, node: fx.Node) -> None:
+        """Write what is known now onto a fresh node."""
+        source = user_line()
+        module = self.modules[-1] if self.modules else ""
+        autograd = torch._C._current_autograd_node() if self.region == "backward" else None
+        if autograd is not None:
+            line, owner = self.forward.get(autograd._sequence_nr(), (source, module))
+            node.meta["forward_source"], module = line, owner or module
+        elif self.region == "forward":
+            self.forward[_sequence_number() - 1] = (source, module)
+        node.meta["source"], node.meta["module"] = source, module
+        node.meta["region"] = "update" if self.in_update else self.region
+        if node.target in RANDOM_OPS:
+            node.meta["stream"] = self.num_streams
+            self.num_streams += 1
+        if node.target is torch.ops.aten._local_scalar_dense.default and not self.in_update:
+            raise _reads_a_value(node, source)
+
+
+def _sequence_number() -> int:
+    """The number that autograd gives to the next node."""
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def user_line() -> str:
+    """`file:line` of the innermost Python frame that belongs neither to torch nor to tutti."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_HERE, _TORCH, "<")) and "contextlib" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def short_line(source: str) -> str:
+    """`train.py:12` for a full path."""
+    return os.path.basename(source)
+
+
+def quoted(source: str) -> str:
+    """`train.py:12  the line's text`."""
+    path, _, line = source.rpartition(":")
+    text = linecache.getline(path, int(line)).strip() if line.isdigit() else ""
+    return f"{source}  {text}".strip()
+
+
+def _reads_a_value(node: fx.Node, source: str) -> CaptureError:
+    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
+    branch = isinstance(value, Tensor) and value.dtype == torch.bool
+    return CaptureError(
+        "the step branches on a tensor's value"
+        if branch
+        else "the step reads a tensor's value into Python (.item(), float(), int())",
+        at=quoted(source),
+        why="the step is captured once, before it has values; Python would not see later ones",
+        fix="torch.where(condition, a, b) instead of if/else"
+        if branch
+        else "keep it a tensor, or return it from the step and read it there",
+    )
+
+
+@contextlib.contextmanager
+def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator[Watch]:
+    """Everything traced inside is noted by the `Watch` that this yields."""
+    watch = Watch({id(m): n for n, m in model.named_modules(remove_duplicate=False)})
+    create_node = PythonKeyTracer.create_node
+
+    def noted(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(tracer, *args, **kwargs)
+        if node.op == "call_function":
+            watch.note(node)
+        return node
+
+    def enter(module: nn.Module, _args: Any) -> None:
+        watch.modules.append(watch.names.get(id(module), type(module).__name__))
+
+    def leave(module: nn.Module, _args: Any, _out: Any) -> None:
+        watch.modules.pop()
+
+    hooks = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(PythonKeyTracer, "create_node", noted))
+        stack.enter_context(_regions(watch))
+        stack.enter_context(_streams(watch))
+        stack.callback(lambda: [h.remove() for h in hooks])
+        yield watch
+
+
+@contextlib.contextmanager
+def _regions(watch: Watch) -> Iterator[None]:
+    """`backward` while autograd runs and after, `update` while an optimizer steps."""
+    run_backward = torch.autograd.graph._engine_run_backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        before, watch.region = watch.region, "backward"
+        try:
+            return run_backward(*args, **kwargs)
+        finally:
+            watch.region = before
+
+    def entering(_opt: Optimizer, _args: Any, _kwargs: Any) -> None:
+        watch.in_update += 1
+
+    def leaving(_opt: Optimizer, _args: Any, _kwargs: Any) -> None:
+        watch.in_update -= 1
+
+    pre = register_optimizer_step_pre_hook(entering)
+    post = register_optimizer_step_post_hook(leaving)
+    try:
+        with (
+            mock.patch.object(torch.autograd, "_engine_run_backward", backward),
+            mock.patch.object(torch.autograd.graph, "_engine_run_backward", backward),
+        ):
+            yield
+    finally:
+        pre.remove()
+        post.remove()
+
+
+@contextlib.contextmanager
+def _streams(watch: Watch) -> Iterator[None]:
+    """Code that saves and restores the random state (checkpointing) rewinds our stream count instead."""
+
+    def get_state() -> int:
+        return watch.num_streams
+
+    def set_state(state: Any) -> None:
+        watch.num_streams = state
+
+    with contextlib.ExitStack() as stack:
+        for owner in (torch, torch.random):
+            stack.enter_context(mock.patch.object(owner, "get_rng_state", get_state))
+            stack.enter_context(mock.patch.object(owner, "set_rng_state", set_state))
+        yield

@@ -1,0 +1,420 @@
+"""Capture: one plain training step becomes one functional graph, its state lifted by name."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from tutti.capture.canonical import canonicalize
+from tutti.capture.functional import functional_graph
+from tutti.capture.lift import (
+    StateTensor,
+    create_slots,
+    hypers_of,
+    optimizers_of,
+    state_of,
+    swapped,
+)
+from tutti.capture.regions import Watch, quoted, user_line, watching
+from tutti.errors import CaptureError, TuttiError
+
+aten = torch.ops.aten
+
+
+@dataclass
+class Captured:
+    """A training step as one functional graph.
+
+    The graph's placeholders are `inputs`, in order: state by name, hyper-parameters by name, then the
+    batch's tensors as `batch.0`, `batch.1`, ... Its output is `(returned leaves, new state values)`,
+    the latter in the order of `updated`.
+    """
+
+    graph: fx.Graph
+    owner: nn.Module
+    inputs: list[str]
+    kinds: dict[str, str]
+    state: list[StateTensor]
+    updated: list[str]
+    returned: TreeSpec
+    mode: FakeTensorMode
+    guards: list[Any] = field(default_factory=list)
+
+    def placeholder(self, name: str) -> fx.Node:
+        """The placeholder of input `name`."""
+        return self.placeholders[name]
+
+    @property
+    def placeholders(self) -> dict[str, fx.Node]:
+        """Placeholders by input name."""
+        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
+        return dict(zip(self.inputs, nodes, strict=True))
+
+    @property
+    def output(self) -> tuple[list[Any], list[fx.Node]]:
+        """The returned leaves and the new state values."""
+        node = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        return node.args[0]  # type: ignore[return-value]
+
+
+def capture(
+    train_step: Callable[..., Any], model: nn.Module, optimizer: Any, batch: Sequence[Any]
+) -> Captured:
+    """Trace `train_step(model[, optimizer], *batch)` with fake tensors; nothing real is touched.
+
+    Raises `CaptureError` with the user's line for what cannot be captured: a branch on a tensor's value,
+    `.item()`, a shape that depends on values.
+    """
+    create_slots(optimizer)
+    state = state_of(model, optimizer)
+    leaves, spec = tree_flatten(tuple(batch))
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode)
+    traced = lifted.trace()
+    functional = functional_graph(traced, lifted.inputs, mode)
+    captured = _collect(functional, lifted)
+    lifted.refuse_constants(functional, state)
+    canonicalize(captured.graph, captured.owner, mode)
+    return captured
+
+
+class _Lifted:
+    """The step as a function of its state, hyper-parameters and batch, on fake tensors."""
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Any,
+        state: list[StateTensor],
+        leaves: list[Any],
+        spec: TreeSpec,
+        mode: FakeTensorMode,
+    ) -> None:
+        self.train_step, self.model, self.optimizer = train_step, model, optimizer
+        self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
+        self.hypers = hypers_of(optimizer)
+        self.tensor_leaves = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        self.names = (
+            [s.name for s in state]
+            + [h.name for h in self.hypers]
+            + [f"batch.{k}" for k in range(len(self.tensor_leaves))]
+        )
+        self.inputs = (
+            [_fake(s.tensor, mode) for s in state]
+            + [_symbol(h.name, h.value, mode) for h in self.hypers]
+            + [_fake(leaves[i], mode) for i in self.tensor_leaves]
+        )
+        self.returned: TreeSpec | None = None
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The kind of each input by name."""
+        kinds = {s.name: s.kind for s in self.state} | {h.name: "hyper" for h in self.hypers}
+        return {n: kinds.get(n, "batch") for n in self.names}
+
+    def trace(self) -> fx.GraphModule:
+        with self.mode, watching(self.model) as watch, _explained():
+            return make_fx(lambda *flat: self._run(watch, *flat), tracing_mode="real")(*self.inputs)
+
+    def _run(self, watch: Watch, *flat: Any) -> list[Any]:
+        state = dict(zip([id(s.tensor) for s in self.state], flat, strict=False))
+        hypers = dict(zip([h.name for h in self.hypers], flat[len(self.state) :], strict=False))
+        leaves = list(self.leaves)
+        for i, x in zip(self.tensor_leaves, flat[len(self.state) + len(hypers) :], strict=True):
+            leaves[i] = x
+        params = [
+            x
+            for s, x in zip(self.state, flat, strict=False)
+            if s.kind == "parameter" and s.tensor.requires_grad
+        ]
+        batch = tree_unflatten(leaves, self.spec)
+        before = _python_numbers(self.optimizer)
+        with swapped(self.model, self.optimizer, state, hypers), _grads(watch, params) as grads:
+            args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
+            with _host_min_max(self.optimizer):
+                result = self.train_step(*args, *batch)
+            grads.refuse_accumulation()
+            _refuse_changed_numbers(self.optimizer, hypers)
+        _refuse_counters(self.optimizer, before)
+        out, self.returned = tree_flatten(result)
+        return [x.detach() if isinstance(x, Tensor) else x for x in out]
+
+    def refuse_constants(self, functional: fx.GraphModule, state: list[StateTensor]) -> None:
+        """A parameter reached past the model would silently be a constant of the graph."""
+        own = {s.tensor.untyped_storage().data_ptr(): s.name for s in state if _has_data(s.tensor)}
+        for node in functional.graph.nodes:
+            if node.op != "get_attr":
+                continue
+            value = getattr(functional, node.target)
+            if _has_data(value) and value.untyped_storage().data_ptr() in own and value.numel():
+                name = own[value.untyped_storage().data_ptr()]
+                raise CaptureError(
+                    f'the step uses the state "{name}" other than through the model it is given',
+                    why="it would be frozen at today's value",
+                    fix="reach it through the model argument of the step",
+                )
+
+
+def _has_data(x: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.device.type == "meta":
+        return False
+    return type(x) in (Tensor, nn.Parameter) and x.numel() > 0
+
+
+def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake of the same global shape, dtype and device; strides are plain."""
+    device = x.device if x.device.type != "meta" else torch.device("cpu")
+    with mode:
+        fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
+    return fake.requires_grad_(x.requires_grad)
+
+
+def _symbol(name: str, value: float, mode: FakeTensorMode) -> Any:
+    source, env = ConstantSource(name), mode.shape_env
+    assert env is not None
+    return env.create_symfloatnode(
+        env.create_unspecified_symbol(value, source=source), hint=value, source=source
+    )
+
+
+@contextlib.contextmanager
+def _host_min_max(optimizer: Any) -> Iterator[None]:
+    """Python's `min` and `max` of step counts and norms inside an optimizer's code stay in the graph."""
+    with contextlib.ExitStack() as stack:
+        for module in {_home(one) for one in optimizers_of(optimizer)}:
+            for name in ("min", "max"):
+                patch = mock.patch.object(sys.modules[module], name, _min_max(name), create=True)
+                stack.enter_context(patch)
+        yield
+
+
+def _home(optimizer: Optimizer) -> str:
+    """The module whose globals the optimizer's code sees (`__module__` may name a public alias)."""
+    step: Any = inspect.unwrap(type(optimizer).step)
+    return step.__globals__["__name__"]
+
+
+def _min_max(name: str) -> Callable[..., Any]:
+    plain = getattr(builtins, name)
+    symbolic = getattr(torch, f"sym_{name}")
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and any(isinstance(a, torch.SymFloat | torch.SymInt) for a in args):
+            return symbolic(*args)
+        return plain(*args, **kwargs)
+
+    return choose
+
+
+class _Grads:
+    """Gradients left from the call before: they must be cleared before the first backward."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.stale = {id(p): torch.empty_like(p.detach()) for p in params}
+        self.uncleared = False
+        self.line = ""
+        for p in params:
+            p.grad = self.stale[id(p)]
+
+    def before_backward(self) -> None:
+        for p in self.params:
+            if p.grad is not None and p.grad is self.stale.get(id(p)):
+                self.uncleared, p.grad = True, None
+                self.line = self.line or user_line()
+
+    def refuse_accumulation(self) -> None:
+        left = [p for p in self.params if p.grad is not None and p.grad is not self.stale[id(p)]]
+        if self.uncleared and left:
+            raise CaptureError(
+                "the step adds to gradients that an earlier call left",
+                at=quoted(self.line),
+                why="gradients are not state that outlives a step",
+                fix="optimizer.zero_grad() in the step; accumulate inside one step over parts of the batch",
+            )
+
+
+@contextlib.contextmanager
+def _grads(watch: Watch, params: list[Tensor]) -> Iterator[_Grads]:
+    grads = _Grads(params)
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        grads.before_backward()
+        return run_backward(*args, **kwargs)
+
+    optimizer_zero, module_zero = Optimizer.zero_grad, nn.Module.zero_grad
+    with (
+        mock.patch.object(torch.autograd, "_engine_run_backward", backward),
+        mock.patch.object(
+            Optimizer, "zero_grad", lambda self, set_to_none=True: optimizer_zero(self, True)
+        ),
+        mock.patch.object(
+            nn.Module, "zero_grad", lambda self, set_to_none=True: module_zero(self, True)
+        ),
+    ):
+        yield grads
+    for p in params:
+        p.grad = None
+
+
+def _python_numbers(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in slots.items() if isinstance(v, int | float)}
+        for one in optimizers_of(optimizer)
+        for slots in one.state.values()
+    ]
+
+
+def _refuse_counters(optimizer: Any, before: list[dict[str, Any]]) -> None:
+    for old, new in zip(before, _python_numbers(optimizer), strict=False):
+        for key, value in new.items():
+            if old.get(key) != value:
+                raise CaptureError(
+                    f'the optimizer keeps "{key}" as a Python number that changes with every step',
+                    why="the captured step would replay today's number for ever",
+                    fix=f'keep it as a tensor: state["{key}"] = torch.tensor(0.0)',
+                )
+
+
+def _refuse_changed_numbers(optimizer: Any, hypers: dict[str, Any]) -> None:
+    for hyper in hypers_of_swapped(optimizer):
+        name, value = hyper
+        if name in hypers and value is not hypers[name]:
+            raise CaptureError(
+                f"the step changes the hyper-parameter {name}",
+                why="the step is captured once; a change made by Python inside it would happen only then",
+                fix="call scheduler.step() after the step, outside the function given to distribute",
+            )
+
+
+def hypers_of_swapped(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Names and raw values of scheduled hyper-parameters, symbols included."""
+    from tutti.capture.lift import SCHEDULED
+
+    for k, one in enumerate(optimizers_of(optimizer)):
+        prefix = f"optim{k}" if k else "optim"
+        for g, group in enumerate(one.param_groups):
+            for key in SCHEDULED:
+                value = group.get(key)
+                if isinstance(value, tuple):
+                    yield from ((f"{prefix}.{g}.{key}.{i}", v) for i, v in enumerate(value))
+                elif value is not None:
+                    yield f"{prefix}.{g}.{key}", value
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """oneDNN's fused LSTM has a backward that cannot be replayed; its plain form can."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
+    try:
+        with _without_onednn():
+            yield
+    except TuttiError:
+        raise
+    except DynamicOutputShapeException as error:
+        raise CaptureError(
+            f"{error.func} has a shape that depends on values",
+            at=_raising_line(error),
+            why="every shape must be known before the step runs",
+            fix="a mask and torch.where instead of selecting elements",
+        ) from error
+    except GuardOnDataDependentSymNode as error:
+        raise CaptureError(
+            "the step decides in Python on a number that is known only when it runs",
+            at=_raising_line(error),
+            why="the step is captured once, before it has values",
+            fix="torch.where(condition, a, b) on tensors",
+        ) from error
+
+
+def _raising_line(error: BaseException) -> str:
+    import os
+    import traceback
+
+    torch_dir = os.path.dirname(torch.__file__)
+    here = os.path.dirname(os.path.dirname(__file__))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((torch_dir, here)) and "<" not in frame.filename:
+            return quoted(f"{frame.filename}:{frame.lineno}")
+    return ""
+
+
+def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
+    """Final `copy_` nodes into inputs become the new state values of the output."""
+    graph = functional.graph
+    names = dict(zip([n for n in graph.nodes if n.op == "placeholder"], lifted.names, strict=True))
+    updates: dict[str, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.target is aten.copy_.default and node.args[0] in names:
+            updates[names[node.args[0]]] = node.args[1]
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
+    kinds = lifted.kinds
+    written = [n for n in updates if kinds[n] == "batch"]
+    if written:
+        raise CaptureError(
+            f"the step writes into its input {written[0]}",
+            fix="clone it before changing it in place",
+        )
+    output = next(n for n in graph.nodes if n.op == "output")
+    returned = (
+        list(output.args[0]) if isinstance(output.args[0], list | tuple) else [output.args[0]]
+    )
+    updated = [n for n in lifted.names if n in updates]
+    output.args = ((returned, [updates[n] for n in updated]),)
+    for node, name in names.items():
+        node.meta["name"], node.meta["kind"] = name, kinds[name]
+    assert lifted.returned is not None
+    env = lifted.mode.shape_env
+    assert env is not None
+    return Captured(
+        graph=graph,
+        owner=functional,
+        inputs=lifted.names,
+        kinds=kinds,
+        state=lifted.state,
+        updated=updated,
+        returned=lifted.returned,
+        mode=lifted.mode,
+        guards=[g.expr for g in env.guards],
+    )
+
+
+def copied(captured: Captured) -> Captured:
+    """The same capture with a graph of its own, to be rewritten for one layout."""
+    graph, mapped = fx.Graph(), {}
+    result = graph.graph_copy(captured.graph, mapped)
+    graph.output(result)
+    for old, new in mapped.items():
+        new.meta = dict(old.meta)
+    return replace(captured, graph=graph)

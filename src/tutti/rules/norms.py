@@ -1,0 +1,161 @@
+"""Normalization layers: the normalized dims stay whole, or the op is decomposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from tutti.rules.rule import Rule, Term, groups, operands_of, results_of, shape
+
+aten = torch.ops.aten
+
+
+def _layer_terms(
+    x: tuple[int, ...], num_normalized: int
+) -> tuple[Term, Term, Term, dict[str, int], set[str]]:
+    """Terms of the input, of the statistics and of the weight."""
+    lead = len(x) - num_normalized
+    full: Term = tuple((f"d{i}",) for i in range(len(x)))
+    stats: Term = tuple((f"d{i}",) if i < lead else () for i in range(len(x)))
+    return (
+        full,
+        stats,
+        full[lead:],
+        {f"d{i}": n for i, n in enumerate(x)},
+        {f"d{i}" for i in range(lead, len(x))},
+    )
+
+
+def _layer_norm(node: fx.Node) -> Rule:
+    x = shape(node.args[0])
+    normalized: Any = node.args[1]
+    full, stats, weight, sizes, whole = _layer_terms(x, len(normalized))
+    operands = (full,) + (weight,) * (len(operands_of(node)) - 1)
+    return Rule(operands, (full, stats, stats), sizes, frozenset(whole))
+
+
+def _rms_norm(node: fx.Node) -> Rule:
+    x = shape(node.args[0])
+    normalized: Any = node.args[1]
+    full, stats, weight, sizes, whole = _layer_terms(x, len(normalized))
+    operands = (full,) + (weight,) * (len(operands_of(node)) - 1)
+    return Rule(operands, (full, stats), sizes, frozenset(whole))
+
+
+def _rms_norm_backward(node: fx.Node) -> Rule:
+    x = shape(node.args[1])
+    normalized: Any = node.args[2]
+    full, stats, weight, sizes, whole = _layer_terms(x, len(normalized))
+    operands = (full, full, stats) + (weight,) * (len(operands_of(node)) - 3)
+    results = tuple(
+        () if r is None else t for r, t in zip(results_of(node), (full, weight), strict=True)
+    )
+    return Rule(operands, results, sizes, frozenset(whole), linear=groups((0,)))
+
+
+def _layer_norm_backward(node: fx.Node) -> Rule:
+    x = shape(node.args[1])
+    normalized: Any = node.args[2]
+    full, stats, weight, sizes, whole = _layer_terms(x, len(normalized))
+    operands = (full, full, stats, stats) + (weight,) * (len(operands_of(node)) - 4)
+    results = tuple(
+        () if r is None else t
+        for r, t in zip(results_of(node), (full, weight, weight), strict=True)
+    )
+    return Rule(operands, results, sizes, frozenset(whole), linear=groups((0,)))
+
+
+def _channel_terms(x: tuple[int, ...]) -> tuple[Term, dict[str, int], frozenset[str]]:
+    """Batch, channel and space of a batch norm's input; all but the channels stay whole in training."""
+    term: Term = tuple((f"d{i}",) for i in range(len(x)))
+    return (
+        term,
+        {f"d{i}": n for i, n in enumerate(x)},
+        frozenset(f"d{i}" for i in range(len(x)) if i != 1),
+    )
+
+
+_C: Term = (("d1",),)
+
+
+def _per_channel(x: Any) -> Term:
+    """Statistics that an evaluation does not save are empty."""
+    return _C if x.numel() else ((),)
+
+
+def _batch_norm(node: fx.Node) -> Rule:
+    term, sizes, whole = _channel_terms(shape(node.args[0]))
+    training = bool(node.args[5])
+    operands = (term,) + (_C,) * (len(operands_of(node)) - 1)
+    first, *stats = results_of(node)
+    assert first is not None
+    results = (term, *(() if r is None else _per_channel(r) for r in stats))
+    # Only training works out statistics from what is split; else they are given, the same everywhere.
+    apart = frozenset() if training else frozenset(range(1, len(results)))
+    return Rule(operands, results, sizes, whole if training else frozenset(), apart=apart)
+
+
+def _batch_norm_backward(node: fx.Node) -> Rule:
+    term, sizes, whole = _channel_terms(shape(node.args[1]))
+    stats = operands_of(node)[2:]
+    operands = (term, term, *(_per_channel(x.meta["val"]) for x in stats))
+    results = tuple(
+        () if r is None else t for r, t in zip(results_of(node), (term, _C, _C), strict=True)
+    )
+    training = bool(node.args[7])
+    linear = groups((0,))
+    return Rule(operands, results, sizes, whole if training else frozenset(), linear=linear)
+
+
+def _group_norm(node: fx.Node) -> Rule:
+    """Samples split freely; channels and space stay whole (groups are runs of channels)."""
+    x = shape(node.args[0])
+    term: Term = (("n",),) + ((),) * (len(x) - 1)
+    operands = (term,) + (((),),) * (len(operands_of(node)) - 1)
+    stats: Term = (("n",), ())
+    return Rule(operands, (term, stats, stats), {"n": x[0]}, parts={"n": _group_norm_part})
+
+
+def _group_norm_part(part: Any) -> fx.Node:
+    args = list(part.args)
+    args[3] = int(args[0].meta["val"].shape[0])
+    return part.emit(part.node.target, *args, **part.kwargs)
+
+
+def _group_norm_backward(node: fx.Node) -> Rule:
+    x = shape(node.args[1])
+    term: Term = (("n",),) + ((),) * (len(x) - 1)
+    stats: Term = (("n",), ())
+    operands = (term, term, stats, stats) + (((),),) * (len(operands_of(node)) - 4)
+    results = tuple(
+        () if r is None else t for r, t in zip(results_of(node), (term, ((),), ((),)), strict=True)
+    )
+    return Rule(
+        operands,
+        results,
+        {"n": x[0]},
+        linear=groups((0,)),
+        parts={"n": _group_norm_backward_part},
+    )
+
+
+def _group_norm_backward_part(part: Any) -> fx.Node:
+    args = list(part.args)
+    args[5] = int(args[0].meta["val"].shape[0])
+    return part.emit(part.node.target, *args, **part.kwargs)
+
+
+RULES = {
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten._fused_rms_norm.default: _rms_norm,
+    aten._fused_rms_norm_backward.default: _rms_norm_backward,
+    aten.native_batch_norm.default: _batch_norm,
+    aten._native_batch_norm_legit_functional.default: _batch_norm,
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+}

@@ -1,0 +1,123 @@
+"""What a rank plays when a factor is split that the plain op cannot be given in parts.
+
+Each function takes a `Part`: the call with its local operands in place, a way to emit local nodes, and the
+global positions that this rank holds along a dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+
+class Part(Protocol):
+    """One call, played on local tensors."""
+
+    node: fx.Node
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node of the local graph."""
+        ...
+
+    def positions(self, operand: int, dim: int) -> fx.Node:
+        """The global indices that this rank holds along `dim` of the operand, int64, 1-D."""
+        ...
+
+
+def _own(part: Part, index: Any, positions: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """`index` counted within this rank's rows, and where it falls into them.
+
+    The rows that a rank holds rise but need not be one run: a dim that a view merged is split in its
+    minor part.
+    """
+    near = part.emit(aten.searchsorted.Tensor, positions, index)
+    local = part.emit(aten.clamp_max.default, near, _size(positions, 0) - 1)
+    found = part.emit(aten.index.Tensor, positions, [local])
+    return local, part.emit(aten.eq.Tensor, found, index)
+
+
+def _size(x: Any, dim: int) -> int:
+    return int(x.meta["val"].shape[dim])
+
+
+def embedding_part(part: Part) -> fx.Node:
+    """Rows of other ranks come out as zeros; the sum over ranks has every row."""
+    weight, index = part.args[:2]
+    local, inside = _own(part, index, part.positions(0, 0))
+    rows = part.emit(aten.embedding.default, weight, local)
+    return part.emit(aten.mul.Tensor, rows, part.emit(aten.unsqueeze.default, inside, -1))
+
+
+def embedding_backward_part(part: Part) -> fx.Node:
+    """Gradients of other ranks' rows are dropped."""
+    grad, index, _, padding, by_frequency = part.args
+    assert not by_frequency
+    positions = part.positions(-1, 0)
+    local, inside = _own(part, index, positions)
+    if padding >= 0:
+        inside = part.emit(
+            aten.bitwise_and.Tensor, inside, part.emit(aten.ne.Scalar, index, padding)
+        )
+    kept = part.emit(aten.mul.Tensor, grad, part.emit(aten.unsqueeze.default, inside, -1))
+    num_local = _size(positions, 0)
+    return part.emit(aten.embedding_dense_backward.default, kept, local, num_local, -1, False)
+
+
+def _own_target(part: Part, target: Any, operand: int, ignore: int) -> fx.Node:
+    """Targets among this rank's classes, counted within them; -100 for all others."""
+    local, inside = _own(part, target, part.positions(operand, 1))
+    valid = part.emit(aten.bitwise_and.Tensor, inside, part.emit(aten.ne.Scalar, target, ignore))
+    none = part.emit(aten.full_like.default, local, -100)
+    return part.emit(aten.where.self, valid, local, none)
+
+
+def nll_forward_part(part: Part) -> fx.Node:
+    """Each rank sums the tokens whose class it holds."""
+    logp, target, _, _, ignore = part.args
+    own = _own_target(part, target, 0, ignore)
+    return part.emit(part.node.target, logp, own, None, 2, -100)
+
+
+def nll_backward_part(part: Part) -> fx.Node:
+    """Each rank writes the gradient of the classes that it holds."""
+    grad, logp, target, _, reduction, ignore, total = part.args
+    own = _own_target(part, target, 1, ignore)
+    return part.emit(part.node.target, grad, logp, own, None, reduction, -100, total)
+
+
+def _causal_bias(part: Part, query: Any, num_keys: int, operand: int) -> fx.Node:
+    """0 where a key stands at or before the query's global position, -inf after it; (queries, keys)."""
+    device = query.meta["val"].device
+    dtype = query.meta["val"].dtype
+    rows = part.emit(aten.unsqueeze.default, part.positions(operand, 2), 1)
+    keys = part.emit(aten.arange.default, num_keys, device=device)
+    later = part.emit(aten.gt.Tensor, keys, rows)
+    zeros = part.emit(
+        aten.full.default, [_size(rows, 0), num_keys], 0.0, dtype=dtype, device=device
+    )
+    return part.emit(aten.masked_fill.Scalar, zeros, later, float("-inf"))
+
+
+def causal_forward_part(part: Part) -> fx.Node:
+    """A block of queries at its global position: the causal triangle becomes an explicit bias."""
+    query, key, value = part.args[:3]
+    dropout, causal = (list(part.args[3:]) + [0.0, False][len(part.args) - 3 :])[:2]
+    kwargs = dict(part.kwargs)
+    if causal:
+        kwargs["attn_mask"] = _causal_bias(part, query, _size(key, 2), 0)
+    return part.emit(part.node.target, query, key, value, dropout, False, **kwargs)
+
+
+def causal_backward_part(part: Part) -> fx.Node:
+    """As forward, with the same bias."""
+    grad, query, key, value, out, lse, dropout, causal = part.args
+    kwargs = dict(part.kwargs)
+    if causal:
+        kwargs["attn_mask"] = _causal_bias(part, query, _size(key, 2), 1)
+    return part.emit(part.node.target, grad, query, key, value, out, lse, dropout, False, **kwargs)

@@ -1,0 +1,69 @@
+"""The table of rules: op -> text, or a function of the call that gives a rule."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.rules import (
+    attention,
+    contraction,
+    convolution,
+    cuts,
+    indexing,
+    losses,
+    norms,
+    reductions,
+    views,
+)
+from tutti.rules.pointwise import derived_pointwise
+from tutti.rules.rule import Rule, operands_of, parse_rule, results_of
+
+Entry = str | Callable[[fx.Node], Rule | None]
+
+TABLE: dict[Any, Entry] = {}
+_FAMILIES = (
+    *(views, contraction, reductions, losses, cuts),
+    *(indexing, attention, norms, convolution),
+)
+for _family in _FAMILIES:
+    TABLE.update(_family.RULES)
+
+_OWN: dict[Any, Entry] = {}
+
+
+def add_rule(op: str, text: str) -> None:
+    """Register factor rule `text` for the custom op named `op` ("mylib::op", any overload)."""
+    namespace, _, name = op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    for overload in packet.overloads():
+        _OWN[getattr(packet, overload)] = text
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule of a call, or None where there is none: its operands must then be whole."""
+    if node.target is operator.getitem:
+        return None
+    entry = _OWN.get(node.target) or TABLE.get(node.target)
+    if entry is None:
+        return derived_pointwise(node)
+    if callable(entry):
+        return entry(node)
+    operands = [tuple(x.meta["val"].shape) for x in operands_of(node)]
+    results = [None if r is None else tuple(r.shape) for r in results_of(node)]
+    return parse_rule(entry, operands, results)
+
+
+def is_tensor_call(node: fx.Node) -> bool:
+    """Whether a node computes tensors from tensors or nothing (not scalars, not an unpacking)."""
+    val = node.meta.get("val")
+    values = val if isinstance(val, list | tuple) else [val]
+    return (
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and any(isinstance(v, Tensor) for v in values)
+    )
