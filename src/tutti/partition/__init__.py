@@ -1,0 +1,1 @@
+"""From one graph for one device to one program for every rank."""

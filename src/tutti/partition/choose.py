@@ -1,0 +1,221 @@
+"""How one op is split: of the few ways that its operands and results suggest, the one that moves least."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tutti.layout import Mesh, Sharding
+from tutti.partition.reshard import route
+from tutti.propagate.factors import Assignment, axes_of, project, read
+from tutti.rules import Rule
+
+# A rank's work on n elements, against moving them: enough to prefer the split that leaves less work.
+WORK = 0.01
+# Pending sums wait, if need be by turning small whole partners into pending ones.
+SMALL = 4096
+# How much dearer it is to gather an axis that should stay.
+KEPT = 1000.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What each operand must be, what each result then is, and how the factors are split."""
+
+    assigned: Assignment
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    cost: float
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What is known about an operand: its ways of lying, and what is wanted of it.
+
+    An axis in `keeps` is gathered only where nothing else will do: a placed weight stays where it is,
+    and what was split over the batch stays split. `num_users` is how many ops use the operand.
+    """
+
+    shape: tuple[int, ...]
+    versions: tuple[Sharding, ...]
+    wanted: Sharding | None
+    keeps: frozenset[str] = frozenset()
+    num_users: int = 1
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def cost(self, target: Sharding, mesh: Mesh) -> float:
+        """Elements moved to have this operand as `target`."""
+        return min(self._cost(v, target, mesh) for v in self.versions)
+
+    def _cost(self, version: Sharding, target: Sharding, mesh: Mesh) -> float:
+        gathers = (version.axes & self.keeps) - target.axes
+        return route(version, target, mesh).cost * (KEPT if gathers else 1.0)
+
+
+def choose(
+    rule: Rule,
+    operands: Sequence[Offer],
+    results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
+    mesh: Mesh,
+) -> Choice:
+    """The cheapest choice among those that operands and results suggest."""
+    best: Choice | None = None
+    seen: set[tuple[tuple[str, object], ...]] = set()
+    for assigned in _suggestions(rule, operands, results, mesh):
+        key = tuple(sorted(assigned.items()))
+        if key in seen:
+            continue
+        seen.add(key)
+        for choice in _with_pending(rule, operands, results, assigned, mesh):
+            if best is None or choice.cost < best.cost:
+                best = choice
+    assert best is not None
+    return best
+
+
+def _suggestions(
+    rule: Rule,
+    operands: Sequence[Offer],
+    results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
+    mesh: Mesh,
+) -> Iterator[Assignment]:
+    wanted = [(t, r[1]) for t, r in zip(rule.results, results, strict=True) if r is not None]
+    have = [(t, v) for t, o in zip(rule.operands, operands, strict=True) for v in o.versions[:2]]
+    hoped = [(t, o.wanted) for t, o in zip(rule.operands, operands, strict=True)]
+    fixed = [(t, o.versions[0]) for t, o in zip(rule.operands, operands, strict=True) if o.keeps]
+    orders = [fixed + wanted + have, wanted + hoped + have, have + wanted]
+    by_size = sorted(range(len(operands)), key=lambda i: -operands[i].numel)
+    for i in by_size[:4]:
+        lead = (rule.operands[i], operands[i].versions[0])
+        orders.append([*fixed, lead, *wanted, *have])
+    for pairs in orders:
+        assigned = read(rule, pairs, mesh)
+        yield assigned
+        for axis in sorted({a for dim in assigned.values() for a in axes_of(dim)}):
+            yield {f: d for f, d in assigned.items() if axis not in axes_of(d)}
+    yield {}
+
+
+def _with_pending(
+    rule: Rule,
+    operands: Sequence[Offer],
+    results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
+    assigned: Assignment,
+    mesh: Mesh,
+) -> Iterator[Choice]:
+    """The choice with every operand final, and the one where pending reductions pass through."""
+    bases = [
+        project(t, assigned, rule, o.shape, mesh)
+        for t, o in zip(rule.operands, operands, strict=True)
+    ]
+    if not all(b.divides(mesh) for b in bases):
+        return
+    for passed in _passing(rule, operands, assigned, results):
+        needed = tuple(b.with_partial(p) for b, p in zip(bases, passed, strict=True))
+        through = {pair for p in passed for pair in p}
+        outs = _results(rule, results, assigned, through, mesh)
+        if outs is None:
+            continue
+        cost = sum(_operand_costs(operands, needed, mesh))
+        for out, result in zip(outs, results, strict=True):
+            if result is not None:
+                cost += _result_cost(out, result[1], mesh)
+                cost += WORK * math.prod(out.local_shape(mesh))
+        yield Choice(assigned, needed, outs, cost)
+
+
+def _operand_costs(
+    operands: Sequence[Offer], needed: Sequence[Sharding], mesh: Mesh
+) -> Iterator[float]:
+    """The cost of each operand; one that is used twice in the same way is paid once."""
+    paid: set[tuple[int, Sharding]] = set()
+    for offer, target in zip(operands, needed, strict=True):
+        if (id(offer), target) not in paid:
+            paid.add((id(offer), target))
+            yield offer.cost(target, mesh)
+
+
+Pending = tuple[tuple[str, str], ...]
+
+
+def _passing(
+    rule: Rule,
+    operands: Sequence[Offer],
+    assigned: Assignment,
+    results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
+) -> Iterator[list[Pending]]:
+    """First the ways to let pending reductions wait (of equal costs the first counts), then without."""
+    yield from _waiting(rule, operands, assigned, results)
+    yield [()] * len(operands)
+
+
+def _waiting(
+    rule: Rule,
+    operands: Sequence[Offer],
+    assigned: Assignment,
+    results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
+) -> Iterator[list[Pending]]:
+    used = {a for dim in assigned.values() for a in axes_of(dim)}
+    pending = [tuple(p for p in o.versions[0].partial if p[0] not in used) for o in operands]
+    every = tuple(sorted({pair for p in pending for pair in p}))
+    if not every or len({a for a, _ in every}) < len(every):
+        return
+    if any(p and o.num_users > 1 for o, p in zip(operands, pending, strict=True)):
+        return  # reduced once, for all of its users
+    given = sum(o.numel for o, p in zip(operands, pending, strict=True) if p)
+    out = max((math.prod(r[0]) for r in results if r is not None), default=0)
+    if out > max(given, len(operands)):
+        return  # reduce before it grows
+    for group in rule.linear:
+        if any(p and i not in group for i, p in enumerate(pending)):
+            continue
+        if any(op != "sum" for _, op in every) and not rule.structural:
+            continue
+        if all(pending[i] == every or operands[i].numel <= SMALL for i in group):
+            yield [every if i in group else () for i in range(len(operands))]
+
+
+def _results(
+    rule: Rule,
+    results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
+    assigned: Assignment,
+    through: set[tuple[str, str]],
+    mesh: Mesh,
+) -> tuple[Sharding, ...] | None:
+    outs = []
+    for i, (term, result) in enumerate(zip(rule.results, results, strict=True)):
+        if result is None:
+            outs.append(Sharding(()))
+            continue
+        reduced = rule.reduced(i)
+        partial = {
+            (a, rule.reduce) for f, d in assigned.items() if f in reduced for a in axes_of(d)
+        }
+        if partial and through and {op for _, op in partial | through} != {"sum"}:
+            return None
+        out = project(term, assigned, rule, result[0], mesh)
+        if not out.divides(mesh):
+            return None
+        outs.append(out.with_partial(partial | through))
+    return tuple(outs)
+
+
+def _result_cost(out: Sharding, wanted: Sharding | None, mesh: Mesh) -> float:
+    """What it will take to make the result what its users want, as far as that is known."""
+    target = Sharding(out.dims)
+    if wanted is not None and wanted.axes & (out.axes | out.partial_axes):
+        target = _overlaid(wanted, out)
+    return route(out, target, mesh).cost
+
+
+def _overlaid(wanted: Sharding, out: Sharding) -> Sharding:
+    """`wanted`, with the splits of `out` over axes that it says nothing about."""
+    dims = tuple(
+        w if axes_of(w) or set(axes_of(o)) & wanted.axes else o
+        for w, o in zip(wanted.dims, out.dims, strict=True)
+    )
+    return Sharding(dims)

@@ -1,0 +1,172 @@
+"""The cheapest sequence of collectives that turns one sharding into another."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+
+from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, split_dim
+from tutti.layout.sharding import Axes
+
+# What starting a collective costs, said in elements that could have been moved instead.
+LATENCY = 4096.0
+# A rank's own copy of n elements, against moving them: small, so that shorter paths win ties.
+COPY = 1e-3
+
+
+@dataclass(frozen=True)
+class Step:
+    """One collective (or local cut) on the way, and how the value lies after it.
+
+    `kind` names the function of `graph.collectives`; `arguments` follow the value there. `moved` is the
+    number of elements that each rank sends.
+    """
+
+    kind: str
+    arguments: tuple[object, ...]
+    result: Sharding
+    moved: float
+
+
+@dataclass(frozen=True)
+class Route:
+    """The steps from one sharding to another and their cost in elements."""
+
+    steps: tuple[Step, ...]
+    cost: float
+
+
+@lru_cache(maxsize=65536)
+def route(source: Sharding, target: Sharding, mesh: Mesh) -> Route:
+    """The cheapest route, by Dijkstra's search over shardings.
+
+    A dim split by several axes is ordered, major to minor: only its minor axis can be gathered, and an
+    axis can only be added below those that the target has above it.
+    """
+    tie = count()
+    heap: list[tuple[float, int, Sharding, tuple[Step, ...]]] = [(0.0, next(tie), source, ())]
+    done: set[Sharding] = set()
+    while heap:
+        cost, _, at, steps = heapq.heappop(heap)
+        if at == target:
+            return Route(steps, cost)
+        if at in done:
+            continue
+        done.add(at)
+        for step in _moves(at, target, mesh):
+            if step.result not in done:
+                more = cost + step.moved + (LATENCY if _communicates(step) else COPY)
+                more += COPY * math.prod(step.result.local_shape(mesh))
+                heapq.heappush(heap, (more, next(tie), step.result, (*steps, step)))
+    raise AssertionError(f"no route from {source} to {target}")
+
+
+def _communicates(step: Step) -> bool:
+    return step.kind not in ("shard", "partialize")
+
+
+def _numel(sharding: Sharding, mesh: Mesh) -> int:
+    return math.prod(sharding.local_shape(mesh))
+
+
+def _moves(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
+    yield from _reduce(at, target, mesh)
+    yield from _cut(at, target, mesh)
+    yield from _gather(at, target, mesh)
+    yield from _exchange(at, target, mesh)
+    yield from _make_partial(at, target)
+
+
+def _reduce(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
+    """All-reduce what is pending here and not in the target; or reduce-scatter onto a dim of it."""
+    n = _numel(at, mesh)
+    pending = [(a, op) for a, op in at.partial if (a, op) not in target.partial]
+    for op in sorted({op for _, op in pending}):
+        axes = tuple(a for a in mesh if (a, op) in pending)
+        for over in {axes, *((a,) for a in axes)}:
+            rest = at.with_partial(p for p in at.partial if p[0] not in over)
+            size = mesh.size(over)
+            yield Step("all_reduce", (over, op), rest, 2 * n * (size - 1) / size)
+    for axis, op in pending:
+        rest = at.with_partial(p for p in at.partial if p[0] != axis)
+        for dim, outer, result in _additions(rest, target, axis, mesh):
+            size = mesh.size(axis)
+            yield Step("reduce_scatter", ((axis,), dim, outer, op), result, n * (size - 1) / size)
+
+
+def _cut(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
+    for axis in mesh:
+        if axis in at.axes or axis in at.partial_axes:
+            continue
+        for dim, outer, result in _additions(at, target, axis, mesh):
+            yield Step("shard", ((axis,), dim, outer), result, 0.0)
+
+
+def _gather(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
+    """Gather the minor axis of a segment, or at once all axes that a segment is to lose at its end."""
+    del target
+    for dim, outer, axes, result in _removals(at, mesh):
+        n, size = _numel(result, mesh), mesh.size(axes)
+        yield Step("all_gather", (axes, dim, outer), result, n * (size - 1) / size)
+
+
+def _exchange(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
+    """All-to-all: an axis leaves the end of one segment and splits another dim as in the target."""
+    n = _numel(at, mesh)
+    for cat_dim, cat_outer, axes, gathered in _removals(at, mesh):
+        if len(axes) != 1:
+            continue
+        size = mesh.size(axes)
+        for dim, outer, result in _additions(gathered, target, axes[0], mesh):
+            if dim != cat_dim:
+                arguments = (axes, dim, outer, cat_dim, cat_outer)
+                yield Step("all_to_all", arguments, result, n * (size - 1) / size)
+
+
+def _make_partial(at: Sharding, target: Sharding) -> Iterator[Step]:
+    """A whole value becomes a pending sum: one rank keeps it, the others hold zeros."""
+    for axis, op in target.partial:
+        if axis not in at.axes and axis not in at.partial_axes:
+            yield Step("partialize", ((axis,), op), at.with_partial((*at.partial, (axis, op))), 0.0)
+
+
+def _additions(
+    at: Sharding, target: Sharding, axis: str, mesh: Mesh
+) -> Iterator[tuple[int, int, Sharding]]:
+    """Where `axis` may be added next on the way to `target`: (dim, local size above it, result)."""
+    for d, (have, want) in enumerate(zip(at.dims, target.dims, strict=True)):
+        if not any(axis in seg.axes for seg in want):
+            continue
+        parts = split_dim(have, [seg.size for seg in want], mesh)
+        if parts is None or any(len(p) != 1 for p in parts):
+            continue
+        outer = 1
+        for k, (part, seg) in enumerate(zip(parts, want, strict=True)):
+            mine: Axes = part[0].axes
+            if axis in seg.axes and seg.axes[: len(mine) + 1] == (*mine, axis):
+                segments = [p[0] for p in parts]
+                segments[k] = Segment(seg.size, (*mine, axis))
+                if seg.size % mesh.size(segments[k].axes) == 0:
+                    yield d, outer, _with_dim(at, d, canonical(segments, mesh))
+            outer *= seg.size // mesh.size(mine)
+
+
+def _removals(at: Sharding, mesh: Mesh) -> Iterator[tuple[int, int, Axes, Sharding]]:
+    """Which axes may be gathered next: (dim, local size above, axes, result)."""
+    for d, dim in enumerate(at.dims):
+        outer = 1
+        for k, seg in enumerate(dim):
+            for first in range(len(seg.axes)):
+                axes = seg.axes[first:]
+                segments = list(dim)
+                segments[k] = Segment(seg.size, seg.axes[:first])
+                yield d, outer, axes, _with_dim(at, d, canonical(segments, mesh))
+            outer *= seg.size // mesh.size(seg.axes)
+
+
+def _with_dim(at: Sharding, d: int, dim: Dim) -> Sharding:
+    return Sharding((*at.dims[:d], dim, *at.dims[d + 1 :]), at.partial)

@@ -1,0 +1,1 @@
+"""Spreads the shardings that are given through the whole graph, each with its provenance."""

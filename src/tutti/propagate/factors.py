@@ -1,0 +1,78 @@
+"""Between shardings of tensors and splits of an op's factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, refines, split_dim
+from tutti.rules import Rule
+from tutti.rules.rule import Term
+
+Assignment = dict[str, Dim]
+
+
+def axes_of(dim: Iterable[Segment]) -> tuple[str, ...]:
+    """Every axis that splits the dim, major to minor."""
+    return tuple(a for seg in dim for a in seg.axes)
+
+
+def read(
+    rule: Rule,
+    pairs: Sequence[tuple[Term, Sharding | None]],
+    mesh: Mesh,
+    soft: Assignment | None = None,
+) -> Assignment:
+    """How the factors are split when the tensors lie as given; of two that disagree the first counts.
+
+    Whole factors are left out; `soft` collects them, for cuts that follow their operand.
+    """
+    assigned: Assignment = {}
+    used: set[str] = set()
+    for term, sharding in pairs:
+        if sharding is None:
+            continue
+        for factors, dim in zip(term, sharding.dims, strict=True):
+            if not factors or not any(seg.axes for seg in dim):
+                continue
+            parts = split_dim(dim, [rule.sizes[f] for f in factors], mesh)
+            if parts is None:
+                continue
+            for factor, part in zip(factors, parts, strict=True):
+                axes = axes_of(part)
+                known = assigned.get(factor)
+                if not axes or (known is not None and not refines(part, known, mesh)):
+                    continue
+                if (used - set(axes_of(known or ()))) & set(axes):
+                    continue
+                if factor in rule.whole:
+                    if soft is not None:
+                        soft.setdefault(factor, part)
+                    continue
+                assigned[factor] = part
+                used |= set(axes)
+    return assigned
+
+
+def project(
+    term: Term, assigned: Mapping[str, Dim], rule: Rule, shape: Sequence[int], mesh: Mesh
+) -> Sharding:
+    """How a tensor lies when the factors are split as `assigned`."""
+    dims = []
+    for factors, size in zip(term, shape, strict=True):
+        segments: list[Segment] = []
+        for factor in factors:
+            segments += assigned.get(factor, (Segment(rule.sizes[factor]),))
+        dims.append(canonical(segments, mesh) or (Segment(size),))
+    return Sharding(tuple(dims))
+
+
+def merged(have: Sharding, more: Sharding, mesh: Mesh) -> Sharding:
+    """`have` with its dims split further as in `more`, where that only adds axes that are still free."""
+    used = set(have.axes)
+    dims = list(have.dims)
+    for i, dim in enumerate(more.dims):
+        axes, own = set(axes_of(dim)), set(axes_of(dims[i]))
+        if axes - own and not axes & (used - own) and refines(dim, dims[i], mesh):
+            dims[i] = dim
+            used |= axes
+    return Sharding(tuple(dims), have.partial)

@@ -1,0 +1,260 @@
+"""Where everything should lie: seeds from the layout and the user's word, spread through the graph."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from torch import Tensor, fx
+
+from tutti.capture.canonical import erase_dead
+from tutti.capture.step import Captured
+from tutti.errors import ShardingError
+from tutti.graph.boundary import shard_as_op
+from tutti.graph.edit import Editor
+from tutti.layout import Layout, Mesh, Segment, Sharding
+from tutti.propagate.boundaries import Boundary, insert_boundaries
+from tutti.propagate.factors import axes_of
+from tutti.propagate.spread import Spread, tensors_of
+from tutti.propagate.storage import PARAMETERS_FROM, SLOTS_FROM, slot_like, with_zero
+from tutti.rules import is_tensor_call
+from tutti.rules.decompositions import DECOMPOSITIONS
+
+# Axes over which the weights themselves are split; over the others only data is.
+MODEL_AXES = frozenset({"tensor", "expert"})
+Place = Mapping[str, str]
+
+
+@dataclass
+class Plan:
+    """A captured graph with what is wanted of every value, and how each state tensor is kept.
+
+    `compute` and `storage` are by state name; `reasons` says why a tensor is not split further.
+    """
+
+    captured: Captured
+    layout: Layout
+    spread: Spread
+    boundaries: dict[fx.Node, Boundary]
+    compute: dict[str, Sharding] = field(default_factory=dict)
+    storage: dict[str, Sharding] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the layout."""
+        return self.layout.mesh
+
+
+def plan(
+    captured: Captured,
+    layout: Layout,
+    place: Place | None = None,
+    *,
+    known: Mapping[str, Sharding] | None = None,
+) -> Plan:
+    """Decide where everything lies; rewrites `captured.graph` (boundaries, decompositions).
+
+    `known` are compute shardings settled by an earlier step on the same model; they stay.
+
+    Raises `ShardingError` for a batch or a `place` that does not divide, and for patterns that match
+    nothing.
+    """
+    boundaries = insert_boundaries(captured)
+    made = Plan(captured, layout, Spread(layout.mesh), boundaries)
+    _alias_weights(made)
+    _seed_known(made, known or {})
+    _seed_place(made, place or {})
+    _seed_batch(made)
+    _seed_hints(made)
+    made.spread.run(captured.graph)
+    while _decompose(made):
+        made.spread.run(captured.graph)
+    _settle_state(made)
+    made.spread.run(captured.graph)
+    while _decompose(made):
+        made.spread.run(captured.graph)
+    return made
+
+
+def _alias_weights(made: Plan) -> None:
+    """All marks of one weight lie alike, and take the axes that split weights only."""
+    first: dict[str, fx.Node] = {}
+    for mark, kind in made.boundaries.items():
+        if kind.parameter:
+            lead = first.setdefault(kind.parameter, mark)
+            if lead is not mark:
+                made.spread.alias[mark] = lead
+            made.spread.accepts[lead] = MODEL_AXES
+
+
+def _seed_known(made: Plan, known: Mapping[str, Sharding]) -> None:
+    marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
+    for name, sharding in known.items():
+        made.compute[name] = sharding
+        if name in marks:
+            made.spread.seed(marks[name], sharding, "an earlier step on this model", closed=True)
+
+
+def _seed_place(made: Plan, place: Place) -> None:
+    parameters = [n for n, k in made.captured.kinds.items() if k == "parameter"]
+    marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
+    for pattern, text in place.items():
+        names = [n for n in parameters if fnmatchcase(n, pattern)]
+        if not names:
+            near = difflib.get_close_matches(pattern.replace("*", ""), parameters, n=3, cutoff=0.3)
+            raise ShardingError(
+                f'place: no parameter matches "{pattern}"',
+                why=f"the model has {len(parameters)} parameters: {', '.join(parameters[:4])}, ...",
+                fix="the nearest names are " + ", ".join(near or parameters[:3]),
+            )
+        for name in names:
+            if name in made.compute:
+                continue
+            shape = tuple(made.captured.placeholder(name).meta["val"].shape)
+            sharding = placed(text, shape, made.mesh, f'place["{pattern}"] for {name}')
+            made.compute[name] = sharding
+            if name in marks:
+                made.spread.seed(marks[name], sharding, f'place "{pattern}"', closed=True)
+
+
+def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding:
+    """A user's sharding text for a tensor of `shape`, less the axes that the mesh lacks."""
+    try:
+        sharding = Sharding.parse(text, shape)
+    except ShardingError as error:
+        raise ShardingError(error.what, at=what, why=error.why, fix=error.fix) from None
+    unknown = sharding.axes - {"data", "tensor", "seq", "expert", "pipe", "replica"}
+    if unknown:
+        raise ShardingError(
+            f'unknown axis "{min(unknown)}" in "{text}"',
+            at=what,
+            fix="axes are data, tensor, seq, expert",
+        )
+    dims = tuple(
+        tuple(Segment(s.size, tuple(a for a in s.axes if a in mesh)) for s in dim)
+        for dim in sharding.dims
+    )
+    for d, dim in enumerate(dims):
+        size, axes = dim[0].size, axes_of(dim)
+        if size % mesh.size(axes):
+            raise ShardingError(
+                f"cannot split dim {d} (size {size}) over {'+'.join(axes)} (size {mesh.size(axes)})",
+                at=what,
+                why=f'the sharding "{text}" of a tensor of shape {list(shape)}',
+                fix=f"a size that {mesh.size(axes)} divides, or '-' for this dim",
+            )
+    return Sharding(dims)
+
+
+def _seed_batch(made: Plan) -> None:
+    """`data` splits the first dim of the batch, `seq` the second of what looks like (batch, sequence)."""
+    mesh = made.mesh
+    batch = [
+        (n, made.captured.placeholder(n))
+        for n, k in made.captured.kinds.items()
+        if k == "batch" and made.captured.placeholder(n).meta["val"].ndim
+    ]
+    if not batch:
+        return
+    num_samples = batch[0][1].meta["val"].shape[0]
+    for name, node in batch:
+        val: Tensor = node.meta["val"]
+        axes: list[tuple[str, ...]] = [()] * val.ndim
+        if val.shape[0] == num_samples and "data" in mesh:
+            _check_divides(name, val, mesh, made.layout)
+            axes[0] = ("data",)
+        sequence = val.ndim == 3 or (val.ndim == 2 and not val.is_floating_point())
+        if "seq" in mesh and sequence:
+            if val.shape[1] % mesh.size("seq") == 0:
+                axes[1] = ("seq",)
+            else:
+                made.reasons[name] = f"its sequence of {val.shape[1]} does not divide by seq"
+        dims = tuple((Segment(int(n), a),) for n, a in zip(val.shape, axes, strict=True))
+        made.spread.seed(node, Sharding(dims), "the layout splits the batch", closed=True)
+
+
+def _check_divides(name: str, val: Tensor, mesh: Mesh, layout: Layout) -> None:
+    size, ways = val.shape[0], mesh.size("data")
+    if size % ways == 0:
+        return
+    others = [str(k) for k in range(1, ways + 1) if size % k == 0]
+    raise ShardingError(
+        f'cannot split dim 0 of "{name}" (size {size}) over axis "data" (size {ways})',
+        at=f"step(...), batch tensor {name.partition('.')[2]}",
+        why=f'layout "{layout}" splits the batch',
+        fix=f"a batch size that {ways} divides ({-(-size // ways) * ways}), or data={', '.join(others)}",
+    )
+
+
+def _seed_hints(made: Plan) -> None:
+    for node in made.captured.graph.nodes:
+        if node.target is shard_as_op:
+            text: str = node.args[1]
+            where = f'shard_as(x, "{text}") at {node.meta.get("source", "")}'
+            sharding = placed(text, tuple(node.meta["val"].shape), made.mesh, where)
+            made.spread.seed(node, sharding, f'shard_as "{text}"')
+
+
+def _settle_state(made: Plan) -> None:
+    """Compute shardings are known now; storage follows from them and from `zero`."""
+    captured, mesh, zero = made.captured, made.mesh, made.layout.zero
+    marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
+    cut: dict[str, Sharding] = {}
+    for state in captured.state:
+        shape = tuple(int(n) for n in state.tensor.shape)
+        if state.kind == "parameter":
+            mark = marks.get(state.name)
+            wanted = made.spread.of(mark) if mark is not None else None
+            compute = made.compute.get(state.name) or wanted or Sharding.whole(shape)
+            made.compute[state.name] = compute
+            further = with_zero(compute, mesh) if zero else None
+            if zero and further is None and state.tensor.numel() > 1:
+                ways = mesh.size("data")
+                made.reasons[state.name] = f"no dim of {list(shape)} divides by data={ways}"
+            cut[state.name] = further or compute
+            made.storage[state.name] = cut[state.name] if zero >= PARAMETERS_FROM else compute
+        elif state.kind == "slot":
+            like = cut[state.owner] if zero >= SLOTS_FROM else made.compute[state.owner]
+            made.storage[state.name] = slot_like(like, shape)
+        else:
+            made.storage[state.name] = Sharding.whole(shape)
+    for name, sharding in made.storage.items():
+        if name in captured.kinds:
+            made.spread.seed(captured.placeholder(name), sharding, f"zero={zero}", closed=True)
+
+
+def _decompose(made: Plan) -> bool:
+    """Take apart the ops that need a factor whole which is wanted split; whether there were any."""
+    editor = Editor(made.captured.graph, made.captured.mode)
+    found = False
+    for node in list(made.captured.graph.nodes):
+        decompose = DECOMPOSITIONS.get(node.target)
+        if decompose is None or not is_tensor_call(node) or not _wants_whole_split(made, node):
+            continue
+        new = decompose(editor.at(node), node)
+        if new is None:
+            continue
+        for old in [node, *node.users]:
+            made.spread.wanted.pop(old, None)
+        editor.replace(node, new)
+        found = True
+    if found:
+        erase_dead(made.captured.graph)
+        live = set(made.captured.graph.nodes)
+        made.spread.wanted = {n: s for n, s in made.spread.wanted.items() if n in live}
+    return found
+
+
+def _wants_whole_split(made: Plan, node: fx.Node) -> bool:
+    rule = made.spread.rule(node)
+    if rule is None or not rule.whole:
+        return False
+    for term, x in tensors_of(node, rule):
+        wanted = made.spread.of(x)
+        for factors, dim in zip(term, wanted.dims if wanted else (), strict=False):
+            if any(f in rule.whole for f in factors) and axes_of(dim):
+                return True
+    return False

@@ -1,0 +1,44 @@
+"""How state is kept between steps: its compute sharding, cut further over `data` as `zero` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tutti.layout import Mesh, Segment, Sharding
+
+# zero=1 and zero=2 shard the slots (and with them the update); zero=3 the parameters as well.
+PARAMETERS_FROM = 3
+SLOTS_FROM = 1
+
+
+def with_zero(compute: Sharding, mesh: Mesh, axes: Sequence[str] = ("data",)) -> Sharding | None:
+    """`compute` with one dim cut further over `axes`; None where no dim divides.
+
+    The first dim is taken if it divides, since its parts are contiguous and gather without a copy;
+    else the largest that does. The new axes are the minor ones of the dim: gathering them gives back
+    the compute sharding by one plain all-gather.
+    """
+    over = tuple(a for a in axes if a in mesh)
+    if not over:
+        return None
+    sizes = compute.shape
+    candidates = sorted(range(len(sizes)), key=lambda d: (d != 0, -sizes[d]))
+    for d in candidates:
+        dim = compute.dims[d]
+        if len(dim) == 1 and dim[0].size % mesh.size((*dim[0].axes, *over)) == 0:
+            cut = (Segment(dim[0].size, (*dim[0].axes, *over)),)
+            return Sharding((*compute.dims[:d], cut, *compute.dims[d + 1 :]))
+    return None
+
+
+def slot_like(parameter: Sharding, shape: Sequence[int]) -> Sharding:
+    """A slot lies as its parameter does in every dim of the same size; its other dims are whole."""
+    own = parameter.shape
+    if len(own) != len(shape):
+        return Sharding.whole(shape)
+    return Sharding(
+        tuple(
+            dim if size == full else (Segment(int(size)),)
+            for dim, size, full in zip(parameter.dims, shape, own, strict=True)
+        )
+    )
