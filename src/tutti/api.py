@@ -1,0 +1,332 @@
+"""The public functions and what they return: `distribute` -> `Step`, `verify` -> `Verdict`."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tutti.capture.lift import SCHEDULED, create_slots, hypers_of, optimizers_of, state_of
+from tutti.capture.step import Captured, capture, copied
+from tutti.comm.agree import check_order
+from tutti.errors import CommError, LayoutError
+from tutti.layout import Layout
+from tutti.partition.partition import Program, partition
+from tutti.propagate.plan import plan
+from tutti.report.explain import Record, records
+from tutti.report.explain import explain as explain_program
+from tutti.runtime import checkpoint
+from tutti.runtime.execute import Execution
+from tutti.runtime.ranks import LAYOUT, ensure_process_group
+from tutti.runtime.residence import Residence, local_of, residence_of, set_local, settle
+from tutti.runtime.verify import Verdict, compare
+
+
+def distribute(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any = None,
+    layout: str | Layout | None = None,
+    *,
+    place: Mapping[str, str] | None = None,
+    seed: int = 0,
+) -> Step:
+    """Play `train_step(model, optimizer, *batch)` on many ranks; the result is called with the batch.
+
+    Args:
+        train_step: an ordinary step for one device: forward, loss, backward, clipping, update. Without
+            an optimizer it is called as `train_step(model, *batch)` (evaluation).
+        model: left as it is; after the first call its parameters hold this rank's shards.
+        optimizer: a `torch.optim.Optimizer`, a list, tuple or dict of them, or None.
+        layout: such as `"data=2 tensor=2 zero=1"`; by default that of `tutti run --layout`, else data
+            parallel over the ranks that there are.
+        place: compute shardings by parameter-name pattern, one entry per dim:
+            `{"*.q_proj.weight": "tensor, -"}`. Axes that the layout lacks are ignored.
+        seed: of dropout masks and the like, which do not depend on the layout.
+
+    Returns:
+        A `Step`. Call it with the *global* batch: the same plain tensors on every rank.
+
+    Raises:
+        LayoutError: for a layout that cannot be read, or cannot work on these ranks.
+        CaptureError, ShardingError: at the first call, for a step or a batch that does not fit.
+    """
+    return Step(train_step, model, optimizer, layout_now(layout), place=place, seed=seed)
+
+
+def verify(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    batch: Sequence[Any],
+    layout: str | Layout,
+    *,
+    place: Mapping[str, str] | None = None,
+    steps: int = 2,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Verdict:
+    """Show that the step under `layout` is the same step, on virtual ranks in this process.
+
+    Two comparisons, over everything returned, every parameter, buffer and optimizer slot after `steps`
+    steps: the captured graph against the eager step in the model's own dtypes, and the partitioned
+    program against one device with every floating dtype promoted to `dtype`. Model and optimizer are
+    left as they are.
+
+    Returns:
+        A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
+    """
+    return compare(
+        train_step,
+        model,
+        optimizer,
+        tuple(batch),
+        layout_now(layout),
+        place=place,
+        steps=steps,
+        dtype=dtype,
+        seed=seed,
+    )
+
+
+# What a command that only looks at a script (verify, explain) does with a step instead of running it.
+Look = Callable[["Step", tuple[Any, ...]], Any]
+LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
+CHECK_NAN = "TUTTI_CHECK_NAN"
+
+
+@dataclass
+class _Compiled:
+    program: Program
+    execution: Execution
+    guards: list[tuple[Any, dict[Any, str]]] = field(default_factory=list)
+
+
+class Step:
+    """A captured training step, called with the *global* batch.
+
+    Made by `tutti.distribute`. The first call captures, partitions and compiles; a call with other
+    shapes does so again and is cached.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Any,
+        layout: Layout,
+        *,
+        place: Mapping[str, str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.train_step, self.model, self.optimizer = train_step, model, optimizer
+        self.layout, self.place, self.seed = layout, dict(place or {}), seed
+        self.num_steps = 0
+        self._compiled: dict[Any, list[_Compiled]] = {}
+        self._last: _Compiled | None = None
+        self._modules = list(model.modules())
+        self._optimizers = optimizers_of(optimizer)
+
+    def __call__(self, *batch: Any) -> Any:
+        """One step on the global batch; returns what the training step returns, global values."""
+        look = LOOK.get()
+        if look is not None:
+            return look(self, batch)
+        leaves, spec = tree_flatten(batch)
+        compiled = self._find(leaves, spec, batch)
+        self._last = compiled
+        captured = compiled.program.captured
+        inputs: list[Any] = [local_of(t) for t in self._state(captured)]
+        state = self._state(captured)
+        inputs += [h.value for h in hypers_of(self.optimizer)]
+        inputs += [_whole(x) for x in leaves if isinstance(x, Tensor)]
+        run = (
+            compiled.execution.run_checked if os.environ.get(CHECK_NAN) else compiled.execution.run
+        )
+        returned, updates = run(inputs, self.num_steps)
+        by_name = dict(zip(captured.updated, updates, strict=True))
+        for entry, tensor in zip(captured.state, state, strict=True):
+            if entry.name in by_name:
+                set_local(tensor, by_name[entry.name])
+        for one in self._optimizers:
+            one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it stepped
+        self.num_steps += 1
+        self._warn_of_nan(returned)
+        return tree_unflatten(returned, captured.returned)
+
+    def _state(self, captured: Captured) -> list[Tensor]:
+        """The tensors that hold the state now, in the captured order."""
+        now = {s.name: s.tensor for s in state_of(self.model, self.optimizer)}
+        return [now[s.name] for s in captured.state]
+
+    def _find(self, leaves: list[Any], spec: Any, batch: tuple[Any, ...]) -> _Compiled:
+        key = self._signature(leaves, spec)
+        values = {h.name: h.value for h in hypers_of(self.optimizer)}
+        for compiled in self._compiled.get(key, ()):
+            if all(_holds(expr, names, values) for expr, names in compiled.guards):
+                return compiled
+        made = self._compile(batch)
+        self._compiled.setdefault(self._signature(leaves, spec), []).append(made)
+        return made
+
+    def _signature(self, leaves: list[Any], spec: Any) -> Any:
+        """All that a trace depends on besides the inputs of its graph."""
+        shapes = tuple(
+            (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves
+        )
+        options = tuple(
+            (k, v)
+            for one in self._optimizers
+            for group in one.param_groups
+            for k, v in group.items()
+            if k not in SCHEDULED
+            and k not in ("params", "initial_lr")
+            and isinstance(v, int | float | str | bool | tuple | None)
+        )
+        training = tuple(m.training for m in self._modules)
+        return shapes, spec, options, training
+
+    def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
+        several = ensure_process_group()
+        self.layout.check_ranks(dist.get_world_size() if several else 1)
+        if not self._compiled:
+            self._check_same_batch(batch)
+        home = residence_of(self.model, self.layout)
+        create_slots(self.optimizer)
+        program, guards = self.program_for(batch, home)
+        for name, sharding in program.storage.items():
+            home.storage.setdefault(name, sharding)
+        settle(self.model, self.optimizer, home, _device(self.model))
+        return _Compiled(program, Execution(program, self.seed), guards)
+
+    def program_for(
+        self, batch: tuple[Any, ...], home: Residence | None = None, layout: Layout | None = None
+    ) -> tuple[Program, list[tuple[Any, dict[Any, str]]]]:
+        """The partitioned program for a batch like this one, and the guards of its capture."""
+        layout = layout or self.layout
+        captured = capture(self.train_step, self.model, self.optimizer, batch)
+        made = plan(copied(captured), layout, self.place, known=home.compute if home else None)
+        if home is not None:
+            home.compute.update(made.compute)
+        return partition(made), _guards(captured)
+
+    def _check_same_batch(self, batch: tuple[Any, ...]) -> None:
+        """All ranks must be given the same global batch, and say so before the first step."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        entries = []
+        for i, x in enumerate(tree_flatten(batch)[0]):
+            if isinstance(x, Tensor) and not isinstance(x, DTensor):
+                data = x.detach().cpu().contiguous().view(-1)
+                raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
+                digest = hashlib.sha256(raw).hexdigest()[:16]
+                entries.append(f"batch tensor {i}: {list(x.shape)} {x.dtype} sha256 {digest}")
+        try:
+            check_order(entries)
+        except CommError as error:
+            raise CommError(
+                "the ranks were given different batches",
+                why=error.why or error.what,
+                fix="give every rank the same *global* batch (one seed, no DistributedSampler): "
+                "each rank takes its own part of it",
+            ) from None
+
+    def _warn_of_nan(self, returned: Sequence[Any]) -> None:
+        for x in returned:
+            scalar = isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
+            if scalar and x.device.type == "cpu" and not math.isfinite(x.item()):
+                warnings.warn(
+                    f"step {self.num_steps - 1} returned {x.item()}; run again with {CHECK_NAN}=1 to "
+                    "stop at the first node that makes it",
+                    stacklevel=3,
+                )
+
+    @property
+    def program(self) -> Program:
+        """The program of the last call."""
+        if self._last is None:
+            raise LayoutError("the step has not been called yet", fix="call it with a batch first")
+        return self._last.program
+
+    @property
+    def graph(self) -> Any:
+        """The partitioned `torch.fx` graph of the last call."""
+        return self.program.graph
+
+    @property
+    def collectives(self) -> list[Record]:
+        """A record for every collective of the last call's program; see `report.explain`."""
+        return records(self.program)
+
+    def explain(self, *, tensor: str | None = None, graph: bool = False) -> str:
+        """Where every tensor lives, every collective and why, as text."""
+        return explain_program(self.program, tensor=tensor, graph=graph)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s."""
+        return checkpoint.state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over tensors by name; whole ones are cut, `DTensor`s re-sharded as needed."""
+        checkpoint.load_state_dict(self, state)
+
+    def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint directory, or the model alone where `path` ends in `.safetensors`."""
+        checkpoint.save(self, Path(path), extra)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read what `save` wrote, under any layout; returns its `extra`."""
+        return checkpoint.load(self, Path(path))
+
+
+def layout_now(text: str | Layout | None) -> Layout:
+    """The layout given, else the one of `tutti run --layout`, else data parallel over what there is."""
+    if text is None:
+        text = os.environ.get(LAYOUT) or None
+    if text is None:
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        text = f"data={world_size}" if world_size > 1 else ""
+    layout = Layout.parse(text)
+    layout.check_available()
+    return layout
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
+def _device(model: nn.Module) -> torch.device:
+    for p in model.parameters():
+        if p.device.type != "meta":
+            return p.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _guards(captured: Captured) -> list[tuple[Any, dict[Any, str]]]:
+    symbols = {
+        node.meta["val"].node.expr: name
+        for name, node in captured.placeholders.items()
+        if captured.kinds[name] == "hyper"
+    }
+    found = []
+    for expr in captured.guards:
+        names = {s: symbols[s] for s in expr.free_symbols if s in symbols}
+        if names:
+            found.append((expr, names))
+    return found
+
+
+def _holds(expr: Any, names: dict[Any, str], values: dict[str, float]) -> bool:
+    return bool(expr.subs({s: values[n] for s, n in names.items()}))

@@ -1,0 +1,1 @@
+"""The `tutti` command."""

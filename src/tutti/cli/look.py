@@ -1,0 +1,56 @@
+"""Runs a user's script up to its first training step, to look at the step instead of taking it."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tutti.api import LOOK, Step
+from tutti.errors import CaptureError
+from tutti.runtime.ranks import LAYOUT
+
+
+class _Seen(BaseException):
+    """Ends the script once its step has been looked at; no `except Exception` of the script stops it."""
+
+
+def look(
+    script: Path, arguments: list[str], layout: str, seen: Callable[[Step, tuple[Any, ...]], None]
+) -> None:
+    """Run `script` as `python script arguments` would, and hand its first training step to `seen`.
+
+    Steps without an optimizer that are called before it run on one device.
+    Raises `CaptureError` when the script ends without calling a training step.
+    """
+
+    def first(step: Step, batch: tuple[Any, ...]) -> Any:
+        if step.optimizer is None:
+            return step.train_step(step.model, *batch)
+        LOOK.set(None)
+        seen(step, batch)
+        raise _Seen
+
+    token = LOOK.set(first)
+    kept = sys.argv, sys.path[:], os.environ.get(LAYOUT)
+    os.environ[LAYOUT] = layout
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except _Seen:
+        return
+    finally:
+        LOOK.reset(token)
+        sys.argv, sys.path[:] = kept[0], kept[1]
+        os.environ.pop(LAYOUT)
+        if kept[2] is not None:
+            os.environ[LAYOUT] = kept[2]
+    raise CaptureError(
+        f"{script} ended without calling a training step",
+        why="no Step made by tutti.distribute(train_step, model, optimizer) was called",
+        fix="call the step in the script's normal course",
+    )

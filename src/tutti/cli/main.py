@@ -1,0 +1,45 @@
+"""The `tutti` command: one file per subcommand, errors as their message."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from tutti.cli.explain import explain
+from tutti.cli.run import run
+from tutti.cli.verify import verify
+from tutti.errors import TuttiError
+
+# What follows the script belongs to the script, options included.
+_SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False}
+MISTAKE = 2
+
+
+class _Commands(TyperGroup):
+    """Shows a `TuttiError` as its message."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TuttiError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            raise typer.Exit(MISTAKE) from None
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Play one training step on many ranks.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for _command in (run, verify, explain):
+    app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
+
+
+@app.callback()
+def _tutti() -> None:
+    """Play one training step on many ranks."""

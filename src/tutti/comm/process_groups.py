@@ -1,0 +1,126 @@
+"""The collectives of a program between real ranks, on torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.comm import transport
+from tutti.comm.failure import Wait, comm_error, now_seconds
+from tutti.comm.groups import Group, Groups
+
+
+class ProcessGroups:
+    """A `graph.collectives.Player` on Gloo (CPU) or NCCL (CUDA) groups.
+
+    `current` is the collective that this rank is in, or the one that failed; None between them.
+
+    Args:
+        groups: the groups of every tuple of axes that the program uses.
+
+    Every collective raises `CommError` when a peer is gone or does not come in time.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self.current: Wait | None = None
+
+    def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
+        """The sum, "max", "min" or "prod" of `x` over the group; same shape, a new tensor."""
+        group = self.groups[axes]
+        if group.size == 1:
+            return x.clone()
+        return self._wait("all_reduce", axes, x.nbytes, transport.all_reduce, x, op, group)
+
+    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
+        """Parts of the group joined along `dim`: `(outer, inner)` becomes `(outer, n * inner)`."""
+        group = self.groups[axes]
+        if group.size == 1:
+            return x.clone()
+        parts = self._wait("all_gather", axes, x.nbytes, transport.all_gather, x, group)
+        return join(parts, dim, outer)
+
+    def reduce_scatter(
+        self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int, op: str
+    ) -> Tensor:
+        """This rank's part of the reduced `x`: `(outer, inner)` becomes `(outer, inner / n)`."""
+        group = self.groups[axes]
+        if group.size == 1:
+            return x.clone()
+        parts = split(x, dim, outer, group.size)
+        return self._wait(
+            "reduce_scatter", axes, x.nbytes, transport.reduce_scatter, parts, op, group
+        )
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        axes: tuple[str, ...],
+        split_dim: int,
+        split_outer: int,
+        cat_dim: int,
+        cat_outer: int,
+    ) -> Tensor:
+        """Split `split_dim` over the group and join `cat_dim` from it."""
+        group = self.groups[axes]
+        if group.size == 1:
+            return x.clone()
+        parts = split(x, split_dim, split_outer, group.size)
+        parts = self._wait("all_to_all", axes, x.nbytes, transport.all_to_all, parts, group)
+        return join(parts, cat_dim, cat_outer)
+
+    def shard(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
+        """This rank's part of an `x` that every rank of the group holds, copied; moves nothing."""
+        group = self.groups[axes]
+        part = split(x, dim, outer, group.size)[group.position]
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def partialize(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
+        """`x` on the group's first rank, the reduction's neutral element on the others."""
+        if op in ("max", "min") or self.groups[axes].position == 0:
+            return x
+        return torch.ones_like(x) if op == "prod" else torch.zeros_like(x)
+
+    def _wait(
+        self,
+        name: str,
+        axes: tuple[str, ...],
+        nbytes: int,
+        move: Callable[..., Tensor],
+        *args: Any,
+    ) -> Tensor:
+        self.current = Wait(name, axes, nbytes, now_seconds())
+        try:
+            result = move(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as exc:
+            group: Group = self.groups[axes]
+            raise comm_error(exc, name, axes, nbytes, group) from exc
+        self.current = None
+        return result
+
+
+def split(x: Tensor, dim: int, outer: int, num_parts: int) -> Tensor:
+    """`dim`, seen as `(outer, n, inner)`, cut into n parts: `[n, ..., outer * inner, ...]`.
+
+    A view where memory allows it: always for `outer == 1`.
+    """
+    dim %= x.dim()
+    size = x.shape[dim]
+    assert size % (outer * num_parts) == 0, f"dim of {size} in {outer} x {num_parts} parts"
+    inner = size // (outer * num_parts)
+    parts = x.unflatten(dim, (outer, num_parts, inner)).movedim(dim + 1, 0)
+    return parts.flatten(dim + 1, dim + 2)
+
+
+def join(parts: Tensor, dim: int, outer: int) -> Tensor:
+    """The reverse of `split`, contiguous; without a copy where `dim` is 0 and `outer` is 1."""
+    shape = parts.shape[1:]
+    dim %= len(shape)
+    inner = shape[dim] // outer
+    seen = parts.unflatten(dim + 1, (outer, inner)).movedim(0, dim + 1)
+    return seen.flatten(dim, dim + 2).contiguous()

@@ -1,0 +1,1 @@
+"""Draws results; decides nothing."""

@@ -1,0 +1,227 @@
+"""Checkpoints: saved under one layout, resumed under any other, checked before anything is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.tensor import DTensor
+
+from tutti.capture.lift import StateTensor, create_slots, state_of
+from tutti.errors import CheckpointError
+from tutti.layout import Layout
+from tutti.runtime.residence import local_of, set_local
+
+FORMAT = 1
+MANIFEST = "tutti.json"
+COUNT = "num_steps"
+
+
+class Step(Protocol):
+    """What holds the state: a `tutti.Step`."""
+
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    num_steps: int
+
+
+def _state(step: Step) -> list[StateTensor]:
+    create_slots(step.optimizer)
+    return state_of(step.model, step.optimizer)
+
+
+def state_dict(step: Step) -> dict[str, Any]:
+    """Every state tensor by name, without autograd, and the step count."""
+    state: dict[str, Any] = {}
+    for s in _state(step):
+        state[s.name] = s.tensor.detach()
+    state[COUNT] = torch.tensor(step.num_steps)
+    return state
+
+
+def load_state_dict(step: Step, state: Mapping[str, Any]) -> None:
+    """Take over every tensor of `state`; all names and shapes are checked first."""
+    mine = {s.name: s.tensor for s in _state(step)}
+    _check_names(
+        {n: tuple(v.shape) for n, v in state.items() if n != COUNT}, mine, "the state given"
+    )
+    for name, tensor in mine.items():
+        set_local(tensor, _part_of(state[name], tensor))
+    if COUNT in state:
+        step.num_steps = int(state[COUNT])
+
+
+def _part_of(value: Tensor, like: Tensor) -> Tensor:
+    """`value`, whole or sharded, as the local part that `like` has."""
+    if isinstance(value, DTensor) and isinstance(like, DTensor):
+        same = value.device_mesh == like.device_mesh and value.placements == like.placements
+        return (value if same else _resharded(value.full_tensor(), like))._local_tensor.clone()
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole.detach().to(dtype=like.dtype, device=like.device)
+    if isinstance(like, DTensor):
+        return _resharded(whole, like)._local_tensor.clone()
+    return whole.clone()
+
+
+def _resharded(whole: Tensor, like: DTensor) -> DTensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def save(step: Step, path: Path, extra: Mapping[str, Any] | None) -> None:
+    """Write all of the state; the manifest comes last, so a directory with one is whole."""
+    if path.suffix == ".safetensors":
+        _save_model(step, path)
+        return
+    state = state_dict(step)
+    (path / MANIFEST).unlink(missing_ok=True)
+    _together()
+    state_dict_saver.save(state, checkpoint_id=str(path))
+    if _rank() == 0:
+        manifest = {
+            "format": FORMAT,
+            "layout": str(step.layout),
+            "tensors": {n: [list(v.shape), _name(v.dtype)] for n, v in state.items()},
+            "files": {f.name: f.stat().st_size for f in sorted(path.iterdir()) if f.is_file()},
+            "extra": dict(extra or {}),
+        }
+        draft = path / (MANIFEST + ".draft")
+        draft.write_text(json.dumps(manifest))
+        draft.rename(path / MANIFEST)
+    _together()
+
+
+def load(step: Step, path: Path) -> dict[str, Any]:
+    """Read a checkpoint into the step; what is wrong with it is said before anything changes."""
+    if path.suffix == ".safetensors":
+        _load_model(step, path)
+        return {}
+    manifest = _manifest(path)
+    mine = {s.name: s.tensor for s in _state(step)}
+    shapes = {n: tuple(shape) for n, (shape, _) in manifest["tensors"].items() if n != COUNT}
+    _check_names(shapes, mine, str(path))
+    fresh: dict[str, Any] = {n: torch.empty_like(t.detach()) for n, t in mine.items()}
+    fresh[COUNT] = torch.tensor(0)
+    try:
+        state_dict_loader.load(fresh, checkpoint_id=str(path))
+    except Exception as error:
+        raise CheckpointError(
+            f"cannot read the checkpoint {path}", why=str(error).splitlines()[0]
+        ) from error
+    for name, tensor in mine.items():
+        set_local(tensor, local_of(fresh[name]))
+    step.num_steps = int(fresh[COUNT])
+    return manifest["extra"]
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not file.exists():
+        raise CheckpointError(
+            f"{path} is not a whole checkpoint",
+            why=f"it has no {MANIFEST}, which is written last"
+            if path.exists()
+            else "no such directory",
+            fix="use the checkpoint before it",
+        )
+    try:
+        manifest = json.loads(file.read_text())
+        version = manifest["format"]
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{file} cannot be read", why=str(error)) from error
+    if version > FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version}; this version of tutti reads up to {FORMAT}",
+            why="a newer tutti wrote it",
+            fix="upgrade tutti",
+        )
+    for name, size in manifest["files"].items():
+        there = (path / name).stat().st_size if (path / name).exists() else None
+        if there != size:
+            raise CheckpointError(
+                f"{path} is damaged: {name} has {there if there is not None else 'no'} bytes of {size}",
+                why="it was truncated or changed after it was written",
+                fix="use the checkpoint before it",
+            )
+    return manifest
+
+
+def _check_names(
+    found: Mapping[str, tuple[int, ...]], mine: Mapping[str, Tensor], where: str
+) -> None:
+    missing, extra = sorted(set(mine) - set(found)), sorted(set(found) - set(mine))
+    wrong = [n for n in mine if n in found and tuple(mine[n].shape) != tuple(found[n])]
+    if not (missing or extra or wrong):
+        return
+    why = []
+    if missing:
+        why.append(f"it lacks {len(missing)} tensors of this one, such as {missing[0]}")
+    if extra:
+        why.append(f"it has {len(extra)} that this one lacks, such as {extra[0]}")
+    if wrong:
+        n = wrong[0]
+        why.append(f"{n} is {list(found[n])} there and {list(mine[n].shape)} here")
+    raise CheckpointError(
+        "the checkpoint is of another model or optimizer",
+        at=where,
+        why="; ".join(why),
+        fix="build the same model and optimizer as when it was saved",
+    )
+
+
+def _save_model(step: Step, path: Path) -> None:
+    """Parameters and buffers, whole, by name; tied ones once."""
+    whole = {}
+    for s in state_of(step.model, None):
+        t = s.tensor.detach()
+        full = t.full_tensor() if isinstance(t, DTensor) else t
+        if _rank() == 0:
+            whole[s.name] = full.cpu().contiguous().clone()
+    if _rank() == 0:
+        draft = path.with_suffix(".draft")
+        save_file(whole, str(draft), metadata={"format": "pt"})
+        draft.rename(path)
+    _together()
+
+
+def _load_model(step: Step, path: Path) -> None:
+    """Parameters and buffers by name; a file may leave out buffers and tied names."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = set(file.keys())
+            shapes = {n: tuple(file.get_slice(n).get_shape()) for n in names}
+            mine = {s.name: s for s in state_of(step.model, None)}
+            needed = {n: s.tensor for n, s in mine.items() if s.kind == "parameter" or n in names}
+            tied = {n for n, _ in step.model.named_parameters(remove_duplicate=False)}
+            _check_names(
+                {n: s for n, s in shapes.items() if n in mine or n not in tied}, needed, str(path)
+            )
+            for name, tensor in needed.items():
+                set_local(tensor, _part_of(file.get_tensor(name), tensor))
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"cannot read {path}", why=str(error).splitlines()[0]) from error
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _together() -> None:
+    if dist.is_initialized():
+        dist.barrier()

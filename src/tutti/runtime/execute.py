@@ -1,0 +1,137 @@
+"""Runs one partitioned program on this rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from tutti.comm.agree import check_order
+from tutti.comm.failure import with_line
+from tutti.comm.groups import Groups
+from tutti.comm.process_groups import ProcessGroups
+from tutti.errors import CommError, TuttiError
+from tutti.graph import collectives, random
+from tutti.graph.collectives import Player
+from tutti.partition.partition import Program
+from tutti.runtime.generate import Generated, generate
+
+
+class Execution:
+    """A program bound to this rank: its collectives' groups, its generated code."""
+
+    def __init__(self, program: Program, seed: int) -> None:
+        self.program, self.seed = program, seed
+        self.player: Player | None = None
+        rank = 0
+        if program.mesh.num_ranks > 1:
+            rank = dist.get_rank()
+            self.player = ProcessGroups(_groups(program))
+            check_order([describe(n) for n in program.collectives])
+        self.generated: Generated = generate(
+            program.graph,
+            program.captured.owner,
+            self.player,
+            program.mesh,
+            program.mesh.coordinates(rank),
+        )
+
+    def run(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
+        """(returned leaves, new local state values) for local `inputs`; `inputs` is emptied."""
+
+        def key(stream: int) -> int:
+            return random.key(self.seed, stream, step)
+
+        try:
+            with torch.no_grad():
+                return self.generated.function(inputs, key)
+        except CommError as error:
+            raise with_line(error, self._line()) from None
+
+    def _line(self) -> str:
+        """The user's line that the generated code was at when it failed."""
+        for frame in reversed(traceback.extract_tb(sys.exc_info()[2])):
+            if frame.filename.startswith("<tutti "):
+                return self.generated.lines.get(frame.lineno or 0, "")
+        return ""
+
+    def run_checked(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
+        """As `run`, node by node; raises at the first node that makes NaN or infinity of finite values."""
+        checked = _Checked(self.program, self.player, self.seed, step)
+        return checked.play(inputs)
+
+
+class _Checked(fx.Interpreter):
+    def __init__(self, program: Program, player: Player | None, seed: int, step: int) -> None:
+        super().__init__(program.captured.owner, graph=program.graph)
+        self.extra_traceback = False
+        self.program, self.player, self.seed, self.number = program, player, seed, step
+        rank = dist.get_rank() if program.mesh.num_ranks > 1 else 0
+        self.place = program.mesh.coordinates(rank)
+
+    def play(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
+        with torch.no_grad():
+            return self.run(*inputs, enable_io_processing=False)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function" and (
+            n.target in collectives.PLAYED or n.target is torch.ops.tutti.draw.default
+        ):
+            value = self._played(n)
+        else:
+            value = super().run_node(n)
+        bad = isinstance(value, Tensor) and value.is_floating_point() and not _finite(value)
+        if bad and n.op == "call_function" and all(map(_finite, self._operands(n))):
+            raise TuttiError(
+                f"{n.target} made NaN or infinity of finite values at step {self.number}",
+                at=n.meta.get("forward_source") or n.meta.get("source", ""),
+                why=f"the first such node of the step ({n.meta.get('region', '')}, "
+                f"module {n.meta.get('module') or 'none'}); the state is as before this step",
+            )
+        return value
+
+    def _operands(self, n: fx.Node) -> list[Tensor]:
+        return [self.env[x] for x in n.all_input_nodes if isinstance(self.env.get(x), Tensor)]
+
+    def _played(self, n: fx.Node) -> Any:
+        graph = fx.Graph()
+        feeds = {x: graph.placeholder(x.name) for x in n.all_input_nodes}
+        graph.output(((graph.node_copy(n, feeds.__getitem__),), ()))
+        one = generate(graph, self.module, self.player, self.program.mesh, self.place)  # type: ignore[arg-type]
+
+        def key(stream: int) -> int:
+            return random.key(self.seed, stream, self.number)
+
+        return one.function([self.env[x] for x in feeds], key)[0][0]
+
+
+def _finite(x: Tensor) -> bool:
+    """Attention masks hold -inf on purpose: NaN counts, and infinities that are not negative."""
+    if not x.is_floating_point():
+        return True
+    return not bool((x.isnan() | (x == float("inf"))).any())
+
+
+def describe(node: fx.Node) -> str:
+    """One collective in one line, the same on every rank: name, axes, local shape, line."""
+    val: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
+    name = getattr(node.target, "__name__", str(node.target))
+    dtype = str(val.dtype).removeprefix("torch.")
+    where = os.path.basename(node.meta.get("source") or "")
+    return f"{name} {node.args[1:]} {dtype}{list(val.shape)} at {where}"
+
+
+def _groups(program: Program) -> Groups:
+    used: dict[tuple[str, ...], None] = {}
+    for node in program.graph.nodes:
+        if node.target in collectives.PLAYED and node.target not in (
+            collectives.positions,
+            collectives.draw_part,
+        ):
+            used[node.args[1]] = None  # type: ignore[index]
+    return Groups(dict(program.mesh.axes), list(used))

@@ -1,0 +1,158 @@
+"""A local graph as one straight-line Python function: no interpreter, values freed at their last use."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_arg
+
+from tutti.graph import collectives, random
+from tutti.graph.collectives import Player
+from tutti.graph.draw import drawn
+from tutti.layout import Mesh, Sharding
+
+# What a call of the generated function sees of the run: `key(stream)` for this step's random numbers.
+KEY = "key"
+INFIX = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.pow: "**",
+}
+
+
+@dataclass
+class Generated:
+    """The function `(inputs, key) -> (returned, updates)` and its text; `lines` maps the text's lines to
+    the user's."""
+
+    function: Callable[[list[Any], Callable[[int], int]], tuple[list[Any], list[Any]]]
+    text: str
+    lines: dict[int, str] = field(default_factory=dict)
+
+
+def generate(
+    graph: fx.Graph,
+    owner: nn.Module,
+    player: Player | None,
+    mesh: Mesh,
+    coordinates: Mapping[str, int],
+    *,
+    name: str = "step",
+) -> Generated:
+    """Write and compile the function of the rank at `coordinates`."""
+    writer = _Writer(owner, player, mesh, dict(coordinates))
+    return writer.write(graph, name)
+
+
+class _Writer:
+    def __init__(
+        self, owner: nn.Module, player: Player | None, mesh: Mesh, coordinates: dict[str, int]
+    ) -> None:
+        self.owner, self.player, self.mesh, self.coordinates = owner, player, mesh, coordinates
+        self.names: dict[fx.Node, str] = {}
+        self.globals: dict[str, Any] = {}
+        self.known: dict[Any, str] = {}
+        self.body: list[str] = []
+        self.lines: dict[int, str] = {}
+
+    def write(self, graph: fx.Graph, name: str) -> Generated:
+        last = _last_uses(graph)
+        feeds = []
+        for node in graph.nodes:
+            self.names[node] = f"v{len(self.names)}"
+            if node.op == "placeholder":
+                feeds.append(self.names[node])
+                continue
+            if node.op == "output":
+                self.body.append(f"return {self._text(node.args[0])}")
+                continue
+            line = f"{self.names[node]} = {self._value(node)}"
+            dead = [self.names[d] for d in last.get(node, ())]
+            if dead:
+                line += f"; del {', '.join(dead)}"
+            self.body.append(line)
+            self.lines[len(self.body) + 2] = node.meta.get("source", "")
+        head = [f"def {name}(inputs, {KEY}):"]
+        head += [f"    [{', '.join(feeds)}] = inputs; inputs.clear()" if feeds else "    pass"]
+        text = "\n".join(head + [f"    {line}" for line in self.body])
+        self.globals["__tutti_lines__"] = self.lines
+        exec(compile(text, f"<tutti {name}>", "exec"), self.globals)
+        return Generated(self.globals[name], text, self.lines)
+
+    def _value(self, node: fx.Node) -> str:
+        if node.op == "get_attr":
+            return self._constant(getattr(self.owner, str(node.target)))
+        if node.target is collectives.positions:
+            text, dim, device = node.args
+            index = Sharding.parse(str(text)).index(int(dim), self.mesh, self.coordinates)  # type: ignore[arg-type]
+            return self._constant(index.to(str(device)))
+        if node.target in (collectives.draw_part, torch.ops.tutti.draw.default):
+            return f"{self._drawing(node)}({KEY}({node.args[5]}))"
+        if node.target in collectives.PLAYED:
+            function: Any = getattr(self.player, node.target.__name__)  # type: ignore[union-attr]
+        else:
+            function = node.target
+        if node.target is operator.getitem:
+            return f"{self._text(node.args[0])}[{node.args[1]}]"
+        if function in INFIX and len(node.args) == 2:
+            a, b = node.args
+            return f"{self._text(a)} {INFIX[function]} {self._text(b)}"
+        arguments = [self._text(a) for a in node.args]
+        arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
+        return f"{self._constant(function)}({', '.join(arguments)})"
+
+    def _drawing(self, node: fx.Node) -> str:
+        """A function of the key alone: where this rank's block lies is worked out once, here."""
+        given: Any = node.args
+        kind, shape, params, dtype, device = given[:5]
+        sharding = Sharding.parse(given[6]) if len(given) > 6 else Sharding.whole(shape)
+        place = self.coordinates
+        index = [sharding.index(d, self.mesh, place) for d in range(len(sharding.dims))]
+        block: Any = random.Block.of(index, sharding.shape, device)  # type: ignore[arg-type]
+
+        def draw(key: int) -> Any:
+            return drawn(kind, params, dtype, device, key, block, sharding.shape)  # type: ignore[arg-type]
+
+        return self._constant(draw)
+
+    def _text(self, x: Any) -> str:
+        if isinstance(x, fx.Node):
+            return self.names[x]
+        if isinstance(x, tuple):
+            inner = ", ".join(map(self._text, x))
+            return f"({inner},)" if len(x) == 1 else f"({inner})"
+        if isinstance(x, list):
+            return f"[{', '.join(map(self._text, x))}]"
+        if x is None or isinstance(x, bool | int | str):
+            return repr(x)
+        if isinstance(x, float) and math.isfinite(x):
+            return repr(x)
+        return self._constant(x)
+
+    def _constant(self, x: Any) -> str:
+        key = ("id", id(x))
+        if key not in self.known:
+            self.known[key] = f"c{len(self.known)}"
+            self.globals[self.known[key]] = x
+        return self.known[key]
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        users: list[fx.Node] = []
+        map_arg((node.args, node.kwargs), users.append)
+        for x in dict.fromkeys([*users, node]):
+            if x not in seen and node.op not in ("output", "placeholder"):
+                last.setdefault(node, []).append(x)
+            seen.add(x)
+    return last

@@ -1,0 +1,65 @@
+"""This process as one rank of a run: the default process group and its device."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.groups import collective_timeout
+
+RUN_DIR = "TUTTI_RUN_DIR"
+LAYOUT = "TUTTI_LAYOUT"
+LEAVE_SECONDS = 0.1
+
+
+def ensure_process_group() -> bool:
+    """Join the run that `tutti run` or `torchrun` started, unless that is done or there is none.
+
+    Gloo on CPU; NCCL for CUDA tensors, on the device `LOCAL_RANK`, where there is one. Collectives
+    wait `TUTTI_TIMEOUT` seconds at most. Returns whether this process is one rank of several.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size() > 1
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 or not dist.is_available():
+        return False
+    rank = int(os.environ["RANK"])
+    dist.init_process_group(
+        _backend(), timeout=collective_timeout(), **_rendezvous(rank, world_size)
+    )
+    atexit.register(leave)
+    return True
+
+
+def _backend() -> str:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        return "gloo"
+    torch.cuda.set_device(local_rank)
+    return "cpu:gloo,cuda:nccl"
+
+
+def _rendezvous(rank: int, world_size: int) -> dict[str, Any]:
+    """Ranks of `tutti run` meet in a file of the run's own directory: nothing listens for them."""
+    run_dir = os.environ.get(RUN_DIR)
+    if run_dir is None:
+        return {"init_method": "env://"}
+    path = os.path.join(run_dir, "ranks.store")
+    store = dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def leave() -> None:
+    """Destroy the process groups; runs at exit.
+
+    A Gloo thread that still holds a finished collective's tensors when the interpreter shuts down
+    aborts the process ("terminate called without an active exception"): it gets time to let go.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(LEAVE_SECONDS)

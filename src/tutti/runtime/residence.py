@@ -1,0 +1,172 @@
+"""Where a model's state lives during a run: this rank's shards, behind the tensors the user knows."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tutti.capture.lift import StateTensor, optimizers_of, state_of
+from tutti.errors import LayoutError
+from tutti.layout import Layout, Mesh, Sharding
+
+# Storage splits a dim over the model axes first, `data` last: the order of the DTensor mesh is that order.
+_MINOR = ("seq", "data", "replica", "pipe")
+
+
+@dataclass
+class Residence:
+    """How one model's state is kept on this rank, shared by every step on that model."""
+
+    layout: Layout
+    compute: dict[str, Sharding] = field(default_factory=dict)
+    storage: dict[str, Sharding] = field(default_factory=dict)
+    mesh: DeviceMesh | None = None
+
+    def device_mesh(self, device: torch.device) -> DeviceMesh:
+        """The `DeviceMesh` of the layout, axes ordered as storage splits dims."""
+        if self.mesh is None:
+            axes = dtensor_axes(self.layout.mesh)
+            ranks = torch.arange(self.layout.num_ranks).reshape(
+                [size for _, size in self.layout.mesh.axes]
+            )
+            order = [list(self.layout.mesh).index(a) for a in axes]
+            self.mesh = DeviceMesh(device.type, ranks.permute(order), mesh_dim_names=axes)
+        return self.mesh
+
+
+_RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDictionary()
+
+
+def residence_of(model: nn.Module, layout: Layout) -> Residence:
+    """The residence of `model`: made at its first `distribute`, the same for all later ones."""
+    home = _RESIDENCES.get(model)
+    if home is None:
+        home = _RESIDENCES[model] = Residence(layout)
+    if home.layout != layout:
+        raise LayoutError(
+            f'this model is laid out as "{home.layout}" already, not "{layout}"',
+            why="all steps on one model share its shards",
+            fix="give the same layout to each distribute(), or a fresh model",
+        )
+    return home
+
+
+def dtensor_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes in the order in which storage splits a dim, major to minor."""
+    return tuple(sorted(mesh, key=lambda a: (a in _MINOR, _MINOR.index(a) if a in _MINOR else 0)))
+
+
+def placements(sharding: Sharding, mesh: Mesh) -> list[Any]:
+    """`sharding` as DTensor placements over `dtensor_axes(mesh)`."""
+    found: list[Any] = []
+    for axis in dtensor_axes(mesh):
+        at = [d for d, dim in enumerate(sharding.dims) if any(axis in seg.axes for seg in dim)]
+        pending = [op for a, op in sharding.partial if a == axis]
+        found.append(Shard(at[0]) if at else Partial(pending[0]) if pending else Replicate())
+    return found
+
+
+def local_of(x: Tensor) -> Tensor:
+    """This rank's part of a state tensor, without autograd."""
+    if isinstance(x, DTensor):
+        return x._local_tensor
+    return x.detach()
+
+
+def set_local(x: Tensor, value: Tensor) -> None:
+    """Let state tensor `x` hold `value` from now on."""
+    if isinstance(x, DTensor):
+        x._local_tensor = value
+    else:
+        x.data = value
+
+
+def settle(model: nn.Module, optimizer: Any, home: Residence, device: torch.device) -> None:
+    """Cut every state tensor that is still whole down to this rank's part, as a DTensor in its place.
+
+    Rank 0's values count: they are sent to all ranks first, so that replicas start identical.
+    """
+    if home.layout.num_ranks == 1:
+        return
+    mesh = home.layout.mesh
+    place = mesh.coordinates(dist.get_rank())
+    replaced: dict[int, Tensor] = {}
+    for state in state_of(model, optimizer):
+        if isinstance(state.tensor, DTensor):
+            continue
+        whole = state.tensor.detach()
+        if whole.device.type != device.type:
+            whole = whole.to(device)
+        whole = whole.contiguous()
+        dist.broadcast(whole, 0)
+        replaced[id(state.tensor)] = _as_dtensor(state, whole, home, mesh, place, device)
+    _replace(model, optimizer, replaced)
+
+
+def _as_dtensor(
+    state: StateTensor,
+    whole: Tensor,
+    home: Residence,
+    mesh: Mesh,
+    place: dict[str, int],
+    device: torch.device,
+) -> Tensor:
+    sharding = home.storage[state.name]
+    local = sharding.cut(whole, mesh, place)
+    if sharding.axes:
+        local = local.clone(memory_format=torch.contiguous_format)
+    return as_dtensor(local, sharding, home, device, state.tensor)
+
+
+def as_dtensor(
+    local: Tensor, sharding: Sharding, home: Residence, device: torch.device, like: Tensor
+) -> Tensor:
+    """`local` as this rank's part of a DTensor; a Parameter where `like` is one."""
+    x = DTensor.from_local(
+        local,
+        home.device_mesh(device),
+        placements(sharding, home.layout.mesh),
+        run_check=False,
+        shape=torch.Size(sharding.shape),
+        stride=_stride(sharding.shape),
+    )
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(x, requires_grad=like.requires_grad)
+    return x
+
+
+def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(1, n)
+    return tuple(reversed(stride))
+
+
+def _replace(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> None:
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, old in table.items():
+                if old is not None and id(old) in replaced:
+                    table[name] = replaced[id(old)]  # type: ignore[assignment]
+    for one in optimizers_of(optimizer):
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for group in one.param_groups:
+            for i, old in enumerate(group["params"]):
+                new = replaced.get(id(old), old)
+                slots = one.state.get(old)
+                if slots is not None:
+                    state[new] = {
+                        k: replaced.get(id(v), v) if isinstance(v, Tensor) else v
+                        for k, v in slots.items()
+                    }
+                group["params"][i] = new
+        one.state = state

@@ -1,0 +1,186 @@
+"""Each collective between real ranks equals the direct computation on all ranks' inputs."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranks import Ranks
+from tutti.comm.groups import Groups
+from tutti.comm.process_groups import ProcessGroups, join, split
+from tutti.layout.mesh import Mesh
+
+GRID = {"data": 2, "tensor": 2}
+LINE = {"data": 4}
+TUPLES = (("data",), ("tensor",), ("data", "tensor"), ("tensor", "data"))
+# mesh, axes of the collective
+GROUPINGS = [(LINE, ("data",)), *((GRID, axes) for axes in TUPLES)]
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool, torch.complex64)
+OPS = ("sum", "max", "min", "prod")
+EVERY_GROUPING = pytest.mark.parametrize(("sizes", "axes"), GROUPINGS, ids=str)
+
+Case = tuple[str, tuple[Any, ...], Tensor]  # collective, arguments behind `axes`, all ranks' inputs
+
+_players: dict[tuple[Any, ...], ProcessGroups] = {}
+
+
+def play(sizes: dict[str, int], axes: tuple[str, ...], cases: list[Case]) -> list[Tensor]:
+    """On one rank: each case's result on this rank's row of the inputs."""
+    warnings.simplefilter("error")
+    key = tuple(sizes)
+    if key not in _players:
+        used = [axes for axes in TUPLES if all(axis in sizes for axis in axes)]
+        _players[key] = ProcessGroups(Groups(sizes, used))
+    player, results = _players[key], []
+    for name, args, inputs in cases:
+        x = inputs[player.groups.rank].clone()
+        before = x.clone()
+        result = getattr(player, name)(x, axes, *args)
+        assert torch.equal(x, before), f"{name} changed its input"
+        assert result.is_contiguous() and result.dtype == x.dtype
+        assert player.current is None
+        if x.numel():
+            storages = {y.untyped_storage().data_ptr() for y in (x, result)}
+            assert len(storages) == 2, f"{name} returned its input"
+        results.append(result)
+    return results
+
+
+def expected(sizes: dict[str, int], axes: tuple[str, ...], case: Case) -> list[Tensor]:
+    """The same computed directly, for every rank."""
+    name, args, inputs = case
+    results: dict[int, Tensor] = {}
+    for ranks in Mesh(tuple(sizes.items())).groups(axes):
+        for index, rank in enumerate(ranks):
+            results[rank] = direct(name, [inputs[r] for r in ranks], index, args)
+    return [results[rank] for rank in sorted(results)]
+
+
+def direct(name: str, xs: list[Tensor], index: int, args: tuple[Any, ...]) -> Tensor:
+    n = len(xs)
+    if name == "all_reduce":
+        return reduce(xs, args[0])
+    if name == "all_gather":
+        return gathered(xs, *args)
+    if name == "reduce_scatter":
+        *where, op = args
+        return part(reduce(xs, op), index, n, *where)
+    if name == "shard":
+        return part(xs[index], index, n, *args)
+    split_dim, split_outer, cat_dim, cat_outer = args
+    return gathered([part(x, index, n, split_dim, split_outer) for x in xs], cat_dim, cat_outer)
+
+
+def reduce(xs: list[Tensor], op: str) -> Tensor:
+    stacked = torch.stack(xs)
+    if stacked.dtype == torch.bool:
+        return stacked.any(0) if op in ("sum", "max") else stacked.all(0)
+    if op == "sum":
+        return stacked.sum(0, dtype=stacked.dtype)
+    if op == "prod":
+        return stacked.prod(0, dtype=stacked.dtype)
+    return stacked.amax(0) if op == "max" else stacked.amin(0)
+
+
+def part(x: Tensor, index: int, n: int, dim: int, outer: int) -> Tensor:
+    segments = x.chunk(outer, dim)  # each of them is split
+    return torch.cat([segment.chunk(n, dim)[index] for segment in segments], dim)
+
+
+def gathered(xs: list[Tensor], dim: int, outer: int) -> Tensor:
+    pieces = zip(*(x.chunk(outer, dim) for x in xs), strict=True)
+    return torch.cat([piece for of_segment in pieces for piece in of_segment], dim)
+
+
+def random(dtype: torch.dtype, *shape: int) -> Tensor:
+    if dtype == torch.bool:
+        return torch.rand(shape) < 0.5
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=torch.complex128 if dtype.is_complex else None).to(dtype)
+    return torch.randint(0, 5, shape, dtype=dtype)
+
+
+def check(ranks: Ranks, sizes: dict[str, int], axes: tuple[str, ...], cases: list[Case]) -> None:
+    results = ranks.run(play, sizes, axes, cases)
+    for number, case in enumerate(cases):
+        wanted = expected(sizes, axes, case)
+        for rank, want in enumerate(wanted):
+            got = results[rank][number]
+            close = {"rtol": 2e-2, "atol": 2e-2} if got.element_size() == 2 else {}
+            note = f"{case[0]}{case[1]} {want.dtype} on rank {rank}"
+            torch.testing.assert_close(got, want, **close, msg=lambda m, note=note: f"{note}: {m}")
+
+
+def moves(inputs: Tensor) -> list[Case]:
+    """Every collective that only moves, over each dim of a rank's `[8, 8, 8]`."""
+    cases: list[Case] = []
+    for dim, outer in itertools.product(range(3), (1, 2)):
+        cases.append(("all_gather", (dim, outer), inputs))
+        cases.append(("shard", (dim, outer), inputs))
+    for dims in itertools.product(range(3), repeat=2):
+        for outers in ((1, 1), (2, 1), (1, 2), (2, 2)):
+            cases.append(("all_to_all", (dims[0], outers[0], dims[1], outers[1]), inputs))
+    return cases
+
+
+@EVERY_GROUPING
+def test_moves_by_dim(ranks: Ranks, sizes: dict[str, int], axes: tuple[str, ...]) -> None:
+    check(ranks, sizes, axes, moves(torch.randn(4, 8, 8, 8)))
+
+
+@EVERY_GROUPING
+def test_reductions_by_dim(ranks: Ranks, sizes: dict[str, int], axes: tuple[str, ...]) -> None:
+    inputs = torch.randn(4, 8, 8, 8, dtype=torch.float64)
+    cases: list[Case] = [("all_reduce", (op,), inputs) for op in OPS]
+    for dim, outer, op in itertools.product(range(3), (1, 2), OPS):
+        cases.append(("reduce_scatter", (dim, outer, op), inputs))
+    check(ranks, sizes, axes, cases)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(ranks: Ranks, dtype: torch.dtype) -> None:
+    inputs = random(dtype, 4, 8, 8)
+    ops = ("sum",) if dtype.is_complex else OPS
+    cases: list[Case] = [("all_reduce", (op,), inputs) for op in ops]
+    cases += [("reduce_scatter", (0, 1, op), inputs) for op in ops]
+    cases += [("all_gather", (1, 1), inputs), ("all_to_all", (0, 1, 1, 1), inputs)]
+    check(ranks, GRID, ("tensor", "data"), cases)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
+def test_larger_tensors(ranks: Ranks, dtype: torch.dtype) -> None:
+    inputs = random(dtype, 4, 300, 256)
+    cases: list[Case] = [("all_reduce", (op,), inputs) for op in ("sum", "max")]
+    cases += [("reduce_scatter", (0, 1, "sum"), inputs), ("all_gather", (0, 1), inputs)]
+    check(ranks, GRID, ("tensor", "data"), cases)
+
+
+def test_scalars_and_empty_tensors(ranks: Ranks) -> None:
+    scalar, empty = torch.randn(4), torch.randn(4, 4, 0)
+    cases: list[Case] = [("all_reduce", (op,), scalar) for op in OPS]
+    cases += [("all_reduce", ("sum",), empty), ("all_gather", (0, 1), empty)]
+    cases += [("reduce_scatter", (0, 1, "sum"), empty), ("all_to_all", (0, 1, 0, 1), empty)]
+    check(ranks, LINE, ("data",), cases)
+
+
+def sums_on_rank(inputs: Tensor) -> Tensor:
+    return ProcessGroups(Groups(LINE, [("data",)])).all_reduce(inputs, ("data",), "sum")
+
+
+@pytest.mark.parametrize("size", [7, 100_001])
+def test_a_sum_is_the_same_on_every_rank_to_the_bit(ranks: Ranks, size: int) -> None:
+    one, *others = ranks.run(sums_on_rank, torch.randn(size, dtype=torch.float32))
+    assert all(torch.equal(one, other) for other in others)
+
+
+def test_split_and_join_copy_nothing_along_the_first_dim() -> None:
+    x = torch.randn(8, 3)
+    parts = split(x, 0, 1, 4)
+    assert parts.data_ptr() == x.data_ptr()
+    assert join(parts, 0, 1).data_ptr() == x.data_ptr()

@@ -1,0 +1,124 @@
+"""Ranks that tests share: started once, each answers one call after another.
+
+    def on_rank(x): ...            # at module level; it runs on every rank
+    def test_it(ranks):            # the fixture of conftest.py
+        results = ranks.run(on_rank, 3, n=4)     # one result for each rank
+
+Each pool of n ranks has a default process group of its own. An exception on a rank is raised here
+with its traceback, and the pool starts anew at the next call.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+CALL_SECONDS = 60.0
+_ROOT = Path(__file__).parent.parent
+
+
+class RankFailed(AssertionError):
+    """A function raised, or a process ended, on a rank."""
+
+
+class Ranks:
+    """Pools of ranks by size, each started at its first use."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, _Pool] = {}
+
+    def run(self, function: Callable[..., Any], *args: Any, n: int = 4) -> list[Any]:
+        """`function(*args)` on each of `n` ranks; the results in the order of ranks."""
+        if n not in self._pools:
+            self._pools[n] = _Pool(n)
+        try:
+            return self._pools[n].run(function, args)
+        except RankFailed:
+            self._pools.pop(n).close()
+            raise
+
+    def close(self) -> None:
+        """End every rank."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+class _Pool:
+    def __init__(self, n: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._dir = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(n):
+            here, there = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(there, rank, n, self._dir.name), daemon=True
+            )
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__qualname__, args))
+        answers = [self._answer(rank) for rank in range(len(self._pipes))]
+        failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failed:
+            raise RankFailed("\n".join(failed))
+        return [result for _, result in answers]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        try:
+            if not self._pipes[rank].poll(CALL_SECONDS):
+                return False, f"no answer within {CALL_SECONDS:g} s"
+            return self._pipes[rank].recv()
+        except EOFError:
+            return False, "the process ended"
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._dir.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, n: int, run_dir: str) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(n),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TUTTI_TIMEOUT": "30",
+        "TUTTI_RUN_DIR": run_dir,
+    }
+    sys.path.append(str(_ROOT))  # test modules are known as tests.comm.test_...
+    import torch
+
+    from tutti.runtime.ranks import ensure_process_group
+
+    torch.set_num_threads(1)
+    ensure_process_group()
+    while True:
+        try:
+            module, name, args = pipe.recv()
+        except EOFError:
+            break
+        try:
+            __import__(module)
+            pipe.send((True, getattr(sys.modules[module], name)(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))

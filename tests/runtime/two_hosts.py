@@ -1,0 +1,33 @@
+"""A script for two hosts of two ranks: each collective over a 2-D mesh; rank 0 prints a total."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.agree import check_order
+from tutti.comm.groups import Groups
+from tutti.comm.process_groups import ProcessGroups
+from tutti.runtime.ranks import ensure_process_group
+
+BOTH = ("data", "tensor")
+
+
+def main() -> None:
+    """A fixed program; its result depends on every rank's input."""
+    ensure_process_group()
+    player = ProcessGroups(Groups({"data": 2, "tensor": 2}, [("data",), ("tensor",), BOTH]))
+    check_order(["the", "same", "everywhere"])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(16, 16, dtype=torch.float64, generator=generator)
+    for _ in range(3):
+        x = player.reduce_scatter(x, ("data",), 0, 1, "sum")
+        x = player.all_gather(x, ("tensor",), 0, 1)
+        x = player.all_to_all(x, BOTH, 1, 1, 0, 1)[:16].repeat(1, 4)
+        x = x / player.all_reduce(x.abs(), BOTH, "max")
+    total = player.all_reduce(x.sum(), BOTH, "sum")
+    if dist.get_rank() == 0:
+        print(f"total {total.item():.12f}", flush=True)
+
+
+main()
