@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -107,11 +108,15 @@ LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 CHECK_NAN = "TUTTI_CHECK_NAN"
 
 
+# A condition on hyper-parameters that a trace took for granted, and their names in its order.
+Guard = tuple[Callable[..., bool], tuple[str, ...]]
+
+
 @dataclass
 class _Compiled:
     program: Program
     execution: Execution
-    guards: list[tuple[Any, dict[Any, str]]] = field(default_factory=list)
+    guards: list[Guard] = field(default_factory=list)
 
 
 class Step:
@@ -148,8 +153,8 @@ class Step:
         compiled = self._find(leaves, spec, batch)
         self._last = compiled
         captured = compiled.program.captured
-        inputs: list[Any] = [local_of(t) for t in self._state(captured)]
         state = self._state(captured)
+        inputs: list[Any] = [local_of(t) for t in state]
         inputs += [h.value for h in hypers_of(self.optimizer)]
         inputs += [_whole(x) for x in leaves if isinstance(x, Tensor)]
         run = (
@@ -175,7 +180,7 @@ class Step:
         key = self._signature(leaves, spec)
         values = {h.name: h.value for h in hypers_of(self.optimizer)}
         for compiled in self._compiled.get(key, ()):
-            if all(_holds(expr, names, values) for expr, names in compiled.guards):
+            if all(holds(*(values[n] for n in names)) for holds, names in compiled.guards):
                 return compiled
         made = self._compile(batch)
         self._compiled.setdefault(self._signature(leaves, spec), []).append(made)
@@ -213,7 +218,7 @@ class Step:
 
     def program_for(
         self, batch: tuple[Any, ...], home: Residence | None = None, layout: Layout | None = None
-    ) -> tuple[Program, list[tuple[Any, dict[Any, str]]]]:
+    ) -> tuple[Program, list[Guard]]:
         """The partitioned program for a batch like this one, and the guards of its capture."""
         layout = layout or self.layout
         captured = capture(self.train_step, self.model, self.optimizer, batch)
@@ -314,19 +319,15 @@ def _device(model: nn.Module) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _guards(captured: Captured) -> list[tuple[Any, dict[Any, str]]]:
+def _guards(captured: Captured) -> list[Guard]:
     symbols = {
         node.meta["val"].node.expr: name
         for name, node in captured.placeholders.items()
         if captured.kinds[name] == "hyper"
     }
-    found = []
+    found: list[Guard] = []
     for expr in captured.guards:
-        names = {s: symbols[s] for s in expr.free_symbols if s in symbols}
-        if names:
-            found.append((expr, names))
+        used = [s for s in expr.free_symbols if s in symbols]
+        if used:
+            found.append((sympy.lambdify(used, expr), tuple(symbols[s] for s in used)))
     return found
-
-
-def _holds(expr: Any, names: dict[Any, str], values: dict[str, float]) -> bool:
-    return bool(expr.subs({s: values[n] for s, n in names.items()}))

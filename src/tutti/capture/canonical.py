@@ -29,6 +29,7 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
     for node in list(graph.nodes):
         if node.target is aten.linalg_vector_norm.default:
             _norm_of_norms(editor, node)
+    _share_views(editor)
     erase_dead(graph)
     graph.lint()
 
@@ -38,6 +39,16 @@ def erase_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
+
+
+def _share_views(editor: Editor) -> None:
+    """Equal views of one value in one region are one node, so that its users share its reshards."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(editor.graph.nodes):
+        if node.target in (aten.reshape.default, aten.permute.default, aten.expand.default):
+            key = (node.target, node.args[0], tuple(node.args[1]), node.meta.get("region"))  # type: ignore[arg-type]
+            if seen.setdefault(key, node) is not node:
+                editor.replace(node, seen[key])
 
 
 def _take_regions_apart(graph: fx.Graph) -> None:

@@ -15,9 +15,10 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 from tutti.capture.random_ops import RANDOM_OPS, answer
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
+from tutti.graph.edit import NOTES
 
 aten = torch.ops.aten
-_CARRIED = ("source", "forward_source", "module", "region", "stream")
+_CARRIED = (*NOTES, "output_of")
 
 
 class _Replay(fx.Interpreter):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -89,6 +91,29 @@ def answer(draw: Draw, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if op in _VALUES:
         return _VALUES[op](draw, *args, **kwargs)
     return args[0].copy_(_OVERWRITES[op](draw, *args, **kwargs))
+
+
+class Counter(Protocol):
+    """What counts the random ops of a step so far."""
+
+    num_streams: int
+
+
+@contextlib.contextmanager
+def rewinding(counter: Counter) -> Iterator[None]:
+    """Code that saves and restores the random state (checkpointing) rewinds the stream count instead."""
+
+    def get_state() -> int:
+        return counter.num_streams
+
+    def set_state(state: Any) -> None:
+        counter.num_streams = state
+
+    with contextlib.ExitStack() as stack:
+        for owner in (torch, torch.random):
+            stack.enter_context(mock.patch.object(owner, "get_rng_state", get_state))
+            stack.enter_context(mock.patch.object(owner, "set_rng_state", set_state))
+        yield
 
 
 class OurRandomness(TorchDispatchMode):

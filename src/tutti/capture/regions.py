@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -23,8 +23,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
-from tutti.capture.random_ops import RANDOM_OPS
+from tutti.capture.random_ops import RANDOM_OPS, rewinding
 from tutti.errors import CaptureError
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -59,6 +60,17 @@ class Watch:
             self.num_streams += 1
         if node.target is torch.ops.aten._local_scalar_dense.default and not self.in_update:
             raise _reads_a_value(node, source)
+
+
+def _name_outputs(module: str, out: Any) -> None:
+    """Note on the nodes of a module's output tensors whose they are, so that a pattern can find them."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    for x in tree_leaves(out):
+        slot = get_proxy_slot(x, mode.tracer, None) if isinstance(x, Tensor) else None
+        if slot is not None:
+            slot.proxy.node.meta.setdefault("output_of", []).append(module)
 
 
 def _sequence_number() -> int:
@@ -119,8 +131,8 @@ def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator
     def enter(module: nn.Module, _args: Any) -> None:
         watch.modules.append(watch.names.get(id(module), type(module).__name__))
 
-    def leave(module: nn.Module, _args: Any, _out: Any) -> None:
-        watch.modules.pop()
+    def leave(_module: nn.Module, _args: Any, out: Any) -> None:
+        _name_outputs(watch.modules.pop(), out)
 
     hooks = [
         register_module_forward_pre_hook(enter),
@@ -129,7 +141,7 @@ def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(PythonKeyTracer, "create_node", noted))
         stack.enter_context(_regions(watch))
-        stack.enter_context(_streams(watch))
+        stack.enter_context(rewinding(watch))
         stack.callback(lambda: [h.remove() for h in hooks])
         yield watch
 
@@ -163,20 +175,3 @@ def _regions(watch: Watch) -> Iterator[None]:
     finally:
         pre.remove()
         post.remove()
-
-
-@contextlib.contextmanager
-def _streams(watch: Watch) -> Iterator[None]:
-    """Code that saves and restores the random state (checkpointing) rewinds our stream count instead."""
-
-    def get_state() -> int:
-        return watch.num_streams
-
-    def set_state(state: Any) -> None:
-        watch.num_streams = state
-
-    with contextlib.ExitStack() as stack:
-        for owner in (torch, torch.random):
-            stack.enter_context(mock.patch.object(owner, "get_rng_state", get_state))
-            stack.enter_context(mock.patch.object(owner, "set_rng_state", set_state))
-        yield

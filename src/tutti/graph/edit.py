@@ -33,6 +33,8 @@ class Editor:
         """Let every user of `node` use `new` (a tuple for an op with several results); erase it."""
         if isinstance(new, fx.Node):
             node.replace_all_uses_with(new)
+            if "output_of" in node.meta:
+                new.meta["output_of"] = [*new.meta.get("output_of", ()), *node.meta["output_of"]]
         else:
             for user in list(node.users):
                 assert user.target is operator.getitem, user

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tutti.layout import Mesh, Sharding
+from tutti.layout import Mesh, Segment, Sharding, canonical
 from tutti.partition.reshard import route
 from tutti.propagate.factors import Assignment, axes_of, project, read
 from tutti.rules import Rule
@@ -34,7 +34,8 @@ class Offer:
     """What is known about an operand: its ways of lying, and what is wanted of it.
 
     An axis in `keeps` is gathered only where nothing else will do: a placed weight stays where it is,
-    and what was split over the batch stays split. `num_users` is how many ops use the operand.
+    and what was split over the batch stays split. `num_users` is how many ops use the operand,
+    `placed` says that it is a weight with a compute sharding of its own.
     """
 
     shape: tuple[int, ...]
@@ -42,10 +43,19 @@ class Offer:
     wanted: Sharding | None
     keeps: frozenset[str] = frozenset()
     num_users: int = 1
+    placed: bool = False
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def kept(self, mesh: Mesh) -> Sharding:
+        """The first version as far as its axes should stay."""
+        kept = [
+            [Segment(s.size, tuple(a for a in s.axes if a in self.keeps)) for s in dim]
+            for dim in self.versions[0].dims
+        ]
+        return Sharding(tuple(canonical(dim, mesh) for dim in kept))
 
     def cost(self, target: Sharding, mesh: Mesh) -> float:
         """Elements moved to have this operand as `target`."""
@@ -86,7 +96,7 @@ def _suggestions(
     wanted = [(t, r[1]) for t, r in zip(rule.results, results, strict=True) if r is not None]
     have = [(t, v) for t, o in zip(rule.operands, operands, strict=True) for v in o.versions[:2]]
     hoped = [(t, o.wanted) for t, o in zip(rule.operands, operands, strict=True)]
-    fixed = [(t, o.versions[0]) for t, o in zip(rule.operands, operands, strict=True) if o.keeps]
+    fixed = [(t, o.kept(mesh)) for t, o in zip(rule.operands, operands, strict=True) if o.placed]
     orders = [fixed + wanted + have, wanted + hoped + have, have + wanted]
     by_size = sorted(range(len(operands)), key=lambda i: -operands[i].numel)
     for i in by_size[:4]:
@@ -124,7 +134,7 @@ def _with_pending(
         for out, result in zip(outs, results, strict=True):
             if result is not None:
                 cost += _result_cost(out, result[1], mesh)
-                cost += WORK * math.prod(out.local_shape(mesh))
+                cost += 0.0 if through else WORK * math.prod(out.local_shape(mesh))
         yield Choice(assigned, needed, outs, cost)
 
 

@@ -12,12 +12,10 @@ from torch._subclasses import FakeTensorMode
 
 from tutti.graph import collectives
 from tutti.graph.draw import draw
-from tutti.graph.edit import value_of
+from tutti.graph.edit import NOTES, value_of
 from tutti.layout import Mesh, Sharding
 from tutti.partition.choose import Choice
 from tutti.rules import Rule
-
-NOTES = ("source", "forward_source", "module", "region", "stream")
 
 
 class Local:

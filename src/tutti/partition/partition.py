@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from tutti.capture.canonical import erase_dead
@@ -19,10 +20,12 @@ from tutti.partition.choose import Choice, Offer, choose
 from tutti.partition.localize import Call, Local, emit_local, result_of
 from tutti.partition.reshard import LATENCY, route
 from tutti.propagate.boundaries import COMPUTE
+from tutti.propagate.factors import project, read
 from tutti.propagate.plan import Plan
 from tutti.rules import Rule, is_tensor_call, operands_of
 from tutti.rules.rule import results_of
 
+aten = torch.ops.aten
 # What the batch is split over: values that are split so stay so.
 BATCH_AXES = frozenset({"data", "seq"})
 
@@ -157,6 +160,8 @@ class _Writer:
             return
         made, choice = self.results[parent]
         self._keep(node, choice.results[index], result_of(self.local, made, index, node))
+        if node in self.plan.held:
+            self._honor(node)
 
     def _call(self, node: fx.Node) -> None:
         rule = self.plan.spread.rule(node) or self._whole_rule(node)
@@ -174,13 +179,13 @@ class _Writer:
         made = locals_[0] if node.target in IDENTITIES else emit_local(self.local, node, rule, call)
         if isinstance(node.meta["val"], Tensor):
             self._keep(node, choice.results[0], made)
-            if node.target in IDENTITIES:
+            if node in self.plan.held:
                 self._honor(node)
         else:
             self.results[node] = (made, choice)
 
     def _honor(self, node: fx.Node) -> None:
-        """The user's word: from here on the value lies as `shard_as` says."""
+        """The user's word: from here on the value lies as `shard_as` or `place` says."""
         wanted = self.plan.spread.of(node)
         if wanted is not None and wanted.axes:
             self._reshard(node, wanted, node)
@@ -188,17 +193,28 @@ class _Writer:
 
     def _offer(self, x: fx.Node, user: fx.Node) -> Offer:
         val: Tensor = x.meta["val"]
-        kind = self.plan.boundaries.get(x)
         keeps = BATCH_AXES if user.meta.get("region") in COMPUTE else frozenset()
-        if kind is not None and kind.parameter:
-            keeps = frozenset(self.versions[x][0].sharding.axes)
+        axes = self.versions[x][0].sharding.axes
+        placed = bool(axes) and self._is_weight(x)
+        if placed:
+            keeps = frozenset(axes)
         return Offer(
             tuple(int(n) for n in val.shape),
             tuple(v.sharding for v in self.versions[x]),
             self.plan.spread.of(x),
             keeps,
             len(x.users),
+            placed,
         )
+
+    def _is_weight(self, x: fx.Node) -> bool:
+        """Whether `x` is a weight as the forward or backward sees it, or only another view of one."""
+        kind = self.plan.boundaries.get(x)
+        if kind is not None:
+            return bool(kind.parameter)
+        rule = self.plan.spread.rule(x) if is_tensor_call(x) else None
+        moved = rule is not None and (rule.structural or x.target is aten._to_copy.default)
+        return moved and len(operands_of(x)) == 1 and self._is_weight(operands_of(x)[0])
 
     def _wanted(self, node: fx.Node) -> list[tuple[tuple[int, ...], Sharding | None] | None]:
         users = (
@@ -255,8 +271,11 @@ class _Writer:
         for version in versions:
             if version.sharding == target:
                 return version.node
-        if min(route(v.sharding, target, self.mesh).cost for v in versions) >= LATENCY:
+        if self._cost(x, target) >= LATENCY:
             self._work_out_whole(x)
+            through = None if fresh else self._through_view(x, target, user)
+            if through is not None:
+                return through
         versions = self.versions[x][:1] if fresh else self.versions[x]
         best = min(versions, key=lambda v: route(v.sharding, target, self.mesh).cost)
         node = best.node
@@ -269,6 +288,33 @@ class _Writer:
             if not fresh:
                 self.versions[x].append(_Version(step.result, node))
         return node
+
+    def _through_view(self, x: fx.Node, target: Sharding, user: fx.Node) -> fx.Node | None:
+        """Reshard what `x` is a view of, and view that: all views of one value share its reshards."""
+        if x.target not in (aten.reshape.default, aten.permute.default):
+            return None
+        rule, viewed = self.plan.spread.rule(x), operands_of(x)[0]
+        assert rule is not None
+        assigned = read(rule, [(rule.results[0], target)], self.mesh)
+        shape = tuple(x.meta["val"].shape)
+        if project(rule.results[0], assigned, rule, shape, self.mesh).dims != target.dims:
+            return None
+        shape = tuple(viewed.meta["val"].shape)
+        needed = project(rule.operands[0], assigned, rule, shape, self.mesh)
+        needed = needed.with_partial(target.partial)
+        if self._cost(viewed, needed) > self._cost(x, target):
+            return None
+        source = self._reshard(viewed, needed, user)
+        choice = Choice(assigned, (needed,), (target,), 0.0)
+        call = Call(self.local, x, choice, [source], self.scalars.__getitem__)
+        made = emit_local(self.local, x, rule, call)
+        made.meta["sharding"] = target
+        self.versions[x].append(_Version(target, made))
+        self.program.made.append((x, made, target))
+        return made
+
+    def _cost(self, x: fx.Node, target: Sharding) -> float:
+        return min(route(v.sharding, target, self.mesh).cost for v in self.versions[x])
 
     def _work_out_whole(self, x: fx.Node, depth: int = 4) -> bool:
         """Make `x` whole without communication, where all that it depends on is whole and cheap to redo.

@@ -128,9 +128,13 @@ def _exchange(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Step]:
 
 
 def _make_partial(at: Sharding, target: Sharding) -> Iterator[Step]:
-    """A whole value becomes a pending sum: one rank keeps it, the others hold zeros."""
+    """A whole value becomes a pending sum: one rank keeps it, the others hold zeros.
+
+    Reductions of two kinds are never pending at once: it would matter which is carried out first.
+    """
     for axis, op in target.partial:
-        if axis not in at.axes and axis not in at.partial_axes:
+        mixed = any(other != op for _, other in at.partial)
+        if not mixed and axis not in at.axes and axis not in at.partial_axes:
             yield Step("partialize", ((axis,), op), at.with_partial((*at.partial, (axis, op))), 0.0)
 
 

@@ -21,10 +21,12 @@ def read(
     pairs: Sequence[tuple[Term, Sharding | None]],
     mesh: Mesh,
     soft: Assignment | None = None,
+    prefer: Mapping[str, str] | None = None,
 ) -> Assignment:
     """How the factors are split when the tensors lie as given; of two that disagree the first counts.
 
-    Whole factors are left out; `soft` collects them, for cuts that follow their operand.
+    Whole factors are left out; `soft` collects them, for cuts that follow their operand. `prefer` names
+    the factor that an axis must split, if any: other splits over that axis are passed over.
     """
     assigned: Assignment = {}
     used: set[str] = set()
@@ -43,6 +45,8 @@ def read(
                 if not axes or (known is not None and not refines(part, known, mesh)):
                     continue
                 if (used - set(axes_of(known or ()))) & set(axes):
+                    continue
+                if prefer and any(prefer.get(a, factor) != factor for a in axes):
                     continue
                 if factor in rule.whole:
                     if soft is not None:

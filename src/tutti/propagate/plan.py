@@ -17,7 +17,7 @@ from tutti.graph.edit import Editor
 from tutti.layout import Layout, Mesh, Segment, Sharding
 from tutti.propagate.boundaries import Boundary, insert_boundaries
 from tutti.propagate.factors import axes_of
-from tutti.propagate.spread import Spread, tensors_of
+from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage import PARAMETERS_FROM, SLOTS_FROM, slot_like, with_zero
 from tutti.rules import is_tensor_call
 from tutti.rules.decompositions import DECOMPOSITIONS
@@ -31,7 +31,8 @@ Place = Mapping[str, str]
 class Plan:
     """A captured graph with what is wanted of every value, and how each state tensor is kept.
 
-    `compute` and `storage` are by state name; `reasons` says why a tensor is not split further.
+    `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held`
+    are values that the user asked to lie as is wanted of them.
     """
 
     captured: Captured
@@ -41,6 +42,7 @@ class Plan:
     compute: dict[str, Sharding] = field(default_factory=dict)
     storage: dict[str, Sharding] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    held: set[fx.Node] = field(default_factory=set)
 
     @property
     def mesh(self) -> Mesh:
@@ -68,6 +70,7 @@ def plan(
     _seed_known(made, known or {})
     _seed_place(made, place or {})
     _seed_batch(made)
+    made.spread.run(captured.graph)
     _seed_hints(made)
     made.spread.run(captured.graph)
     while _decompose(made):
@@ -95,7 +98,9 @@ def _seed_known(made: Plan, known: Mapping[str, Sharding]) -> None:
     for name, sharding in known.items():
         made.compute[name] = sharding
         if name in marks:
-            made.spread.seed(marks[name], sharding, "an earlier step on this model", closed=True)
+            made.spread.seed(
+                marks[name], sharding, "an earlier step on this model", closed=True, rank=STRONG
+            )
 
 
 def _seed_place(made: Plan, place: Place) -> None:
@@ -103,10 +108,16 @@ def _seed_place(made: Plan, place: Place) -> None:
     marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
     for pattern, text in place.items():
         names = [n for n in parameters if fnmatchcase(n, pattern)]
-        if not names:
+        outputs = [] if names else _outputs(made, pattern)
+        for node in outputs:
+            what = f'place["{pattern}"] for the output of {_module(node, pattern)}'
+            sharding = placed(text, tuple(node.meta["val"].shape), made.mesh, what)
+            made.spread.seed(node, sharding, f'place "{pattern}"')
+            made.held.add(node)
+        if not names and not outputs:
             near = difflib.get_close_matches(pattern.replace("*", ""), parameters, n=3, cutoff=0.3)
             raise ShardingError(
-                f'place: no parameter matches "{pattern}"',
+                f'place: no parameter and no module\'s output matches "{pattern}"',
                 why=f"the model has {len(parameters)} parameters: {', '.join(parameters[:4])}, ...",
                 fix="the nearest names are " + ", ".join(near or parameters[:3]),
             )
@@ -117,7 +128,23 @@ def _seed_place(made: Plan, place: Place) -> None:
             sharding = placed(text, shape, made.mesh, f'place["{pattern}"] for {name}')
             made.compute[name] = sharding
             if name in marks:
-                made.spread.seed(marks[name], sharding, f'place "{pattern}"', closed=True)
+                made.spread.seed(
+                    marks[name], sharding, f'place "{pattern}"', closed=True, rank=STRONG
+                )
+
+
+def _outputs(made: Plan, pattern: str) -> list[fx.Node]:
+    """The nodes, one a module, that hold the outputs of modules whose names match."""
+    found: dict[str, fx.Node] = {}
+    for node in made.captured.graph.nodes:
+        for name in node.meta.get("output_of", ()):
+            if fnmatchcase(name, pattern) and isinstance(node.meta["val"], Tensor):
+                found[name] = node  # the last: a module may be traced as several nodes
+    return list(found.values())
+
+
+def _module(node: fx.Node, pattern: str) -> str:
+    return next(n for n in node.meta["output_of"] if fnmatchcase(n, pattern))
 
 
 def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding:
@@ -195,7 +222,9 @@ def _seed_hints(made: Plan) -> None:
             text: str = node.args[1]
             where = f'shard_as(x, "{text}") at {node.meta.get("source", "")}'
             sharding = placed(text, tuple(node.meta["val"].shape), made.mesh, where)
-            made.spread.seed(node, sharding, f'shard_as "{text}"')
+            made.spread.wanted.pop(node, None)
+            made.spread.seed(node, sharding, f'shard_as "{text}"', closed=True)
+            made.held.add(node)
 
 
 def _settle_state(made: Plan) -> None:

@@ -13,11 +13,16 @@ from tutti.propagate.factors import Assignment, axes_of, merged, project, read
 from tutti.rules import Rule, is_tensor_call, operands_of, rule_of
 from tutti.rules.rule import Term
 
+# How strong the word behind a split is: where a weight is placed, against all else.
+STRONG, WEAK = 0, 1
+
 
 @dataclass
 class Spread:
     """Shardings wanted so far, by node, and for each node and axis the node that it came from.
 
+    `rank` says how strong the word behind an axis of a node is (smaller is stronger): where two operands
+    would split different factors of an op over one axis, the stronger decides.
     `closed` nodes keep what they have. `accepts` says which axes an open node may take. `alias` maps
     nodes that must lie alike to one that stands for them.
     """
@@ -25,19 +30,23 @@ class Spread:
     mesh: Mesh
     wanted: dict[fx.Node, Sharding] = field(default_factory=dict)
     origin: dict[tuple[fx.Node, str], fx.Node | str] = field(default_factory=dict)
+    rank: dict[tuple[fx.Node, str], int] = field(default_factory=dict)
     closed: set[fx.Node] = field(default_factory=set)
     accepts: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     alias: dict[fx.Node, fx.Node] = field(default_factory=dict)
     rules: dict[fx.Node, Rule | None] = field(default_factory=dict)
 
-    def seed(self, node: fx.Node, sharding: Sharding, why: str, *, closed: bool = False) -> None:
-        """Give a sharding from outside, with the reason for it."""
+    def seed(
+        self, node: fx.Node, sharding: Sharding, why: str, *, closed: bool = False, rank: int = WEAK
+    ) -> None:
+        """Give a sharding from outside, with the reason for it and how strong the word is."""
         node = self.alias.get(node, node)
         self.wanted[node] = (
             merged(self.wanted[node], sharding, self.mesh) if node in self.wanted else sharding
         )
         for axis in sharding.axes:
             self.origin.setdefault((node, axis), why)
+            self.rank.setdefault((node, axis), rank)
         if closed:
             self.closed.add(node)
 
@@ -74,15 +83,39 @@ class Spread:
         if not any(s is not None and s.axes for _, s in pairs):
             return False
         soft: Assignment = {}
-        assigned = read(rule, pairs, self.mesh, soft)
+        prefer, ranks = self._strongest(rule, tensors)
+        assigned = read(rule, pairs, self.mesh, soft, prefer)
         _follow(rule, assigned, soft, self.mesh)
         changed = False
         if assigned:
             for term, x in tensors:
-                changed |= self._push(x, term, rule, assigned, node)
+                changed |= self._push(x, term, rule, assigned, node, ranks)
         return changed
 
-    def _push(self, x: fx.Node, term: Term, rule: Rule, assigned: Assignment, via: fx.Node) -> bool:
+    def _strongest(
+        self, rule: Rule, tensors: list[tuple[Term, fx.Node]]
+    ) -> tuple[dict[str, str], dict[str, int]]:
+        """For each axis the factor that the strongest word splits over it, and that word's rank."""
+        prefer: dict[str, str] = {}
+        ranks: dict[str, int] = {}
+        for term, x in tensors:
+            x = self.alias.get(x, x)
+            for factor, dim in read(rule, [(term, self.wanted.get(x))], self.mesh).items():
+                for axis in axes_of(dim):
+                    rank = self.rank.get((x, axis), WEAK)
+                    if rank < ranks.get(axis, WEAK + 1):
+                        prefer[axis], ranks[axis] = factor, rank
+        return prefer, ranks
+
+    def _push(
+        self,
+        x: fx.Node,
+        term: Term,
+        rule: Rule,
+        assigned: Assignment,
+        via: fx.Node,
+        ranks: dict[str, int],
+    ) -> bool:
         x = self.alias.get(x, x)
         if x in self.closed or x.op == "placeholder":
             return False
@@ -95,6 +128,7 @@ class Spread:
         self.wanted[x] = new
         for axis in new.axes - have.axes:
             self.origin[x, axis] = via
+            self.rank[x, axis] = ranks.get(axis, WEAK)
         return True
 
 

@@ -74,6 +74,8 @@ def _logsumexp(emit: Emit, node: fx.Node) -> New:
     x: Any = node.args[0]
     dims: Any = [d % len(shape(x)) for d in node.args[1]]  # type: ignore[union-attr]
     top = emit(aten.amax.default, x, dims, True)
+    # a line of -inf only sums to -inf, not to inf - inf
+    top = emit(aten.masked_fill.Scalar, top, emit(aten.isinf.default, top), 0.0)
     total = _sum(emit, emit(aten.exp.default, emit(aten.sub.Tensor, x, top)), dims)
     out = emit(aten.add.Tensor, emit(aten.log.default, total), top)
     return out if shape(out) == shape(node) else emit(aten.reshape.default, out, list(shape(node)))

@@ -29,10 +29,9 @@ def _embedding_backward(node: fx.Node) -> Rule:
     v = "v!" if frequency else "v"
     if frequency:
         rows = " ".join(f"i{k}!" for k in range(len(index)))
-    rule = parse_rule(
-        f"{rows} d, {rows} -> {v} d", [grad, index], [shape(node)], linear=_ONE, shape_argument=None
-    )
-    rule.parts["v"] = embedding_backward_part
+    rule = parse_rule(f"{rows} d, {rows} -> {v} d", [grad, index], [shape(node)], linear=_ONE)
+    if not frequency:
+        rule.parts["v"] = embedding_backward_part
     return rule
 
 

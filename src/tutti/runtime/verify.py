@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from tutti.capture.lift import create_slots, hypers_of, state_of
-from tutti.capture.random_ops import OurRandomness
+from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.capture.step import Captured, capture, copied
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
@@ -303,7 +303,7 @@ class _Capture:
                 self.captured.graph, self.captured.owner, [_inputs(self.captured, mine, self.feed)]
             )[0]
             mine |= dict(zip(self.captured.updated, new, strict=True))
-            with OurRandomness(self.seed, k):
+            with OurRandomness(self.seed, k) as ours, rewinding(ours):
                 eager = tree_leaves(self.train_step(*args, *self.batch))
             for i, (a, b) in enumerate(zip(out, eager, strict=True)):
                 if isinstance(b, Tensor):
