@@ -31,7 +31,14 @@ from tutti.report.explain import explain as explain_program
 from tutti.runtime import checkpoint
 from tutti.runtime.execute import Execution
 from tutti.runtime.ranks import LAYOUT, ensure_process_group
-from tutti.runtime.residence import Residence, local_of, residence_of, set_local, settle
+from tutti.runtime.residence import (
+    Residence,
+    local_of,
+    residence_of,
+    run_device,
+    set_local,
+    settle,
+)
 from tutti.runtime.verify import Verdict, compare
 
 
@@ -213,7 +220,7 @@ class Step:
         program, guards = self.program_for(batch, home)
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
-        settle(self.model, self.optimizer, home, _device(self.model))
+        settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
         return _Compiled(program, Execution(program, self.seed), guards)
 
     def program_for(
@@ -310,13 +317,6 @@ def layout_now(text: str | Layout | None) -> Layout:
 
 def _whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x.detach()
-
-
-def _device(model: nn.Module) -> torch.device:
-    for p in model.parameters():
-        if p.device.type != "meta":
-            return p.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _guards(captured: Captured) -> list[Guard]:

@@ -182,7 +182,9 @@ def _has_data(x: Any) -> bool:
 
 def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake of the same global shape, dtype and device; strides are plain."""
-    device = x.device if x.device.type != "meta" else torch.device("cpu")
+    device = x.device
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with mode:
         fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
     return fake.requires_grad_(x.requires_grad)

@@ -21,13 +21,15 @@ from tutti.rules.samples import FAMILIES
 from tutti.rules.table import rule_of
 
 COMMAND = "python -m tutti.rules.coverage > docs/rules.md"
+# Which ops there are, and which are tagged pointwise, changes with PyTorch.
+VERSION = ".".join(torch.__version__.split(".")[:2])
 _HEAD = "| op | call | rule | linear in | whole | taken apart | own part |\n" + "| --- " * 7 + "|"
 _INTRO = """\
 # Rules
 
     {command}
 
-wrote this page from the samples that `tests/rules` plays on virtual ranks, against the op on one
+wrote this page (PyTorch {version}) from the samples that `tests/rules` plays on virtual ranks, against the op on one
 device: every factor on every axis, pairs of factors, pending sums in every linear group.
 
 {num_tabled} ops have a rule of their own; {num_pointwise} more are element by element, and theirs is
@@ -49,7 +51,8 @@ def table() -> str:
     families = FAMILIES | {"on a GPU only": GPU}
     tabled = {c.op for calls in families.values() for c in calls}
     pointwise = [op for op in pointwise_ops() if op not in tabled]
-    lines = [_INTRO.format(command=COMMAND, num_tabled=len(tabled), num_pointwise=len(pointwise))]
+    counts = {"num_tabled": len(tabled), "num_pointwise": len(pointwise)}
+    lines = [_INTRO.format(command=COMMAND, version=VERSION, **counts)]
     for family, calls in families.items():
         device = "cuda" if calls is GPU else "cpu"
         lines += [f"## {family.capitalize()}\n", _HEAD]
@@ -64,7 +67,9 @@ def _telling(calls: Iterable[Sample], mode: FakeTensorMode, device: str) -> list
     for call in calls:
         rule = rule_of(call.node(mode, device))
         if rule is not None:
-            seen.setdefault((str(call.op), str(rule), str(rule.linear), str(list(rule.parts))), call)
+            seen.setdefault(
+                (str(call.op), str(rule), str(rule.linear), str(list(rule.parts))), call
+            )
     return list(seen.values())
 
 

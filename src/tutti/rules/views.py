@@ -37,8 +37,8 @@ def reshape_factors(
 
     while advance(0) and advance(1):
         common = math.gcd(rest[0], rest[1])
-        if common == 1 or (rest[0] != common and rest[1] != common):
-            # e.g. 6 x 4 seen as 4 x 6: no common cut here; join until the products meet
+        if common == 1:
+            # e.g. 3 x 4 seen as 4 x 3: no common cut here; join until the products meet
             if not _join(shapes, cuts, rest, terms, sizes):
                 break
             continue

@@ -23,6 +23,7 @@ from tutti.runtime.residence import local_of, set_local
 FORMAT = 1
 MANIFEST = "tutti.json"
 COUNT = "num_steps"
+_BEFORE = "use the checkpoint before it"
 
 
 class Step(Protocol):
@@ -116,7 +117,7 @@ def load(step: Step, path: Path) -> dict[str, Any]:
         state_dict_loader.load(fresh, checkpoint_id=str(path))
     except Exception as error:
         raise CheckpointError(
-            f"cannot read the checkpoint {path}", why=str(error).splitlines()[0]
+            f"cannot read the checkpoint {path}", why=_reason(error), fix=_BEFORE
         ) from error
     for name, tensor in mine.items():
         set_local(tensor, local_of(fresh[name]))
@@ -132,13 +133,13 @@ def _manifest(path: Path) -> dict[str, Any]:
             why=f"it has no {MANIFEST}, which is written last"
             if path.exists()
             else "no such directory",
-            fix="use the checkpoint before it",
+            fix=_BEFORE,
         )
     try:
         manifest = json.loads(file.read_text())
         version = manifest["format"]
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{file} cannot be read", why=str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} cannot be read", why=_reason(error), fix=_BEFORE) from error
     if version > FORMAT:
         raise CheckpointError(
             f"{path} has format {version}; this version of tutti reads up to {FORMAT}",
@@ -151,7 +152,7 @@ def _manifest(path: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} is damaged: {name} has {there if there is not None else 'no'} bytes of {size}",
                 why="it was truncated or changed after it was written",
-                fix="use the checkpoint before it",
+                fix=_BEFORE,
             )
     return manifest
 
@@ -211,7 +212,13 @@ def _load_model(step: Step, path: Path) -> None:
     except CheckpointError:
         raise
     except Exception as error:
-        raise CheckpointError(f"cannot read {path}", why=str(error).splitlines()[0]) from error
+        raise CheckpointError(
+            f"cannot read {path}", why=_reason(error), fix="a whole file in the safetensors format"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
 from tutti.errors import LayoutError
 from tutti.layout import Layout, Mesh, Sharding
+from tutti.runtime.deferred import initial_slots, initial_values, is_deferred
 
 # Storage splits a dim over the model axes first, `data` last: the order of the DTensor mesh is that order.
 _MINOR = ("seq", "data", "replica", "pipe")
@@ -64,6 +66,14 @@ def dtensor_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(sorted(mesh, key=lambda a: (a in _MINOR, _MINOR.index(a) if a in _MINOR else 0)))
 
 
+def run_device(model: nn.Module) -> torch.device:
+    """Where the run computes: where the model lies; for a model on the meta device, a GPU if any."""
+    for p in model.parameters():
+        if p.device.type != "meta":
+            return p.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def placements(sharding: Sharding, mesh: Mesh) -> list[Any]:
     """`sharding` as DTensor placements over `dtensor_axes(mesh)`."""
     found: list[Any] = []
@@ -89,41 +99,60 @@ def set_local(x: Tensor, value: Tensor) -> None:
         x.data = value
 
 
-def settle(model: nn.Module, optimizer: Any, home: Residence, device: torch.device) -> None:
+def settle(
+    model: nn.Module, optimizer: Any, home: Residence, device: torch.device, seed: int = 0
+) -> None:
     """Cut every state tensor that is still whole down to this rank's part, as a DTensor in its place.
 
-    Rank 0's values count: they are sent to all ranks first, so that replicas start identical.
+    Rank 0's values count: they are sent to all ranks first, so that replicas start identical. What is
+    on the meta device gets its initial value here, one module at a time.
     """
-    if home.layout.num_ranks == 1:
+    several = home.layout.num_ranks > 1
+    if not several and not is_deferred(model):
         return
-    mesh = home.layout.mesh
-    place = mesh.coordinates(dist.get_rank())
+    place = home.layout.mesh.coordinates(dist.get_rank() if several else 0)
+    state = state_of(model, optimizer)
     replaced: dict[int, Tensor] = {}
-    for state in state_of(model, optimizer):
-        if isinstance(state.tensor, DTensor):
+    for entry, whole in _deferred(model, optimizer, state, device, seed):
+        replaced[id(entry.tensor)] = _part(entry, whole, home, place, device)
+    for entry in state:
+        if not several or isinstance(entry.tensor, DTensor) or id(entry.tensor) in replaced:
             continue
-        whole = state.tensor.detach()
-        if whole.device.type != device.type:
-            whole = whole.to(device)
-        whole = whole.contiguous()
+        whole = entry.tensor.detach().to(device).contiguous()
         dist.broadcast(whole, 0)
-        replaced[id(state.tensor)] = _as_dtensor(state, whole, home, mesh, place, device)
+        replaced[id(entry.tensor)] = _part(entry, whole, home, place, device)
     _replace(model, optimizer, replaced)
 
 
-def _as_dtensor(
-    state: StateTensor,
-    whole: Tensor,
-    home: Residence,
-    mesh: Mesh,
-    place: dict[str, int],
-    device: torch.device,
+def _deferred(
+    model: nn.Module, optimizer: Any, state: list[StateTensor], device: torch.device, seed: int
+) -> Iterator[tuple[StateTensor, Tensor]]:
+    """Every state tensor on the meta device with its whole initial value."""
+    if not is_deferred(model):
+        return
+    entries = {id(s.tensor): s for s in state}
+    slots: dict[str, list[StateTensor]] = {}
+    for s in state:
+        slots.setdefault(s.owner, []).append(s)
+    for x, whole in initial_values(model, seed, device):
+        entry = entries[id(x)]
+        yield entry, whole
+        values = initial_slots(optimizer, x, device) if entry.name in slots else {}
+        yield from ((s, values[s.slot]) for s in slots.get(entry.name, ()))
+
+
+def _part(
+    entry: StateTensor, whole: Tensor, home: Residence, place: dict[str, int], device: torch.device
 ) -> Tensor:
-    sharding = home.storage[state.name]
-    local = sharding.cut(whole, mesh, place)
+    """This rank's part of a state tensor, in the place of the tensor that `entry` holds."""
+    if home.layout.num_ranks == 1:
+        parameter = isinstance(entry.tensor, nn.Parameter)
+        return nn.Parameter(whole, entry.tensor.requires_grad) if parameter else whole
+    sharding = home.storage[entry.name]
+    local = sharding.cut(whole, home.layout.mesh, place)
     if sharding.axes:
         local = local.clone(memory_format=torch.contiguous_format)
-    return as_dtensor(local, sharding, home, device, state.tensor)
+    return as_dtensor(local, sharding, home, device, entry.tensor)
 
 
 def as_dtensor(

@@ -20,6 +20,7 @@ from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh, Sharding, assemble
 from tutti.partition.partition import Program, partition
 from tutti.propagate.plan import plan
+from tutti.runtime.residence import Residence, run_device, settle
 
 # The largest relative difference that rounding explains, in float64 and against the eager step.
 PARTITION_TOLERANCE = 1e-9
@@ -121,6 +122,7 @@ class Subject:
         self.steps, self.seed = steps, seed
         model, optimizer = copy.deepcopy((model, optimizer))
         create_slots(optimizer)
+        settle(model, optimizer, Residence(Layout()), run_device(model), seed)
         self.captured = capture(train_step, model, optimizer, batch)
         self.start = _snapshot(self.captured, model, optimizer)
         self.feed = _feed(self.captured, optimizer, batch)

@@ -1,0 +1,102 @@
+"""Weights of a model built on the meta device: made shard by shard, the same on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.capture.lift import create_slots, optimizers_of
+from tutti.capture.random_ops import OurRandomness
+from tutti.errors import TuttiError
+
+# Initial weights are drawn as by a step that no run reaches.
+INITIAL_STEP = 2**63 - 1
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether any parameter or buffer is still on the meta device."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return any(x.device.type == "meta" for x in tensors)
+
+
+def initial_values(
+    model: nn.Module, seed: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each meta parameter and buffer with its whole initial value, one module's at a time.
+
+    A module initializes itself: by the model's `_init_weights(module)` where it has one (Hugging Face),
+    else by its own `reset_parameters()`. Random values depend on `seed`, the order of modules and the
+    global index only.
+
+    Raises:
+        TuttiError: for a module that has neither.
+    """
+    randomness = OurRandomness(seed, INITIAL_STEP)
+    done: set[int] = set()
+    for name, module in model.named_modules():
+        tables: Any = (module._parameters, module._buffers)
+        meta = [
+            (table, key, x)
+            for table in tables
+            for key, x in table.items()
+            if x is not None and x.device.type == "meta" and id(x) not in done
+        ]
+        if not meta:
+            continue
+        _fill(model, module, name, meta, randomness, device)
+        for table, key, x in meta:
+            value = table[key].detach()
+            table[key] = x
+            done.add(id(x))
+            yield x, value
+
+
+def _fill(
+    model: nn.Module,
+    module: nn.Module,
+    name: str,
+    meta: list[Any],
+    randomness: OurRandomness,
+    device: torch.device,
+) -> None:
+    own: Any = getattr(module, "reset_parameters", None)
+    whole: Any = getattr(model, "_init_weights", None)
+    if own is None and whole is None:
+        raise TuttiError(
+            f'cannot initialize module "{name or type(model).__name__}" ({type(module).__name__})',
+            why="its parameters are on the meta device, and it has no reset_parameters()",
+            fix="give it a reset_parameters() method, or build the model on a real device",
+        )
+    for table, key, x in meta:
+        value = torch.empty(x.shape, dtype=x.dtype, device=device)
+        parameter = isinstance(x, nn.Parameter)
+        table[key] = nn.Parameter(value, x.requires_grad) if parameter else value
+    with torch.no_grad(), randomness:
+        if whole is not None:
+            whole(module)
+        else:
+            own()
+
+
+def initial_slots(optimizer: Any, parameter: Tensor, device: torch.device) -> dict[str, Any]:
+    """The slots of one meta parameter, whole, as its optimizer makes them."""
+    for one in optimizers_of(optimizer):
+        for group in one.param_groups:
+            if not any(p is parameter for p in group["params"]):
+                continue
+            stand_in = nn.Parameter(
+                torch.zeros(parameter.shape, dtype=parameter.dtype, device=device),
+                parameter.requires_grad,
+            )
+            kept = one.state, one.param_groups
+            try:
+                one.state = type(kept[0])(dict)  # type: ignore[call-arg]
+                one.param_groups = [{**group, "params": [stand_in]}]
+                create_slots(one)
+                return dict(one.state.get(stand_in, {}))
+            finally:
+                one.state, one.param_groups = kept
+    return {}
