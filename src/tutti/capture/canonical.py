@@ -22,16 +22,31 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
     editor = Editor(graph, mode)
     _take_regions_apart(graph)
     for node in list(graph.nodes):
-        rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
-        new = rewrite(editor.at(node), node) if rewrite else None
-        if new is not None:
-            editor.replace(node, new)
+        _rewrite(editor, node)
     for node in list(graph.nodes):
         if node.target is aten.linalg_vector_norm.default:
             _norm_of_norms(editor, node)
     _share_views(editor)
     erase_dead(graph)
     graph.lint()
+
+
+def _rewrite(editor: Editor, node: fx.Node) -> None:
+    """Rewrite a node, and in turn what the rewrite wrote."""
+    rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
+    if rewrite is None:
+        return
+    before = node.prev
+    new = rewrite(editor.at(node), node)
+    if new is None:
+        return
+    last = node.prev
+    editor.replace(node, new)
+    while last is not before:
+        earlier = last.prev
+        if last.target in AGAIN:
+            _rewrite(editor, last)
+        last = earlier
 
 
 def erase_dead(graph: fx.Graph) -> None:
@@ -187,6 +202,59 @@ def _nll_backward(emit: Emit, node: fx.Node) -> fx.Node | None:
     return emit(node.target, scaled, logp, target, weight, 2, ignore, total_weight)
 
 
+def _nll2d_forward(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Classes in dim 1 of an image: the loss of its pixels, classes last."""
+    logp, target, *rest = node.args
+    flat = _pixels(emit, logp)
+    both = emit(
+        aten.nll_loss_forward.default, flat, emit(aten.reshape.default, target, [-1]), *rest
+    )
+    first, second = (emit(operator.getitem, both, i) for i in (0, 1))
+    if rest[1] == 0:
+        first = emit(aten.reshape.default, first, _shape(target))
+    return first, second
+
+
+def _nll2d_backward(emit: Emit, node: fx.Node) -> fx.Node:
+    grad, logp, target, *rest = node.args
+    n, c, *space = _shape(logp)
+    if rest[1] == 0:
+        grad = emit(aten.reshape.default, grad, [-1])
+    labels = emit(aten.reshape.default, target, [-1])
+    flat = emit(aten.nll_loss_backward.default, grad, _pixels(emit, logp), labels, *rest)
+    image = emit(aten.reshape.default, flat, [n, *space, c])
+    order = [0, len(space) + 1, *range(1, len(space) + 1)]
+    return emit(aten.permute.default, image, order)
+
+
+def _pixels(emit: Emit, x: Any) -> fx.Node:
+    rank = len(_shape(x))
+    last = emit(aten.permute.default, x, [0, *range(2, rank), 1])
+    return emit(aten.reshape.default, last, [-1, _shape(x)[1]])
+
+
+def _pixel_shuffle(emit: Emit, node: fx.Node) -> fx.Node:
+    x: Any = node.args[0]
+    r: Any = node.args[1]
+    *lead, c, h, w = _shape(x)
+    k = len(lead)
+    parts = emit(aten.reshape.default, x, [*lead, c // (r * r), r, r, h, w])
+    order = [*range(k), k, k + 3, k + 1, k + 4, k + 2]
+    moved = emit(aten.permute.default, parts, order)
+    return emit(aten.reshape.default, moved, [*lead, c // (r * r), h * r, w * r])
+
+
+def _pixel_unshuffle(emit: Emit, node: fx.Node) -> fx.Node:
+    x: Any = node.args[0]
+    r: Any = node.args[1]
+    *lead, c, h, w = _shape(x)
+    k = len(lead)
+    parts = emit(aten.reshape.default, x, [*lead, c, h // r, r, w // r, r])
+    order = [*range(k), k, k + 2, k + 4, k + 1, k + 3]
+    moved = emit(aten.permute.default, parts, order)
+    return emit(aten.reshape.default, moved, [*lead, c * r * r, h // r, w // r])
+
+
 def _like(emit: Emit, node: fx.Node) -> fx.Node:
     """`ones_like(x)` and the like do not depend on the values of x: `full` of its shape."""
     name = node.target._schema.name.removeprefix("aten::").removeprefix("new_")  # type: ignore[union-attr]
@@ -313,9 +381,15 @@ REWRITES: dict[Any, Rewrite] = {
     aten.sum.default: _sum,
     aten.nll_loss_forward.default: _nll_forward,
     aten.nll_loss_backward.default: _nll_backward,
+    aten.nll_loss2d_forward.default: _nll2d_forward,
+    aten.nll_loss2d_backward.default: _nll2d_backward,
+    aten.pixel_shuffle.default: _pixel_shuffle,
+    aten.pixel_unshuffle.default: _pixel_unshuffle,
     **dict.fromkeys(_CREATE, _like),
     aten.fill.Scalar: _fill,
     aten.fill.Tensor: _fill,
     aten.copy.default: _copy,
     aten.baddbmm.default: _matmul_pair,
 }
+# Rewrites that may be the result of other rewrites.
+AGAIN = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)

@@ -44,6 +44,11 @@ def _bernoulli_tensor(draw: Draw, x: Tensor, p: Tensor) -> Tensor:
     return (_like(draw, "uniform", x, 0, 1, dtype=torch.float32) < p).to(x.dtype)
 
 
+def _exponential(draw: Draw, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+    """By inversion: -log(1 - u) / rate, u uniform in [0, 1)."""
+    return _like(draw, "uniform", x, 0, 1).neg().log1p().div(-rate)
+
+
 # Functional forms: op -> (draw, *args, **kwargs) -> value
 _VALUES: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _dropout,
@@ -68,6 +73,7 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     ),
     aten.randperm.default: lambda d, n, **k: _new(d, "permutation", [n], whole=True, **k),
     aten.uniform.default: lambda d, x, low=0.0, high=1.0, **k: _like(d, "uniform", x, low, high),
+    aten.exponential.default: _exponential,
     aten.normal_functional.default: lambda d, x, mean=0.0, std=1.0, **k: _like(
         d, "normal", x, mean, std
     ),
@@ -76,6 +82,7 @@ _VALUES: dict[Any, Callable[..., Any]] = {
 _OVERWRITES: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _VALUES[aten.bernoulli.p],
     aten.bernoulli_.Tensor: _VALUES[aten.bernoulli.Tensor],
+    aten.exponential_.default: _exponential,
     aten.uniform_.default: _VALUES[aten.uniform.default],
     aten.normal_.default: _VALUES[aten.normal_functional.default],
     aten.random_.to: lambda d, x, to, **k: _like(d, "randint", x, 0, to),

@@ -10,6 +10,17 @@ from torch import Tensor, fx, nn
 aten = torch.ops.aten
 WIDE = torch.float64
 
+# Ops whose dtype may be the default one instead of an argument.
+_CREATE = (
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.full.default,
+    aten.linspace.default,
+    aten.eye.default,
+    aten.eye.m,
+)
+
 
 def promoted_value(x: Any) -> Any:
     """A floating tensor in float64; anything else unchanged."""
@@ -43,6 +54,9 @@ def promoted(
         elif node.op == "call_function":
             node.args = _promoted_argument(node.args)
             node.kwargs = {k: _promoted_argument(v) for k, v in node.kwargs.items()}
+            val = node.meta.get("val")
+            if node.target in _CREATE and isinstance(val, Tensor) and val.is_floating_point():
+                node.kwargs = {**node.kwargs, "dtype": WIDE}
             if node.target in (aten._log_softmax.default, aten._softmax.default):
                 node.args = (*node.args[:2], False)
     return out, constants, {new: old for old, new in mapped.items()}

@@ -29,19 +29,19 @@ _INTRO = """\
 
     {command}
 
-wrote this page (PyTorch {version}) from the samples that `tests/rules` plays on virtual ranks, against the op on one
-device: every factor on every axis, pairs of factors, pending sums in every linear group.
+wrote this page (PyTorch {version}) from the samples that `tests/rules` plays on virtual ranks, against
+the op on one device: every factor on every axis, pairs of factors, pending sums in every linear group.
 
 {num_tabled} ops have a rule of their own; {num_pointwise} more are element by element, and theirs is
 derived. An op without a rule gets its operands whole on every rank, with a warning that names it.
 
-| column | meaning |
-| --- | --- |
-| rule | one word per dim; `k!` stays whole; `(h d)` is a product; `1` has no factor; a factor of the operands that a result lacks is reduced |
-| linear in | groups of operands (from 0): a pending sum may pass through when exactly one group has it |
-| whole | the factors that must stay whole |
-| taken apart | there is a decomposition for when a whole factor is wanted split |
-| own part | the factors that are split by code of their own, where the plain op on local tensors would not do |
+- *rule*: one word per dim. `k!` stays whole; `(h d)` is a product; `1` has no factor; a factor of the
+  operands that a result lacks is reduced, and when it is split the result is partial.
+- *linear in*: groups of operands, from 0; a pending sum may pass through when exactly one group has it.
+- *whole*: the factors that must stay whole.
+- *taken apart*: there is a decomposition for when a whole factor is wanted split.
+- *own part*: the factors whose split is played by code of its own, where the plain op on local tensors
+  would not do.
 """
 
 

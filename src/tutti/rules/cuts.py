@@ -76,8 +76,9 @@ def _cut_backward(drop: bool):
 
 def _scatter_cut(drop: bool):
     def rule(node: fx.Node) -> Rule:
-        x = shape(node.args[0])
-        dim: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+        args: Any = node.args
+        x = shape(args[0])
+        dim: Any = args[2] if len(args) > 2 else node.kwargs.get("dim", 0)
         dim %= len(x)
         base: Term = tuple((f"d{i}",) for i in range(len(x)))
         source: Term = tuple(
@@ -85,7 +86,7 @@ def _scatter_cut(drop: bool):
         )
         sizes = {f"d{i}": n for i, n in enumerate(x)}
         if not drop:
-            sizes["cut"] = shape(node.args[1])[dim]
+            sizes["cut"] = shape(args[1])[dim]
         whole = frozenset({f"d{dim}", "cut"} & set(sizes))
         return Rule((base, source), (base,), sizes, whole, linear=groups((0, 1)))
 

@@ -48,10 +48,10 @@ def reshape_factors(
         for side in (0, 1):
             terms[side][cuts[side] - 1].append(name)
             rest[side] //= common
-    return (
-        *(_filled(t, s, i, sizes) for i, (t, s) in enumerate(zip(terms, shapes, strict=True))),
-        sizes,
-    )  # type: ignore[return-value]
+    before_term, after_term = (
+        _filled(t, s, i, sizes) for i, (t, s) in enumerate(zip(terms, shapes, strict=True))
+    )
+    return before_term, after_term, sizes
 
 
 def _join(

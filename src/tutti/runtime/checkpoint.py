@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -217,7 +219,17 @@ def _load_model(step: Step, path: Path) -> None:
         ) from error
 
 
+@contextmanager
+def _alone_without_warning() -> Iterator[None]:
+    """One device is an ordinary case here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

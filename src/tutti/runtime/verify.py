@@ -28,6 +28,10 @@ CAPTURE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
 HALF_TOLERANCE = 0.1
 # A tensor far smaller than others of its kind is compared on their scale: its own may be all rounding.
 FLOOR = 1e-3
+# And where all of a kind is rounding (a gradient that is zero in truth), on the scale of the weights.
+NOISE = 1e-6
+# Likewise within a step: a value this far below the largest of its region.
+NOISE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -254,10 +258,11 @@ class _Partition:
 
     def _state(self, k: int) -> None:
         scales = _scales(self.one)
+        floor = NOISE * scales.get("model", 0.0)
         for name in self.captured.updated:
             mine = assemble([s[name] for s in self.many], self.program.storage[name], self.mesh)
             x = self.one[name]
-            scale = max(_largest(x), FLOOR * scales.get(_kind(name), 0.0))
+            scale = max(_largest(x), FLOOR * scales.get(_kind(name), 0.0), floor)
             self.errors.add(f"{name} (step {k})", _largest_difference(mine, x), scale)
 
 
@@ -378,6 +383,7 @@ class _Finder:
     ) -> None:
         self.mesh, self.values, self.holds, self.back = mesh, values, holds, back
         self.found: Difference | None = None
+        self.largest: dict[str, float] = {}
 
     def see(self, node: fx.Node, parts: list[Any]) -> None:
         made = self.back[node]
@@ -389,8 +395,9 @@ class _Finder:
             return
         got = assemble(parts, sharding, self.mesh)
         same = got.shape == expected.shape
-        if same and self._alike(parts, sharding):
-            error = float(_largest_difference(got, expected)) / max(_largest(expected), 1e-12)
+        scale = self._scale(value, expected)
+        if same and self._alike(parts, sharding, scale):
+            error = float(_largest_difference(got, expected)) / scale
         else:
             error = float("inf")
         if not error <= PARTITION_TOLERANCE:
@@ -405,7 +412,14 @@ class _Finder:
                 expected_norm=float(expected.norm()),
             )
 
-    def _alike(self, parts: list[Tensor], sharding: Sharding) -> bool:
+    def _scale(self, value: fx.Node, expected: Tensor) -> float:
+        """What an error is relative to; a value far below others of its region may be all rounding."""
+        region = value.meta.get("region", "forward")
+        size = _largest(expected[expected.isfinite()])
+        self.largest[region] = max(size, self.largest.get(region, 1e-12))
+        return max(size, NOISE * self.largest[region])
+
+    def _alike(self, parts: list[Tensor], sharding: Sharding, scale: float) -> bool:
         """Ranks that should hold the same values do."""
         if sharding.partial:
             return True
@@ -414,7 +428,6 @@ class _Finder:
             place = self.mesh.coordinates(rank)
             key = tuple(place[a] for a in sorted(sharding.axes))
             lead = first.setdefault(key, part)
-            scale = max(_largest(lead), 1e-12)
             if float(_largest_difference(part, lead)) > PARTITION_TOLERANCE * scale:
                 return False
         return True
