@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tutti.capture.lift import SCHEDULED, create_slots, hypers_of, optimizers_of, state_of
+from tutti.capture.lift import SCHEDULED, create_slots, hypers_of, numbers, optimizers_of, state_of
 from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
 from tutti.errors import CommError, LayoutError
@@ -163,6 +163,7 @@ class Step:
         state = self._state(captured)
         inputs: list[Any] = [local_of(t) for t in state]
         inputs += [h.value for h in hypers_of(self.optimizer)]
+        inputs += [x for x in leaves if isinstance(x, float)]
         inputs += [_whole(x) for x in leaves if isinstance(x, Tensor)]
         run = (
             compiled.execution.run_checked if os.environ.get(CHECK_NAN) else compiled.execution.run
@@ -185,7 +186,7 @@ class Step:
 
     def _find(self, leaves: list[Any], spec: Any, batch: tuple[Any, ...]) -> _Compiled:
         key = self._signature(leaves, spec)
-        values = {h.name: h.value for h in hypers_of(self.optimizer)}
+        values = numbers(self.optimizer, leaves)
         for compiled in self._compiled.get(key, ()):
             if all(holds(*(values[n] for n in names)) for holds, names in compiled.guards):
                 return compiled
@@ -196,7 +197,9 @@ class Step:
     def _signature(self, leaves: list[Any], spec: Any) -> Any:
         """All that a trace depends on besides the inputs of its graph."""
         shapes = tuple(
-            (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves
+            (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else x
+            for x in leaves
+            if not isinstance(x, float)
         )
         options = tuple(
             (k, v)
@@ -220,8 +223,11 @@ class Step:
         program, guards = self.program_for(batch, home)
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
+        execution = Execution(
+            program, self.seed
+        )  # compares the ranks' programs: nothing is cut yet
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
-        return _Compiled(program, Execution(program, self.seed), guards)
+        return _Compiled(program, execution, guards)
 
     def program_for(
         self, batch: tuple[Any, ...], home: Residence | None = None, layout: Layout | None = None
@@ -323,7 +329,7 @@ def _guards(captured: Captured) -> list[Guard]:
     symbols = {
         node.meta["val"].node.expr: name
         for name, node in captured.placeholders.items()
-        if captured.kinds[name] == "hyper"
+        if captured.kinds[name] in ("hyper", "number")
     }
     found: list[Guard] = []
     for expr in captured.guards:

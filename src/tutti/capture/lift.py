@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,7 @@ def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
 
 
 def hypers_of(optimizer: Any) -> list[Hyper]:
-    """The scheduled hyper-parameters of every group that are plain numbers."""
+    """The scheduled hyper-parameters of every group."""
     hypers = []
     for k, one in enumerate(optimizers_of(optimizer)):
         prefix = f"optim{k}" if k else "optim"
@@ -95,11 +95,25 @@ def hypers_of(optimizer: Any) -> list[Hyper]:
             for key in SCHEDULED:
                 value = group.get(key)
                 name = f"{prefix}.{g}.{key}"
-                if isinstance(value, float):
+                if is_number(value):
                     hypers.append(Hyper(name, one, g, key))
-                elif isinstance(value, tuple) and all(isinstance(v, float) for v in value):
+                elif isinstance(value, list | tuple) and all(map(is_number, value)):
                     hypers += [Hyper(f"{name}.{i}", one, g, key, i) for i in range(len(value))]
     return hypers
+
+
+def numbers(optimizer: Any, leaves: Sequence[Any]) -> dict[str, float]:
+    """Every number that is an input of the graph, by name: hyper-parameters and floats of the batch."""
+    values = {h.name: h.value for h in hypers_of(optimizer)}
+    floats = [x for x in leaves if isinstance(x, float)]
+    return values | {f"number.{k}": x for k, x in enumerate(floats)}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a hyper-parameter is one number: a float, an int, or a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class _Undo(TorchDispatchMode):

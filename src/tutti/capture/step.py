@@ -42,7 +42,8 @@ class Captured:
     """A training step as one functional graph.
 
     The graph's placeholders are `inputs`, in order: state by name, hyper-parameters by name, then the
-    batch's tensors as `batch.0`, `batch.1`, ... Its output is `(returned leaves, new state values)`,
+    batch's floats as `number.0`, ... and its tensors as `batch.0`, ... Other leaves of the batch are
+    constants. Its output is `(returned leaves, new state values)`,
     the latter in the order of `updated`.
     """
 
@@ -110,15 +111,18 @@ class _Lifted:
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
         self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
         self.hypers = hypers_of(optimizer)
+        self.number_leaves = [i for i, x in enumerate(leaves) if isinstance(x, float)]
         self.tensor_leaves = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         self.names = (
             [s.name for s in state]
             + [h.name for h in self.hypers]
+            + [f"number.{k}" for k in range(len(self.number_leaves))]
             + [f"batch.{k}" for k in range(len(self.tensor_leaves))]
         )
         self.inputs = (
             [_fake(s.tensor, mode) for s in state]
             + [_symbol(h.name, h.value, mode) for h in self.hypers]
+            + [_symbol(f"number.{i}", leaves[i], mode) for i in self.number_leaves]
             + [_fake(leaves[i], mode) for i in self.tensor_leaves]
         )
         self.returned: TreeSpec | None = None
@@ -127,7 +131,7 @@ class _Lifted:
     def kinds(self) -> dict[str, str]:
         """The kind of each input by name."""
         kinds = {s.name: s.kind for s in self.state} | {h.name: "hyper" for h in self.hypers}
-        return {n: kinds.get(n, "batch") for n in self.names}
+        return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def trace(self) -> fx.GraphModule:
         with self.mode, watching(self.model) as watch, _explained():
@@ -137,7 +141,8 @@ class _Lifted:
         state = dict(zip([id(s.tensor) for s in self.state], flat, strict=False))
         hypers = dict(zip([h.name for h in self.hypers], flat[len(self.state) :], strict=False))
         leaves = list(self.leaves)
-        for i, x in zip(self.tensor_leaves, flat[len(self.state) + len(hypers) :], strict=True):
+        rest = flat[len(self.state) + len(self.hypers) :]
+        for i, x in zip([*self.number_leaves, *self.tensor_leaves], rest, strict=True):
             leaves[i] = x
         params = [
             x

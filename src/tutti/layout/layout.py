@@ -47,9 +47,9 @@ class Layout:
                 raise LayoutError(
                     f'"{name}" stands twice in layout "{text}"', fix="keep one of them"
                 )
-            if name in AXES:
+            if name in AXES and equals:
                 axes[name] = _number(name, value, 1, text)
-            elif name in ("zero", "micro", "server"):
+            elif name in ("zero", "micro", "server") and equals:
                 options[name] = _number(name, value, 1 if name == "micro" else 0, text)
             elif name in _OPTIONS and equals and value:
                 options[name] = value

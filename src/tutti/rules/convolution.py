@@ -86,11 +86,11 @@ def _pooling(node: fx.Node) -> Rule:
     operands = operands_of(node)
     x = shape(operands[0])
     num_space = next(k for k in (1, 2, 3) if f"{k}d" in str(node.target))
-    lead: tuple[str, ...] = ("n", "c")[2 - (len(x) - num_space) :]
+    lead = ("n", "c")[2 - (len(x) - num_space) :]
     term: Term = tuple((name,) for name in lead) + ((),) * num_space
     results = tuple(() if r is None else term for r in results_of(node))
     linear = groups((0,)) if _is_linear(node) else ()
-    sizes = dict(zip(lead, x, strict=False))
+    sizes: dict[str, int] = dict(zip(lead, x, strict=False))
     return Rule((term,) * len(operands), results, sizes, linear=linear)
 
 

@@ -14,7 +14,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import (
+    CheckpointException,
+    state_dict_loader,
+    state_dict_saver,
+)
 from torch.distributed.tensor import DTensor
 
 from tutti.capture.lift import StateTensor, create_slots, state_of
@@ -89,7 +93,8 @@ def save(step: Step, path: Path, extra: Mapping[str, Any] | None) -> None:
     state = state_dict(step)
     (path / MANIFEST).unlink(missing_ok=True)
     _together()
-    state_dict_saver.save(state, checkpoint_id=str(path))
+    with _alone_without_warning():
+        state_dict_saver.save(state, checkpoint_id=str(path))
     if _rank() == 0:
         manifest = {
             "format": FORMAT,
@@ -116,8 +121,9 @@ def load(step: Step, path: Path) -> dict[str, Any]:
     fresh: dict[str, Any] = {n: torch.empty_like(t.detach()) for n, t in mine.items()}
     fresh[COUNT] = torch.tensor(0)
     try:
-        state_dict_loader.load(fresh, checkpoint_id=str(path))
-    except Exception as error:
+        with _alone_without_warning():
+            state_dict_loader.load(fresh, checkpoint_id=str(path))
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise CheckpointError(
             f"cannot read the checkpoint {path}", why=_reason(error), fix=_BEFORE
         ) from error

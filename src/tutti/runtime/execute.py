@@ -51,7 +51,9 @@ class Execution:
             with torch.no_grad():
                 return self.generated.function(inputs, key)
         except CommError as error:
-            raise with_line(error, self._line()) from None
+            # With its traceback: the report reads the collective and the line from there.
+            named = with_line(error, self._line())
+            raise named.with_traceback(error.__traceback__) from None
 
     def _line(self) -> str:
         """The user's line that the generated code was at when it failed."""

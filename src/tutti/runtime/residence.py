@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
+from tutti.comm.agree import check_order
 from tutti.errors import LayoutError
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.runtime.deferred import initial_slots, initial_values, is_deferred
@@ -112,6 +113,7 @@ def settle(
         return
     place = home.layout.mesh.coordinates(dist.get_rank() if several else 0)
     state = state_of(model, optimizer)
+    check_order([f"state {s.name}: {list(s.tensor.shape)} {s.tensor.dtype}" for s in state])
     replaced: dict[int, Tensor] = {}
     for entry, whole in _deferred(model, optimizer, state, device, seed):
         replaced[id(entry.tensor)] = _part(entry, whole, home, place, device)

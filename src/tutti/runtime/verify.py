@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from tutti.capture.lift import create_slots, hypers_of, state_of
+from tutti.capture.lift import create_slots, numbers, state_of
 from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.capture.step import Captured, capture, copied
 from tutti.graph.promote import promoted, promoted_value
@@ -188,7 +188,7 @@ def _snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str,
 def _feed(captured: Captured, optimizer: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
     """Hyper-parameters and batch by input name."""
     tensors = [x.detach() for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    feed: dict[str, Any] = {h.name: h.value for h in hypers_of(optimizer)}
+    feed: dict[str, Any] = dict(numbers(optimizer, tree_leaves(batch)))
     return feed | {f"batch.{i}": x for i, x in enumerate(tensors)}
 
 
