@@ -116,6 +116,17 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _refuse_dampening(optimizer: Optimizer) -> None:
+    """PyTorch's SGD starts its momentum at the first gradient, undamped: no first value does the same."""
+    for group in optimizer.param_groups:
+        if group.get("momentum") and group.get("dampening"):
+            raise CaptureError(
+                f"SGD with momentum and dampening={group['dampening']} takes a first step of another form",
+                why="the captured step is the same at every call; the first momentum would be damped",
+                fix="dampening=0, or take the first step before the model is distributed",
+            )
+
+
 class _Undo(TorchDispatchMode):
     """Keeps the first value of every tensor that an operation overwrites."""
 
@@ -152,6 +163,7 @@ def create_slots(optimizer: Any) -> None:
         ]
         if not fresh:
             continue
+        _refuse_dampening(one)
         kept = [(p, p.grad) for g in one.param_groups for p in g["params"]]
         undo = _Undo()
         try:
@@ -159,12 +171,25 @@ def create_slots(optimizer: Any) -> None:
                 p.grad = None
             for p in fresh:
                 p.grad = torch.zeros_like(p)
-            with undo, _without_hooks(one):
+            with undo, _without_hooks(one), _without_decay(one):
                 one.step()
         finally:
             for p, grad in kept:
                 p.grad = grad
             undo.undo()
+
+
+@contextlib.contextmanager
+def _without_decay(optimizer: Optimizer) -> Iterator[None]:
+    """Weight decay would enter a slot that starts as a copy of the gradient."""
+    kept = [(g, g["weight_decay"]) for g in optimizer.param_groups if "weight_decay" in g]
+    try:
+        for group, _ in kept:
+            group["weight_decay"] = 0.0
+        yield
+    finally:
+        for group, value in kept:
+            group["weight_decay"] = value
 
 
 @contextlib.contextmanager

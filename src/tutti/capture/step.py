@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -31,8 +30,15 @@ from tutti.capture.lift import (
     state_of,
     swapped,
 )
-from tutti.capture.regions import Watch, quoted, user_line, watching
-from tutti.errors import CaptureError, TuttiError
+from tutti.capture.refusals import (
+    clean_gradients,
+    explained,
+    python_numbers,
+    refuse_changed_numbers,
+    refuse_counters,
+)
+from tutti.capture.regions import watching
+from tutti.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -85,7 +91,11 @@ def capture(
     create_slots(optimizer)
     state = state_of(model, optimizer)
     leaves, spec = tree_flatten(tuple(batch))
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    mode = FakeTensorMode(
+        shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False),
+        static_shapes=True,
+        allow_non_fake_inputs=True,
+    )
     lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode)
     traced = lifted.trace()
     functional = functional_graph(traced, lifted.inputs, mode)
@@ -134,10 +144,10 @@ class _Lifted:
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def trace(self) -> fx.GraphModule:
-        with self.mode, watching(self.model) as watch, _explained():
-            return make_fx(lambda *flat: self._run(watch, *flat), tracing_mode="real")(*self.inputs)
+        with self.mode, watching(self.model), explained():
+            return make_fx(lambda *flat: self._run(*flat), tracing_mode="real")(*self.inputs)
 
-    def _run(self, watch: Watch, *flat: Any) -> list[Any]:
+    def _run(self, *flat: Any) -> list[Any]:
         state = dict(zip([id(s.tensor) for s in self.state], flat, strict=False))
         hypers = dict(zip([h.name for h in self.hypers], flat[len(self.state) :], strict=False))
         leaves = list(self.leaves)
@@ -150,14 +160,17 @@ class _Lifted:
             if s.kind == "parameter" and s.tensor.requires_grad
         ]
         batch = tree_unflatten(leaves, self.spec)
-        before = _python_numbers(self.optimizer)
-        with swapped(self.model, self.optimizer, state, hypers), _grads(watch, params) as grads:
+        with (
+            swapped(self.model, self.optimizer, state, hypers),
+            clean_gradients(params) as grads,
+        ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
+            before = python_numbers(self.optimizer)
             with _host_min_max(self.optimizer):
                 result = self.train_step(*args, *batch)
             grads.refuse_accumulation()
-            _refuse_changed_numbers(self.optimizer, hypers)
-        _refuse_counters(self.optimizer, before)
+            refuse_changed_numbers(self.optimizer, hypers)
+            refuse_counters(self.optimizer, before)
         out, self.returned = tree_flatten(result)
         return [x.detach() if isinstance(x, Tensor) else x for x in out]
 
@@ -230,150 +243,6 @@ def _min_max(name: str) -> Callable[..., Any]:
         return plain(*args, **kwargs)
 
     return choose
-
-
-class _Grads:
-    """Gradients left from the call before: they must be cleared before the first backward."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-        self.stale = {id(p): torch.empty_like(p.detach()) for p in params}
-        self.uncleared = False
-        self.line = ""
-        for p in params:
-            p.grad = self.stale[id(p)]
-
-    def before_backward(self) -> None:
-        for p in self.params:
-            if p.grad is not None and p.grad is self.stale.get(id(p)):
-                self.uncleared, p.grad = True, None
-                self.line = self.line or user_line()
-
-    def refuse_accumulation(self) -> None:
-        left = [p for p in self.params if p.grad is not None and p.grad is not self.stale[id(p)]]
-        if self.uncleared and left:
-            raise CaptureError(
-                "the step adds to gradients that an earlier call left",
-                at=quoted(self.line),
-                why="gradients are not state that outlives a step",
-                fix="optimizer.zero_grad() in the step; accumulate inside one step over parts of the batch",
-            )
-
-
-@contextlib.contextmanager
-def _grads(watch: Watch, params: list[Tensor]) -> Iterator[_Grads]:
-    grads = _Grads(params)
-    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        grads.before_backward()
-        return run_backward(*args, **kwargs)
-
-    optimizer_zero, module_zero = Optimizer.zero_grad, nn.Module.zero_grad
-    with (
-        mock.patch.object(torch.autograd, "_engine_run_backward", backward),
-        mock.patch.object(
-            Optimizer, "zero_grad", lambda self, set_to_none=True: optimizer_zero(self, True)
-        ),
-        mock.patch.object(
-            nn.Module, "zero_grad", lambda self, set_to_none=True: module_zero(self, True)
-        ),
-    ):
-        yield grads
-    for p in params:
-        p.grad = None
-
-
-def _python_numbers(optimizer: Any) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in slots.items() if isinstance(v, int | float)}
-        for one in optimizers_of(optimizer)
-        for slots in one.state.values()
-    ]
-
-
-def _refuse_counters(optimizer: Any, before: list[dict[str, Any]]) -> None:
-    for old, new in zip(before, _python_numbers(optimizer), strict=False):
-        for key, value in new.items():
-            if old.get(key) != value:
-                raise CaptureError(
-                    f'the optimizer keeps "{key}" as a Python number that changes with every step',
-                    why="the captured step would replay today's number for ever",
-                    fix=f'keep it as a tensor: state["{key}"] = torch.tensor(0.0)',
-                )
-
-
-def _refuse_changed_numbers(optimizer: Any, hypers: dict[str, Any]) -> None:
-    for hyper in hypers_of_swapped(optimizer):
-        name, value = hyper
-        if name in hypers and value is not hypers[name]:
-            raise CaptureError(
-                f"the step changes the hyper-parameter {name}",
-                why="the step is captured once; a change made by Python inside it would happen only then",
-                fix="call scheduler.step() after the step, outside the function given to distribute",
-            )
-
-
-def hypers_of_swapped(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Names and raw values of scheduled hyper-parameters, symbols included."""
-    from tutti.capture.lift import SCHEDULED
-
-    for k, one in enumerate(optimizers_of(optimizer)):
-        prefix = f"optim{k}" if k else "optim"
-        for g, group in enumerate(one.param_groups):
-            for key in SCHEDULED:
-                value = group.get(key)
-                if isinstance(value, tuple):
-                    yield from ((f"{prefix}.{g}.{key}.{i}", v) for i, v in enumerate(value))
-                elif value is not None:
-                    yield f"{prefix}.{g}.{key}", value
-
-
-@contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
-    """oneDNN's fused LSTM has a backward that cannot be replayed; its plain form can."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
-    try:
-        with _without_onednn():
-            yield
-    except TuttiError:
-        raise
-    except DynamicOutputShapeException as error:
-        raise CaptureError(
-            f"{error.func} has a shape that depends on values",
-            at=_raising_line(error),
-            why="every shape must be known before the step runs",
-            fix="a mask and torch.where instead of selecting elements",
-        ) from error
-    except GuardOnDataDependentSymNode as error:
-        raise CaptureError(
-            "the step decides in Python on a number that is known only when it runs",
-            at=_raising_line(error),
-            why="the step is captured once, before it has values",
-            fix="torch.where(condition, a, b) on tensors",
-        ) from error
-
-
-def _raising_line(error: BaseException) -> str:
-    import os
-    import traceback
-
-    torch_dir = os.path.dirname(torch.__file__)
-    here = os.path.dirname(os.path.dirname(__file__))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((torch_dir, here)) and "<" not in frame.filename:
-            return quoted(f"{frame.filename}:{frame.lineno}")
-    return ""
 
 
 def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:

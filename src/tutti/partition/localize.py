@@ -86,7 +86,6 @@ def emit_local(local: Local, node: fx.Node, rule: Rule, call: Call) -> fx.Node:
         return _draw(local, node, choice)
     for factor, part in rule.parts.items():
         if factor in choice.assigned:
-            call.node.meta["local_shape"] = choice.results[0].local_shape(mesh)
             return part(call)
     args = list(call.args)
     if rule.shape_argument is not None:

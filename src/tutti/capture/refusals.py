@@ -1,0 +1,159 @@
+"""What a step may not do if it is to be captured, each with the user's line and a way out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.optim import Optimizer
+
+from tutti.capture.lift import SCHEDULED, optimizers_of
+from tutti.capture.regions import quoted, user_line
+from tutti.errors import CaptureError, TuttiError
+
+
+class Gradients:
+    """Gradients left from the call before: they must be cleared before the first backward."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+        self.stale = {id(p): torch.empty_like(p.detach()) for p in params}
+        self.uncleared = False
+        self.line = ""
+        for p in params:
+            p.grad = self.stale[id(p)]
+
+    def before_backward(self) -> None:
+        for p in self.params:
+            if p.grad is not None and p.grad is self.stale.get(id(p)):
+                self.uncleared, p.grad = True, None
+                self.line = self.line or user_line()
+
+    def refuse_accumulation(self) -> None:
+        left = [p for p in self.params if p.grad is not None and p.grad is not self.stale[id(p)]]
+        if self.uncleared and left:
+            raise CaptureError(
+                "the step adds to gradients that an earlier call left",
+                at=quoted(self.line),
+                why="gradients are not state that outlives a step",
+                fix="optimizer.zero_grad() in the step; accumulate inside one step over parts of the batch",
+            )
+
+
+@contextlib.contextmanager
+def clean_gradients(params: list[Tensor]) -> Iterator[Gradients]:
+    grads = Gradients(params)
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        grads.before_backward()
+        return run_backward(*args, **kwargs)
+
+    optimizer_zero, module_zero = Optimizer.zero_grad, nn.Module.zero_grad
+    with (
+        mock.patch.object(torch.autograd, "_engine_run_backward", backward),
+        mock.patch.object(
+            Optimizer, "zero_grad", lambda self, set_to_none=True: optimizer_zero(self, True)
+        ),
+        mock.patch.object(
+            nn.Module, "zero_grad", lambda self, set_to_none=True: module_zero(self, True)
+        ),
+    ):
+        yield grads
+    for p in params:
+        p.grad = None
+
+
+def python_numbers(optimizer: Any) -> list[dict[str, Any]]:
+    return [
+        {k: v for k, v in slots.items() if isinstance(v, int | float)}
+        for one in optimizers_of(optimizer)
+        for slots in one.state.values()
+    ]
+
+
+def refuse_counters(optimizer: Any, before: list[dict[str, Any]]) -> None:
+    for old, new in zip(before, python_numbers(optimizer), strict=False):
+        for key, value in new.items():
+            if old.get(key) != value:
+                raise CaptureError(
+                    f'the optimizer keeps "{key}" as a Python number that changes with every step',
+                    why="the captured step would replay today's number for ever",
+                    fix=f'keep it as a tensor: state["{key}"] = torch.tensor(0.0)',
+                )
+
+
+def refuse_changed_numbers(optimizer: Any, hypers: dict[str, Any]) -> None:
+    for hyper in _raw_hypers(optimizer):
+        name, value = hyper
+        if name in hypers and value is not hypers[name]:
+            raise CaptureError(
+                f"the step changes the hyper-parameter {name}",
+                why="the step is captured once; a change made by Python inside it would happen only then",
+                fix="call scheduler.step() after the step, outside the function given to distribute",
+            )
+
+
+def _raw_hypers(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Names and raw values of scheduled hyper-parameters, symbols included."""
+    for k, one in enumerate(optimizers_of(optimizer)):
+        prefix = f"optim{k}" if k else "optim"
+        for g, group in enumerate(one.param_groups):
+            for key in SCHEDULED:
+                value = group.get(key)
+                if isinstance(value, tuple):
+                    yield from ((f"{prefix}.{g}.{key}.{i}", v) for i, v in enumerate(value))
+                elif value is not None:
+                    yield f"{prefix}.{g}.{key}", value
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """oneDNN's fused LSTM has a backward that cannot be replayed; its plain form can."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
+    try:
+        with _without_onednn():
+            yield
+    except TuttiError:
+        raise
+    except DynamicOutputShapeException as error:
+        raise CaptureError(
+            f"{error.func} has a shape that depends on values",
+            at=_raising_line(error),
+            why="every shape must be known before the step runs",
+            fix="a mask and torch.where instead of selecting elements",
+        ) from error
+    except GuardOnDataDependentSymNode as error:
+        raise CaptureError(
+            "the step decides in Python on a number that is known only when it runs",
+            at=_raising_line(error),
+            why="the step is captured once, before it has values",
+            fix="torch.where(condition, a, b) on tensors",
+        ) from error
+
+
+def _raising_line(error: BaseException) -> str:
+    torch_dir = os.path.dirname(torch.__file__)
+    here = os.path.dirname(os.path.dirname(__file__))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((torch_dir, here)) and "<" not in frame.filename:
+            return quoted(f"{frame.filename}:{frame.lineno}")
+    return ""

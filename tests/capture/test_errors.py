@@ -1,0 +1,183 @@
+"""What cannot be captured is refused with what, the user's line, why, and a way out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from tutti.capture.step import capture
+from tutti.errors import CaptureError
+from zoo_models import MLP
+from zoo_steps import cross_entropy, vector_batch
+
+Step = Callable[..., Any]
+
+
+def update(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def branching(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = cross_entropy(model(x), y)
+    if loss > 10:  # branch here
+        loss = loss * 0.5
+    return update(model, optimizer, loss)
+
+
+def reading(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> float:
+    loss = update(model, optimizer, cross_entropy(model(x), y))
+    return loss.item()  # item here
+
+
+def converting(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    scale = float(x.abs().max())  # float here
+    return update(model, optimizer, cross_entropy(model(x / scale), y))
+
+
+def selecting(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    rows = (y >= 0).nonzero()  # nonzero here
+    return update(model, optimizer, cross_entropy(model(x[rows[:, 0]]), y[rows[:, 0]]))
+
+
+def masking(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)[y >= 0]  # mask here
+    return update(model, optimizer, logits.square().mean())
+
+
+def accumulating(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = cross_entropy(model(x), y)
+    loss.backward()  # accumulate here
+    optimizer.step()
+    return loss
+
+
+def scheduling(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = update(model, optimizer, cross_entropy(model(x), y))
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.9
+    return loss
+
+
+def writing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(0.5)
+    return update(model, optimizer, cross_entropy(model(x), y))
+
+
+class Counts(SGD):
+    """An optimizer that counts its steps as a Python number in its state."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p].setdefault("count", 0) + 1
+                self.state[p]["count"] = count
+                self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.sub_(self.state[p]["sum"], alpha=group["lr"] / count)
+
+
+WAYS_OUT: dict[str, tuple[Step, str, str, str]] = {
+    "branch": (branching, "branches on a tensor's value", "# branch here", "torch.where"),
+    "item": (reading, "reads a tensor's value into Python", "# item here", "return it"),
+    "float": (converting, "reads a tensor's value into Python", "# float here", "keep it a tensor"),
+    "nonzero": (selecting, "nonzero", "# nonzero here", "torch.where"),
+    "mask": (masking, "shape that depends on values", "# mask here", "torch.where"),
+    "accumulate": (
+        *(accumulating, "gradients that an earlier call left"),
+        *("# accumulate here", "zero_grad"),
+    ),
+}
+
+
+def refused(step: Step, optimizer: Callable[..., Optimizer] | None = None) -> CaptureError:
+    torch.manual_seed(0)
+    model = MLP()
+    made = (optimizer or (lambda p: SGD(p, lr=0.1, momentum=0.9)))(model.parameters())
+    before = copy.deepcopy((model.state_dict(), made.state_dict()["param_groups"]))
+    with pytest.raises(CaptureError) as caught:
+        capture(step, model, made, vector_batch(0))
+    # The failed trace left nothing behind.
+    assert all(x.equal(before[0][n]) for n, x in model.state_dict().items())
+    assert made.state_dict()["param_groups"] == before[1]
+    assert all(type(p) is nn.Parameter and p.grad is None for p in model.parameters())
+    return caught.value
+
+
+@pytest.mark.parametrize("name", WAYS_OUT)
+def test_an_error_says_what_where_why_and_fix(name: str) -> None:
+    step, what, line, fix = WAYS_OUT[name]
+    error = refused(step)
+    assert what in error.what
+    assert line in error.at and "test_errors.py:" in error.at
+    assert error.why and fix in error.fix
+    assert [x.split()[0] for x in str(error).splitlines()[1:]] == ["at", "why", "fix"]
+
+
+def test_a_change_of_the_learning_rate_inside_the_step() -> None:
+    error = refused(scheduling)
+    assert error.what == "the step changes the hyper-parameter optim.0.lr"
+    assert error.why and "scheduler.step() after the step" in error.fix
+
+
+def test_a_scheduler_that_steps_inside_the_step() -> None:
+    model = MLP()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda k: 0.9**k)
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = update(model, optimizer, cross_entropy(model(x), y))
+        scheduler.step()
+        return loss
+
+    with pytest.raises(CaptureError, match=r"changes the hyper-parameter optim\.0\.lr") as caught:
+        capture(step, model, optimizer, vector_batch(0))
+    assert "scheduler.step() after the step" in caught.value.fix
+
+
+def test_an_optimizer_that_counts_in_python() -> None:
+    def plain(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        return update(model, optimizer, cross_entropy(model(x), y))
+
+    error = refused(plain, lambda p: Counts(p, lr=0.1))
+    assert 'keeps "count" as a Python number' in error.what
+    assert error.why and 'state["count"] = torch.tensor(0.0)' in error.fix
+
+
+def test_writing_into_the_batch() -> None:
+    error = refused(writing)
+    assert error.what == "the step writes into its input batch.0"
+    assert "clone" in error.fix
+
+
+def test_a_parameter_reached_around_the_model() -> None:
+    model = MLP()
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    def step(given: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        return update(given, optimizer, cross_entropy(given(x), y) + kept.square().sum())
+
+    kept = model.head.weight
+    with pytest.raises(CaptureError) as caught:
+        capture(step, model, optimizer, vector_batch(0))
+    assert 'the state "head.weight" other than through the model' in caught.value.what
+    assert caught.value.why and "model argument" in caught.value.fix
+
+
+def test_an_optimizer_of_another_model() -> None:
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        return update(model, optimizer, cross_entropy(model(x), y))
+
+    other = SGD(MLP().parameters(), lr=0.1)
+    with pytest.raises(CaptureError, match="holds a parameter of shape") as caught:
+        capture(step, MLP(), other, vector_batch(0))
+    assert caught.value.fix == "SGD(model.parameters(), ...) on the model given here"
