@@ -1,0 +1,149 @@
+"""The layout line: every word, what is refused and with what advice."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tutti.errors import LayoutError
+from tutti.layout import Layout
+from tutti.layout.layout import AXES, PLANNED, SCHEDULES
+
+
+def error(text: str) -> str:
+    with pytest.raises(LayoutError) as caught:
+        Layout.parse(text)
+    return str(caught.value)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    chosen = draw(st.lists(st.sampled_from(AXES), unique=True))
+    axes = {a: draw(st.integers(1, 8)) for a in AXES if a in chosen}
+    zero = draw(st.integers(0, 3)) if axes.get("data", 1) > 1 else 0
+    return Layout(
+        axes=axes,
+        zero=zero,
+        micro=draw(st.integers(1, 4)),
+        schedule=draw(st.sampled_from(["", *SCHEDULES])),
+        server=draw(st.integers(0, 2)),
+        sync=draw(st.sampled_from(["", "average(every=4)", "diloco(h=8, lr=0.7)"])),
+        precision=draw(st.sampled_from(["", "bf16"])),
+        remat=draw(st.sampled_from(["none", "full", "8GB"])),
+    )
+
+
+@given(layouts())
+def test_text_parses_back(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+    assert hash(Layout.parse(str(layout))) == hash(layout)
+
+
+@given(layouts(), st.randoms())
+def test_words_stand_in_any_order(layout: Layout, random) -> None:
+    words = [w for w in str(layout).split(" ") if "(" not in w and ")" not in w]
+    random.shuffle(words)
+    text = " ".join(words)
+    assert str(Layout.parse(text)) == " ".join(w for w in str(layout).split(" ") if w in words)
+
+
+def test_every_word() -> None:
+    text = "replica=2 pipe=2 data=2 expert=2 seq=2 tensor=2 zero=3 micro=4 schedule=zb sync=average"
+    layout = Layout.parse(f"{text} server=1 precision=bf16 remat=full")
+    assert layout.num_ranks == 64 and layout.zero == 3 and layout.micro == 4
+    assert (layout.schedule, layout.sync, layout.server) == ("zb", "average", 1)
+    assert (layout.precision, layout.remat) == ("bf16", "full")
+
+
+@pytest.mark.parametrize("nothing", [None, "", "  "])
+def test_no_words_mean_one_device(nothing: str | None) -> None:
+    layout = Layout.parse(nothing)
+    assert layout.num_ranks == 1 and str(layout) == "" and layout.mesh.axes == ()
+
+
+def test_a_layout_is_itself() -> None:
+    layout = Layout.parse("data=2")
+    assert Layout.parse(layout) is layout
+
+
+def test_axes_stand_outermost_first_and_size_one_is_left_out_of_the_mesh() -> None:
+    layout = Layout.parse("tensor=2 seq=1 data=4")
+    assert str(layout) == "data=4 seq=1 tensor=2"
+    assert str(layout.mesh) == "data=4 tensor=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "fix"),
+    [
+        ("dat=2", 'unknown word "dat=2"', "did you mean data"),
+        ("tensr=2", 'unknown word "tensr=2"', "did you mean tensor"),
+        ("pipeline=2", "unknown word", "did you mean pipe"),
+        ("shedule=zb", "unknown word", "did you mean schedule"),
+        ("qqqq=2", "unknown word", "axis=size words"),
+        ("data", 'in layout "data"', "data=2"),
+        ("data=", "not a whole number from 1", "data=2"),
+        ("data=0", "not a whole number from 1", "data=2"),
+        ("data=two", "not a whole number from 1", "data=2"),
+        ("data=2 data=4", '"data" stands twice', "keep one of them"),
+        ("zero=1 data=2 zero=2", '"zero" stands twice', "keep one of them"),
+        ("data=2 zero=4", "not a level of ZeRO", "zero=0, 1, 2 or 3"),
+        ("zero=1", "lacks", "data=2 zero=1"),
+        ("tensor=2 zero=1", "lacks", "data=2 tensor=2 zero=1"),
+        ("micro=0", "not a whole number from 1", "micro=2"),
+        ("schedule=fast", 'schedule="fast" is unknown', "gpipe, 1f1b, interleaved, zb"),
+        ("schedule", "has no value", "schedule="),
+    ],
+)
+def test_what_is_refused_and_the_advice(text: str, what: str, fix: str) -> None:
+    message = error(text)
+    assert what in message
+    assert fix in message.partition("  fix ")[2]
+
+
+@pytest.mark.parametrize("word", PLANNED)
+def test_words_of_later_versions_are_refused_with_the_layout_without_them(word: str) -> None:
+    value = {"schedule": "zb", "sync": "average", "precision": "bf16", "remat": "full"}.get(
+        word, "2"
+    )
+    layout = Layout.parse(f"data=2 {word}={value}")
+    with pytest.raises(LayoutError) as caught:
+        layout.check_available()
+    assert f'"{word}"' in str(caught.value)
+    assert '"data=2"' in str(caught.value).partition("  fix ")[2]
+    layout.without(word).check_available()
+
+
+@pytest.mark.parametrize("text", ["", "data=2", "data=2 tensor=2 seq=2 expert=2 zero=3", "pipe=1"])
+def test_what_this_version_runs_is_available(text: str) -> None:
+    Layout.parse(text).check_available()
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "nearest"),
+    [
+        ("data=2 tensor=2", 8, "data=4 tensor=2"),
+        ("data=2 tensor=4", 4, "tensor=4"),
+        ("data=2 tensor=3 zero=1", 4, "data=4 zero=1"),
+        ("data=4 zero=1", 1, ""),
+        ("tensor=2", 6, "data=3 tensor=2"),
+        ("data=2 seq=2 tensor=3", 6, "seq=2 tensor=3"),
+    ],
+)
+def test_a_wrong_number_of_ranks_and_the_nearest_layout(
+    text: str, ranks: int, nearest: str
+) -> None:
+    layout = Layout.parse(text)
+    with pytest.raises(LayoutError) as caught:
+        layout.check_ranks(ranks)
+    assert f"{ranks} were started" in str(caught.value)
+    assert f'or "{nearest}"' in str(caught.value)
+    assert Layout.parse(nearest).num_ranks == ranks
+    Layout.parse(nearest).check_ranks(ranks)
+
+
+@given(layouts(), st.integers(1, 16))
+def test_the_nearest_layout_always_works(layout: Layout, ranks: int) -> None:
+    fitted = layout._fitted(ranks)
+    fitted.check_ranks(ranks)
+    assert Layout.parse(str(fitted)) == fitted
