@@ -1,0 +1,90 @@
+"""What the documentation says is so: links lead somewhere, code runs, tables and pages are up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import runpy
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tutti.layout import Layout
+from tutti.layout.layout import AXES, PLANNED
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+WORDS = {*AXES, *(f.name for f in fields(Layout) if f.name != "axes")}
+
+
+def code_blocks(path: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs/make_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_is_up_to_date() -> None:
+    made = generator()
+    assert made.PAGE.read_text() == made.page(), "run: python docs/make_reference.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+    local = [t for t in targets if "://" not in t]
+    assert [t for t in local if not (page.parent / t).exists()] == []
+
+
+def test_every_page_is_linked_from_the_index() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    pages = [p.relative_to(ROOT / "docs") for p in PAGES if p != README and p.name != "index.md"]
+    assert [str(p) for p in pages if f"({p})" not in index] == []
+
+
+def test_every_package_has_a_page() -> None:
+    packages = {p.parent.name for p in (ROOT / "src/tutti").glob("*/*.py")}
+    assert packages == {p.stem for p in (ROOT / "docs/concepts").glob("*.md")}
+
+
+def test_the_pages_name_every_file_of_their_package() -> None:
+    def named(package: str, file: str) -> bool:
+        page = (ROOT / "docs/concepts" / f"{package}.md").read_text()
+        return f"`{file}`" in page or ("_samples" in file and "`*_samples.py`" in page)
+
+    files = sorted((ROOT / "src/tutti").glob("*/*.py"))
+    known = [p for p in files if p.stem not in ("__init__", "main")]
+    assert [f"{p.parent.name}/{p.name}" for p in known if not named(p.parent.name, p.name)] == []
+
+
+def test_the_code_of_the_readme_runs_on_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = "\n".join(code_blocks(README))
+    shorter = code.replace("range(200)", "range(2)").replace("% 50 == 0", "% 2 == 0")
+    assert shorter.count("range(2)") == 1 and shorter.count("% 2 == 0") == 1
+    for name in ("TUTTI_LAYOUT", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(shorter)
+    runpy.run_path("train.py", run_name="__main__")
+    printed = capsys.readouterr().out
+    assert re.match(r"step 2  loss \d\.\d{4}\n", printed)
+    assert "no collectives" in printed
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_the_layout_table_has_the_words_of_the_language() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", README.read_text(), re.MULTILINE)
+    assert {word for word, _ in rows} == WORDS
+    later = {word for word, meaning in rows if meaning.startswith("not available yet")}
+    assert later == set(PLANNED)
