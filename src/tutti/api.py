@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tutti.capture.lift import SCHEDULED, create_slots, hypers_of, numbers, optimizers_of, state_of
+from tutti.capture.lift import create_slots, hypers_of, numbers, optimizers_of, state_of
+from tutti.capture.regions import quoted, user_line
 from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
-from tutti.errors import CommError, LayoutError
+from tutti.errors import CommError, LayoutError, ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.propagate.plan import plan
@@ -33,12 +34,14 @@ from tutti.runtime.execute import Execution
 from tutti.runtime.ranks import LAYOUT, ensure_process_group
 from tutti.runtime.residence import (
     Residence,
+    forget_values,
     local_of,
     residence_of,
     run_device,
     set_local,
     settle,
 )
+from tutti.runtime.signature import signature
 from tutti.runtime.verify import Verdict, compare
 
 
@@ -61,7 +64,8 @@ def distribute(
         layout: such as `"data=2 tensor=2 zero=1"`; by default that of `tutti run --layout`, else data
             parallel over the ranks that there are.
         place: compute shardings by parameter-name pattern, one entry per dim:
-            `{"*.q_proj.weight": "tensor, -"}`. Axes that the layout lacks are ignored.
+            `{"*.q_proj.weight": "tensor, -"}`; a pattern of module names shards their outputs, as
+            `tutti.shard_as` does. Axes that the layout lacks are ignored.
         seed: of dropout masks and the like, which do not depend on the layout.
 
     Returns:
@@ -113,6 +117,8 @@ def verify(
 Look = Callable[["Step", tuple[Any, ...]], Any]
 LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 CHECK_NAN = "TUTTI_CHECK_NAN"
+# Set to anything, an op without a rule is an error instead of a warning.
+STRICT = "TUTTI_STRICT"
 
 
 # A condition on hyper-parameters that a trace took for granted, and their names in its order.
@@ -192,26 +198,21 @@ class Step:
                 return compiled
         made = self._compile(batch)
         self._compiled.setdefault(self._signature(leaves, spec), []).append(made)
+        self._warn_of_retraces()
         return made
 
+    def _warn_of_retraces(self) -> None:
+        """Something that changes at every call (a counter on a module) would trace for ever."""
+        count = sum(map(len, self._compiled.values()))
+        if count in (8, 64):
+            warnings.warn(
+                f"the step has been traced {count} times: shapes, options of the optimizer or plain "
+                "attributes of a module keep changing",
+                stacklevel=4,
+            )
+
     def _signature(self, leaves: list[Any], spec: Any) -> Any:
-        """All that a trace depends on besides the inputs of its graph."""
-        shapes = tuple(
-            (tuple(x.shape), x.dtype, x.device) if isinstance(x, Tensor) else x
-            for x in leaves
-            if not isinstance(x, float)
-        )
-        options = tuple(
-            (k, v)
-            for one in self._optimizers
-            for group in one.param_groups
-            for k, v in group.items()
-            if k not in SCHEDULED
-            and k not in ("params", "initial_lr")
-            and isinstance(v, int | float | str | bool | tuple | None)
-        )
-        training = tuple(m.training for m in self._modules)
-        return shapes, spec, options, training
+        return signature(leaves, spec, self._modules, self._optimizers)
 
     def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
         several = ensure_process_group()
@@ -220,25 +221,31 @@ class Step:
             self._check_same_batch(batch)
         home = residence_of(self.model, self.layout)
         create_slots(self.optimizer)
-        program, guards = self.program_for(batch, home)
+        try:
+            program, guards = self._program(batch, home)
+        except ShardingError as error:
+            if not error.at.startswith("batch"):
+                raise
+            where = f"{quoted(user_line())}, {error.at}"
+            raise ShardingError(error.what, at=where, why=error.why, fix=error.fix) from None
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
-        execution = Execution(
-            program, self.seed
-        )  # compares the ranks' programs: nothing is cut yet
+        # Compares the ranks' programs, before anything is cut.
+        execution = Execution(program, self.seed)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
+        forget_values(program.captured.state)  # the whole tensors would outlive their shards
         return _Compiled(program, execution, guards)
 
-    def program_for(
-        self, batch: tuple[Any, ...], home: Residence | None = None, layout: Layout | None = None
-    ) -> tuple[Program, list[Guard]]:
+    def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, list[Guard]]:
         """The partitioned program for a batch like this one, and the guards of its capture."""
-        layout = layout or self.layout
         captured = capture(self.train_step, self.model, self.optimizer, batch)
-        made = plan(copied(captured), layout, self.place, known=home.compute if home else None)
-        if home is not None:
-            home.compute.update(made.compute)
-        return partition(made), _guards(captured)
+        made = plan(copied(captured), self.layout, self.place, known=home.compute)
+        home.compute.update(made.compute)
+        return partition(made, strict=bool(os.environ.get(STRICT))), _guards(captured)
+
+    def program_of(self, batch: Sequence[Any]) -> Program:
+        """The program that a call with `batch` would run, without running anything."""
+        return self._program(tuple(batch), Residence(self.layout))[0]
 
     def _check_same_batch(self, batch: tuple[Any, ...]) -> None:
         """All ranks must be given the same global batch, and say so before the first step."""

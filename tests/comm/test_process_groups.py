@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ranks import Ranks
 from tutti.comm.groups import Groups
-from tutti.comm.process_groups import ProcessGroups, join, split
+from tutti.comm.process_groups import ProcessGroups
+from tutti.graph.segments import join, split
 from tutti.layout.mesh import Mesh
 
 GRID = {"data": 2, "tensor": 2}

@@ -89,11 +89,6 @@ def user_line() -> str:
     return ""
 
 
-def short_line(source: str) -> str:
-    """`train.py:12` for a full path."""
-    return os.path.basename(source)
-
-
 def quoted(source: str) -> str:
     """`train.py:12  the line's text`."""
     path, _, line = source.rpartition(":")

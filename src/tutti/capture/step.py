@@ -83,7 +83,9 @@ class Captured:
 def capture(
     train_step: Callable[..., Any], model: nn.Module, optimizer: Any, batch: Sequence[Any]
 ) -> Captured:
-    """Trace `train_step(model[, optimizer], *batch)` with fake tensors; nothing real is touched.
+    """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
+
+    Nothing real is touched, but for the optimizer's slots: those that are missing are created.
 
     Raises `CaptureError` with the user's line for what cannot be captured: a branch on a tensor's value,
     `.item()`, a shape that depends on values.
@@ -132,7 +134,7 @@ class _Lifted:
         self.inputs = (
             [_fake(s.tensor, mode) for s in state]
             + [_symbol(h.name, h.value, mode) for h in self.hypers]
-            + [_symbol(f"number.{i}", leaves[i], mode) for i in self.number_leaves]
+            + [_symbol(f"number.{k}", leaves[i], mode) for k, i in enumerate(self.number_leaves)]
             + [_fake(leaves[i], mode) for i in self.tensor_leaves]
         )
         self.returned: TreeSpec | None = None

@@ -28,7 +28,7 @@ def explain(
     from tutti.report.explain import explain as explain_program
 
     def seen(step: api.Step, batch: tuple[Any, ...]) -> None:
-        program, _ = step.program_for(batch)
+        program = step.program_of(batch)
         print(explain_program(program, tensor=tensor, graph=graph), flush=True)
 
     look(script, script_args or [], layout, seen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import runpy
 import sys
@@ -31,8 +33,7 @@ def look(
         if step.optimizer is None:
             return step.train_step(step.model, *batch)
         LOOK.set(None)
-        seen(step, batch)
-        raise _Seen
+        raise _Seen(step, batch)
 
     token = LOOK.set(first)
     kept = sys.argv, sys.path[:], os.environ.get(LAYOUT)
@@ -40,17 +41,22 @@ def look(
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
-    except _Seen:
-        return
+        with contextlib.redirect_stdout(
+            io.StringIO()
+        ):  # what the script says is not what was asked
+            runpy.run_path(str(script), run_name="__main__")
+    except _Seen as found:
+        step, batch = found.args
+    else:
+        raise CaptureError(
+            f"{script} ended without calling a training step",
+            why="no Step made by tutti.distribute(train_step, model, optimizer) was called",
+            fix="call the step in the script's normal course",
+        )
     finally:
         LOOK.reset(token)
         sys.argv, sys.path[:] = kept[0], kept[1]
         os.environ.pop(LAYOUT)
         if kept[2] is not None:
             os.environ[LAYOUT] = kept[2]
-    raise CaptureError(
-        f"{script} ended without calling a training step",
-        why="no Step made by tutti.distribute(train_step, model, optimizer) was called",
-        fix="call the step in the script's normal course",
-    )
+    seen(step, batch)

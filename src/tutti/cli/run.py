@@ -37,6 +37,7 @@ def _check(num_ranks: int | None, text: str) -> int:
     if not text:
         return num_ranks or 1
     layout = Layout.parse(text)
+    layout.check_available()
     if num_ranks is not None and num_ranks != layout.num_ranks:
         raise LayoutError(
             f'layout "{text}" needs {layout.num_ranks} ranks, -n gives {num_ranks}',

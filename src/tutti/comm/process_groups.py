@@ -11,6 +11,7 @@ from torch import Tensor
 from tutti.comm import transport
 from tutti.comm.failure import Wait, comm_error, now_seconds
 from tutti.comm.groups import Group, Groups
+from tutti.graph.segments import join, split
 
 
 class ProcessGroups:
@@ -102,25 +103,3 @@ class ProcessGroups:
             raise comm_error(exc, name, axes, nbytes, group) from exc
         self.current = None
         return result
-
-
-def split(x: Tensor, dim: int, outer: int, num_parts: int) -> Tensor:
-    """`dim`, seen as `(outer, n, inner)`, cut into n parts: `[n, ..., outer * inner, ...]`.
-
-    A view where memory allows it: always for `outer == 1`.
-    """
-    dim %= x.dim()
-    size = x.shape[dim]
-    assert size % (outer * num_parts) == 0, f"dim of {size} in {outer} x {num_parts} parts"
-    inner = size // (outer * num_parts)
-    parts = x.unflatten(dim, (outer, num_parts, inner)).movedim(dim + 1, 0)
-    return parts.flatten(dim + 1, dim + 2)
-
-
-def join(parts: Tensor, dim: int, outer: int) -> Tensor:
-    """The reverse of `split`, contiguous; without a copy where `dim` is 0 and `outer` is 1."""
-    shape = parts.shape[1:]
-    dim %= len(shape)
-    inner = shape[dim] // outer
-    seen = parts.unflatten(dim + 1, (outer, inner)).movedim(0, dim + 1)
-    return seen.flatten(dim, dim + 2).contiguous()

@@ -13,9 +13,11 @@ from torch.fx.node import map_arg
 from tutti.graph import collectives, random
 from tutti.graph.boundary import IDENTITIES
 from tutti.graph.draw import draw, drawn
+from tutti.graph.liveness import last_uses
+from tutti.graph.segments import join, split
 from tutti.layout import Mesh, Sharding
 
-Watch = Callable[[fx.Node, list[Any]], None]
+See = Callable[[fx.Node, list[Any]], None]
 
 
 def _reduce(parts: Sequence[Tensor], op: str) -> Tensor:
@@ -26,21 +28,6 @@ def _reduce(parts: Sequence[Tensor], op: str) -> Tensor:
         "prod": torch.mul,
     }[op]
     return functools.reduce(pairwise, parts)
-
-
-def _split(x: Tensor, dim: int, outer: int, n: int) -> list[Tensor]:
-    """`x` as n parts of the inner segment of `dim`."""
-    shape = list(x.shape)
-    view = x.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :])
-    out = [*shape[:dim], shape[dim] // n, *shape[dim + 1 :]]
-    return [part.reshape(out) for part in view.chunk(n, dim + 1)]
-
-
-def _join(parts: Sequence[Tensor], dim: int, outer: int) -> Tensor:
-    shape = list(parts[0].shape)
-    views = [p.reshape(*shape[:dim], outer, shape[dim] // outer, *shape[dim + 1 :]) for p in parts]
-    out = [*shape[:dim], shape[dim] * len(parts), *shape[dim + 1 :]]
-    return torch.cat(views, dim + 1).reshape(out)
 
 
 class VirtualRanks:
@@ -58,12 +45,12 @@ class VirtualRanks:
         graph: fx.Graph,
         owner: nn.Module,
         inputs: Sequence[Sequence[Any]],
-        watch: Watch | None = None,
+        watch: See | None = None,
     ) -> list[Any]:
         """The output of every rank, from the inputs of every rank; `watch` sees each node's values."""
         values: dict[fx.Node, list[Any]] = {}
         feeds = iter(range(len(inputs[0])))
-        last = _last_uses(graph)
+        last = last_uses(graph)
         ranks = range(self.mesh.num_ranks)
         with torch.no_grad():
             for node in graph.nodes:
@@ -109,18 +96,21 @@ class VirtualRanks:
 
     def _all_gather(self, args: list[Any]) -> list[Tensor]:
         dim, outer = args[0][2:]
-        return self._grouped(args, lambda xs: [_join(xs, dim, outer)] * len(xs))
+        return self._grouped(args, lambda xs: [join(torch.stack(xs), dim, outer)] * len(xs))
 
     def _reduce_scatter(self, args: list[Any]) -> list[Tensor]:
         dim, outer, op = args[0][2:]
-        return self._grouped(args, lambda xs: _split(_reduce(xs, op), dim, outer, len(xs)))
+        return self._grouped(args, lambda xs: list(split(_reduce(xs, op), dim, outer, len(xs))))
 
     def _all_to_all(self, args: list[Any]) -> list[Tensor]:
         split_dim, split_outer, cat_dim, cat_outer = args[0][2:]
 
         def exchange(xs: list[Tensor]) -> list[Tensor]:
-            rows = [_split(x, split_dim, split_outer, len(xs)) for x in xs]
-            return [_join([row[i] for row in rows], cat_dim, cat_outer) for i in range(len(xs))]
+            rows = [split(x, split_dim, split_outer, len(xs)) for x in xs]
+            return [
+                join(torch.stack([row[i] for row in rows]), cat_dim, cat_outer)
+                for i in range(len(xs))
+            ]
 
         return self._grouped(args, exchange)
 
@@ -128,7 +118,7 @@ class VirtualRanks:
         axes, dim, outer = args[0][1:]
         n = self.mesh.size(axes)
         return [
-            _split(a[0], dim, outer, n)[self.mesh.index(axes, place)]
+            split(a[0], dim, outer, n)[self.mesh.index(axes, place)]
             for a, place in zip(args, self.places, strict=True)
         ]
 
@@ -156,15 +146,3 @@ class VirtualRanks:
             key = random.key(self.seed, stream, self.step)
             out.append(drawn(kind, params, dtype, device, key, index, shape))
         return out
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nobody needs after it."""
-    seen: set[fx.Node] = set()
-    last: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for x in (*node.all_input_nodes, node):
-            if x not in seen and node.op != "output":
-                last.setdefault(node, []).append(x)
-            seen.add(x)
-    return last

@@ -1,10 +1,12 @@
 """Where tensors live: meshes of ranks, shardings of tensors, and the one line that lays a run out."""
 
-from tutti.layout.layout import Layout
+from tutti.layout.layout import AXES, Layout, split_order
 from tutti.layout.mesh import Mesh
 from tutti.layout.sharding import Dim, Segment, Sharding, assemble, canonical, refines, split_dim
 
 __all__ = [
+    "AXES",
+    "split_order",
     "Dim",
     "Layout",
     "Mesh",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
 from tutti.errors import LayoutError
@@ -11,9 +12,17 @@ from tutti.layout.mesh import Mesh
 
 # Outermost first: ranks that differ in the last axis stand next to each other, on the fastest links.
 AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
+# How a dim of a state tensor is split by several axes, major to minor: `data` last, so that a weight in
+# parts is gathered over `data` by one plain all-gather.
+SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb")
 # Words of the language whose machinery is not in this version.
 PLANNED = ("replica", "pipe", "micro", "schedule", "sync", "server", "precision", "remat")
+
+
+def split_order(axes: Iterable[str]) -> tuple[str, ...]:
+    """`axes` in the order in which they split one dim of a state tensor, major to minor."""
+    return tuple(sorted(axes, key=lambda a: SPLIT_ORDER.index(a) if a in SPLIT_ORDER else -1))
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ class Layout:
                 raise LayoutError(
                     f'"{name}" in layout "{self}" is not available in this version',
                     why="this version runs the axes data, tensor, seq, expert and the option zero",
-                    fix=f'"{self.without(name)}"',
+                    fix=f'"{rest}"' if str(rest := self.without(name)) else f"leave {name} out",
                 )
 
     def check_ranks(self, num_ranks: int) -> None:

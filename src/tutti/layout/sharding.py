@@ -220,24 +220,19 @@ def assemble(parts: Sequence[Tensor], sharding: Sharding, mesh: Mesh) -> Tensor:
 
     The inverse of `Sharding.cut`: what the virtual ranks and their tests compare with one device.
     """
-    x = parts[0]
-    whole = x.new_zeros(sharding.shape)
-    done: dict[tuple[tuple[int, ...], ...], list[Tensor]] = {}
+    whole = parts[0].new_zeros(sharding.shape)
+    pieces: dict[tuple[tuple[int, ...], ...], tuple[int, list[Tensor]]] = {}
     for rank, part in enumerate(parts):
         place = mesh.coordinates(rank)
+        held = sharding.axes | sharding.partial_axes
+        if any(c for a, c in place.items() if a not in held):
+            continue  # a replica of the rank at 0
         key = tuple(tuple(mesh.index(seg.axes, place) for seg in dim) for dim in sharding.dims)
-        pending = {a: place[a] for a in sharding.partial_axes}
-        rest = {a: c for a, c in place.items() if a not in sharding.axes and a not in pending}
-        if any(rest.values()):
-            continue
-        done.setdefault(key, []).append(part)
-        if len(done[key]) == 1:
-            done[key].append(torch.tensor(rank))
-    for values in done.values():
-        rank = int(values.pop(1))
+        pieces.setdefault(key, (rank, []))[1].append(part)
+    for rank, values in pieces.values():
         value = _reduce(values, sharding.partial)
         place = mesh.coordinates(rank)
-        index = [sharding.index(d, mesh, place).to(x.device) for d in range(len(sharding.dims))]
+        index = [sharding.index(d, mesh, place).to(whole.device) for d in range(len(sharding.dims))]
         if index:
             whole[torch.meshgrid(*index, indexing="ij")] = value
         else:

@@ -127,6 +127,10 @@ def _with_pending(
     for passed in _passing(rule, operands, assigned, results):
         needed = tuple(b.with_partial(p) for b, p in zip(bases, passed, strict=True))
         through = {pair for p in passed for pair in p}
+        made = any(
+            set(p) - set(o.versions[0].partial) for o, p in zip(operands, passed, strict=True)
+        )
+        waits = bool(through) and not made  # no work of its own: the reduction is only put off
         outs = _results(rule, results, assigned, through, mesh)
         if outs is None:
             continue
@@ -134,7 +138,7 @@ def _with_pending(
         for out, result in zip(outs, results, strict=True):
             if result is not None:
                 cost += _result_cost(out, result[1], mesh)
-                cost += 0.0 if through else WORK * math.prod(out.local_shape(mesh))
+                cost += 0.0 if waits else WORK * math.prod(out.local_shape(mesh))
         yield Choice(assigned, needed, outs, cost)
 
 

@@ -14,7 +14,7 @@ from tutti.capture.step import Captured
 from tutti.errors import ShardingError
 from tutti.graph.boundary import shard_as_op
 from tutti.graph.edit import Editor
-from tutti.layout import Layout, Mesh, Segment, Sharding
+from tutti.layout import AXES, Layout, Mesh, Segment, Sharding, split_order
 from tutti.propagate.boundaries import Boundary, insert_boundaries
 from tutti.propagate.factors import axes_of
 from tutti.propagate.spread import STRONG, Spread, tensors_of
@@ -148,12 +148,15 @@ def _module(node: fx.Node, pattern: str) -> str:
 
 
 def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding:
-    """A user's sharding text for a tensor of `shape`, less the axes that the mesh lacks."""
+    """A user's sharding text for a tensor of `shape`, less the axes that the mesh lacks.
+
+    Several axes of one dim are taken in the one order in which state is split, `data` last.
+    """
     try:
         sharding = Sharding.parse(text, shape)
     except ShardingError as error:
         raise ShardingError(error.what, at=what, why=error.why, fix=error.fix) from None
-    unknown = sharding.axes - {"data", "tensor", "seq", "expert", "pipe", "replica"}
+    unknown = sharding.axes - set(AXES)
     if unknown:
         raise ShardingError(
             f'unknown axis "{min(unknown)}" in "{text}"',
@@ -161,7 +164,7 @@ def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding
             fix="axes are data, tensor, seq, expert",
         )
     dims = tuple(
-        tuple(Segment(s.size, tuple(a for a in s.axes if a in mesh)) for s in dim)
+        tuple(Segment(s.size, tuple(a for a in split_order(s.axes) if a in mesh)) for s in dim)
         for dim in sharding.dims
     )
     for d, dim in enumerate(dims):
@@ -210,7 +213,7 @@ def _check_divides(name: str, val: Tensor, mesh: Mesh, layout: Layout) -> None:
     others = [str(k) for k in range(1, ways + 1) if size % k == 0]
     raise ShardingError(
         f'cannot split dim 0 of "{name}" (size {size}) over axis "data" (size {ways})',
-        at=f"step(...), batch tensor {name.partition('.')[2]}",
+        at=f"batch tensor {name.partition('.')[2]}",
         why=f'layout "{layout}" splits the batch',
         fix=f"a batch size that {ways} divides ({-(-size // ways) * ways}), or data={', '.join(others)}",
     )

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, fx
 
+from tutti.comm.failure import format_nbytes
 from tutti.graph import text
 from tutti.graph.boundary import boundary
 from tutti.layout import Sharding
@@ -104,15 +105,6 @@ def _parameter_of(program: Program, mark: fx.Node) -> str:
                 seen.add(user)
                 queue.append(user)
     return ""
-
-
-def format_nbytes(nbytes: float) -> str:
-    """Three digits and a unit: 4.2 MB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 def explain(program: Program, *, tensor: str | None = None, graph: bool = False) -> str:
@@ -210,12 +202,12 @@ def _provenance(program: Program, pattern: str) -> list[str]:
         ]
         target = marks[0] if marks else node
         wanted = spread.of(target) if marks else wanted
-        if wanted is None or node.target is boundary:
-            continue
         stored = program.storage.get(name)
-        found.append(f"{name}: {wanted}" + (f"  (stored {stored})" if stored else ""))
+        if (wanted is None and stored is None) or node.target is boundary:
+            continue
+        found.append(f"{name}: {wanted or 'whole'}" + (f"  (stored {stored})" if stored else ""))
         target = spread.alias.get(target, target)
-        for axis in sorted(wanted.axes):
+        for axis in sorted(wanted.axes) if wanted else ():
             found += [f"  {axis}: {step}" for step in _chain(program, target, axis)]
     return found or [f'no tensor with a sharding matches "{pattern}"']
 
@@ -227,7 +219,9 @@ def _chain(program: Program, node: fx.Node, axis: str) -> list[str]:
         seen.add(node)
         via = spread.origin.get((node, axis))
         if via is None or isinstance(via, str):
-            steps.append(f"from {node.meta.get('name') or node.name}: {via or 'given'}")
+            mark = program.plan.boundaries.get(node)
+            name = (mark and mark.parameter) or node.meta.get("name") or node.name
+            steps.append(f"from {name}: {via or 'given'}")
             break
         where = os.path.basename(_source(via))
         steps.append(f"by {text.op_name(via)} at {where}")

@@ -174,7 +174,7 @@ def _rms_norm(emit: Emit, node: fx.Node) -> New:
 
 
 def _layer_norm_backward(emit: Emit, node: fx.Node) -> New:
-    grad, x, normalized, mean, rstd, weight, bias, mask = node.args
+    grad, x, normalized, mean, rstd, weight, _, mask = node.args
     stat_dtype = mean.meta["val"].dtype  # type: ignore[union-attr]
     rank, num = len(shape(x)), len(normalized)  # type: ignore[arg-type]
     dims, lead = list(range(rank - num, rank)), list(range(rank - num))
@@ -191,7 +191,6 @@ def _layer_norm_backward(emit: Emit, node: fx.Node) -> New:
     want: Any = mask
     dw = _sum(emit, emit(aten.mul.Tensor, grad, xhat), lead, False) if want[1] else None
     db = _sum(emit, grad, lead, False) if want[2] else None
-    del bias
     return tuple(
         None if v is None or r is None else _to(emit, r, v.dtype)
         for r, v in zip((dx, dw, db), vals, strict=True)

@@ -39,7 +39,7 @@ def reshape_factors(
         common = math.gcd(rest[0], rest[1])
         if common == 1:
             # e.g. 3 x 4 seen as 4 x 3: no common cut here; join until the products meet
-            if not _join(shapes, cuts, rest, terms, sizes):
+            if not _join(shapes, cuts, rest):
                 break
             continue
         # factors are cut off at the major end, so the part taken must divide what is left
@@ -54,15 +54,8 @@ def reshape_factors(
     return before_term, after_term, sizes
 
 
-def _join(
-    shapes: list[list[int]],
-    cuts: list[int],
-    rest: list[int],
-    terms: list[list[list[str]]],
-    sizes: dict[str, int],
-) -> bool:
+def _join(shapes: list[list[int]], cuts: list[int], rest: list[int]) -> bool:
     """Skip to the next place where both sides have seen the same number of elements; whole until there."""
-    del terms, sizes
     product = list(rest)
     while product[0] != product[1]:
         side = 0 if product[0] < product[1] else 1

@@ -14,11 +14,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    state_dict_loader,
-    state_dict_saver,
-)
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from tutti.capture.lift import StateTensor, create_slots, state_of
@@ -32,7 +29,7 @@ COUNT = "num_steps"
 _BEFORE = "use the checkpoint before it"
 
 
-class Step(Protocol):
+class Holder(Protocol):
     """What holds the state: a `tutti.Step`."""
 
     model: nn.Module
@@ -41,12 +38,12 @@ class Step(Protocol):
     num_steps: int
 
 
-def _state(step: Step) -> list[StateTensor]:
+def _state(step: Holder) -> list[StateTensor]:
     create_slots(step.optimizer)
     return state_of(step.model, step.optimizer)
 
 
-def state_dict(step: Step) -> dict[str, Any]:
+def state_dict(step: Holder) -> dict[str, Any]:
     """Every state tensor by name, without autograd, and the step count."""
     state: dict[str, Any] = {}
     for s in _state(step):
@@ -55,7 +52,7 @@ def state_dict(step: Step) -> dict[str, Any]:
     return state
 
 
-def load_state_dict(step: Step, state: Mapping[str, Any]) -> None:
+def load_state_dict(step: Holder, state: Mapping[str, Any]) -> None:
     """Take over every tensor of `state`; all names and shapes are checked first."""
     mine = {s.name: s.tensor for s in _state(step)}
     _check_names(
@@ -85,7 +82,7 @@ def _resharded(whole: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def save(step: Step, path: Path, extra: Mapping[str, Any] | None) -> None:
+def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
     """Write all of the state; the manifest comes last, so a directory with one is whole."""
     if path.suffix == ".safetensors":
         _save_model(step, path)
@@ -109,7 +106,7 @@ def save(step: Step, path: Path, extra: Mapping[str, Any] | None) -> None:
     _together()
 
 
-def load(step: Step, path: Path) -> dict[str, Any]:
+def load(step: Holder, path: Path) -> dict[str, Any]:
     """Read a checkpoint into the step; what is wrong with it is said before anything changes."""
     if path.suffix == ".safetensors":
         _load_model(step, path)
@@ -188,7 +185,7 @@ def _check_names(
     )
 
 
-def _save_model(step: Step, path: Path) -> None:
+def _save_model(step: Holder, path: Path) -> None:
     """Parameters and buffers, whole, by name; tied ones once."""
     whole = {}
     for s in state_of(step.model, None):
@@ -203,7 +200,7 @@ def _save_model(step: Step, path: Path) -> None:
     _together()
 
 
-def _load_model(step: Step, path: Path) -> None:
+def _load_model(step: Holder, path: Path) -> None:
     """Parameters and buffers by name; a file may leave out buffers and tied names."""
     try:
         with safe_open(str(path), framework="pt") as file:

@@ -77,7 +77,7 @@ def _fill(
     with torch.no_grad(), randomness:
         if whole is not None:
             whole(module)
-        else:
+        elif own is not None:
             own()
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.node import map_arg
 
 from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
+from tutti.graph.liveness import last_uses
 from tutti.layout import Mesh, Sharding
 
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers.
@@ -64,7 +64,7 @@ class _Writer:
         self.lines: dict[int, str] = {}
 
     def write(self, graph: fx.Graph, name: str) -> Generated:
-        last = _last_uses(graph)
+        last = last_uses(graph)
         feeds = []
         for node in graph.nodes:
             self.names[node] = f"v{len(self.names)}"
@@ -143,16 +143,3 @@ class _Writer:
             self.known[key] = f"c{len(self.known)}"
             self.globals[self.known[key]] = x
         return self.known[key]
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    seen: set[fx.Node] = set()
-    last: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        users: list[fx.Node] = []
-        map_arg((node.args, node.kwargs), users.append)
-        for x in dict.fromkeys([*users, node]):
-            if x not in seen and node.op not in ("output", "placeholder"):
-                last.setdefault(node, []).append(x)
-            seen.add(x)
-    return last

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,11 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.agree import check_order
 from tutti.errors import LayoutError
-from tutti.layout import Layout, Mesh, Sharding
+from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.runtime.deferred import initial_slots, initial_values, is_deferred
-
-# Storage splits a dim over the model axes first, `data` last: the order of the DTensor mesh is that order.
-_MINOR = ("seq", "data", "replica", "pipe")
 
 
 @dataclass
@@ -64,7 +61,7 @@ def residence_of(model: nn.Module, layout: Layout) -> Residence:
 
 def dtensor_axes(mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes in the order in which storage splits a dim, major to minor."""
-    return tuple(sorted(mesh, key=lambda a: (a in _MINOR, _MINOR.index(a) if a in _MINOR else 0)))
+    return split_order(mesh)
 
 
 def run_device(model: nn.Module) -> torch.device:
@@ -98,6 +95,11 @@ def set_local(x: Tensor, value: Tensor) -> None:
         x._local_tensor = value
     else:
         x.data = value
+
+
+def forget_values(state: list[StateTensor]) -> None:
+    """Leave names, shapes and dtypes: entries that hold whole tensors would keep them alive."""
+    state[:] = [replace(s, tensor=torch.empty_like(s.tensor, device="meta")) for s in state]
 
 
 def settle(

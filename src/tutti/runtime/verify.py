@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tutti.capture.lift import create_slots, numbers, state_of
 from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.capture.step import Captured, capture, copied
+from tutti.errors import TuttiError
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh, Sharding, assemble
@@ -77,9 +78,13 @@ class Verdict:
         word = "ok: the same step" if self.ok else "NOT the same step"
         lines = [
             f'verify "{self.layout}": {word} ({self.num_tensors} tensors, {self.steps} steps)',
-            f"  partition  {self.max_error:.1e} in float64, largest in {self.worst or 'none'}",
+            f"  partition  {self.max_error:.1e} in float64, largest in {self.worst}"
+            if self.max_error
+            else "  partition  exact, in float64",
             f"  capture    {self.capture_error:.1e} of what the steps changed, "
-            f"largest in {self.worst_capture or 'none'}",
+            f"largest in {self.worst_capture}"
+            if self.capture_error
+            else "  capture    exact, in the model's own dtypes",
         ]
         if self.first_difference is not None:
             lines.append(f"  first      {self.first_difference}")
@@ -102,7 +107,12 @@ def compare(
     seed: int,
 ) -> Verdict:
     """Both comparisons for one layout."""
-    assert dtype == torch.float64, "promotion is to float64"
+    if dtype != torch.float64:
+        raise TuttiError(
+            f"verify compares in float64, not {dtype}",
+            why="a wrong program must differ by far more than rounding does",
+            fix="leave dtype out",
+        )
     subject = Subject(train_step, model, optimizer, batch, steps=steps, seed=seed)
     return subject.verdict(layout, place)
 

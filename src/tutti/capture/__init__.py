@@ -1,0 +1,1 @@
+"""From a plain training step to one functional graph."""

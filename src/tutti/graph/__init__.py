@@ -1,0 +1,1 @@
+"""Graphs: their collectives and random numbers, text form, edits, and virtual ranks that play them."""

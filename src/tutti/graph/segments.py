@@ -1,0 +1,27 @@
+"""A dim seen as segments: cut into parts, and parts joined again."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def split(x: Tensor, dim: int, outer: int, num_parts: int) -> Tensor:
+    """`dim`, seen as `(outer, n, inner)`, cut into n parts: `[n, ..., outer * inner, ...]`.
+
+    A view where memory allows it: always for `outer == 1`.
+    """
+    dim %= x.dim()
+    size = x.shape[dim]
+    assert size % (outer * num_parts) == 0, f"dim of {size} in {outer} x {num_parts} parts"
+    inner = size // (outer * num_parts)
+    parts = x.unflatten(dim, (outer, num_parts, inner)).movedim(dim + 1, 0)
+    return parts.flatten(dim + 1, dim + 2)
+
+
+def join(parts: Tensor, dim: int, outer: int) -> Tensor:
+    """The reverse of `split`, contiguous; without a copy where `dim` is 0 and `outer` is 1."""
+    shape = parts.shape[1:]
+    dim %= len(shape)
+    inner = shape[dim] // outer
+    seen = parts.unflatten(dim + 1, (outer, inner)).movedim(0, dim + 1)
+    return seen.flatten(dim, dim + 2).contiguous()
