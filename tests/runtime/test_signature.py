@@ -1,0 +1,77 @@
+"""A call that differs in what a trace depends on traces again; one that does not, does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.gain = 1.0
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.linear(x)) * self.gain
+
+
+def _plain(model: nn.Module, x: Tensor, *rest: Any) -> Tensor:
+    scale = 1
+    for i, r in enumerate(rest):
+        scale = scale + (10 if r is True else r) * 3**i
+    return model(x).sum() * scale
+
+
+def _step() -> tuple[tutti.Step, Scaled, Tensor]:
+    torch.manual_seed(0)
+    model = Scaled().eval()
+    return tutti.distribute(_plain, model), model, torch.randn(2, 4)
+
+
+def test_constants_of_the_batch_are_told_apart_by_type_and_place() -> None:
+    step, model, x = _step()
+    for rest in ((1.0, 2), (2, 1.0), (True,), (1,), (1.0,), (2,)):
+        assert float(step(x, *rest)) == pytest.approx(float(_plain(model, x, *rest)), rel=1e-6)
+    assert sum(map(len, step._compiled.values())) == 6
+
+
+def test_a_modules_plain_attribute_is_seen() -> None:
+    step, model, x = _step()
+    before = float(step(x))
+    model.gain = 5.0
+    assert float(step(x)) == pytest.approx(5 * before, rel=1e-6)
+    model.train()
+    assert float(step(x)) != pytest.approx(5 * before, rel=1e-3)  # dropout is on
+    model.eval()
+    assert float(step(x)) == pytest.approx(5 * before, rel=1e-6)
+    assert sum(map(len, step._compiled.values())) == 3
+
+
+def test_a_leaf_that_is_neither_tensor_nor_constant_is_named() -> None:
+    step, _, x = _step()
+    with pytest.raises(tutti.CaptureError, match=r"numpy\.ndarray[\s\S]*torch\.as_tensor"):
+        step(x, np.ones(3))
+
+
+def test_a_module_that_counts_its_calls_is_warned_of() -> None:
+    class Counting(Scaled):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    model = Counting().eval()
+    step = tutti.distribute(_plain, model)
+    with pytest.warns(UserWarning, match="traced 8 times"):
+        for k in range(10):
+            model.calls = 100 * k
+            step(torch.ones(2, 4))
