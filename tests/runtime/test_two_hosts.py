@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+import runs
+
 SCRIPT = Path(__file__).parent / "two_hosts.py"
+TRAINING = Path(__file__).parent / "two_hosts_train.py"
 SECONDS = 90
 PORT = 29511
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -47,7 +51,9 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
 
 
-def totals(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
+def totals(
+    commands: list[list[str]], environments: list[dict[str, str]], word: str = "total"
+) -> list[str]:
     processes = [
         subprocess.Popen(
             command,
@@ -65,17 +71,32 @@ def totals(commands: list[list[str]], environments: list[dict[str, str]]) -> lis
             process.kill()
     errors = "\n".join(err for _, err in outputs)
     assert all(process.returncode == 0 for process in processes), errors
-    return [line for out, _ in outputs for line in out.splitlines() if line.startswith("total")]
+    return [line for out, _ in outputs for line in out.splitlines() if line.startswith(word)]
+
+
+def on_both(hosts: list[tuple[str, str]], script: Path) -> list[list[str]]:
+    """The commands that start two ranks of `script` on each host."""
+    return [
+        ["ip", "netns", "exec", namespace, *TORCHRUN, "--nnodes=2", f"--node-rank={i}"]
+        + ["--nproc-per-node=2", "--master-addr=10.77.0.1", f"--master-port={PORT}", str(script)]
+        for i, (namespace, _) in enumerate(hosts)
+    ]
 
 
 def test_two_hosts_compute_what_one_computes(hosts: list[tuple[str, str]]) -> None:
     """The namespaces have no way but the cable between them, so it carried the collectives."""
-    commands = [
-        ["ip", "netns", "exec", namespace, *TORCHRUN, "--nnodes=2", f"--node-rank={i}"]
-        + ["--nproc-per-node=2", "--master-addr=10.77.0.1", f"--master-port={PORT}", str(SCRIPT)]
-        for i, (namespace, _) in enumerate(hosts)
-    ]
-    two = totals(commands, [{"GLOO_SOCKET_IFNAME": interface} for _, interface in hosts])
+    two = totals(
+        on_both(hosts, SCRIPT), [{"GLOO_SOCKET_IFNAME": interface} for _, interface in hosts]
+    )
     local = [*TORCHRUN, "--standalone", "--nproc-per-node=4", str(SCRIPT)]
     one = totals([local], [{"GLOO_SOCKET_IFNAME": "lo"}])
     assert len(one) == 1 and two == one
+
+
+def test_two_hosts_train_as_one_device(hosts: list[tuple[str, str]]) -> None:
+    path = os.pathsep.join(filter(None, [str(TRAINING.parent.parent), os.getenv("PYTHONPATH")]))
+    interfaces = [{"GLOO_SOCKET_IFNAME": i, "PYTHONPATH": path} for _, i in hosts]
+    two = totals(on_both(hosts, TRAINING), interfaces, "losses")
+    assert len(two) == 1
+    expected = runpy.run_path(str(TRAINING))["losses"]("")
+    runs.assert_same_losses([float(word) for word in two[0].split()[1:]], expected)

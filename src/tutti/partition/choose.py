@@ -138,7 +138,7 @@ def _with_pending(
         for out, result in zip(outs, results, strict=True):
             if result is not None:
                 cost += _result_cost(out, result[1], mesh)
-                cost += 0.0 if waits else WORK * math.prod(out.local_shape(mesh))
+                cost += 0.0 if through else WORK * math.prod(out.local_shape(mesh))
         yield Choice(assigned, needed, outs, cost)
 
 

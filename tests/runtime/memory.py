@@ -1,0 +1,59 @@
+"""A script of `tutti run`: trains a plain MLP of 70 MB; rank 0 prints what this process holds, in bytes.
+
+Printed as JSON: `before` the model is made, `steady` between two steps, `peak` within one.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tutti
+
+WIDTH, NUM_LAYERS = 1536, 7
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def status(name: str) -> int:
+    """An entry of this process's status in bytes: VmRSS is what it holds now, VmHWM its peak."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def main() -> None:
+    """Two steps to settle, then a measured one."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 8, WIDTH)
+    before = status("VmRSS")
+    layers: list[nn.Module] = []
+    for _ in range(NUM_LAYERS):
+        layers += [nn.Linear(WIDTH, WIDTH, bias=False), nn.ReLU()]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    step = tutti.distribute(train_step, model, optimizer)
+    step(x, y)
+    step(x, y)
+    gc.collect()
+    steady = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # from here on, a new peak
+    step(x, y)
+    if os.environ["RANK"] == "0":
+        nbytes = sum(p.nbytes for p in model.parameters())
+        found = {"before": before, "steady": steady, "peak": status("VmHWM"), "nbytes": nbytes}
+        print(json.dumps(found))
+
+
+main()

@@ -1,0 +1,62 @@
+"""A rank killed in the middle of a run of `distribute`: all stop, and the report says who and where."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "killed.py"
+LINES = SCRIPT.read_text().splitlines()
+FIRST, LAST = (
+    1 + next(i for i, line in enumerate(LINES) if f"# train_step {word}" in line)
+    for word in ("begins", "ends")
+)
+STOP_SECONDS = 15.0
+START_SECONDS = 60.0
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("layout", ["data=3 zero=3"])
+def test_the_report_names_rank_collective_and_line(layout: str, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tutti", "run", "--layout", layout, str(SCRIPT), str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+    )
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert first.startswith("rank 0 at step 3"), process.communicate(timeout=5)
+        begin = time.monotonic()
+        _, err = process.communicate(timeout=START_SECONDS)
+    finally:
+        process.kill()
+    assert time.monotonic() - begin < STOP_SECONDS
+    assert process.returncode == 1
+    num_ranks = int(layout[5])
+    report = next(line for line in err.splitlines() if line.startswith("CommError"))
+    assert f"rank {num_ranks - 1} died (signal 9)" in report
+    waits = re.findall(r"rank (\d) waited in (\w+) over data \([\d.]+ k?B\) at (\S+):(\d+)", report)
+    assert [int(wait[0]) for wait in waits] == list(range(num_ranks - 1)), report
+    for _, name, file, line in waits:
+        assert name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        assert file.endswith("killed.py") and FIRST <= int(line) <= LAST, report
+    assert "Traceback" not in err
+    pids = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]
+    assert len(pids) == num_ranks
+    assert not [pid for pid in pids if is_alive(pid)]

@@ -1,0 +1,104 @@
+"""The examples, cut short: each way to start them that their docstrings give prints the same losses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SECONDS = 110
+SHORT = {
+    "digits": "--epochs 1 --batch 240",
+    "llama": "--steps 3 --batch 4",
+    "gpt": "--steps 4 --every 2 --batch 4 --width 32 --depth 1 --out {out}",
+}
+
+
+def ways(name: str) -> list[str]:
+    """The commands of the docstring that train, each with its layout."""
+    text = (ROOT / "examples" / f"{name}.py").read_text().split('"""')[1]
+    found = [line.split("#")[0].strip() for line in text.splitlines()]
+    return [w for w in found if w.startswith(("python ", "tutti run", "torchrun"))]
+
+
+def command(way: str, out: Path) -> list[str]:
+    """`way` with this interpreter, and the example's options for a short run."""
+    starters = {
+        "python": [sys.executable],
+        "tutti": [sys.executable, "-m", "tutti"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+    }
+    first, *words = shlex.split(way)
+    name = Path(words[-1]).stem
+    return [*starters[first], *words, *shlex.split(SHORT[name].format(out=out))]
+
+
+def play(way: str, out: Path) -> str:
+    """What rank 0 prints."""
+    done = subprocess.run(
+        command(way, out),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, f"{way}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def losses(printed: str) -> list[str]:
+    """All the losses and accuracies, as printed."""
+    return re.findall(r"(?:loss|validation|accuracy) (\d+\.\d+)", printed)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_every_way_to_start_prints_the_same_losses(name: str, tmp_path: Path) -> None:
+    first, *others = ways(name)
+    assert first.startswith("python") and len(others) >= 3
+    expected = losses(play(first, tmp_path / "one"))
+    assert expected
+    for i, way in enumerate(others):
+        assert losses(play(way, tmp_path / str(i))) == expected, way
+
+
+def test_ctrl_c_then_resume_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Stopped under one layout, resumed under another."""
+    steps = ["--steps", "60"]
+    one = "python examples/gpt.py"
+    whole = subprocess.run(
+        [*command(one, tmp_path / "whole"), *steps, "--every", "1000"],
+        capture_output=True, text=True, timeout=SECONDS, cwd=ROOT,
+    )  # fmt: skip
+    stopped = subprocess.Popen(
+        [*command('tutti run -n 2 --layout "data=2 zero=3" examples/gpt.py', tmp_path / "part")]
+        + [*steps, "--every", "5"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + SECONDS / 2
+        while not (tmp_path / "part" / "latest").exists():
+            assert time.monotonic() < until and stopped.poll() is None
+            time.sleep(0.02)
+        stopped.send_signal(signal.SIGINT)
+        out, err = stopped.communicate(timeout=SECONDS / 2)
+    finally:
+        stopped.kill()
+    assert stopped.returncode == 0, err
+    found = re.search(r"stopped after step (\d+)", out)
+    assert found and 5 <= int(found[1]) < 60, out
+    resumed = subprocess.run(
+        [*command(one, tmp_path / "part"), *steps, "--every", "1000", "--resume"],
+        capture_output=True, text=True, timeout=SECONDS, cwd=ROOT,
+    )  # fmt: skip
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"goes on after step {found[1]}" in resumed.stdout
+    assert losses(whole.stdout) and losses(resumed.stdout) == losses(whole.stdout)
