@@ -127,10 +127,6 @@ def _with_pending(
     for passed in _passing(rule, operands, assigned, results):
         needed = tuple(b.with_partial(p) for b, p in zip(bases, passed, strict=True))
         through = {pair for p in passed for pair in p}
-        made = any(
-            set(p) - set(o.versions[0].partial) for o, p in zip(operands, passed, strict=True)
-        )
-        waits = bool(through) and not made  # no work of its own: the reduction is only put off
         outs = _results(rule, results, assigned, through, mesh)
         if outs is None:
             continue

@@ -35,6 +35,8 @@ class Spread:
     accepts: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     alias: dict[fx.Node, fx.Node] = field(default_factory=dict)
     rules: dict[fx.Node, Rule | None] = field(default_factory=dict)
+    _seen: dict[fx.Node, list[Sharding | None]] = field(default_factory=dict)
+    _tensors: dict[fx.Node, list[tuple[Term, fx.Node]]] = field(default_factory=dict)
 
     def seed(
         self, node: fx.Node, sharding: Sharding, why: str, *, closed: bool = False, rank: int = WEAK
@@ -62,6 +64,8 @@ class Spread:
 
     def run(self, graph: fx.Graph) -> None:
         """Spread to a fixed point: cheap ops first, so that contractions see what settled."""
+        self._seen.clear()
+        self._tensors.clear()
         nodes = [n for n in graph.nodes if is_tensor_call(n) and n.target is not boundary]
         nodes = [n for n in nodes if self.rule(n) is not None]
         cheap = [n for n in nodes if not _contracts(self.rule(n))]
@@ -78,9 +82,15 @@ class Spread:
     def _visit(self, node: fx.Node) -> bool:
         rule = self.rule(node)
         assert rule is not None
-        tensors = tensors_of(node, rule)
-        pairs = [(term, self.of(x)) for term, x in tensors]
-        if not any(s is not None and s.axes for _, s in pairs):
+        tensors = self._tensors.get(node)
+        if tensors is None:
+            tensors = self._tensors[node] = tensors_of(node, rule)
+        wanted = [self.of(x) for _, x in tensors]
+        if all(map(operator.is_, wanted, self._seen.get(node, ()))) and node in self._seen:
+            return False  # nothing around it has changed
+        self._seen[node] = wanted
+        pairs = [(term, s) for (term, _), s in zip(tensors, wanted, strict=True)]
+        if not any(s is not None and s.axes for s in wanted):
             return False
         soft: Assignment = {}
         prefer, ranks = self._strongest(rule, tensors)

@@ -32,7 +32,7 @@ FLOOR = 1e-3
 # And where all of a kind is rounding (a gradient that is zero in truth), on the scale of the weights.
 NOISE = 1e-6
 # Likewise within a step: a value this far below the largest of its region.
-NOISE = 1e-4
+ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -427,7 +427,7 @@ class _Finder:
         region = value.meta.get("region", "forward")
         size = _largest(expected[expected.isfinite()])
         self.largest[region] = max(size, self.largest.get(region, 1e-12))
-        return max(size, NOISE * self.largest[region])
+        return max(size, ROUNDING * self.largest[region])
 
     def _alike(self, parts: list[Tensor], sharding: Sharding, scale: float) -> bool:
         """Ranks that should hold the same values do."""
