@@ -150,7 +150,7 @@ def test_optimizers_come_in_lists_and_dicts() -> None:
     names = {h.name: h.value for h in hypers_of(parts)}
     assert names["optim.0.lr"] == 0.1 and names["optim1.0.lr"] == 0.2
     assert names["optim1.0.betas.1"] == 0.999
-    with pytest.raises(TuttiError, match="expected a torch.optim.Optimizer, got LambdaLR"):
+    with pytest.raises(TuttiError, match=r"expected a torch\.optim\.Optimizer, got LambdaLR"):
         state_of(model, LambdaLR(parts["a"], lambda k: 1.0))
 
 

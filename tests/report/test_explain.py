@@ -1,0 +1,119 @@
+"""What `explain` prints: where state lives, totals, every collective, and where a sharding came from."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from subjects import program
+from tutti.report.explain import explain, format_nbytes, records
+
+UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+
+
+def total(text: str) -> tuple[float, float]:
+    """Bytes per rank, and of the whole."""
+    match = re.search(r"^in all ([\d.]+) (\w+) per rank of ([\d.]+) (\w+)$", text, re.MULTILINE)
+    assert match is not None
+    return float(match[1]) * UNITS[match[2]], float(match[3]) * UNITS[match[4]]
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+@pytest.mark.parametrize("ways", [2, 8])
+def test_zero_3_keeps_one_nth_of_all_state(name: str, ways: int) -> None:
+    mine, whole = total(explain(program(name, f"data={ways} zero=3")))
+    assert mine == pytest.approx(whole / ways, rel=0.02)
+    replicated, all_of_it = total(explain(program(name, f"data={ways}")))
+    assert replicated == all_of_it == whole
+
+
+def test_zero_1_keeps_parameters_whole_and_slots_in_parts() -> None:
+    mine, whole = total(explain(program("gpt", "data=2 zero=1")))
+    # Of AdamW's three tensors a parameter, one is whole: 1/3 + 2/3 / 2.
+    assert mine == pytest.approx(whole * 2 / 3, rel=0.02)
+
+
+def test_the_state_table_has_a_line_a_tensor() -> None:
+    made = program("gpt", "data=2 tensor=2 zero=3")
+    lines = explain(made).splitlines()
+    assert lines[0] == 'layout "data=2 tensor=2 zero=3": 4 ranks, mesh data=2 tensor=2'
+    rows = {line.split()[0]: line for line in lines if line}
+    assert set(rows) >= {s.name for s in made.captured.state}
+    (up,) = [x for x in lines if x.startswith("blocks.0.up.weight ")]
+    columns = re.split(r"  +", up)
+    expected = ["blocks.0.up.weight", "f32", "[128, 32]", "tensor+data, -", "tensor, -", "4.1 kB"]
+    assert columns == expected
+    (slot,) = [x for x in lines if x.startswith("optim.blocks.0.up.weight.exp_avg ")]
+    assert "tensor+data, -" in slot
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("gpt", "data=2"), ("gpt", "data=2 zero=3"), ("llama", "tensor=2")]
+)
+def test_the_table_counts_every_collective(name: str, layout: str) -> None:
+    made = program(name, layout)
+    text = explain(made)
+    found = records(made)
+    nbytes = format_nbytes(sum(r.nbytes for r in found))
+    assert len(found) == len(made.collectives)
+    assert f"{len(found)} collectives a step, {nbytes} sent by each rank" in text
+    table = text[text.index("line ") :].splitlines()[1:]
+    counts = [int(m[1]) for x in table if (m := re.search(r"  (\d+) +[\d.]+ k?M?B$", x))]
+    assert sum(counts) == len(found)
+
+
+def test_every_collective_has_a_line_a_cause_and_bytes() -> None:
+    for name, layout in (("gpt", "data=2 seq=2 tensor=2"), ("resnet", "data=2"), ("t5", "data=2")):
+        for record in records(program(name, layout)):
+            assert re.search(r"\.py:\d+$", record.source), record
+            assert record.cause and record.value and record.axes and record.region
+            assert record.nbytes > 0
+
+
+def test_gradients_are_named_by_their_parameters() -> None:
+    made = program("gpt", "data=2")
+    names = {s.name for s in made.captured.state if s.kind == "parameter"}
+    causes = [r.cause for r in records(made) if r.cause.startswith("gradient")]
+    assert {re.search(r"\((.*)\)", c)[1] for c in causes} == names  # type: ignore[index]
+    assert len(causes) == len(names)
+
+
+def test_one_device_has_no_collectives() -> None:
+    text = explain(program("gpt", ""))
+    assert "no collectives" in text and text.startswith('layout "": 1 ranks')
+
+
+def test_provenance_of_a_tensor() -> None:
+    made = program("gpt", "data=2 tensor=2")
+    text = explain(made, tensor="blocks.0.down.weight")
+    assert text.splitlines() == [
+        "blocks.0.down.weight: 32, 128@tensor  (stored 32, 128@tensor)",
+        '  tensor: from blocks.0.down.weight: place "*.down.weight"',
+    ]
+    bias = explain(made, tensor="batch.0")
+    assert "the layout splits the batch" in bias
+
+
+def test_provenance_follows_the_chain_to_the_seed() -> None:
+    made = program("gpt", "data=2 tensor=2")
+    chain = explain(made, tensor="blocks.0").splitlines()
+    assert any("gelu" in line or "by " in line for line in chain)
+    seeds = [x for x in chain if "from " in x]
+    assert any('place "*.' in x for x in seeds)
+    assert any("the layout splits the batch" in x for x in seeds)
+    assert explain(made, tensor="nothing.*") == 'no tensor with a sharding matches "nothing.*"'
+
+
+def test_the_graph_is_printed_on_demand() -> None:
+    made = program("gpt", "data=2")
+    assert "= all_reduce(" not in explain(made)
+    assert explain(made, graph=True).count("= all_reduce(") == len(made.collectives)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (4100, "4.1 kB"), (4.2e6, "4.2 MB"), (1.5e12, "1.5 TB")],
+)
+def test_format_nbytes(nbytes: float, text: str) -> None:
+    assert format_nbytes(nbytes) == text

@@ -1,0 +1,252 @@
+"""Faults put in on purpose: `verify` sees each of them and names the first value that differs."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import zoo
+from subjects import subject, verdict
+from tutti.errors import CaptureError
+from tutti.graph import collectives
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.rules import table
+from tutti.runtime.verify import Subject, Verdict
+from zoo_models import GPT
+from zoo_steps import plain_step, token_batch
+
+aten = torch.ops.aten
+
+
+def fresh(layout: str, place: dict[str, str] | None = None, name: str = "gpt") -> Program:
+    """A program of its own, to be edited."""
+    return subject(name).program(Layout.parse(layout), place or zoo.CASES[name].place)
+
+
+def drop(made: Program, node: fx.Node) -> None:
+    """Let everyone use what goes into the collective `node`."""
+    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+    made.graph.erase_node(node)
+
+
+def find(made: Program, chosen: Callable[[fx.Node], bool]) -> fx.Node:
+    """The one collective that is `chosen`."""
+    (node,) = [n for n in made.collectives if chosen(n)]
+    return node
+
+
+def assert_caught(found: Verdict, line: str, module: str = "") -> None:
+    """Not ok, by far, and the first difference stands at a source line that holds `line`."""
+    assert not found.ok and not found
+    assert found.max_error > 1e-6
+    first = found.first_difference
+    assert first is not None and first.error > 1e-6
+    path, _, number = first.source.rpartition(":")
+    assert line in linecache.getline(path, int(number)), first
+    assert first.module == module
+    assert str(found).count("\n") == 3 and "NOT the same step" in str(found)
+    assert first.source in str(found) and f"%{first.node}" in str(found)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, op: Any, **changes: Any) -> None:
+    """The rule of `op` with some of its fields replaced."""
+    entry = table.TABLE[op]
+    assert callable(entry)
+    monkeypatch.setitem(table.TABLE, op, lambda node: replace(entry(node), **changes))
+
+
+def test_a_product_whose_shared_factor_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, aten.mm.default, apart=frozenset({0}))
+    made = fresh("tensor=2")
+    assert_caught(verdict("gpt", "", made), "self.o(heads", "blocks.0.attn.o")
+
+
+def test_a_softmax_whose_dim_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(monkeypatch, aten._log_softmax.default, whole=frozenset())
+    made = fresh("tensor=2", {"head.weight": "tensor, -"})
+    found = verdict("gpt", "", made)
+    assert_caught(found, "F.cross_entropy(")
+    assert found.first_difference is not None
+    assert "_log_softmax" in found.first_difference.op
+
+
+def test_a_missing_reduction_of_an_activation() -> None:
+    made = fresh("tensor=2")
+    node = find(
+        made,
+        lambda n: (
+            n.meta["value"].meta.get("module") == "blocks.1.down"
+            and n.meta["user"].meta["region"] == "forward"
+        ),
+    )
+    drop(made, node)
+    # The bias is added to one rank's part of the sum.
+    assert_caught(verdict("gpt", "", made), "self.down(", "blocks.1.down")
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=1"])
+def test_a_missing_reduction_of_a_gradient(layout: str) -> None:
+    made = fresh(layout)
+    weight = (64, 32)  # of the embedding; the head's gradient has the same shape
+    node = next(
+        n
+        for n in made.collectives
+        if n.target in (collectives.all_reduce, collectives.reduce_scatter)
+        and tuple(n.args[0].meta["val"].shape) == weight
+    )
+    if node.target is collectives.reduce_scatter:
+        with made.graph.inserting_before(node):
+            part = made.graph.call_function(collectives.shard, (*node.args[:4],))
+        node.replace_all_uses_with(part)
+        made.graph.erase_node(node)
+    else:
+        drop(made, node)
+    assert_caught(verdict("gpt", "", made), "clip_grad_norm_")
+
+
+def mean_of_means(made: Program) -> None:
+    """Let each rank divide by its own count of targets, and average what the ranks have."""
+    total, count = (
+        n
+        for n in made.collectives
+        if n.target is collectives.all_reduce and not n.meta["val"].ndim
+        if n.meta["user"].target is aten.div.Tensor and n.meta["user"].meta["region"] == "forward"
+    )
+    size = made.mesh.size("data")
+    (loss,) = [u for u in total.users if u.target is aten.div.Tensor and u.args[1] is count]
+    with made.graph.inserting_after(count):
+        share = made.graph.call_function(aten.mul.Tensor, (count.args[0], float(size)))
+    count.replace_all_uses_with(share, delete_user_cb=lambda u: u is not share)
+    drop(made, total)
+    with made.graph.inserting_after(loss):
+        mean = made.graph.call_function(collectives.all_reduce, (loss, ("data",), "sum"))
+    loss.replace_all_uses_with(mean, delete_user_cb=lambda u: u is not mean)
+    made.graph.erase_node(count)
+    # The parts of the loss make up the loss only when summed: that is what the value is now.
+    made.made = [
+        (v, n, s.with_partial((("data", "sum"),)) if n is loss else s) for v, n, s in made.made
+    ]
+    made.graph.lint()
+
+
+def test_a_mean_of_means() -> None:
+    made = fresh("data=4")
+    mean_of_means(made)
+    assert_caught(verdict("gpt", "", made), "F.cross_entropy(")
+
+
+def test_a_mean_of_means_is_the_mean_where_all_ranks_count_alike() -> None:
+    """The edit above is wrong for its numbers alone: with even counts it passes."""
+    tokens, _ = token_batch(0)
+    torch.manual_seed(0)
+    model = GPT(num_layers=1)
+    even = Subject(plain_step, model, zoo.adamw(model), (tokens, tokens.roll(-1, 1)))
+    made = even.program(Layout.parse("data=4"))
+    mean_of_means(made)
+    assert even.verdict(made.layout, program=made).ok
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=3", "tensor=2"])
+def test_a_gradient_norm_of_local_parts_only(layout: str) -> None:
+    made = fresh(layout)
+    drop(made, find(made, lambda n: n.meta["user"].target is aten.sqrt.default))
+    found = verdict("gpt", "", made)
+    assert_caught(found, "clip_grad_norm_")
+    assert found.first_difference is not None
+    assert "sqrt" in found.first_difference.op
+
+
+@torch.no_grad()
+def logits_step(model: nn.Module, tokens: Tensor) -> Tensor:
+    return model(tokens)
+
+
+def test_the_wrong_order_of_a_dim_that_two_axes_split() -> None:
+    torch.manual_seed(0)
+    whole = Subject(logits_step, GPT(num_layers=1), None, token_batch(0)[:1], steps=1)
+    place = {"head.weight": "expert+tensor, -"}
+    layout = Layout.parse("expert=2 tensor=2")
+    right = whole.program(layout, place)
+    (gather,) = right.collectives
+    axes = gather.args[1]
+    assert gather.target is collectives.all_gather and set(axes) == {"expert", "tensor"}
+    assert whole.verdict(layout, program=right).ok
+    gather.args = (gather.args[0], axes[::-1], *gather.args[2:])
+    found = whole.verdict(layout, program=right)
+    assert_caught(found, "self.head(", "head")
+    assert found.first_difference is not None
+    # Every element is there, elsewhere: norms do not tell.
+    assert found.first_difference.norm == pytest.approx(found.first_difference.expected_norm)
+
+
+class Counting(nn.Module):
+    """A model with state that Python keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.calls = nn.Linear(16, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.head(x) / self.calls
+
+
+def squares_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def halving_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = squares_step(model, optimizer, x)
+    optimizer.param_groups[0]["lr"] *= 0.5
+    return loss
+
+
+def assert_capture_fault(found: Verdict) -> None:
+    assert not found.ok
+    assert found.max_error < 1e-9 and found.first_difference is None
+    assert found.capture_error > 0.1 and found.worst_capture
+    assert f"largest in {found.worst_capture}" in str(found)
+
+
+def test_a_model_that_counts_in_python() -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    subject = Subject(squares_step, model, optimizer, (torch.randn(8, 16),))
+    assert_capture_fault(subject.verdict(Layout.parse("data=2")))
+
+
+def test_a_learning_rate_that_is_baked_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(16, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = (torch.randn(8, 16),)
+    with pytest.raises(CaptureError, match=r"changes the hyper-parameter optim\.0\.lr"):
+        Subject(halving_step, model, optimizer, batch)
+    monkeypatch.setattr("tutti.capture.lift.SCHEDULED", ())
+    assert_capture_fault(Subject(halving_step, model, optimizer, batch).verdict(Layout.parse("")))
+
+
+def test_random_numbers_that_depend_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout drawn for the local shape, as if each rank had a generator of its own."""
+    made = subject("gpt_tied").program(Layout.parse("data=2"), None)
+    for node in made.graph.nodes:
+        if node.target is collectives.draw_part:
+            node.args = (node.args[0], list(node.meta["val"].shape), *node.args[2:6])
+    assert_caught(verdict("gpt_tied", "", made), "self.dropout(", "dropout")
+
+
+def test_one_device_is_the_same_step() -> None:
+    found = subject("gpt").verdict(Layout.parse(""))
+    assert found.ok and found.layout == "one device" and found.first_difference is None
