@@ -36,6 +36,7 @@ from tutti.runtime.residence import (
     Residence,
     forget_values,
     local_of,
+    own_memory,
     residence_of,
     run_device,
     set_local,
@@ -233,6 +234,7 @@ class Step:
         # Compares the ranks' programs, before anything is cut.
         execution = Execution(program, self.seed)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
+        execution.donated = own_memory(state_of(self.model, self.optimizer))
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
         return _Compiled(program, execution, guards)
 

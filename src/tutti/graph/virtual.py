@@ -30,6 +30,11 @@ def _reduce(parts: Sequence[Tensor], op: str) -> Tensor:
     return functools.reduce(pairwise, parts)
 
 
+def _each(x: Tensor, n: int) -> list[Tensor]:
+    """A copy for each rank: one may overwrite its own."""
+    return [x, *(x.clone() for _ in range(n - 1))]
+
+
 class VirtualRanks:
     """Runs a graph for every rank of `mesh` at once; collectives are done directly.
 
@@ -92,11 +97,11 @@ class VirtualRanks:
 
     def _all_reduce(self, args: list[Any]) -> list[Tensor]:
         op = args[0][2]
-        return self._grouped(args, lambda xs: [_reduce(xs, op)] * len(xs))
+        return self._grouped(args, lambda xs: _each(_reduce(xs, op), len(xs)))
 
     def _all_gather(self, args: list[Any]) -> list[Tensor]:
         dim, outer = args[0][2:]
-        return self._grouped(args, lambda xs: [join(torch.stack(xs), dim, outer)] * len(xs))
+        return self._grouped(args, lambda xs: _each(join(torch.stack(xs), dim, outer), len(xs)))
 
     def _reduce_scatter(self, args: list[Any]) -> list[Tensor]:
         dim, outer, op = args[0][2:]

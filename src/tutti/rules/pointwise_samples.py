@@ -55,7 +55,7 @@ OWN = [
 def pointwise_ops() -> list[Any]:
     """Every ATen op without mutation that is element by element, by name."""
     found = []
-    for name in sorted(dir(aten)):
+    for name in _names():
         packet = getattr(aten, name)
         for which in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, which)
@@ -65,6 +65,13 @@ def pointwise_ops() -> list[Any]:
             if is_pointwise(op) and not schema.is_mutable and not out and tensors:
                 found.append(op)
     return found
+
+
+def _names() -> list[str]:
+    """Every ATen op; `dir(torch.ops.aten)` would list those that somebody has used already."""
+    found = torch._C._dispatch_get_all_op_names()
+    names = {n.removeprefix("aten::").partition(".")[0] for n in found if n.startswith("aten::")}
+    return sorted(n for n in names if hasattr(aten, n))
 
 
 def pointwise_samples(mode: FakeTensorMode) -> Iterator[Sample]:

@@ -19,27 +19,38 @@ from tutti.errors import CommError, TuttiError
 from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
 from tutti.partition.partition import Program
+from tutti.passes.in_place import in_place
 from tutti.runtime.generate import Generated, generate
 
 
 class Execution:
-    """A program bound to this rank: its collectives' groups, its generated code."""
+    """A program bound to this rank: its collectives' groups, its generated code.
+
+    `donated` names the state whose old values the step may overwrite.
+    """
 
     def __init__(self, program: Program, seed: int) -> None:
         self.program, self.seed = program, seed
+        self.donated: frozenset[str] = frozenset()
         self.player: Player | None = None
         rank = 0
         if program.mesh.num_ranks > 1:
             rank = dist.get_rank()
             self.player = ProcessGroups(_groups(program))
             check_order([describe(n) for n in program.collectives])
-        self.generated: Generated = generate(
-            program.graph,
-            program.captured.owner,
-            self.player,
-            program.mesh,
-            program.mesh.coordinates(rank),
-        )
+        self._place = program.mesh.coordinates(rank)
+        self._generated: Generated | None = None
+
+    @property
+    def generated(self) -> Generated:
+        """The code, written at its first use: by then it is known what may be overwritten."""
+        if self._generated is None:
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(self.program.graph, {}))
+            in_place(graph, self.donated)
+            owner = self.program.captured.owner
+            self._generated = generate(graph, owner, self.player, self.program.mesh, self._place)
+        return self._generated
 
     def run(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """(returned leaves, new local state values) for local `inputs`; `inputs` is emptied."""

@@ -97,6 +97,15 @@ def set_local(x: Tensor, value: Tensor) -> None:
         x.data = value
 
 
+def own_memory(state: list[StateTensor]) -> frozenset[str]:
+    """The names of the state tensors that share memory with no other: they may be overwritten."""
+    owners: dict[int, list[str]] = {}
+    for s in state:
+        memory = local_of(s.tensor).untyped_storage().data_ptr()
+        owners.setdefault(memory, []).append(s.name)
+    return frozenset(names[0] for names in owners.values() if len(names) == 1)
+
+
 def forget_values(state: list[StateTensor]) -> None:
     """Leave names, shapes and dtypes: entries that hold whole tensors would keep them alive."""
     state[:] = [replace(s, tensor=torch.empty_like(s.tensor, device="meta")) for s in state]

@@ -1,0 +1,205 @@
+"""The two comparisons behind a verdict: partitioned against captured, captured against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from tutti.capture.lift import numbers, state_of
+from tutti.capture.random_ops import OurRandomness, rewinding
+from tutti.capture.step import Captured
+from tutti.graph.promote import promoted, promoted_value
+from tutti.graph.virtual import VirtualRanks
+from tutti.layout import Mesh, assemble
+from tutti.partition.partition import Program
+
+# The largest relative difference that rounding explains, in float64 and against the eager step.
+PARTITION_TOLERANCE = 1e-9
+CAPTURE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
+HALF_TOLERANCE = 0.1
+# A tensor far smaller than others of its kind is compared on their scale: its own may be all rounding.
+FLOOR = 1e-3
+# And where all of a kind is rounding (a gradient that is zero in truth), on the scale of the weights.
+NOISE = 1e-6
+# Likewise within a step: a value this far below the largest of its region.
+ROUNDING = 1e-4
+
+
+class Errors:
+    """Keeps the largest difference and its name; NaN on one side only counts as infinite."""
+
+    def __init__(self) -> None:
+        self.worst, self.name, self.count = 0.0, "", 0
+
+    def add(self, name: str, difference: Tensor, scale: float) -> None:
+        self.count += 1
+        error = float(difference) / max(scale, 1e-300) if float(difference) else 0.0
+        if not error <= self.worst:
+            self.worst, self.name = error if error == error else float("inf"), name
+
+
+def snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    now = {s.name: s.tensor for s in state_of(model, optimizer)}
+    return {s.name: now[s.name].detach().clone() for s in captured.state}
+
+
+def feed_of(captured: Captured, optimizer: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
+    """Hyper-parameters and batch by input name."""
+    tensors = [x.detach() for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    feed: dict[str, Any] = dict(numbers(optimizer, tree_leaves(batch)))
+    return feed | {f"batch.{i}": x for i, x in enumerate(tensors)}
+
+
+def largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def kind_of(name: str) -> str:
+    """Tensors of one kind have one scale: all parameters and buffers, or all slots of one name."""
+    return name.rpartition(".")[2] if name.startswith("optim") else "model"
+
+
+def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
+    scales: dict[str, float] = {}
+    for name, x in state.items():
+        if x.is_floating_point():
+            scales[kind_of(name)] = max(scales.get(kind_of(name), 0.0), largest(x))
+    return scales
+
+
+class PartitionComparison:
+    """The partitioned program on virtual ranks against the captured graph on one, all in float64."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        program: Program,
+        start: dict[str, Tensor],
+        feed: dict[str, Any],
+        seed: int,
+    ) -> None:
+        self.captured, self.program, self.seed = captured, program, seed
+        self.mesh = program.mesh
+        self.feed = {n: promoted_value(x) for n, x in feed.items()}
+        self.one = {n: promoted_value(x) for n, x in start.items()}
+        places = [self.mesh.coordinates(r) for r in range(self.mesh.num_ranks)]
+        self.many = [
+            {n: program.storage[n].cut(x, self.mesh, p).clone() for n, x in self.one.items()}
+            for p in places
+        ]
+        self.errors = Errors()
+
+    def run(self, steps: int) -> None:
+        dense, dense_owner, _ = promoted(self.captured.graph, self.captured.owner)
+        local, local_owner, _ = promoted(self.program.graph, self.captured.owner)
+        for k in range(steps):
+            out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
+                dense, dense_owner, [inputs_of(self.captured, self.one, self.feed)]
+            )[0]
+            ranks = VirtualRanks(self.mesh, seed=self.seed, step=k).run(
+                local, local_owner, [inputs_of(self.captured, s, self.feed) for s in self.many]
+            )
+            self._returned(out, [r[0] for r in ranks], k)
+            self.one |= dict(zip(self.captured.updated, new, strict=True))
+            for state, (_, update) in zip(self.many, ranks, strict=True):
+                state |= dict(zip(self.captured.updated, update, strict=True))
+            self._state(k)
+
+    def _returned(self, out: list[Any], ranks: list[list[Any]], k: int) -> None:
+        for i, x in enumerate(out):
+            if not isinstance(x, Tensor):
+                continue
+            for mine in ranks:
+                self.errors.add(
+                    f"returned value {i} (step {k})", largest_difference(mine[i], x), largest(x)
+                )
+
+    def _state(self, k: int) -> None:
+        scales = scales_of(self.one)
+        floor = NOISE * scales.get("model", 0.0)
+        for name in self.captured.updated:
+            mine = assemble([s[name] for s in self.many], self.program.storage[name], self.mesh)
+            x = self.one[name]
+            scale = max(largest(x), FLOOR * scales.get(kind_of(name), 0.0), floor)
+            self.errors.add(f"{name} (step {k})", largest_difference(mine, x), scale)
+
+
+def largest_difference(a: Tensor, b: Tensor) -> Tensor:
+    if not a.numel():
+        return torch.tensor(0.0)
+    difference = (a.double() - b.double()).abs()
+    both = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
+    return torch.where(both, torch.zeros_like(difference), difference).max()
+
+
+def inputs_of(captured: Captured, state: Mapping[str, Any], feed: Mapping[str, Any]) -> list[Any]:
+    return [state[n] if n in state else feed[n] for n in captured.inputs]
+
+
+class CaptureComparison:
+    """The captured graph on one rank against the eager step, in the model's own dtypes."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Any,
+        batch: tuple[Any, ...],
+        start: dict[str, Tensor],
+        feed: dict[str, Any],
+        seed: int,
+    ) -> None:
+        self.captured, self.start, self.feed, self.seed = captured, start, feed, seed
+        self.train_step, self.model, self.optimizer, self.batch = (
+            train_step,
+            model,
+            optimizer,
+            batch,
+        )
+        self.errors = Errors()
+        self.tolerance = capture_tolerance(captured.graph)
+
+    def run(self, steps: int) -> None:
+        mine = dict(self.start)
+        args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
+        for k in range(steps):
+            out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
+                self.captured.graph,
+                self.captured.owner,
+                [inputs_of(self.captured, mine, self.feed)],
+            )[0]
+            mine |= dict(zip(self.captured.updated, new, strict=True))
+            with OurRandomness(self.seed, k) as ours, rewinding(ours):
+                eager = tree_leaves(self.train_step(*args, *self.batch))
+            for i, (a, b) in enumerate(zip(out, eager, strict=True)):
+                if isinstance(b, Tensor):
+                    b = b.detach()
+                    self.errors.add(
+                        f"returned value {i} (step {k})", largest_difference(a, b), largest(b)
+                    )
+        self._changes(mine)
+
+    def _changes(self, mine: dict[str, Tensor]) -> None:
+        """Compare what the steps changed, each kind on its own scale."""
+        now = snapshot(self.captured, self.model, self.optimizer)
+        eager = {n: now[n].double() - self.start[n].double() for n in self.captured.updated}
+        scales = scales_of(eager)
+        for name, change in eager.items():
+            error = largest_difference(mine[name].double() - self.start[name].double(), change)
+            rounding = torch.finfo(now[name].dtype).eps if now[name].is_floating_point() else 0
+            scale = max(
+                scales.get(kind_of(name), 0.0), rounding * 1e3 * largest(now[name].double())
+            )
+            self.errors.add(name, error, scale)
+
+
+def capture_tolerance(graph: fx.Graph) -> float:
+    dtypes = {n.meta["val"].dtype for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)}
+    if dtypes & {torch.bfloat16, torch.float16}:
+        return HALF_TOLERANCE
+    return CAPTURE_TOLERANCE[torch.float32 if torch.float32 in dtypes else torch.float64]
