@@ -234,7 +234,8 @@ class Step:
         # Compares the ranks' programs, before anything is cut.
         execution = Execution(program, self.seed)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
-        execution.donated = own_memory(state_of(self.model, self.optimizer))
+        own = own_memory(state_of(self.model, self.optimizer))
+        execution.donated = own & set(program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
         return _Compiled(program, execution, guards)
 

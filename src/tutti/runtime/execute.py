@@ -26,7 +26,8 @@ from tutti.runtime.generate import Generated, generate
 class Execution:
     """A program bound to this rank: its collectives' groups, its generated code.
 
-    `donated` names the state whose old values the step may overwrite.
+    `donated` names the state whose old values the step may overwrite: what it updates, where its memory
+    belongs to it alone.
     """
 
     def __init__(self, program: Program, seed: int) -> None:
