@@ -123,7 +123,7 @@ class VirtualRanks:
         axes, dim, outer = args[0][1:]
         n = self.mesh.size(axes)
         return [
-            split(a[0], dim, outer, n)[self.mesh.index(axes, place)]
+            split(a[0], dim, outer, n)[self.mesh.index(axes, place)].clone()
             for a, place in zip(args, self.places, strict=True)
         ]
 
