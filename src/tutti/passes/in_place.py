@@ -62,8 +62,8 @@ def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
     both: Any = output.args[0]
     returned, updates = both
-    taken = {roots.get(x) for x in returned if isinstance(x, fx.Node)}
-    own = []
+    taken = {roots[x] for x in returned if isinstance(x, fx.Node) and x in roots}
+    own: list[fx.Node] = []
     for x in updates:
         elsewhere = x.op in ("placeholder", "get_attr")
         if roots[x] is not x or x in taken or elsewhere:
