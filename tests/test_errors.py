@@ -100,6 +100,31 @@ def test_a_place_that_does_not_fit(place: dict[str, str], said: str) -> None:
     assert re.search(said, str(error)), error
 
 
+def _convolutional(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def _placed_convolution(text: str) -> Any:
+    model = nn.Sequential(nn.Conv2d(4, 4, 4, padding=1), nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(4, 4, 8, 8),)
+    return tutti.verify(
+        _convolutional, model, optimizer, batch, "tensor=2", place={"0.weight": text}
+    )
+
+
+def test_a_place_that_the_op_cannot_take() -> None:
+    error = refused(ShardingError, lambda: _placed_convolution("-, -, tensor, -"))
+    assert 'convolution cannot take "0.weight" split over tensor' in error.what
+    assert "test_errors.py" in error.at and 'place["0.weight"]' in error.why
+    assert _placed_convolution("tensor, -, -, -").ok
+    assert _placed_convolution("-, tensor, -, -").ok  # the bias is added once, after the sum
+
+
 def test_an_axis_of_another_layout_is_no_mistake() -> None:
     assert on_virtual_ranks("data=2", {"up.weight": "tensor, -"}).ok
 

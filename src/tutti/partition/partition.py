@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, fx
 
 from tutti.capture.canonical import erase_dead
+from tutti.capture.regions import quoted
 from tutti.capture.step import Captured
 from tutti.errors import ShardingError
 from tutti.graph import collectives
 from tutti.graph.boundary import IDENTITIES, boundary
+from tutti.graph.text import op_name
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.choose import Choice, Offer, choose
 from tutti.partition.localize import Call, Local, emit_local, result_of
@@ -172,6 +174,8 @@ class _Writer:
                 offers[x] = self._offer(x, node)
         wanted = self._wanted(node)
         choice = choose(rule, [offers[x] for x in operands], wanted, self.mesh)
+        for x, target in zip(operands, choice.operands, strict=True):
+            self._refuse_gathered_weight(x, target, node, rule)
         locals_ = [
             self._reshard(x, s, node) for x, s in zip(operands, choice.operands, strict=True)
         ]
@@ -195,7 +199,7 @@ class _Writer:
         val: Tensor = x.meta["val"]
         keeps = BATCH_AXES if user.meta.get("region") in COMPUTE else frozenset()
         axes = self.versions[x][0].sharding.axes
-        placed = bool(axes) and self._is_weight(x)
+        placed = bool(axes) and bool(self._weight(x))
         if placed:
             keeps = frozenset(axes)
         return Offer(
@@ -207,14 +211,31 @@ class _Writer:
             placed,
         )
 
-    def _is_weight(self, x: fx.Node) -> bool:
-        """Whether `x` is a weight as the forward or backward sees it, or only another view of one."""
+    def _refuse_gathered_weight(
+        self, x: fx.Node, target: Sharding, node: fx.Node, rule: Rule
+    ) -> None:
+        """A `place` that an op cannot take would be undone at every step, in silence."""
+        name = self._weight(x)
+        pattern = self.plan.patterns.get(name)
+        lost = self.versions[x][0].sharding.axes - target.axes
+        if pattern is None or not lost:
+            return
+        raise ShardingError(
+            f'{op_name(node)} cannot take "{name}" split over {"+".join(sorted(lost))} '
+            f"as {self.plan.compute[name]}",
+            at=quoted(node.meta.get("forward_source") or node.meta.get("source") or ""),
+            why=f'place["{pattern}"]; the op splits as "{rule}" ("!" and "1" stay whole)',
+            fix="place another dim of it, or leave it out: a weight without a place follows the rest",
+        )
+
+    def _weight(self, x: fx.Node) -> str:
+        """The weight that `x` is as the forward or backward sees it, or only another view of; or ""."""
         kind = self.plan.boundaries.get(x)
         if kind is not None:
-            return bool(kind.parameter)
+            return kind.parameter
         rule = self.plan.spread.rule(x) if is_tensor_call(x) else None
         moved = rule is not None and (rule.structural or x.target is aten._to_copy.default)
-        return moved and len(operands_of(x)) == 1 and self._is_weight(operands_of(x)[0])
+        return self._weight(operands_of(x)[0]) if moved and len(operands_of(x)) == 1 else ""
 
     def _wanted(self, node: fx.Node) -> list[tuple[tuple[int, ...], Sharding | None] | None]:
         users = (

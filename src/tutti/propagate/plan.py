@@ -32,7 +32,7 @@ class Plan:
     """A captured graph with what is wanted of every value, and how each state tensor is kept.
 
     `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held`
-    are values that the user asked to lie as is wanted of them.
+    are values that the user asked to lie as is wanted of them, `patterns` the entry of `place` by weight.
     """
 
     captured: Captured
@@ -43,6 +43,7 @@ class Plan:
     storage: dict[str, Sharding] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     held: set[fx.Node] = field(default_factory=set)
+    patterns: dict[str, str] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -126,7 +127,7 @@ def _seed_place(made: Plan, place: Place) -> None:
                 continue
             shape = tuple(made.captured.placeholder(name).meta["val"].shape)
             sharding = placed(text, shape, made.mesh, f'place["{pattern}"] for {name}')
-            made.compute[name] = sharding
+            made.compute[name], made.patterns[name] = sharding, pattern
             if name in marks:
                 made.spread.seed(
                     marks[name], sharding, f'place "{pattern}"', closed=True, rank=STRONG

@@ -7,6 +7,7 @@ a sharded batch become sums. Each function emits the same values up to rounding.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -90,6 +91,27 @@ def _addmm(emit: Emit, node: fx.Node) -> New:
     if beta != 1:
         bias = emit(aten.mul.Tensor, bias, beta)
     return emit(aten.add.Tensor, product, bias)
+
+
+def _convolution(emit: Emit, node: fx.Node) -> New:
+    """The bias apart: every rank's part of the input channels would add it."""
+    x, weight, bias, *rest = node.args
+    if bias is None:
+        return None
+    out = emit(node.target, x, weight, None, *rest)
+    return emit(aten.add.Tensor, out, _channel(emit, bias, len(shape(out))))
+
+
+def _convolution_backward(emit: Emit, node: fx.Node) -> New:
+    """The gradient of the bias apart, as a sum."""
+    given: Any = node.args
+    grad, x, weight, _, *rest, mask = given
+    if not mask[2]:
+        return None
+    both = emit(node.target, grad, x, weight, None, *rest, [mask[0], mask[1], False])
+    dims = [d for d in range(len(shape(grad))) if d != 1]
+    first = [emit(operator.getitem, both, i) if mask[i] else None for i in (0, 1)]
+    return (*first, _sum(emit, grad, dims, False))
 
 
 def _vector_norm(emit: Emit, node: fx.Node) -> New:
@@ -280,6 +302,8 @@ DECOMPOSITIONS: dict[Any, Callable[[Emit, fx.Node], New]] = {
     aten.logsumexp.default: _logsumexp,
     aten.addmm.default: _addmm,
     aten.addmv.default: _addmm,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.var.correction: _var,
     aten.var_mean.correction: _variance,
