@@ -33,6 +33,7 @@ def note_pid(pid: int, name: str) -> None:
 
 def go_wrong() -> None:
     if wrong == "kill":
+        time.sleep(1.0)  # by then the other ranks wait in the collective
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong == "raise":
         raise ValueError("a batch of the wrong kind")
