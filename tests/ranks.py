@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-CALL_SECONDS = 60.0
+CALL_SECONDS = 150.0
 _ROOT = Path(__file__).parent.parent
 
 
