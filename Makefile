@@ -19,7 +19,7 @@ train: $(STAMP)
 	$(BIN)/tutti run -n $(RANKS) --layout "$(LAYOUT)" examples/gpt.py $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
