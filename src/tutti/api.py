@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tutti.capture.lift import create_slots, hypers_of, numbers, optimizers_of, state_of
+from tutti.capture.lift import create_slots, numbers, optimizers_of, state_of
 from tutti.capture.regions import quoted, user_line
 from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
@@ -164,13 +164,13 @@ class Step:
         if look is not None:
             return look(self, batch)
         leaves, spec = tree_flatten(batch)
-        compiled = self._find(leaves, spec, batch)
+        given = numbers(self.optimizer, leaves)
+        compiled = self._find(leaves, spec, given, batch)
         self._last = compiled
         captured = compiled.program.captured
         state = self._state(captured)
         inputs: list[Any] = [local_of(t) for t in state]
-        inputs += [h.value for h in hypers_of(self.optimizer)]
-        inputs += [x for x in leaves if isinstance(x, float)]
+        inputs += given.values()
         inputs += [_whole(x) for x in leaves if isinstance(x, Tensor)]
         run = (
             compiled.execution.run_checked if os.environ.get(CHECK_NAN) else compiled.execution.run
@@ -191,11 +191,12 @@ class Step:
         now = {s.name: s.tensor for s in state_of(self.model, self.optimizer)}
         return [now[s.name] for s in captured.state]
 
-    def _find(self, leaves: list[Any], spec: Any, batch: tuple[Any, ...]) -> _Compiled:
+    def _find(
+        self, leaves: list[Any], spec: Any, given: Mapping[str, float], batch: tuple[Any, ...]
+    ) -> _Compiled:
         key = self._signature(leaves, spec)
-        values = numbers(self.optimizer, leaves)
         for compiled in self._compiled.get(key, ()):
-            if all(holds(*(values[n] for n in names)) for holds, names in compiled.guards):
+            if all(holds(*(given[n] for n in names)) for holds, names in compiled.guards):
                 return compiled
         made = self._compile(batch)
         self._compiled.setdefault(self._signature(leaves, spec), []).append(made)

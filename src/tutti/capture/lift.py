@@ -45,10 +45,15 @@ class Hyper:
     item: int | None = None
 
     @property
+    def raw(self) -> Any:
+        """What stands in the optimizer now: a number, or while it is traced a symbol."""
+        value = self.optimizer.param_groups[self.group][self.key]
+        return value if self.item is None else value[self.item]
+
+    @property
     def value(self) -> float:
         """The value now, read from the optimizer."""
-        value = self.optimizer.param_groups[self.group][self.key]
-        return float(value if self.item is None else value[self.item])
+        return float(self.raw)
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 
-from tutti.capture.lift import SCHEDULED, optimizers_of
+from tutti.capture.lift import Hyper, optimizers_of
 from tutti.capture.regions import quoted, user_line
 from tutti.errors import CaptureError, TuttiError
 
@@ -91,28 +91,15 @@ def refuse_counters(optimizer: Any, before: list[dict[str, Any]]) -> None:
                 )
 
 
-def refuse_changed_numbers(optimizer: Any, hypers: dict[str, Any]) -> None:
-    for hyper in _raw_hypers(optimizer):
-        name, value = hyper
-        if name in hypers and value is not hypers[name]:
+def refuse_changed_numbers(hypers: Sequence[Hyper], given: Mapping[str, Any]) -> None:
+    """Raise unless every hyper-parameter still is the symbol that it was given."""
+    for hyper in hypers:
+        if hyper.raw is not given[hyper.name]:
             raise CaptureError(
-                f"the step changes the hyper-parameter {name}",
+                f"the step changes the hyper-parameter {hyper.name}",
                 why="the step is captured once; a change made by Python inside it would happen only then",
                 fix="call scheduler.step() after the step, outside the function given to distribute",
             )
-
-
-def _raw_hypers(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Names and raw values of scheduled hyper-parameters, symbols included."""
-    for k, one in enumerate(optimizers_of(optimizer)):
-        prefix = f"optim{k}" if k else "optim"
-        for g, group in enumerate(one.param_groups):
-            for key in SCHEDULED:
-                value = group.get(key)
-                if isinstance(value, tuple):
-                    yield from ((f"{prefix}.{g}.{key}.{i}", v) for i, v in enumerate(value))
-                elif value is not None:
-                    yield f"{prefix}.{g}.{key}", value
 
 
 @contextlib.contextmanager

@@ -171,7 +171,7 @@ class _Lifted:
             with _host_min_max(self.optimizer):
                 result = self.train_step(*args, *batch)
             grads.refuse_accumulation()
-            refuse_changed_numbers(self.optimizer, hypers)
+            refuse_changed_numbers(self.hypers, hypers)
             refuse_counters(self.optimizer, before)
         out, self.returned = tree_flatten(result)
         return [x.detach() if isinstance(x, Tensor) else x for x in out]
