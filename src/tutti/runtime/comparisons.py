@@ -72,7 +72,10 @@ def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 class PartitionComparison:
-    """The partitioned program on virtual ranks against the captured graph on one, all in float64."""
+    """The partitioned program on virtual ranks against the captured graph on one, all in float64.
+
+    `graph` is the program's graph as it is to run, with passes applied or as it was partitioned.
+    """
 
     def __init__(
         self,
@@ -81,8 +84,11 @@ class PartitionComparison:
         start: dict[str, Tensor],
         feed: dict[str, Any],
         seed: int,
+        *,
+        graph: fx.Graph,
     ) -> None:
         self.captured, self.program, self.seed = captured, program, seed
+        self.graph = graph
         self.mesh = program.mesh
         self.feed = {n: promoted_value(x) for n, x in feed.items()}
         self.one = {n: promoted_value(x) for n, x in start.items()}
@@ -95,7 +101,7 @@ class PartitionComparison:
 
     def run(self, steps: int) -> None:
         dense, dense_owner, _ = promoted(self.captured.graph, self.captured.owner)
-        local, local_owner, _ = promoted(self.program.graph, self.captured.owner)
+        local, local_owner, _ = promoted(self.graph, self.captured.owner)
         for k in range(steps):
             out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
                 dense, dense_owner, [inputs_of(self.captured, self.one, self.feed)]

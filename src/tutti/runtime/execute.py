@@ -19,7 +19,8 @@ from tutti.errors import CommError, TuttiError
 from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
 from tutti.partition.partition import Program
-from tutti.passes.in_place import in_place
+from tutti.passes.order import optimized
+from tutti.passes.target import Target
 from tutti.runtime.generate import Generated, generate
 
 
@@ -46,9 +47,7 @@ class Execution:
     def generated(self) -> Generated:
         """The code, written at its first use: by then it is known what may be overwritten."""
         if self._generated is None:
-            graph = fx.Graph()
-            graph.output(graph.graph_copy(self.program.graph, {}))
-            in_place(graph, self.donated)
+            graph = optimized(self.program, Target(donated=self.donated))
             owner = self.program.captured.owner
             self._generated = generate(graph, owner, self.player, self.program.mesh, self._place)
         return self._generated

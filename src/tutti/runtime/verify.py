@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from tutti.capture.lift import create_slots
 from tutti.capture.step import capture, copied
 from tutti.errors import TuttiError
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
+from tutti.passes.order import PASSES, left_out_by_environment, optimized
+from tutti.passes.target import Target
 from tutti.propagate.plan import plan
 from tutti.runtime.blame import Difference, first_difference_of
 from tutti.runtime.comparisons import (
     PARTITION_TOLERANCE,
     CaptureComparison,
+    Errors,
     PartitionComparison,
     feed_of,
     snapshot,
@@ -33,7 +36,8 @@ class Verdict:
 
     `max_error` is the largest relative difference between the partitioned program and one device in
     float64, `worst` the tensor that has it; `capture_error` that between the captured and the eager
-    step in the model's own dtypes, relative to what the steps changed.
+    step in the model's own dtypes, relative to what the steps changed. `wrong_pass` names the pass that
+    made a right program wrong; `first_difference` then is None.
     """
 
     ok: bool
@@ -45,6 +49,7 @@ class Verdict:
     capture_error: float
     worst_capture: str
     first_difference: Difference | None = None
+    wrong_pass: str = ""
 
     def __str__(self) -> str:
         word = "ok: the same step" if self.ok else "NOT the same step"
@@ -60,6 +65,8 @@ class Verdict:
         ]
         if self.first_difference is not None:
             lines.append(f"  first      {self.first_difference}")
+        if self.wrong_pass:
+            lines.append(f"  pass       right before the pass {self.wrong_pass}, wrong after it")
         return "\n".join(lines)
 
     def __bool__(self) -> bool:
@@ -129,21 +136,41 @@ class Subject:
     ) -> Verdict:
         """The verdict for `layout`; `program` replaces the partitioned program (to inject faults)."""
         program = program or self.program(layout, place)
-        parts = PartitionComparison(self.captured, program, self.start, self.feed, self.seed)
-        parts.run(self.steps)
-        same = parts.errors.worst <= PARTITION_TOLERANCE
+        target = Target(donated=frozenset(self.captured.updated))
+        parts = self._compared(program, optimized(program, target))
+        same = parts.worst <= PARTITION_TOLERANCE
         captured = self.capture.errors
-        first = None
+        first, wrong = None, ""
         if not same:
+            wrong = self._wrong_pass(program, target)
+        if not same and not wrong:
             first = first_difference_of(program, self.start, self.feed, self.seed, self.steps)
         return Verdict(
             ok=same and captured.worst <= self.capture.tolerance,
             layout=str(layout) or "one device",
             steps=self.steps,
-            num_tensors=parts.errors.count,
-            max_error=parts.errors.worst,
-            worst=parts.errors.name,
+            num_tensors=parts.count,
+            max_error=parts.worst,
+            worst=parts.name,
             capture_error=captured.worst,
             worst_capture=captured.name,
             first_difference=first,
+            wrong_pass=wrong,
         )
+
+    def _compared(self, program: Program, graph: fx.Graph) -> Errors:
+        parts = PartitionComparison(
+            self.captured, program, self.start, self.feed, self.seed, graph=graph
+        )
+        parts.run(self.steps)
+        return parts.errors
+
+    def _wrong_pass(self, program: Program, target: Target) -> str:
+        """The pass after which a program that was right before it is wrong; "" where none is."""
+        chosen = [p.name for p in PASSES if p.name not in left_out_by_environment()]
+        every = {p.name for p in PASSES}
+        for count in range(len(chosen) + 1):
+            graph = optimized(program, target, without=every - set(chosen[:count]))
+            if not self._compared(program, graph).worst <= PARTITION_TOLERANCE:
+                return chosen[count - 1] if count else ""
+        return ""

@@ -1,0 +1,63 @@
+"""The passes in their order; each has a name by which it can be left out.
+
+A pass rewrites the graph of one rank's program in place and keeps its inputs, its outputs and their
+values. Left out by name (`TUTTI_WITHOUT=in_place,bucket`), the program is slower or larger, never
+another one: that is how a pass is measured, and how a wrong one is found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from torch import fx
+
+from tutti.errors import LayoutError
+from tutti.partition.partition import Program
+from tutti.passes.in_place import in_place
+from tutti.passes.target import Target
+
+# Names of passes to leave out, with commas.
+WITHOUT = "TUTTI_WITHOUT"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named rewrite of a program's graph."""
+
+    name: str
+    run: Callable[[fx.Graph, Program, Target], object]
+
+
+PASSES = (Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),)
+
+
+def optimized(
+    program: Program, target: Target, *, without: Collection[str] | None = None
+) -> fx.Graph:
+    """A copy of the program's graph with every pass applied but those named in `without`.
+
+    `without` is what `TUTTI_WITHOUT` names by default. Raises `LayoutError` for an unknown name.
+    """
+    left_out = left_out_by_environment() if without is None else frozenset(without)
+    refuse_unknown(left_out)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    for one in PASSES:
+        if one.name not in left_out:
+            one.run(graph, program, target)
+    graph.lint()
+    return graph
+
+
+def left_out_by_environment() -> frozenset[str]:
+    """The names in `TUTTI_WITHOUT`."""
+    return frozenset(filter(None, os.environ.get(WITHOUT, "").replace(" ", "").split(",")))
+
+
+def refuse_unknown(names: Collection[str]) -> None:
+    """Raise `LayoutError` for a name that no pass has."""
+    known = [one.name for one in PASSES]
+    for name in sorted(set(names) - set(known)):
+        raise LayoutError(f'no pass is called "{name}"', fix=f"the passes are {', '.join(known)}")

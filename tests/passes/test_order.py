@@ -1,0 +1,69 @@
+"""The list of passes: each can be left out, a wrong one is found and named."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from tutti.errors import LayoutError
+from tutti.layout import Layout
+from tutti.passes import order
+from tutti.passes.order import PASSES, WITHOUT, optimized
+from tutti.passes.target import Target
+from tutti.runtime.verify import Subject
+
+
+def _train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.fixture(scope="module")
+def subject() -> Subject:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return Subject(_train, model, optimizer, (torch.randn(8, 8), torch.randn(8, 4)))
+
+
+def test_names_are_unique() -> None:
+    assert len({p.name for p in PASSES}) == len(PASSES)
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=1", "data=2 zero=3"])
+@pytest.mark.parametrize("left_out", ["", *(p.name for p in PASSES), "all"])
+def test_the_same_step_without_any_pass(
+    subject: Subject, layout: str, left_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ",".join(p.name for p in PASSES) if left_out == "all" else left_out
+    monkeypatch.setenv(WITHOUT, names)
+    assert subject.verdict(Layout.parse(layout)).ok
+
+
+def test_an_unknown_name_is_refused(subject: Subject) -> None:
+    program = subject.program(Layout.parse("data=2"))
+    with pytest.raises(LayoutError, match='no pass is called "inplace"'):
+        optimized(program, Target(), without={"inplace"})
+
+
+def test_a_wrong_pass_is_named(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: fx.Graph, *_: Any) -> None:
+        _, updates = next(n for n in graph.nodes if n.op == "output").args[0]
+        with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):
+            more = graph.call_function(torch.ops.aten.mul.Tensor, (updates[0], 1.001))
+        more.meta = dict(updates[0].meta)
+        updates[0].replace_all_uses_with(more, lambda user: user.op == "output")
+
+    broken = (*PASSES[:1], dataclasses.replace(PASSES[0], name="wrong", run=wrong), *PASSES[1:])
+    monkeypatch.setattr(order, "PASSES", broken)
+    monkeypatch.setattr("tutti.runtime.verify.PASSES", broken)
+    verdict = subject.verdict(Layout.parse("data=2"))
+    assert not verdict.ok and verdict.wrong_pass == "wrong"
+    assert "wrong" in str(verdict)
