@@ -41,6 +41,8 @@ _MUL1_64, _MUL2_64 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # Elements hashed at a time: on a CPU, two scratch blocks of int32 that stay in the second-level
 # cache; elsewhere it only bounds the scratch memory.
 _CHUNK_CPU, _CHUNK = 2**17, 2**26
+# Up to so many elements a block keeps its hash inputs whole: there an op costs more than its work.
+_SMALL = 2**15
 
 # Bits of a uniform number: as many as the type holds exactly in [1/2, 1), but no more than float32,
 # so that a program promoted to float64 sees the same numbers.
@@ -77,6 +79,7 @@ class Block:
     shape: the block's own. cols: hash input of each position of the last dim, int32.
     rows: that of all other dims together, int32 [rows, 1]; with two levels the row's number, int64.
     constants: the hash's, as int32 scalars: a tensor op takes them 2 us faster than numbers.
+    small: `rows + cols`, in the block's shape, of a small block with one level.
     """
 
     shape: tuple[int, ...]
@@ -84,6 +87,7 @@ class Block:
     cols: Tensor
     two_level: bool
     constants: tuple[Tensor, ...]
+    small: Tensor | None = None
 
     @classmethod
     def of(
@@ -101,7 +105,10 @@ class Block:
         if not two_level:
             rows = (rows * _signed(sizes[-1] * _GOLDEN, 64)).int()  # the low 32 bits
         constants = torch.tensor(_CONSTANTS, dtype=torch.int32).unbind()
-        return cls(shape, rows, (flat[-1] * _GOLDEN).int(), two_level, constants)
+        cols = (flat[-1] * _GOLDEN).int()
+        small = not two_level and math.prod(shape) <= _SMALL
+        whole = (rows + cols).view(shape) if small else None
+        return cls(shape, rows, cols, two_level, constants, whole)
 
 
 def _linear(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -142,6 +149,10 @@ Index = Sequence[Tensor] | Block
 Device = torch.device | str
 
 
+def _block(index: Index, shape_global: Sequence[int], device: Device) -> Block:
+    return index if isinstance(index, Block) else Block.of(index, shape_global, device)
+
+
 def _draw(
     key: int,
     index: Index,
@@ -151,7 +162,7 @@ def _draw(
     finish: Finish,
 ) -> Tensor:
     """Hash the block chunk by chunk; `finish` turns each chunk of bits into results."""
-    block = index if isinstance(index, Block) else Block.of(index, shape_global, device)
+    block = _block(index, shape_global, device)
     out = torch.empty(block.shape, dtype=dtype, device=device)
     rows, inner = _keys(key, block)
     num_rows, num_cols = len(block.rows), len(block.cols)
@@ -192,6 +203,10 @@ def keep_mask(
 ) -> Tensor:
     """Bool mask that is true with probability `1 - p` (to 2**-32): what dropout keeps."""
     threshold = round(p * 2**32) - 2**31
+    block = _block(index, shape_global, device)
+    if block.small is not None and threshold < 2**31:
+        x = block.small + _signed(key, 32)
+        return _hash(x, _signed(key >> 32, 32), block.constants)[0] >= threshold
 
     def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:
         if threshold >= 2**31:
@@ -199,7 +214,7 @@ def keep_mask(
         else:
             torch.ge(x, threshold, out=out)
 
-    return _draw(key, index, shape_global, device, torch.bool, finish)
+    return _draw(key, block, shape_global, device, torch.bool, finish)
 
 
 def uniform(
