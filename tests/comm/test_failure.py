@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tutti.comm.failure import comm_error, format_nbytes, lost_peer, with_line
-from tutti.comm.groups import Group, collective_timeout
+from tutti.comm.group import Group, collective_timeout
 from tutti.errors import LayoutError
 
 PAIR = Group(None, (2, 5), 0, None)

@@ -6,12 +6,10 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from tutti.comm import transport
-from tutti.comm.groups import Group
+from tutti.comm.exchange import exchange_bytes, exchange_texts
+from tutti.comm.group import Group
 from tutti.errors import CommError
 
 
@@ -29,34 +27,12 @@ def check_order(order: Sequence[str], *, group: Group | None = None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    group = group or _world()
-    text = json.dumps(list(order)).encode()
-    digests = _gather_bytes(hashlib.sha256(text).digest(), group)
+    group = group or Group.world()
+    text = json.dumps(list(order))
+    digests = exchange_bytes(hashlib.sha256(text.encode()).digest(), group)
     if len(set(digests)) > 1:
-        orders = [json.loads(text) for text in _gather_texts(text, group)]
+        orders = [json.loads(text) for text in exchange_texts(text, group)]
         raise _mismatch(dict(zip(group.ranks, orders, strict=True)))
-
-
-def _world() -> Group:
-    size = dist.get_world_size()
-    return Group(dist.group.WORLD, tuple(range(size)), dist.get_rank(), None)
-
-
-def _gather_bytes(data: bytes, group: Group) -> list[bytes]:
-    x = _to_device(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return [bytes(row.tolist()) for row in transport.all_gather(x, group).cpu()]
-
-
-def _gather_texts(text: bytes, group: Group) -> list[bytes]:
-    """Texts of different lengths, padded to the longest; an all-gather wants equal sizes."""
-    sizes = transport.all_gather(_to_device(torch.tensor(len(text))), group).tolist()
-    padded = text.ljust(max(sizes))
-    return [row[:size] for row, size in zip(_gather_bytes(padded, group), sizes, strict=True)]
-
-
-def _to_device(x: Tensor) -> Tensor:
-    backend = dist.get_backend_config()
-    return x if "cpu" in backend or "gloo" in backend else x.cuda()
 
 
 def _mismatch(orders: dict[int, list[str]]) -> CommError:

@@ -6,7 +6,8 @@ import re
 import time
 from typing import NamedTuple
 
-from tutti.comm.groups import Group, collective_timeout
+from tutti.comm.group import Group, collective_timeout
+from tutti.comm.signals import PeerLate, PeerLost
 from tutti.errors import CommError
 
 _PEER_LEFT = re.compile(
@@ -57,6 +58,8 @@ def comm_error(
     # Gloo goes on with advice that holds for any program.
     reason = message.splitlines()[0].split(". This is typically")[0] if message else repr(exc)
     peers = [rank for i, rank in enumerate(group.ranks) if i != group.position]
+    if isinstance(exc, PeerLost | PeerLate):  # these know which
+        peers = list(exc.ranks)
     waiting = f"rank {group.ranks[group.position]} in {Wait(name, axes, nbytes, 0.0)}"
     if lost_peer(message):
         gone = f"rank {peers[0]} is gone" if len(peers) == 1 else f"one of {_ranks(peers)} is gone"

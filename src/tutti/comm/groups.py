@@ -1,60 +1,37 @@
-"""Process groups by mesh axes."""
+"""Groups by mesh axes, and what carries the collectives of each."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from tutti.comm.exchange import exchange_texts
+from tutti.comm.group import Group, collective_timeout
+from tutti.comm.hierarchical import Hierarchical
+from tutti.comm.hosts import host_name
+from tutti.comm.segment import SharedMemoryError, directory
+from tutti.comm.shared_memory import SharedGroup
+from tutti.comm.transport import Distributed, Transport
 from tutti.errors import LayoutError
 from tutti.layout.mesh import Mesh
 
-DEFAULT_TIMEOUT_SECONDS = 600.0
-
-
-def collective_timeout() -> timedelta:
-    """How long a collective waits for its peers: `TUTTI_TIMEOUT` seconds, 600 by default."""
-    text = os.environ.get("TUTTI_TIMEOUT", "")
-    try:
-        seconds = float(text or DEFAULT_TIMEOUT_SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise LayoutError(
-            f'TUTTI_TIMEOUT="{text}" is not a number of seconds', fix="TUTTI_TIMEOUT=600"
-        )
-    return timedelta(seconds=seconds)
-
-
-@dataclass(frozen=True)
-class Group:
-    """This rank's group along some mesh axes.
-
-    `ranks` stand in the order of their coordinates along the axes, major to minor; `position` is
-    this rank's place there. torch.distributed orders the members of a group by rank: where that is
-    another order, `order[i]` is the place of `ranks[i]` in it, and None otherwise.
-    """
-
-    handle: dist.ProcessGroup | None
-    ranks: tuple[int, ...]
-    position: int
-    order: tuple[int, ...] | None
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
-        return len(self.ranks)
+Axes = tuple[str, ...]
 
 
 class Groups:
-    """The groups that a program uses, made once, by all ranks, in the same order.
+    """The groups that a run uses, made by all ranks in the same order.
+
+    CPU tensors travel through shared memory where all ranks of a group lie on one host; where several
+    hosts have equally many of them, through shared memory inside and torch.distributed between; else,
+    and on GPUs, by torch.distributed alone.
 
     Args:
         axis_sizes: mesh axis -> number of ranks, outermost first; the last varies fastest.
-        used: every tuple of axes over which the program runs a collective, the same on all ranks.
+        used: tuples of axes over which collectives run, the same on all ranks; `add` takes more.
         timeout: how long a collective waits; `collective_timeout()` by default.
 
     Raises:
@@ -64,7 +41,7 @@ class Groups:
     def __init__(
         self,
         axis_sizes: Mapping[str, int],
-        used: Iterable[tuple[str, ...]],
+        used: Iterable[Axes] = (),
         *,
         timeout: timedelta | None = None,
     ) -> None:
@@ -79,41 +56,54 @@ class Groups:
             )
         self._timeout = timeout or collective_timeout()
         self._handles: dict[frozenset[str], dist.ProcessGroup | None] = {}
-        self._groups: dict[tuple[str, ...], Group] = {}
-        for axes in sorted(set(used)):
-            self._groups[axes] = self._group(axes)
+        self._groups: dict[Axes, Group] = {}
+        self._near: dict[Axes, Transport] = {}
+        self._far: dict[Axes, Transport] = {}
+        self._hosts = [""] * self._world_size
+        if self._world_size > 1 and directory() is not None:
+            self._hosts = exchange_texts(host_name(), Group.world())
+        self.add(used)
 
-    def __getitem__(self, axes: tuple[str, ...]) -> Group:
+    def add(self, used: Iterable[Axes]) -> None:
+        """Make the groups of `used` that are not there yet; all ranks call this together."""
+        for axes in sorted(set(used) - set(self._groups)):
+            all_ranks = self._all_ranks(axes)
+            ranks = next(tuple(ranks) for ranks in all_ranks if self.rank in ranks)
+            group = Group.of(self._handle(axes, all_ranks), ranks, self.rank)
+            self._groups[axes] = group
+            self._far[axes] = Distributed(group)
+            self._near[axes] = self._nearest(group, all_ranks)
+
+    def __getitem__(self, axes: Axes) -> Group:
         return self._groups[axes]
 
     def __contains__(self, axes: object) -> bool:
         return axes in self._groups
 
-    def _group(self, axes: tuple[str, ...]) -> Group:
+    def transport(self, axes: Axes, device: torch.device) -> Transport:
+        """What carries a collective of tensors on `device` over `axes`."""
+        return (self._near if device.type == "cpu" else self._far)[axes]
+
+    def shared(self, axes: Axes) -> SharedGroup | None:
+        """The shared memory of the group over `axes`, if that is what carries its collectives."""
+        found = self._near[axes]
+        return found if isinstance(found, SharedGroup) else None
+
+    def _all_ranks(self, axes: Axes) -> list[list[int]]:
         for axis in axes:
             if axis not in self.mesh:
                 raise LayoutError(f'layout "{self.mesh}" has no axis "{axis}"')
-        all_ranks = self.mesh.groups(axes)
-        ranks = next(tuple(ranks) for ranks in all_ranks if self.rank in ranks)
-        order = tuple(sorted(ranks).index(rank) for rank in ranks)
-        straight = order == tuple(range(len(ranks)))
-        return Group(
-            self._handle(axes, all_ranks),
-            ranks,
-            ranks.index(self.rank),
-            None if straight else order,
-        )
+        return self.mesh.groups(axes)
 
-    def _handle(
-        self, axes: tuple[str, ...], all_ranks: list[list[int]]
-    ) -> dist.ProcessGroup | None:
+    def _handle(self, axes: Axes, all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
         """Axes of size 1 and the order of axes change nothing about who is in the group."""
         key = frozenset(axis for axis in axes if self.mesh.size(axis) > 1)
         if key not in self._handles:
             self._handles[key] = self._new_handle(all_ranks)
         return self._handles[key]
 
-    def _new_handle(self, all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
+    def _new_handle(self, all_ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
+        """Every rank makes the groups of all ranks, in one order: torch.distributed asks for it."""
         if len(all_ranks[0]) == 1:
             return None
         if len(all_ranks[0]) == self._world_size:
@@ -125,3 +115,57 @@ class Groups:
                 assert isinstance(handle, dist.ProcessGroup)
                 mine = handle
         return mine
+
+    def _nearest(self, group: Group, all_ranks: list[list[int]]) -> Transport:
+        """The fastest way between the ranks of a group; every group of one kind gets the same."""
+        by_host = [self._by_host(ranks) for ranks in all_ranks]
+        if group.size == 1 or directory() is None:
+            return Distributed(group)
+        if all(len(hosts) == 1 for hosts in by_host):
+            return self._share(group) or Distributed(group)
+        width = len(by_host[0][0])
+        even = all(len(ranks) == width for hosts in by_host for ranks in hosts)
+        if width == 1 or not even:
+            return Distributed(group)
+        return self._two_levels(group, by_host)
+
+    def _by_host(self, ranks: Sequence[int]) -> list[list[int]]:
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(self._hosts[rank], []).append(rank)
+        return list(found.values())
+
+    def _share(self, group: Group) -> SharedGroup | None:
+        """The group's shared memory; None, and one line on its first rank, where there is none."""
+        try:
+            return SharedGroup(
+                group.ranks,
+                group.position,
+                lambda text: exchange_texts(text, group),
+                self._timeout.total_seconds(),
+            )
+        except SharedMemoryError as error:
+            if group.position == 0:
+                warnings.warn(
+                    f"ranks {', '.join(map(str, group.ranks))} share no memory: {error}; "
+                    "their collectives go through Gloo, which is slower",
+                    stacklevel=2,
+                )
+            return None
+
+    def _two_levels(self, group: Group, by_host: list[list[list[int]]]) -> Transport:
+        inside = [ranks for hosts in by_host for ranks in hosts]
+        across = [list(ranks) for hosts in by_host for ranks in zip(*hosts, strict=True)]
+        near, far = (
+            Group.of(
+                self._new_handle(every), tuple(next(r for r in every if self.rank in r)), self.rank
+            )
+            for every in (inside, across)
+        )
+        shared = self._share(near)
+        # All must go the same way, so each rank must know that all others have shared memory.
+        if not all(exchange_texts("yes" if shared else "", Group.world())):
+            return Distributed(group)
+        assert shared is not None
+        hosts = next(hosts for hosts in by_host if any(self.rank in ranks for ranks in hosts))
+        return Hierarchical(group.ranks, hosts, shared, Distributed(far))

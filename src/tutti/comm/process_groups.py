@@ -1,21 +1,20 @@
-"""The collectives of a program between real ranks, on torch.distributed."""
+"""The collectives of a program between real ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tutti.comm import transport
 from tutti.comm.failure import Wait, comm_error, now_seconds
-from tutti.comm.groups import Group, Groups
+from tutti.comm.group import Group
+from tutti.comm.groups import Groups
 from tutti.graph.segments import join, split
 
 
 class ProcessGroups:
-    """A `graph.collectives.Player` on Gloo (CPU) or NCCL (CUDA) groups.
+    """A `graph.collectives.Player` on shared memory, Gloo (CPU) or NCCL (CUDA), as `Groups` has it.
 
     `current` is the collective that this rank is in, or the one that failed; None between them.
 
@@ -34,14 +33,14 @@ class ProcessGroups:
         group = self.groups[axes]
         if group.size == 1:
             return x.clone()
-        return self._wait("all_reduce", axes, x.nbytes, transport.all_reduce, x, op, group)
+        return self._wait("all_reduce", axes, x, op)
 
     def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
         """Parts of the group joined along `dim`: `(outer, inner)` becomes `(outer, n * inner)`."""
         group = self.groups[axes]
         if group.size == 1:
             return x.clone()
-        parts = self._wait("all_gather", axes, x.nbytes, transport.all_gather, x, group)
+        parts = self._wait("all_gather", axes, x)
         return join(parts, dim, outer)
 
     def reduce_scatter(
@@ -52,9 +51,7 @@ class ProcessGroups:
         if group.size == 1:
             return x.clone()
         parts = split(x, dim, outer, group.size)
-        return self._wait(
-            "reduce_scatter", axes, x.nbytes, transport.reduce_scatter, parts, op, group
-        )
+        return self._wait("reduce_scatter", axes, parts, op)
 
     def all_to_all(
         self,
@@ -70,7 +67,7 @@ class ProcessGroups:
         if group.size == 1:
             return x.clone()
         parts = split(x, split_dim, split_outer, group.size)
-        parts = self._wait("all_to_all", axes, x.nbytes, transport.all_to_all, parts, group)
+        parts = self._wait("all_to_all", axes, parts)
         return join(parts, cat_dim, cat_outer)
 
     def shard(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
@@ -85,21 +82,16 @@ class ProcessGroups:
             return x
         return torch.ones_like(x) if op == "prod" else torch.zeros_like(x)
 
-    def _wait(
-        self,
-        name: str,
-        axes: tuple[str, ...],
-        nbytes: int,
-        move: Callable[..., Tensor],
-        *args: Any,
-    ) -> Tensor:
-        self.current = Wait(name, axes, nbytes, now_seconds())
+    def _wait(self, name: str, axes: tuple[str, ...], x: Tensor, *args: Any) -> Tensor:
+        """Collective `name` of the transport that the group has for `x`."""
+        move = getattr(self.groups.transport(axes, x.device), name)
+        self.current = Wait(name, axes, x.nbytes, now_seconds())
         try:
-            result = move(*args)
+            result = move(x, *args)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as exc:
             group: Group = self.groups[axes]
-            raise comm_error(exc, name, axes, nbytes, group) from exc
+            raise comm_error(exc, name, axes, x.nbytes, group) from exc
         self.current = None
         return result

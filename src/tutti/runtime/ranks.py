@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm.groups import collective_timeout
+from tutti.comm.group import collective_timeout
 
 RUN_DIR = "TUTTI_RUN_DIR"
 LAYOUT = "TUTTI_LAYOUT"
