@@ -233,7 +233,7 @@ class Step:
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
         # Compares the ranks' programs, before anything is cut.
-        execution = Execution(program, self.seed)
+        execution = Execution(program, self.seed, home)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
         own = own_memory(state_of(self.model, self.optimizer))
         execution.donated = own & set(program.captured.updated)

@@ -1,6 +1,7 @@
 """A script of `tutti run`: trains a plain MLP of 70 MB; rank 0 prints what this process holds, in bytes.
 
-Printed as JSON: `before` the model is made, `steady` between two steps, `peak` within one.
+Printed as JSON: `before` the model is made, `steady` between two steps, `peak` within one; `share` is
+`steady` with each page divided by how many processes map it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
+def share() -> int:
+    """The bytes that this process holds, its share of what it holds with others."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
 def main() -> None:
     """Two steps to settle, then a measured one."""
     torch.manual_seed(0)
@@ -47,12 +54,13 @@ def main() -> None:
     step(x, y)
     step(x, y)
     gc.collect()
-    steady = status("VmRSS")
+    steady, shared = status("VmRSS"), share()
     Path("/proc/self/clear_refs").write_text("5")  # from here on, a new peak
     step(x, y)
     if os.environ["RANK"] == "0":
         nbytes = sum(p.nbytes for p in model.parameters())
         found = {"before": before, "steady": steady, "peak": status("VmHWM"), "nbytes": nbytes}
+        found["share"] = shared
         print(json.dumps(found))
 
 

@@ -37,12 +37,17 @@ def state_nbytes(name: str, layout: str) -> tuple[int, int, int, int]:
     parameters = {n for n, _ in built[1].named_parameters()}
     here = {True: 0, False: 0}
     total = dict(here)
+    held: dict[int, int] = {}
     for key, x in step.state_dict().items():
         if key not in parameters and not key.startswith("optim."):
             continue
         local = x.to_local() if isinstance(x, DTensor) else x
-        here[key in parameters] += local.untyped_storage().nbytes()
+        here[key in parameters] += local.nbytes
         total[key in parameters] += x.numel() * x.element_size()
+        storage = local.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+    # What is shared holds every rank's parts, once; nothing else is larger than its tensor.
+    assert sum(held.values()) <= 1.05 * sum(total.values())
     return here[True], total[True], here[False], total[False]
 
 
@@ -63,9 +68,9 @@ def test_zero_1_shares_out_the_slots_alone(ranks: Ranks) -> None:
         assert slots == pytest.approx(all_slots / 2, rel=0.02)
 
 
-def measured(layout: str) -> dict[str, Any]:
+def measured(layout: str, **options: str) -> dict[str, Any]:
     """What rank 0 of a run holds; small allocations too go back to the system when freed."""
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"} | options
     command = [sys.executable, "-m", "tutti", "run", "--layout", layout, str(SCRIPT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
     assert done.returncode == 0, done.stderr
@@ -75,7 +80,7 @@ def measured(layout: str) -> dict[str, Any]:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc to measure with")
 def test_the_process_holds_what_the_layout_says() -> None:
     """P bytes of parameters with two slots: 3 P whole, 1.5 P in halves, and no copy besides."""
-    whole, halves = measured("data=2"), measured("data=2 zero=3")
+    whole, halves = (measured(x, TUTTI_SHARED_MEMORY="off") for x in ("data=2", "data=2 zero=3"))
     nbytes = whole["nbytes"]
     assert nbytes > 60e6
     saved = whole["steady"] - halves["steady"]
@@ -84,3 +89,16 @@ def test_the_process_holds_what_the_layout_says() -> None:
     modules = 90e6  # what a first step imports
     for found, state in ((whole, 3.0), (halves, 1.5)):
         assert found["steady"] - found["before"] < state * nbytes + modules
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="no /proc to measure with")
+def test_what_ranks_share_they_hold_once() -> None:
+    """The same in shared memory, where a page that two ranks map counts half for each.
+
+    Gradients have buffers of their own there: P more where each rank reduces all of them.
+    """
+    whole, halves = measured("data=2"), measured("data=2 zero=3")
+    nbytes = whole["nbytes"]
+    assert whole["share"] - halves["share"] > 1.4 * nbytes
+    for found, state in ((whole, 4.0), (halves, 2.0)):
+        assert found["share"] - found["before"] < state * nbytes + 90e6

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tutti.comm import together
 from tutti.comm.failure import Wait, comm_error, now_seconds
-from tutti.comm.group import Group
 from tutti.comm.groups import Groups
+from tutti.comm.shared_memory import SharedGroup
 from tutti.graph.segments import join, split
 
 
@@ -17,6 +21,10 @@ class ProcessGroups:
     """A `graph.collectives.Player` on shared memory, Gloo (CPU) or NCCL (CUDA), as `Groups` has it.
 
     `current` is the collective that this rank is in, or the one that failed; None between them.
+
+    Where ranks share memory, whoever runs a program also says: `arenas`, for its buffers, by axes;
+    `wholes`, the gathered form of state whose parts lie side by side, by axes and the part's address;
+    `state`, by name, into which it gathers.
 
     Args:
         groups: the groups of every tuple of axes that the program uses.
@@ -27,6 +35,11 @@ class ProcessGroups:
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.current: Wait | None = None
+        self.arenas: dict[tuple[str, ...], Tensor] = {}
+        self.wholes: dict[tuple[tuple[str, ...], int], Tensor] = {}
+        self.state: dict[str, Tensor] = {}
+        self._buffers: dict[Any, Tensor] = {}
+        self._cut: dict[Any, list[Tensor]] = {}
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
         """The sum, "max", "min" or "prod" of `x` over the group; same shape, a new tensor."""
@@ -70,6 +83,111 @@ class ProcessGroups:
         parts = self._wait("all_to_all", axes, parts)
         return join(parts, cat_dim, cat_outer)
 
+    def together(
+        self,
+        kind: str,
+        xs: Sequence[Tensor],
+        axes: tuple[str, ...],
+        wheres: Sequence[tuple[int, int]],
+        op: str,
+    ) -> list[Tensor]:
+        """Several collectives of one kind in one."""
+        group = self.groups[axes]
+        if group.size == 1:
+            return [x.clone() for x in xs]
+        via = self.groups.transport(axes, xs[0].device)
+        nbytes = sum(x.nbytes for x in xs)
+        with self._waiting(f"{len(xs)} x {kind}", axes, nbytes):
+            if kind == "all_reduce":
+                return together.all_reduce(xs, op, via)
+            if kind == "all_gather":
+                rows = together.all_gather(xs, via)
+                return [join(parts, *where) for parts, where in zip(rows, wheres, strict=True)]
+            parts = [split(x, *where, group.size) for x, where in zip(xs, wheres, strict=True)]
+            return together.reduce_scatter(parts, op, via)
+
+    def buffer(
+        self, axes: tuple[str, ...], offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """Memory in the group's arena, once nobody reads what lay there before."""
+        with self._waiting("buffer", axes, 0):
+            self._shared(axes).claim()
+        key = (axes, offset, tuple(shape), dtype)
+        if key not in self._buffers:
+            row = self.arenas[axes][self.groups[axes].position]
+            nbytes = math.prod(shape) * dtype.itemsize
+            self._buffers[key] = row[offset : offset + nbytes].view(dtype).view(*shape)
+        return self._buffers[key]
+
+    def together_(
+        self,
+        kind: str,
+        xs: Sequence[Tensor],
+        axes: tuple[str, ...],
+        wheres: Sequence[tuple[int, int]],
+        op: str,
+    ) -> list[Tensor]:
+        """Several collectives on tensors in shared memory; gathers are views of it."""
+        shared = self._shared(axes)
+        if kind == "all_gather":
+            wholes = [self.wholes.get((axes, x.data_ptr())) for x in xs]
+            if any(whole is None for whole in wholes):  # state that has not been put there
+                return self.together(kind, xs, axes, wheres, op)
+            with self._waiting(f"{len(xs)} x {kind}", axes, 0):
+                shared.barrier()
+            return wholes  # type: ignore[return-value]
+        with self._waiting(f"{len(xs)} x {kind}", axes, sum(x.nbytes for x in xs)):
+            if kind == "all_reduce":
+                shared.all_reduce_(xs, op)
+                return list(xs)
+            lying = [self._parts(x, axes, where) for x, where in zip(xs, wheres, strict=True)]
+            return shared.reduce(lying, op)
+
+    def gather_into(
+        self,
+        names: Sequence[str],
+        xs: Sequence[Tensor],
+        axes: tuple[str, ...],
+        wheres: Sequence[tuple[int, int]],
+    ) -> list[Tensor]:
+        """Gathers into the state `names`, of which each rank has a copy that the others can read."""
+        shared, group = self._shared(axes), self.groups[axes]
+        wholes = [self.state[name] for name in names]
+        if any(shared.everywhere(whole) is None for whole in wholes):
+            gathered = self.together("all_gather", xs, axes, wheres, "")
+            return [whole.copy_(new) for whole, new in zip(wholes, gathered, strict=True)]
+        rows = [whole.view(group.size, *x.shape) for whole, x in zip(wholes, xs, strict=True)]
+        for row, x in zip(rows, xs, strict=True):
+            if row[group.position].data_ptr() != x.data_ptr():
+                row[group.position].copy_(x)
+        with self._waiting(f"{len(xs)} x all_gather", axes, sum(x.nbytes for x in xs)):
+            shared.all_gather_(rows)
+        return wholes
+
+    def part(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
+        """This rank's part of `x`, a view."""
+        group = self.groups[axes]
+        return split(x, dim, outer, group.size)[group.position]
+
+    def meet(self, axes: tuple[str, ...]) -> None:
+        """Return when every rank of the group has come here."""
+        with self._waiting("meet", axes, 0):
+            self._shared(axes).barrier()
+
+    def _shared(self, axes: tuple[str, ...]) -> SharedGroup:
+        found = self.groups.shared(axes)
+        assert found is not None, f"the ranks over {axes} share no memory"
+        return found
+
+    def _parts(self, x: Tensor, axes: tuple[str, ...], where: tuple[int, int]) -> list[Tensor]:
+        """Every rank's tensor at the place of `x` in an arena, as far as this rank reduces it."""
+        key = (axes, x.data_ptr(), tuple(x.shape), x.dtype, tuple(where))
+        if key not in self._cut:
+            group, rows = self.groups[axes], self._shared(axes).everywhere(x)
+            assert rows is not None, "a buffer outside of the arenas"
+            self._cut[key] = [split(row, *where, group.size)[group.position] for row in rows]
+        return self._cut[key]
+
     def shard(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
         """This rank's part of an `x` that every rank of the group holds, copied; moves nothing."""
         group = self.groups[axes]
@@ -85,13 +203,17 @@ class ProcessGroups:
     def _wait(self, name: str, axes: tuple[str, ...], x: Tensor, *args: Any) -> Tensor:
         """Collective `name` of the transport that the group has for `x`."""
         move = getattr(self.groups.transport(axes, x.device), name)
-        self.current = Wait(name, axes, x.nbytes, now_seconds())
+        with self._waiting(name, axes, x.nbytes):
+            return move(x, *args)
+
+    @contextlib.contextmanager
+    def _waiting(self, name: str, axes: tuple[str, ...], nbytes: int) -> Iterator[None]:
+        """While a collective is under way: `current` says which, errors say more."""
+        self.current = Wait(name, axes, nbytes, now_seconds())
         try:
-            result = move(x, *args)
+            yield
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as exc:
-            group: Group = self.groups[axes]
-            raise comm_error(exc, name, axes, x.nbytes, group) from exc
+            raise comm_error(exc, name, axes, nbytes, self.groups[axes]) from exc
         self.current = None
-        return result

@@ -81,6 +81,10 @@ class SharedGroup:
         nbytes = math.prod(shape) * dtype.itemsize
         return _typed(self.arena(max(nbytes, 1))[self.position], nbytes, dtype).view(*shape)
 
+    def common(self, nbytes: int) -> Tensor:
+        """New bytes that belong to no rank alone, 1-D; all ranks call this together."""
+        return make_segment(nbytes, self.position, self._exchange)
+
     def everywhere(self, x: Tensor) -> list[Tensor] | None:
         """Each rank's tensor at the place that `x` has in this rank's row of an arena.
 
@@ -196,10 +200,16 @@ class SharedGroup:
         The memory of `wholes` may be written again after a `claim`.
         """
         lying = [self._rows(x) for x in wholes]
+        return self.reduce([[whole[self.position] for whole in rows] for rows in lying], op)
+
+    def reduce(self, lying: Sequence[Sequence[Tensor]], op: str) -> list[Tensor]:
+        """Each of `lying`, a tensor of every rank that all can read, reduced: new tensors."""
         self.signals.sync()
-        results = [torch.empty_like(x[0]) for x in wholes]
-        for result, rows in zip(results, lying, strict=True):
-            reduce_into(result, [whole[self.position] for whole in rows], op)
+        results = []
+        for parts in lying:
+            result = torch.empty(parts[0].shape, dtype=parts[0].dtype)
+            reduce_into(result, parts, op)
+            results.append(result)
         self.signals.arrive()
         return results
 

@@ -12,13 +12,28 @@ axes only, ordered by their coordinates along `axes`.
 A dim can be a product of segments (see `layout.sharding`). `outer` is the local size of the segments
 above the one that a collective splits or joins, so that dim `dim` of local size `outer * inner` is
 seen as `(outer, inner)` and the collective acts on `inner`.
+
+Passes join and move collectives. `together(kind, xs, axes, wheres, op)` carries out several at once:
+`wheres[i]` is the `(dim, outer)` of `xs[i]`, `op` that of a reduction or ""; its value is the list of
+results. `start(...)`, with the same arguments, begins them and `finish(handle, ...)` waits for them.
+
+Where the ranks of a group share memory:
+
+- `buffer(axes, offset, shape, dtype)`: memory for a value that a later collective takes where it lies;
+- `together_(kind, xs, axes, wheres, op)`: `together` on such values, or on state that lies in shared
+  memory: all-reduces in place, gathers as views;
+- `gather_into(names, xs, axes, wheres)`: gathers `xs` into the state `names`, of which they are parts;
+- `part(x, axes, dim, outer)`: `shard` as a view of `x`;
+- `meet(axes)`: waits until every rank has come here.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
+from torch.fx import Node
 
 
 class Player(Protocol):
@@ -54,6 +69,17 @@ class Player(Protocol):
         """A whole `x` as a pending reduction: of a sum the first rank has it, the others zeros."""
         ...
 
+    def together(
+        self,
+        kind: str,
+        xs: Sequence[Tensor],
+        axes: tuple[str, ...],
+        wheres: Sequence[tuple[int, int]],
+        op: str,
+    ) -> list[Tensor]:
+        """Several collectives of one kind at once: the list of their results."""
+        ...
+
     def shard(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
         """This rank's part of an `x` that every rank of the group holds; moves nothing."""
         ...
@@ -77,5 +103,46 @@ partialize = _unplayed("partialize")
 positions = _unplayed("positions")
 draw_part = _unplayed("draw")
 
+together = _unplayed("together")
+start = _unplayed("start")
+finish = _unplayed("finish")
+buffer = _unplayed("buffer")
+together_ = _unplayed("together_")
+gather_into = _unplayed("gather_into")
+meet = _unplayed("meet")
+part = _unplayed("part")
+
 COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)
-PLAYED = (*COLLECTIVES, shard, partialize, positions, draw_part)
+JOINED = (together, together_, start, gather_into, meet)
+PLAYED = (
+    *COLLECTIVES,
+    *JOINED,
+    finish,
+    buffer,
+    part,
+    shard,
+    partialize,
+    positions,
+    draw_part,
+)
+REDUCTIONS = (all_reduce, reduce_scatter)
+
+
+def axes_of(node: Node) -> tuple[str, ...]:
+    """The mesh axes of a node that calls one of the functions above; () where it has none."""
+    target: Any = node.target
+    place = _AXES_AT.get(target, 1)
+    return () if place is None else node.args[place]  # type: ignore[return-value]
+
+
+_AXES_AT: dict[Any, int | None] = {
+    together: 2,
+    together_: 2,
+    start: 2,
+    gather_into: 2,
+    finish: None,
+    buffer: 0,
+    meet: 0,
+    positions: None,
+    draw_part: None,
+}

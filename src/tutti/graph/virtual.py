@@ -119,6 +119,37 @@ class VirtualRanks:
 
         return self._grouped(args, exchange)
 
+    def _together(self, args: list[Any]) -> list[list[Tensor]]:
+        kind, xs, axes, wheres, op = args[0]
+        play = getattr(self, f"_{kind}")
+        results: list[list[Tensor]] = [[] for _ in args]
+        for i in range(len(xs)):
+            rest = (*wheres[i], op) if kind == "reduce_scatter" else wheres[i] or (op,)
+            for mine, value in zip(
+                results, play([(a[1][i], axes, *rest) for a in args]), strict=True
+            ):
+                mine.append(value)
+        return results
+
+    _together_ = _start = _together
+
+    def _finish(self, args: list[Any]) -> list[Any]:
+        return [a[0] for a in args]
+
+    def _gather_into(self, args: list[Any]) -> list[list[Tensor]]:
+        return self._together(
+            [("all_gather", xs, axes, wheres, "") for _, xs, axes, wheres in args]
+        )
+
+    def _buffer(self, args: list[Any]) -> list[Tensor]:
+        return [torch.empty(shape, dtype=dtype) for _, _, shape, dtype in args]
+
+    def _meet(self, args: list[Any]) -> list[None]:
+        return [None] * len(args)
+
+    def _part(self, args: list[Any]) -> list[Tensor]:
+        return self._shard(args)
+
     def _shard(self, args: list[Any]) -> list[Tensor]:
         axes, dim, outer = args[0][1:]
         n = self.mesh.size(axes)

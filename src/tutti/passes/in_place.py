@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph import collectives
+from tutti.graph.aliases import roots_of
 from tutti.graph.liveness import last_uses
 
 aten = torch.ops.aten
@@ -28,9 +29,9 @@ def in_place(graph: fx.Graph, donated: Collection[str]) -> int:
     inputs that are not donated stay. New state values get memory of their own first, so that the next
     step may overwrite them in turn.
     """
-    _own_outputs(graph, _roots(graph))
-    roots = _roots(graph)
-    whole = {x: x for x, root in roots.items() if x is root}  # values that are all of their memory
+    _own_outputs(graph, roots_of(graph))
+    roots = roots_of(graph)
+    whole = {x: root for x, root in roots.items() if _fills(x, root)}
     dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
     order = {node: i for i, node in enumerate(graph.nodes)}
     families: dict[fx.Node, list[fx.Node]] = {}
@@ -65,7 +66,7 @@ def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:
     taken = {roots[x] for x in returned if isinstance(x, fx.Node) and x in roots}
     own: list[fx.Node] = []
     for x in updates:
-        elsewhere = x.op in ("placeholder", "get_attr")
+        elsewhere = x.op in ("placeholder", "get_attr") or roots[x].target is collectives.buffer
         if roots[x] is not x or x in taken or elsewhere:
             notes = dict(x.meta)
             with graph.inserting_before(output):
@@ -74,6 +75,11 @@ def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:
         taken.add(x)
         own.append(x)
     output.args = ((returned, own),)
+
+
+def _fills(x: fx.Node, root: fx.Node) -> bool:
+    """Whether `x` is all of its memory, or a rank's part, which has no two elements at one place."""
+    return x is root or x.target is collectives.part
 
 
 def _owned(x: fx.Node, donated: Collection[str]) -> bool:
@@ -89,26 +95,6 @@ def _same_kind(x: fx.Node, node: fx.Node) -> bool:
     a, b = x.meta["val"], node.meta["val"]
     both = isinstance(a, Tensor) and isinstance(b, Tensor)
     return both and a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-
-
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each tensor the value whose memory it may share; itself for what is freshly made."""
-    roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if not isinstance(node.meta.get("val"), Tensor):
-            continue
-        source: Any = node.args[0] if node.args else None
-        views = isinstance(source, fx.Node) and source in roots and _is_view(node.target)
-        roots[node] = roots[source] if views else node
-    return roots
-
-
-def _is_view(target: Any) -> bool:
-    if target in (collectives.partialize, aten.reshape.default):
-        return True
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return any(r.alias_info is not None for r in target._schema.returns)
 
 
 @cache

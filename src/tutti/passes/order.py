@@ -15,7 +15,10 @@ from torch import fx
 
 from tutti.errors import LayoutError
 from tutti.partition.partition import Program
+from tutti.passes.bucket import bucket
 from tutti.passes.in_place import in_place
+from tutti.passes.shared_buffers import place_buffers, shared_buffers
+from tutti.passes.shared_state import shared_state, wait_for_readers
 from tutti.passes.target import Target
 
 # Names of passes to leave out, with commas.
@@ -30,7 +33,12 @@ class Pass:
     run: Callable[[fx.Graph, Program, Target], object]
 
 
-PASSES = (Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),)
+PASSES = (
+    Pass("bucket", lambda graph, program, target: bucket(graph, target)),
+    Pass("shared_state", shared_state),
+    Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
+    Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
+)
 
 
 def optimized(
@@ -47,6 +55,8 @@ def optimized(
     for one in PASSES:
         if one.name not in left_out:
             one.run(graph, program, target)
+    wait_for_readers(graph)
+    place_buffers(graph)
     graph.lint()
     return graph
 

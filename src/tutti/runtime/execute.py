@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from torch import Tensor, fx
 
 from tutti.comm.agree import check_order
 from tutti.comm.failure import with_line
-from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups
+from tutti.comm.segment import SharedMemoryError
 from tutti.errors import CommError, TuttiError
 from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
@@ -22,6 +24,8 @@ from tutti.partition.partition import Program
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
 from tutti.runtime.generate import Generated, generate
+from tutti.runtime.residence import Residence
+from tutti.runtime.shared_state import Lodger
 
 
 class Execution:
@@ -31,26 +35,54 @@ class Execution:
     belongs to it alone.
     """
 
-    def __init__(self, program: Program, seed: int) -> None:
-        self.program, self.seed = program, seed
+    def __init__(self, program: Program, seed: int, home: Residence) -> None:
+        self.program, self.seed, self._home = program, seed, home
         self.donated: frozenset[str] = frozenset()
-        self.player: Player | None = None
+        self.player: ProcessGroups | None = None
         rank = 0
         if program.mesh.num_ranks > 1:
             rank = dist.get_rank()
-            self.player = ProcessGroups(_groups(program))
+            self.player = ProcessGroups(home.groups_for(axes_used(program.graph)))
             check_order([describe(n) for n in program.collectives])
         self._place = program.mesh.coordinates(rank)
+        self._lodger: Lodger | None = None
         self._generated: Generated | None = None
 
     @property
     def generated(self) -> Generated:
         """The code, written at its first use: by then it is known what may be overwritten."""
         if self._generated is None:
-            graph = optimized(self.program, Target(donated=self.donated))
+            graph = self._optimized()
             owner = self.program.captured.owner
             self._generated = generate(graph, owner, self.player, self.program.mesh, self._place)
         return self._generated
+
+    def _optimized(self) -> fx.Graph:
+        """The graph to run, and room for it in shared memory; without that where there is no room."""
+        target = self._target()
+        graph = optimized(self.program, target)
+        if self.player is None:
+            return graph
+        try:
+            inputs = self.program.captured.inputs
+            self._lodger = Lodger(graph, inputs, self.player, self._home.shared)
+        except SharedMemoryError as error:
+            if dist.get_rank() == 0:
+                warnings.warn(
+                    f"{error}: weights and gradients are copied between ranks, which is slower",
+                    stacklevel=2,
+                )
+            self._lodger = None
+            graph = optimized(self.program, replace(target, shared=frozenset()))
+        check_order([describe(n) for n in graph.nodes if _communicates(n)])
+        return graph
+
+    def _target(self) -> Target:
+        shared: frozenset[tuple[str, ...]] = frozenset()
+        if self.player is not None:
+            groups, used = self.player.groups, axes_used(self.program.graph)
+            shared = frozenset(axes for axes in used if groups.shared(axes) is not None)
+        return Target(donated=self.donated, shared=shared)
 
     def run(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """(returned leaves, new local state values) for local `inputs`; `inputs` is emptied."""
@@ -60,7 +92,10 @@ class Execution:
 
         try:
             with torch.no_grad():
-                return self.generated.function(inputs, key)
+                function = self.generated.function
+                if self._lodger is not None:
+                    self._lodger.prepare(inputs)
+                return function(inputs, key)
         except CommError as error:
             # With its traceback: the report reads the collective and the line from there.
             named = with_line(error, self._line())
@@ -131,20 +166,20 @@ def _finite(x: Tensor) -> bool:
 
 
 def describe(node: fx.Node) -> str:
-    """One collective in one line, the same on every rank: name, axes, local shape, line."""
-    val: Any = node.args[0].meta["val"]  # type: ignore[union-attr]
+    """One collective in one line, the same on every rank: name, arguments, local shapes, line."""
     name = getattr(node.target, "__name__", str(node.target))
-    dtype = str(val.dtype).removeprefix("torch.")
+    given = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor)]
+    shapes = " ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in given)
+    rest = [a for a in node.args if not isinstance(a, fx.Node | list) or not node.all_input_nodes]
     where = os.path.basename(node.meta.get("source") or "")
-    return f"{name} {node.args[1:]} {dtype}{list(val.shape)} at {where}"
+    return f"{name} {rest} {shapes} at {where}"
 
 
-def _groups(program: Program) -> Groups:
-    used: dict[tuple[str, ...], None] = {}
-    for node in program.graph.nodes:
-        if node.target in collectives.PLAYED and node.target not in (
-            collectives.positions,
-            collectives.draw_part,
-        ):
-            used[node.args[1]] = None  # type: ignore[index]
-    return Groups(dict(program.mesh.axes), list(used))
+def axes_used(graph: fx.Graph) -> list[tuple[str, ...]]:
+    """Every tuple of axes over which a graph communicates or asks for its place."""
+    played = [n for n in graph.nodes if n.target in collectives.PLAYED]
+    return list(dict.fromkeys(axes for n in played if (axes := collectives.axes_of(n))))
+
+
+def _communicates(node: fx.Node) -> bool:
+    return node.target in (*collectives.COLLECTIVES, *collectives.JOINED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.agree import check_order
+from tutti.comm.groups import Groups
 from tutti.errors import LayoutError
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.runtime.deferred import initial_slots, initial_values, is_deferred
+from tutti.runtime.shared_state import SharedState
 
 
 @dataclass
@@ -29,6 +31,15 @@ class Residence:
     compute: dict[str, Sharding] = field(default_factory=dict)
     storage: dict[str, Sharding] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    groups: Groups | None = None
+    shared: SharedState = field(default_factory=SharedState)
+
+    def groups_for(self, used: Iterable[tuple[str, ...]]) -> Groups:
+        """The groups over the axes in `used`, and those of other programs; all ranks ask together."""
+        if self.groups is None:
+            self.groups = Groups(dict(self.layout.mesh.axes))
+        self.groups.add(used)
+        return self.groups
 
     def device_mesh(self, device: torch.device) -> DeviceMesh:
         """The `DeviceMesh` of the layout, axes ordered as storage splits dims."""
@@ -99,11 +110,23 @@ def set_local(x: Tensor, value: Tensor) -> None:
 
 def own_memory(state: list[StateTensor]) -> frozenset[str]:
     """The names of the state tensors that share memory with no other: they may be overwritten."""
-    owners: dict[int, list[str]] = {}
-    for s in state:
-        memory = local_of(s.tensor).untyped_storage().data_ptr()
-        owners.setdefault(memory, []).append(s.name)
-    return frozenset(names[0] for names in owners.values() if len(names) == 1)
+    ranges = sorted((*_memory(local_of(s.tensor)), s.name) for s in state)
+    shared: set[str] = set()
+    until, last = 0, ""
+    for begin, end, name in ranges:
+        if begin < until:
+            shared |= {name, last}
+        if end > until:
+            until, last = end, name
+    return frozenset(s.name for s in state) - shared
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of `x` to behind its last."""
+    if not x.numel():
+        return x.data_ptr(), x.data_ptr()
+    reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    return x.data_ptr(), x.data_ptr() + reach * x.element_size()
 
 
 def forget_values(state: list[StateTensor]) -> None:

@@ -27,6 +27,7 @@ from tutti.runtime.comparisons import (
     feed_of,
     snapshot,
 )
+from tutti.runtime.execute import axes_used
 from tutti.runtime.residence import Residence, run_device, settle
 
 
@@ -136,7 +137,9 @@ class Subject:
     ) -> Verdict:
         """The verdict for `layout`; `program` replaces the partitioned program (to inject faults)."""
         program = program or self.program(layout, place)
-        target = Target(donated=frozenset(self.captured.updated))
+        target = Target(
+            donated=frozenset(self.captured.updated), shared=frozenset(axes_used(program.graph))
+        )
         parts = self._compared(program, optimized(program, target))
         same = parts.worst <= PARTITION_TOLERANCE
         captured = self.capture.errors

@@ -1,0 +1,75 @@
+"""Which values of a graph may share memory."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph import collectives
+
+aten = torch.ops.aten
+
+
+def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each tensor the value whose memory it may share; itself for what is freshly made."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            source = aliased(node)
+            known = None if source is None else roots.get(source)
+            roots[node] = node if known is None else known
+    return roots
+
+
+def aliased(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory the result of `node` may share, or None for fresh memory."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        return _part_of_several(node)
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
+    first: Any = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) and _is_view(node.target) else None
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The operands that `node` overwrites.
+
+    A function over lists that overwrites says so by its attribute `written`: the positions of the lists,
+    whose tensors one after the other are its results.
+    """
+    target: Any = node.target
+    if hasattr(target, "written"):
+        return [x for k in target.written for x in node.args[k]]  # type: ignore[union-attr]
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return []
+    names = [(i, a.name) for i, a in enumerate(target._schema.arguments) if _writes(a)]
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in names]
+    return [x for x in given if isinstance(x, fx.Node)]
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _part_of_several(node: fx.Node) -> fx.Node | None:
+    several: Any = node.args[0]
+    if several.target is collectives.together_:
+        kind, xs = several.args[:2]
+        return None if kind == "reduce_scatter" else xs[node.args[1]]  # type: ignore[index]
+    if hasattr(several.target, "written"):
+        return written(several)[node.args[1]]  # type: ignore[index]
+    return aliased(several)
+
+
+def _is_view(target: Any) -> bool:
+    if target in (collectives.partialize, collectives.part, aten.reshape.default):
+        return True
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return any(r.alias_info is not None for r in target._schema.returns)

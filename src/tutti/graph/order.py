@@ -1,0 +1,32 @@
+"""Where in a graph a value is ready, and where it is needed."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from tutti.graph.edit import NOTES
+
+
+def positions_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The place of every node."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def ready_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """The place of the last operand of `node`: it could stand right behind."""
+    return max((order[x] for x in node.all_input_nodes), default=-1)
+
+
+def used_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """The place of the first user of `node`: it could stand right before."""
+    return min((order[user] for user in node.users), default=len(order))
+
+
+def item(graph: fx.Graph, after: fx.Node, several: fx.Node, index: int, like: fx.Node) -> fx.Node:
+    """Result `index` of a node with several, placed behind `after`, with the notes of `like`."""
+    with graph.inserting_after(after):
+        node = graph.call_function(operator.getitem, (several, index))
+    node.meta = {k: like.meta[k] for k in (*NOTES, "val", "sharding") if k in like.meta}
+    return node

@@ -1,0 +1,139 @@
+"""`bucket`: collectives of one kind over the same axes are carried out together.
+
+    %5 = reduce_scatter(%3, data, 0, 1, sum)        %8 = together(reduce_scatter, [%3, %6], data, ...)
+    %7 = reduce_scatter(%6, data, 0, 1, sum)   ->   %5 = item(%8, 0)
+                                                    %7 = item(%8, 1)
+
+Each collective costs a meeting of the ranks whatever it moves, so fewer are cheaper. A reduction is moved
+up to where its operand is ready, a gather down to where its result is needed; those that then lie near
+each other join. A bucket is bounded by its bytes and by how much of the graph it spans: a larger one
+would make values wait, alive, for each other.
+
+    reductions   placed behind the last operand of the bucket    ready: |--a--b-c-|R
+    gathers      placed before the first use of the bucket       R|-a--b-c--|   :used
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from tutti.graph import collectives
+from tutti.graph.edit import NOTES
+from tutti.graph.order import item, positions_of, ready_at, used_at
+from tutti.passes.target import Target
+
+# What a bucket holds at most, unless one tensor alone is larger.
+BUCKET_NBYTES = 25e6
+# Which part of the graph it may span; what is smaller than SMALL waits as long as need be.
+SPAN = 0.25
+SMALL_NBYTES = 2**16
+KINDS = {
+    collectives.all_reduce: "all_reduce",
+    collectives.reduce_scatter: "reduce_scatter",
+    collectives.all_gather: "all_gather",
+}
+
+
+@dataclass
+class _Bucket:
+    """Collectives that will be one: `ready` from where on their operands are there, `used` where the
+    first result is needed."""
+
+    nodes: list[fx.Node]
+    nbytes: float
+    first: int
+    ready: int
+    used: int
+
+
+def bucket(graph: fx.Graph, target: Target) -> int:
+    """Join collectives of `graph`; returns how many nodes have become part of another."""
+    joined = 0
+    for (kind, axes, _), nodes in _alike(graph).items():
+        order = positions_of(graph)
+        gathers = kind is collectives.all_gather
+        free = gathers and axes in target.shared
+        limits = (float("inf"), float("inf")) if free else (BUCKET_NBYTES, SPAN * len(order))
+        for one in _buckets(nodes, order, gathers, *limits):
+            _join(graph, one, gathers)
+            joined += len(one.nodes) - 1
+    return joined
+
+
+def _alike(graph: fx.Graph) -> dict[tuple[Any, ...], list[fx.Node]]:
+    """Collectives by kind, axes and operation."""
+    found: dict[tuple[Any, ...], list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target in KINDS:
+            op = node.args[-1] if node.target in collectives.REDUCTIONS else ""
+            found.setdefault((node.target, node.args[1], op), []).append(node)
+    return found
+
+
+def _buckets(
+    nodes: Iterable[fx.Node],
+    order: dict[fx.Node, int],
+    gathers: bool,
+    most_nbytes: float,
+    most_span: float,
+) -> list[_Bucket]:
+    """The nodes in buckets, each of which can stand at one place."""
+    near: Callable[[fx.Node], int] = (
+        (lambda n: used_at(n, order)) if gathers else (lambda n: ready_at(n, order))
+    )
+    found: list[_Bucket] = []
+    for node in sorted(nodes, key=lambda n: (near(n), order[n])):
+        nbytes = _nbytes(node, gathers)
+        ready, used = ready_at(node, order), used_at(node, order)
+        if ready >= used:
+            continue  # the very next node needs it
+        last = found[-1] if found else None
+        if last is not None:
+            fits = last.nbytes + nbytes <= most_nbytes or nbytes <= SMALL_NBYTES
+            close = near(node) - last.first <= most_span or nbytes <= SMALL_NBYTES
+            if fits and close and max(last.ready, ready) < min(last.used, used):
+                last.nodes.append(node)
+                last.nbytes += nbytes
+                last.ready, last.used = max(last.ready, ready), min(last.used, used)
+                continue
+        found.append(_Bucket([node], nbytes, near(node), ready, used))
+    return found
+
+
+def _nbytes(node: fx.Node, gathers: bool) -> float:
+    """The bytes that wait in a bucket: a gather's result, a reduction's operand."""
+    x: Tensor = node.meta["val"] if gathers else node.args[0].meta["val"]  # type: ignore[union-attr]
+    return float(x.nbytes)
+
+
+def _join(graph: fx.Graph, one: _Bucket, gathers: bool) -> None:
+    order = positions_of(graph)
+    nodes = sorted(one.nodes, key=order.__getitem__)
+    lead = nodes[0]
+    if gathers:
+        anchor = min((user for node in nodes for user in node.users), key=order.__getitem__)
+    else:
+        given = [n for n in graph.nodes if n.op == "placeholder"]
+        operands = [x for node in nodes for x in node.all_input_nodes]
+        anchor = max((*given, *operands), key=order.__getitem__)
+    if len(nodes) == 1:
+        anchor.prepend(lead) if gathers else anchor.append(lead)
+        return
+    kind, axes = KINDS[lead.target], lead.args[1]  # type: ignore[index]
+    op = lead.args[-1] if lead.target in collectives.REDUCTIONS else ""
+    wheres = [() if kind == "all_reduce" else tuple(n.args[2:4]) for n in nodes]
+    with graph.inserting_before(anchor) if gathers else graph.inserting_after(anchor):
+        made = graph.call_function(
+            collectives.together, (kind, [n.args[0] for n in nodes], axes, wheres, op)
+        )
+    made.meta = {k: lead.meta[k] for k in NOTES if k in lead.meta}
+    made.meta["val"] = [n.meta["val"] for n in nodes]
+    after = made
+    for i, node in enumerate(nodes):
+        after = item(graph, after, made, i, node)
+        node.replace_all_uses_with(after)
+        graph.erase_node(node)

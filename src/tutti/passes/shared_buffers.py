@@ -1,0 +1,149 @@
+"""`shared_buffers`: values that ranks of one host reduce are written into shared memory at once.
+
+    %7 = mm(%5, %6)                                 %b = buffer(data, 0, [64, 32], f32)
+    %8 = together(reduce_scatter, [%7], data)  ->   %7 = mm(%5, %6, out=%b)
+                                                    %8 = together_(reduce_scatter, [%7], data)
+
+The other ranks then read them where they lie. Buffers whose values do not live at the same time take the
+same memory. What cannot be written in place (no `out=`, other users) is copied into its buffer.
+
+`buffer` waits until nobody reads what lay there before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph import collectives
+from tutti.graph.aliases import roots_of
+from tutti.graph.edit import NOTES
+from tutti.graph.liveness import last_uses
+from tutti.passes.joined import as_together, is_kind, take_out
+from tutti.passes.target import Target
+
+aten = torch.ops.aten
+# Smaller values travel through mailboxes, packed.
+LEAST_NBYTES = 2**16
+ALIGNMENT = 64
+# Ops that write their result straight into `out=`.
+_OUT: dict[Any, Any] = {
+    aten.mm.default: aten.mm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.add.Tensor: aten.add.out,
+    aten.mul.Tensor: aten.mul.out,
+    aten.sum.dim_IntList: aten.sum.IntList_out,
+}
+
+
+def shared_buffers(graph: fx.Graph, target: Target) -> int:
+    """Rewrite reductions over axes whose ranks share memory; returns how many values got a buffer."""
+    count = 0
+    for node in list(graph.nodes):
+        if (
+            is_kind(node, "all_reduce", "reduce_scatter")
+            and collectives.axes_of(node) in target.shared
+        ):
+            count += _move(graph, as_together(graph, node))
+    return count
+
+
+def _move(graph: fx.Graph, node: fx.Node) -> int:
+    """Let the large ones among the members of `node` lie in buffers."""
+    given: Any = node.args
+    kind, xs, axes, wheres, op = given
+    large = [i for i, x in enumerate(xs) if _fits(x)]
+    if large:
+        lying = [_in_buffer(graph, xs[i], node, axes) for i in large]
+        args = (kind, lying, axes, [wheres[i] for i in large], op)
+        take_out(graph, node, large, collectives.together_, args)
+    return len(large)
+
+
+def _fits(x: fx.Node) -> bool:
+    val: Tensor = x.meta["val"]
+    return val.nbytes >= LEAST_NBYTES and val.device.type == "cpu" and val.is_contiguous()
+
+
+def _in_buffer(graph: fx.Graph, x: fx.Node, user: fx.Node, axes: Any) -> fx.Node:
+    """`x` as a value that lies in a buffer: made there, or copied right where it is made."""
+    val: Tensor = x.meta["val"]
+    sole = x.op == "call_function" and len(x.users) == 1
+    with graph.inserting_before(x if sole else user):
+        memory = graph.call_function(collectives.buffer, (axes, 0, list(val.shape), val.dtype))
+    memory.meta = {"val": val}
+    if sole and x.target in _OUT:
+        x.target, x.kwargs = _OUT[x.target], {**x.kwargs, "out": memory}
+        return x
+    if sole and x.target is aten.embedding_dense_backward.default and not x.args[4]:
+        return _embedding(graph, x, memory)
+    with graph.inserting_after(x) if sole else graph.inserting_before(user):
+        copied = graph.call_function(aten.copy_.default, (memory, x))
+    copied.meta = {k: x.meta[k] for k in (*NOTES, "val", "sharding") if k in x.meta}
+    return copied
+
+
+def _embedding(graph: fx.Graph, x: fx.Node, memory: fx.Node) -> fx.Node:
+    """The gradient of an embedding's table: its rows added up in a table of zeros that lies there."""
+    rows, index, _, padding, _ = x.args
+    val: Tensor = x.meta["val"]
+    notes = {k: x.meta[k] for k in (*NOTES, "sharding") if k in x.meta}
+
+    def add(target: Any, *args: Any, val: Tensor = val) -> fx.Node:
+        with graph.inserting_before(x):
+            node = graph.call_function(target, args)
+        node.meta = notes | {"val": val}
+        return node
+
+    def flat(y: Any, shape: list[int]) -> fx.Node:
+        return add(aten.reshape.default, y, shape, val=y.meta["val"].reshape(shape))
+
+    empty = add(aten.zero_.default, memory)
+    at, what = flat(index, [-1]), flat(rows, [-1, val.shape[1]])
+    done = add(aten.index_add_.default, empty, 0, at, what)
+    if isinstance(padding, int) and padding >= 0:  # its row gets no gradient
+        row = add(aten.select.int, done, 0, padding, val=val[padding])
+        add(aten.zero_.default, row, val=val[padding])
+    x.replace_all_uses_with(done)
+    graph.erase_node(x)
+    return done
+
+
+def place_buffers(graph: fx.Graph) -> dict[tuple[str, ...], int]:
+    """Give every buffer its offset among those over the same axes; returns the bytes that they take.
+
+    First fit, in the order in which they are needed: a buffer may lie where another lay that is done.
+    """
+    roots = roots_of(graph)
+    dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    until: dict[fx.Node, int] = {}
+    for x, root in roots.items():
+        if root.target is collectives.buffer:
+            end = order[dies[x]] if x in dies else len(order)
+            until[root] = max(until.get(root, 0), end)
+    taken: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
+    needed: dict[tuple[str, ...], int] = {}
+    for node in graph.nodes:
+        if node.target is not collectives.buffer:
+            continue
+        axes: Any = node.args[0]
+        nbytes = -(-node.meta["val"].nbytes // ALIGNMENT) * ALIGNMENT
+        busy = sorted(t for t in taken.get(axes, []) if t[2] >= order[node])
+        offset = _first_fit(busy, nbytes)
+        taken[axes] = [*busy, (offset, offset + nbytes, until[node])]
+        needed[axes] = max(needed.get(axes, 0), offset + nbytes)
+        node.args = (axes, offset, *node.args[2:])
+    return needed
+
+
+def _first_fit(busy: list[tuple[int, int, int]], nbytes: int) -> int:
+    at = 0
+    for begin, end, _ in busy:
+        if begin - at >= nbytes:
+            break
+        at = max(at, end)
+    return at

@@ -1,0 +1,177 @@
+"""`shared_state`: sharded state lies in memory that the ranks of a host share, so gathers copy nothing.
+
+Stored in parts (zero=3), the parts of all ranks lie side by side in one piece of shared memory. To gather
+is to wait until all have written, and to look at the whole:
+
+    %3 = together(all_gather, [%w], data)      ->   %3 = together_(all_gather, [%w], data)
+
+Stored whole and updated in parts (zero=1, 2), each rank has a copy of its own that the others can read.
+A rank updates its part where it lies and takes over the parts of the others:
+
+    %3 = shard(%w, data, 0, 1)                      %3 = part(%w, data, 0, 1)
+    %8 = adam(%3, ...)                         ->   %8 = adam_(%3, ...)
+    %9 = together(all_gather, [%8], data)           %9 = gather_into([w], [%8], data)
+
+`wait_for_readers` runs last of all. What others may still read must not be written: where a write could
+come before the others have finished, it puts `meet` before it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import fx
+
+from tutti.graph import collectives
+from tutti.graph.aliases import aliased, roots_of, written
+from tutti.graph.order import positions_of
+from tutti.partition.partition import Program
+from tutti.passes.joined import as_together, is_kind, take_out
+from tutti.passes.target import Target
+
+Axes = tuple[str, ...]
+# All ranks of the group are there before any goes on.
+_MEETINGS = tuple(
+    t for t in (*collectives.COLLECTIVES, *collectives.JOINED) if t is not collectives.start
+)
+
+
+def shared_state(graph: fx.Graph, program: Program, target: Target) -> int:
+    """Rewrite gathers of state over axes whose ranks share memory; returns how many gathers."""
+    count = 0
+    for node in list(graph.nodes):
+        if is_kind(node, "all_gather") and collectives.axes_of(node) in target.shared:
+            node = as_together(graph, node)
+            given: Any = node.args
+            into = _wholes(graph, node, program, target)
+            if into:
+                count += _gather_into(graph, node, into)
+                continue
+            _, xs, axes, wheres, _ = given
+            lying = [i for i, x in enumerate(xs) if _is_state(x) and _side_by_side(x, wheres[i])]
+            if lying:
+                args = (
+                    "all_gather",
+                    [xs[i] for i in lying],
+                    axes,
+                    [wheres[i] for i in lying],
+                    "",
+                )
+                take_out(graph, node, lying, collectives.together_, args)
+            count += len(lying)
+    return count
+
+
+def viewed_state(graph: fx.Graph) -> dict[str, tuple[Axes, fx.Node]]:
+    """The state whose parts must lie side by side: its axes and placeholder by name."""
+    found: dict[str, tuple[Axes, fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is collectives.together_ and node.args[0] == "all_gather":
+            found |= {x.meta["name"]: (node.args[2], x) for x in node.args[1]}
+    return found
+
+
+def copied_state(graph: fx.Graph) -> dict[str, tuple[Axes, fx.Node]]:
+    """The state of which each rank's copy must lie in shared memory: its axes and placeholder by name."""
+    given = {n.meta.get("name"): n for n in graph.nodes if n.op == "placeholder"}
+    found: dict[str, tuple[Axes, fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is collectives.gather_into:
+            found |= {name: (node.args[2], given[name]) for name in node.args[0]}
+    return found
+
+
+def _is_state(x: fx.Node) -> bool:
+    state = x.op == "placeholder" and x.meta.get("kind") in ("parameter", "buffer", "slot")
+    return state and x.meta["val"].device.type == "cpu"
+
+
+def _side_by_side(x: fx.Node, where: tuple[int, int]) -> bool:
+    """Whether the ranks' parts, one behind the other, are the whole."""
+    dim, outer = where
+    return outer == 1 and math.prod(x.meta["val"].shape[:dim]) == 1
+
+
+def _wholes(graph: fx.Graph, node: fx.Node, program: Program, target: Target) -> dict[int, fx.Node]:
+    """The members of a gather that are new values of state stored whole: member -> the state."""
+    order = positions_of(graph)
+    given: Any = node.args
+    xs, wheres = given[1], given[3]
+    output: Any = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    new = dict(zip(output[1], program.captured.updated, strict=True))
+    state = {n.meta.get("name"): n for n in graph.nodes if n.op == "placeholder"}
+    found: dict[int, fx.Node] = {}
+    for user in node.users:
+        index: Any = user.args[1]
+        old = state.get(new.get(user))
+        if old is None or not _is_state(old) or old.meta["name"] not in target.donated:
+            continue
+        only_output = all(u.op == "output" for u in user.users) and user not in output[0]
+        before = all(order[u] < order[node] for u in old.users)
+        same = old.meta["val"].shape == user.meta["val"].shape
+        if only_output and before and same and _side_by_side(xs[index], wheres[index]):
+            found[index] = old
+    return found
+
+
+def _gather_into(graph: fx.Graph, node: fx.Node, into: dict[int, fx.Node]) -> int:
+    given: Any = node.args
+    _, xs, axes, wheres, _ = given
+    chosen = sorted(into)
+    for i in chosen:
+        for user in into[i].users:
+            if user.target is collectives.shard and user.args[1:] == (axes, *wheres[i]):
+                user.target = collectives.part
+    names = [into[i].meta["name"] for i in chosen]
+    args = (names, [xs[i] for i in chosen], axes, [wheres[i] for i in chosen])
+    take_out(graph, node, chosen, collectives.gather_into, args)
+    return len(chosen)
+
+
+def wait_for_readers(graph: fx.Graph) -> int:
+    """Put `meet` before writes to state that other ranks might still read; returns how many.
+
+    A rank is at the same place of the program as the others only at collectives. So between the last
+    look at a gathered whole and the next write to any part of it there must be one over its axes.
+    """
+    axes_of = {
+        n: a for found in (viewed_state(graph), copied_state(graph)) for n, (a, _) in found.items()
+    }
+    roots = roots_of(graph)
+    wholes: set[fx.Node] = set()
+    # At the beginning the others may still be in the step before.
+    watched = set(axes_of.values())
+    count = 0
+    for node in list(graph.nodes):
+        if _views(node, wholes):
+            wholes.add(node)
+        for axes in {axes_of[n] for n in _written(node, roots) & set(axes_of)} & watched:
+            with graph.inserting_before(node):
+                graph.call_function(collectives.meet, (axes,)).meta = {"val": None}
+            watched.discard(axes)
+            count += 1
+        if node.target in _MEETINGS:
+            watched.discard(collectives.axes_of(node))
+        looks = [x for x in node.all_input_nodes if x in wholes]
+        watched |= {axes_of[roots[x].meta["name"]] for x in looks}
+        if node.target is collectives.gather_into:
+            watched.add(collectives.axes_of(node))
+    return count
+
+
+def _views(node: fx.Node, wholes: set[fx.Node]) -> bool:
+    """Whether `node` is a gathered whole, or shares its memory."""
+    source = aliased(node)
+    if source is None:
+        return False
+    several: Any = node.args[0] if node.args else None
+    gathers = isinstance(several, fx.Node) and several.target is collectives.together_
+    return source in wholes or (gathers and several.args[0] == "all_gather")
+
+
+def _written(node: fx.Node, roots: dict[fx.Node, fx.Node]) -> set[str]:
+    """The names of the state that `node` writes to."""
+    if node.target is collectives.gather_into:
+        return set(node.args[0])  # type: ignore[arg-type]
+    return {roots[x].meta.get("name", "") for x in written(node) if x in roots}

@@ -1,0 +1,153 @@
+"""State in memory that ranks of one host share, for programs that gather it there.
+
+    viewed   zero=3: the parts of all ranks side by side, so that the whole can be looked at
+    copied   zero=1, 2: each rank's own copy, where the others can read
+
+State moves there before the first step that asks for it and stays. Where the user has put another tensor
+in its place since, the values are taken over before the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.comm.groups import Groups
+from tutti.comm.process_groups import ProcessGroups
+from tutti.graph import collectives
+from tutti.passes.shared_state import copied_state, viewed_state
+
+Axes = tuple[str, ...]
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class Lodging:
+    """Where one state tensor lies: `own`, what this rank sees of it, and `whole`, all ranks' parts."""
+
+    axes: Axes
+    own: Tensor
+    whole: Tensor | None = None
+
+
+@dataclass
+class SharedState:
+    """The state of one model that lies in shared memory, by name; the same for all steps on it."""
+
+    lodgings: dict[str, Lodging] = field(default_factory=dict)
+
+    def take(self, graph: fx.Graph, groups: Groups) -> None:
+        """Make room for the state that `graph` wants there; all ranks call this together.
+
+        Raises `SharedMemoryError`, on every rank, where it does not fit.
+        """
+        self._take(viewed_state(graph), groups, side_by_side=True)
+        self._take(copied_state(graph), groups, side_by_side=False)
+
+    def _take(
+        self, wanted: dict[str, tuple[Axes, fx.Node]], groups: Groups, *, side_by_side: bool
+    ) -> None:
+        by_axes: dict[Axes, dict[str, Tensor]] = {}
+        for name, (axes, node) in wanted.items():
+            if name not in self.lodgings:
+                by_axes.setdefault(axes, {})[name] = node.meta["val"]
+        for axes, values in by_axes.items():
+            group, shared = groups[axes], groups.shared(axes)
+            assert shared is not None
+            ways = group.size if side_by_side else 1
+            sizes = {n: -(-v.nbytes * ways // _ALIGNMENT) * _ALIGNMENT for n, v in values.items()}
+            total = sum(sizes.values())
+            memory = shared.common(total) if side_by_side else shared.arena(total)[group.position]
+            at = 0
+            for name, value in values.items():
+                piece = memory[at : at + value.nbytes * ways].view(value.dtype)
+                at += sizes[name]
+                if side_by_side:
+                    parts = piece.view(ways, *value.shape)
+                    self.lodgings[name] = Lodging(axes, parts[group.position], parts)
+                else:
+                    self.lodgings[name] = Lodging(axes, piece.view(value.shape))
+
+    def move_in(self, name: str, value: Tensor) -> Tensor:
+        """The tensor to use for state `name`: in shared memory, with the values of `value`."""
+        own = self.lodgings[name].own
+        if value.data_ptr() != own.data_ptr():
+            own.copy_(value)
+        return own
+
+
+class Lodger:
+    """Gives one program its state and its buffers in shared memory.
+
+    Args:
+        graph: the program as it will run.
+        inputs: the names of its inputs, in order.
+        player: carries out its collectives.
+        home: the model's state in shared memory.
+
+    Raises:
+        SharedMemoryError: on every rank, where there is no room.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, inputs: list[str], player: ProcessGroups, home: SharedState
+    ) -> None:
+        self._player, self._home = player, home
+        player.arenas = {
+            axes: _arena(player.groups, axes, nbytes) for axes, nbytes in _buffers(graph).items()
+        }
+        home.take(graph, player.groups)
+        viewed, copied = viewed_state(graph), copied_state(graph)
+        self._copied = {name: inputs.index(name) for name in copied}
+        self._places = {name: inputs.index(name) for name in inputs if name in home.lodgings}
+        self._axes = sorted({home.lodgings[name].axes for name in self._places})
+        dims = _gathered_dims(graph)
+        for name in viewed:
+            lodging = home.lodgings[name]
+            if lodging.whole is not None and name in dims:
+                whole = lodging.whole.view(dims[name])
+                player.wholes[lodging.axes, lodging.own.data_ptr()] = whole
+
+    def prepare(self, inputs: list[Any]) -> None:
+        """Let `inputs` be in shared memory as far as the program wants them there."""
+        moved = [
+            (name, i)
+            for name, i in self._places.items()
+            if inputs[i].data_ptr() != self._home.lodgings[name].own.data_ptr()
+        ]
+        if moved:
+            for axes in self._axes:  # nobody may still read the values of the step before
+                self._player.meet(axes)
+            for name, i in moved:
+                inputs[i] = self._home.move_in(name, inputs[i])
+        self._player.state = {name: inputs[i] for name, i in self._copied.items()}
+
+
+def _buffers(graph: fx.Graph) -> dict[Axes, int]:
+    """The bytes of a graph's buffers by axes."""
+    needed: dict[Axes, int] = {}
+    for node in graph.nodes:
+        if node.target is collectives.buffer:
+            axes: Any = node.args[0]
+            offset: Any = node.args[1]
+            needed[axes] = max(needed.get(axes, 0), offset + node.meta["val"].nbytes)
+    return needed
+
+
+def _arena(groups: Groups, axes: Axes, nbytes: int) -> Tensor:
+    shared = groups.shared(axes)
+    assert shared is not None
+    return shared.arena(nbytes)
+
+
+def _gathered_dims(graph: fx.Graph) -> dict[str, torch.Size]:
+    """The shape of each viewed state when it is gathered."""
+    found: dict[str, torch.Size] = {}
+    for node in graph.nodes:
+        if node.target is collectives.together_ and node.args[0] == "all_gather":
+            for x, value in zip(node.args[1], node.meta["val"], strict=True):  # type: ignore[arg-type]
+                found[x.meta["name"]] = value.shape
+    return found

@@ -1,0 +1,93 @@
+"""`bucket`: before and after as text; what may not stand together stays apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from small_programs import APART, SHARED, Builder, lines
+from tutti.graph import collectives
+from tutti.passes import bucket as module
+from tutti.passes.bucket import bucket
+
+aten = torch.ops.aten
+HERE = ("data",)
+
+
+def _reductions(*, chained: bool = False) -> fx.Graph:
+    """Two gradients, reduced where the update needs them; `chained`: the second needs the first's sum."""
+    b = Builder()
+    x = b.given("batch.0", 4, 4, kind="batch")
+    first = b.call(aten.mul.Tensor, x, 2.0)
+    one = b.call(collectives.reduce_scatter, first, HERE, 0, 1, "sum", shape=(2, 4))
+    more = b.call(aten.sum.default, one, shape=(1,)) if chained else 1.0
+    second = b.call(aten.add.Tensor, first, more)
+    two = b.call(collectives.reduce_scatter, second, HERE, 0, 1, "sum", shape=(2, 4))
+    return b.done([], [b.call(aten.add.Tensor, one, two)])
+
+
+def test_reductions_before_and_after() -> None:
+    graph = _reductions()
+    assert lines(graph) == [
+        "mul.Tensor(%batch.0, 2.0)",
+        "reduce_scatter(%1, data, 0, 1, sum)",
+        "add.Tensor(%1, 1.0)",
+        "reduce_scatter(%3, data, 0, 1, sum)",
+        "add.Tensor(%2, %4)",
+    ]
+    assert bucket(graph, APART) == 1
+    graph.lint()
+    assert lines(graph) == [
+        "mul.Tensor(%batch.0, 2.0)",
+        "add.Tensor(%1, 1.0)",
+        "together(reduce_scatter, [%1, %2], data, [[0, 1], [0, 1]], sum)",
+        "item(%3, 0)",
+        "item(%3, 1)",
+        "add.Tensor(%4, %5)",
+    ]
+
+
+def test_what_needs_another_s_result_stays_behind_it() -> None:
+    graph = _reductions(chained=True)
+    assert bucket(graph, APART) == 0
+    graph.lint()
+
+
+def _gathers(*shape: int) -> fx.Graph:
+    """Two weights gathered at once, far before they are needed."""
+    b = Builder()
+    w, v = b.given("w", *shape), b.given("v", *shape)
+    whole = (2 * shape[0], *shape[1:])
+    one = b.call(collectives.all_gather, w, HERE, 0, 1, shape=whole)
+    two = b.call(collectives.all_gather, v, HERE, 0, 1, shape=whole)
+    x = b.call(aten.mul.Tensor, w, 3.0)
+    for _ in range(20):
+        x = b.call(aten.mul.Tensor, x, 3.0)
+    y = b.call(aten.sum.default, one, shape=(1,))
+    for _ in range(20):
+        y = b.call(aten.mul.Tensor, y, 3.0)
+    return b.done([x, b.call(aten.mul.Tensor, two, y)], [])
+
+
+def test_gathers_come_late_and_not_too_many_at_once() -> None:
+    graph = _gathers(400, 400)  # 1.28 MB each when whole
+    assert bucket(graph, APART) == 0  # the second is needed much later
+    names = [
+        n.target for n in graph.nodes if n.target is collectives.all_gather or n.args[1:] == (3.0,)
+    ]
+    assert names.index(collectives.all_gather) == 21
+
+
+def test_gathers_that_cost_no_memory_are_one() -> None:
+    graph = _gathers(400, 400)
+    assert bucket(graph, SHARED) == 1
+
+
+@pytest.mark.parametrize(("limit", "count"), [(25e6, 1), (1e6, 0)])
+def test_a_bucket_holds_so_many_bytes(
+    limit: float, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUCKET_NBYTES", limit)
+    monkeypatch.setattr(module, "SPAN", 1.0)
+    assert bucket(_gathers(400, 400), APART) == count
