@@ -3,11 +3,14 @@
     %5 = mul(%p, 0.99)            ->  %5 = mul_(%p, 0.99)
     %6 = addcdiv(%5, %m, %v)          %6 = addcdiv_(%5, %m, %v)
 
+    %7 = adamw([%p], [%g], [%m], ...)  ->  %7 = adamw_([%p], [%g], [%m], ...)
+
 So state is updated where it lies, and a step needs no second copy of weights and slots.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from functools import cache
 from typing import Any
@@ -16,7 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph import collectives
+from tutti.graph.edit import NOTES
 from tutti.graph.liveness import last_uses
+from tutti.passes.overwriting import Lists, overwriting_lists
 
 aten = torch.ops.aten
 
@@ -29,32 +34,101 @@ def in_place(graph: fx.Graph, donated: Collection[str]) -> int:
     step may overwrite them in turn.
     """
     _own_outputs(graph, _roots(graph))
-    roots = _roots(graph)
-    whole = {x: x for x, root in roots.items() if x is root}  # values that are all of their memory
-    dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    families: dict[fx.Node, list[fx.Node]] = {}
-    for node, root in roots.items():
-        families.setdefault(root, []).append(node)
+    memory = _Memory(graph, donated)
     count = 0
-    for node in graph.nodes:
-        variant = _variant(node.target) if node.op == "call_function" else None
-        x = node.args[0] if node.args else None
-        if variant is None or not isinstance(x, fx.Node) or x not in whole:
+    for node in list(graph.nodes):
+        if node.op != "call_function":
             continue
-        root = whole[x]
-        family = families[root]
-        last = max(order[dies[y]] if y in dies else len(order) for y in family)
-        others = [y for y in node.all_input_nodes if y is not x]
-        if last > order[node] or any(y in family for y in others):
-            continue
-        if not _owned(root, donated) or not _same_kind(x, node):
-            continue
-        node.target = variant
-        whole[node] = root
-        family += families.pop(node)
-        count += 1
+        lists = overwriting_lists(node.target)
+        if lists is not None:
+            count += _overwrite_lists(graph, node, memory, lists)
+        elif _overwrite(node, memory):
+            count += 1
     return count
+
+
+class _Memory:
+    """Which values share memory, and until when it is needed.
+
+    `whole` maps each value that is all of its memory to the value that the memory was made for;
+    `families` maps the latter to all that may look at it.
+    """
+
+    def __init__(self, graph: fx.Graph, donated: Collection[str]) -> None:
+        self.donated = donated
+        self.roots = _roots(graph)
+        self.whole = {x: x for x, root in self.roots.items() if x is root}
+        self.dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.families: dict[fx.Node, list[fx.Node]] = {}
+        for node, root in self.roots.items():
+            self.families.setdefault(root, []).append(node)
+
+    def free(self, x: fx.Node, node: fx.Node) -> bool:
+        """Whether nothing after `node` needs the memory that `x` is all of, and it may be overwritten."""
+        if x not in self.whole or not _owned(self.whole[x], self.donated):
+            return False
+        end, family = len(self.order), self.families[self.whole[x]]
+        last = max(self.order[self.dies[y]] if y in self.dies else end for y in family)
+        return last <= self.order[node]
+
+    def take(self, x: fx.Node, new: fx.Node) -> None:
+        """`new`, and what views it, lies where `x` lay."""
+        root = self.whole[x]
+        family = self.families.pop(new)
+        self.whole[new] = root
+        self.families[root] += family
+        for y in family:
+            self.roots[y] = root
+
+    def add(self, clone: fx.Node) -> None:
+        """A fresh value that its only user overwrites."""
+        self.roots[clone] = self.whole[clone] = clone
+        self.families[clone] = [clone]
+
+
+def _overwrite(node: fx.Node, memory: _Memory) -> bool:
+    """Let an element-by-element op write over its first operand, if that may be."""
+    variant = _variant(node.target)
+    x = node.args[0] if node.args else None
+    if variant is None or not isinstance(x, fx.Node) or not memory.free(x, node):
+        return False
+    others = [y for y in node.all_input_nodes if y is not x]
+    if any(memory.roots.get(y) is memory.roots[x] for y in others) or not _same_kind(x, node):
+        return False
+    node.target = variant
+    memory.take(x, node)
+    return True
+
+
+def _overwrite_lists(graph: fx.Graph, node: fx.Node, memory: _Memory, lists: Lists) -> int:
+    """Let an op over lists write over them; where it `clones`, what may not be is copied first."""
+    given: Any = node.args
+    operands = [y for xs in given if isinstance(xs, list | tuple) for y in xs]
+    uses = Counter(memory.roots[y] for y in operands)
+    written = [x for k in lists.written for x in given[k]]
+    free = [memory.free(x, node) and uses[memory.roots[x]] == 1 for x in written]
+    if not all(free) and not lists.clones:
+        return 0
+    own: list[fx.Node] = []
+    for x, is_free in zip(written, free, strict=True):
+        own.append(x if is_free else _cloned(graph, x, node, memory))
+    mine = iter(own)
+    node.args = tuple(
+        [next(mine) for _ in xs] if k in lists.written else xs for k, xs in enumerate(given)
+    )
+    node.target = lists.function
+    for item in node.users:
+        memory.take(own[item.args[1]], item)  # type: ignore[index]
+    return sum(free)
+
+
+def _cloned(graph: fx.Graph, x: fx.Node, before: fx.Node, memory: _Memory) -> fx.Node:
+    with graph.inserting_before(before):
+        clone = graph.call_function(aten.clone.default, (x,))
+    clone.meta = {**{k: before.meta[k] for k in NOTES if k in before.meta}, "val": x.meta["val"]}
+    memory.add(clone)
+    return clone
 
 
 def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:

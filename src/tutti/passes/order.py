@@ -15,6 +15,7 @@ from torch import fx
 
 from tutti.errors import LayoutError
 from tutti.partition.partition import Program
+from tutti.passes.fused_update import fused_update
 from tutti.passes.in_place import in_place
 from tutti.passes.target import Target
 
@@ -30,7 +31,10 @@ class Pass:
     run: Callable[[fx.Graph, Program, Target], object]
 
 
-PASSES = (Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),)
+PASSES = (
+    Pass("fused_update", lambda graph, program, target: fused_update(graph)),
+    Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
+)
 
 
 def optimized(
