@@ -15,6 +15,7 @@ from torch import fx
 
 from tutti.errors import LayoutError
 from tutti.partition.partition import Program
+from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
 from tutti.passes.in_place import in_place
 from tutti.passes.target import Target
@@ -33,6 +34,7 @@ class Pass:
 
 PASSES = (
     Pass("fused_update", lambda graph, program, target: fused_update(graph)),
+    Pass("foreach", lambda graph, program, target: foreach(graph)),
     Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
 )
 
