@@ -102,7 +102,9 @@ def test_an_update_is_the_optimizers_own_step(name: str) -> None:
         x.equal(y) for xs, ys in zip(before, kept, strict=True) for x, y in zip(xs, ys, strict=True)
     ), "the functional op changes nothing"
     over = kernel.overwriting(*before, **numbers)
-    assert all(x is y for x, y in zip(over, (x for k in kernel.written for x in before[k]), strict=True))
+    assert all(
+        x is y for x, y in zip(over, (x for k in kernel.written for x in before[k]), strict=True)
+    )
     assert all(x.equal(y) for x, y in zip(over, new, strict=True))
     for k in set(range(len(kernel.lists))) - set(kernel.written):
         assert all(x.equal(y) for x, y in zip(before[k], kept[k], strict=True)), kernel.lists[k]
@@ -123,9 +125,7 @@ def gapped(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("lie", [turned, gapped])
 @pytest.mark.parametrize("which", ["params", "grads", "exp_avgs", "all"])
-def test_tensors_may_lie_in_memory_in_any_way(
-    lie: Callable[[Tensor], Tensor], which: str
-) -> None:
+def test_tensors_may_lie_in_memory_in_any_way(lie: Callable[[Tensor], Tensor], which: str) -> None:
     kernel, numbers, optimizer = start("adamw_amsgrad_maximize")
     plain = lists_of(kernel, optimizer, played(optimizer, 1))
     other = [

@@ -26,7 +26,7 @@ STATE = frozenset({"p", "m", "q", "n"})
 class Written:
     """A graph being written: two parameters, p of shape [4, 3] and q of [5], and a learning rate."""
 
-    def __init__(self, dtypes: tuple[torch.dtype, torch.dtype] = (torch.float64,) * 2) -> None:
+    def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float64)) -> None:
         self.graph = fx.Graph()
         self.values = [torch.randn(4, 3, dtype=dtypes[0]) for _ in range(3)]
         self.values += [torch.randn(5, dtype=dtypes[1]) for _ in range(3)]

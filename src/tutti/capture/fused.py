@@ -58,9 +58,7 @@ def as_ops() -> Iterator[None]:
     """PyTorch's fused functions called inside become ops of ours, whose numbers may be symbols."""
     with contextlib.ExitStack() as stack:
         for kernel in KERNELS:
-            stack.enter_context(
-                mock.patch.object(torch, kernel.fused_name, _recording(kernel))
-            )
+            stack.enter_context(mock.patch.object(torch, kernel.fused_name, _recording(kernel)))
         yield
 
 

@@ -66,10 +66,9 @@ class Kernel:
     def has(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether PyTorch has this kernel for tensors of `device` and `dtype`."""
         key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
-        known = key is not None and dtype in _DTYPES
-        return known and torch._C._dispatch_has_kernel_for_dispatch_key(
-            f"aten::{self.fused_name}", key
-        )
+        if key is None or dtype not in _DTYPES:
+            return False
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{self.fused_name}", key)
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -134,9 +133,7 @@ _LIBRARY = torch.library.Library("tutti", "FRAGMENT")
 def _register(kernel: Kernel) -> None:
     marks = [f"(x{k}!)" if k in kernel.written else "" for k in range(len(kernel.lists))]
     lists = ", ".join(f"Tensor[] {n}" for n in kernel.lists)
-    overwritten = ", ".join(
-        f"Tensor{m}[] {n}" for m, n in zip(marks, kernel.lists, strict=True)
-    )
+    overwritten = ", ".join(f"Tensor{m}[] {n}" for m, n in zip(marks, kernel.lists, strict=True))
     # `Scalar`, since a symbol given as `float` would become a constant.
     rest = [f"Scalar {n}" for n in kernel.numbers] + [f"bool {n}" for n in kernel.switches]
     numbers = ", ".join(rest)
@@ -144,9 +141,7 @@ def _register(kernel: Kernel) -> None:
     _LIBRARY.define(f"{kernel.name}_({overwritten}, *, {numbers}) -> ()")
 
     def new(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
-        own = [
-            [x.clone() for x in xs] if k in kernel.written else xs for k, xs in enumerate(lists)
-        ]
+        own = [[x.clone() for x in xs] if k in kernel.written else xs for k, xs in enumerate(lists)]
         return kernel.overwriting(*own, **numbers)
 
     def overwrite(*lists: Sequence[Tensor], **numbers: Any) -> None:
@@ -167,5 +162,5 @@ def _register(kernel: Kernel) -> None:
 for _kernel in KERNELS:
     _register(_kernel)
 
-BY_OP = {k.op: k for k in KERNELS}
-BY_RECORDED = {k.recorded: k for k in KERNELS}
+BY_OP: dict[Any, Kernel] = {k.op: k for k in KERNELS}
+BY_RECORDED: dict[Any, Kernel] = {k.recorded: k for k in KERNELS}

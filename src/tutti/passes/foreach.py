@@ -51,7 +51,7 @@ _LISTS: dict[tuple[Any, str], Any] = {
     (aten.sign.default, "x"): aten._foreach_sign.default,
 }
 # These take `alpha` in one form only, and addcmul and addcdiv their `value` by position.
-_PLAIN = {
+_PLAIN: dict[tuple[Any, str], Any] = {
     (aten.add.Tensor, "xn"): aten._foreach_add.Scalar,
     (aten.sub.Tensor, "xn"): aten._foreach_sub.Scalar,
 }
