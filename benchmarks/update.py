@@ -13,12 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
 
-from tutti.capture import lift
+from tutti.capture.lift import hypers_of
 from tutti.capture.step import capture
 from tutti.layout import Layout, Mesh
 from tutti.partition.partition import partition
@@ -33,6 +33,13 @@ NUM_ROUNDS = 41
 Given = Sequence[Tensor]
 
 
+class Plain(AdamW):
+    """A step of its own is captured as it is."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
 def parameters(vocab: int, positions: int, width: int, layers: int) -> nn.ParameterList:
     """The weights of a GPT."""
     shapes: list[tuple[int, ...]] = [(vocab, width), (positions, width), (vocab, width)]
@@ -43,25 +50,29 @@ def parameters(vocab: int, positions: int, width: int, layers: int) -> nn.Parame
     return nn.ParameterList([nn.Parameter(torch.randn(s) * 0.02) for s in shapes])
 
 
-def train_step(model: nn.ParameterList, optimizer: torch.optim.Optimizer, *grads: Tensor) -> None:
+def train_step(model: nn.ParameterList, optimizer: Optimizer, *grads: Tensor) -> None:
     """An optimizer's step with given gradients."""
     for p, g in zip(model, grads, strict=True):
         p.grad = g
     optimizer.step()
 
 
-def captured_update(model: nn.ParameterList, grads: Given, without: Collection[str], fused: bool):
+def captured_update(
+    model: nn.ParameterList,
+    grads: Given,
+    kind: Callable[..., Optimizer],
+    without: Collection[str] = (),
+) -> tuple[Callable[[], None], int, float]:
     """A function that does one step of generated code, and how many nodes and seconds it took to make."""
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = kind(model.parameters())
     begin = time.perf_counter()
-    with mock.patch.object(lift, "qualifies", lambda one: fused and lift_qualifies(one)):
-        captured = capture(train_step, model, optimizer, grads)
+    captured = capture(train_step, model, optimizer, grads)
     program = partition(plan(captured, Layout()))
     graph = optimized(program, Target(frozenset(captured.updated)), without=without)
     code = generate(graph, captured.owner, None, Mesh(), {}).function
     seconds = time.perf_counter() - begin
     state: dict[str, Any] = {s.name: s.tensor.detach() for s in captured.state}
-    feed: dict[str, Any] = {h.name: h.value for h in lift.hypers_of(optimizer)}
+    feed: dict[str, Any] = {h.name: h.value for h in hypers_of(optimizer)}
     feed |= {f"batch.{k}": g for k, g in enumerate(grads)}
 
     def run() -> None:
@@ -71,12 +82,9 @@ def captured_update(model: nn.ParameterList, grads: Given, without: Collection[s
     return run, len(graph.nodes), seconds
 
 
-lift_qualifies = lift.qualifies
-
-
 def eager_update(model: nn.ParameterList, grads: Given) -> Callable[[], None]:
     """PyTorch's own fused step."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = AdamW(model.parameters(), fused=True)
     for p, g in zip(model, grads, strict=True):
         p.grad = g
     return optimizer.step  # type: ignore[return-value]
@@ -102,9 +110,9 @@ def main() -> None:
         num = sum(p.numel() for p in models[0])
         print(f"{title}: {len(grads)} tensors, {num / 1e6:.1f} M parameters")
         made = {
-            "loop": captured_update(models[1], grads, (), False),
-            "each": captured_update(models[2], grads, ("fused_update", "foreach"), True),
-            "joined": captured_update(models[3], grads, (), True),
+            "loop": captured_update(models[1], grads, Plain),
+            "each": captured_update(models[2], grads, AdamW, ("fused_update", "foreach")),
+            "joined": captured_update(models[3], grads, AdamW),
         }
         ways = {"eager": eager_update(models[0], grads)} | {n: m[0] for n, m in made.items()}
         found = medians(ways, NUM_ROUNDS)
