@@ -152,11 +152,12 @@ def test_a_dampened_momentum_that_has_begun() -> None:
         torch.testing.assert_close(step(*batch), want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw_fused", "sgd_momentum", "adagrad"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_fused", "sgd", "sgd_momentum", "adagrad"])
 def test_the_optimizer_is_left_as_it_was(name: str) -> None:
     model = _model()
     optimizer = VARIANTS[name](model)
     create_slots(optimizer)
+    assert bool(optimizer.state) == (name != "sgd")
     fused, foreach = (optimizer.param_groups[0][k] for k in ("fused", "foreach"))
     before, marks = copy.deepcopy(optimizer.state_dict()), set(vars(optimizer))
     groups = optimizer.param_groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -172,3 +173,18 @@ def test_a_whole_program_stays_the_same_step(
     verdict = subjects.subject(name).verdict(Layout.parse(layout))
     assert verdict.ok, str(verdict)
     assert joined[0] > 0
+
+
+def test_a_list_is_not_overwritten_that_the_one_value_for_all_lies_in() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta = {"val": torch.rand(3, dtype=torch.float64), "name": "x"}
+    scale = graph.call_function(aten.select.int, (x, 0, 0))
+    scale.meta = {"val": torch.rand((), dtype=torch.float64)}
+    new = graph.call_function(aten._foreach_mul.Tensor, ([x], scale))
+    item = graph.call_function(operator.getitem, (new, 0))
+    new.meta, item.meta = {"val": [x.meta["val"]]}, {"val": x.meta["val"]}
+    graph.output(([], [item]))
+    before = run(graph)
+    assert in_place(graph, {"x"}) == 0
+    assert all(a.equal(b) for a, b in zip(run(graph), before, strict=True))

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tutti.capture.fused import as_ops, qualifies
+from tutti.capture.fused import UNCHECKED, as_ops, qualifies
 from tutti.errors import CaptureError, TuttiError
 
 # Hyper-parameters that schedules change: inputs of the graph. Others are constants of one trace.
@@ -206,15 +206,13 @@ def _at_first(optimizer: Optimizer) -> Iterator[None]:
 
 def _place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
     """Step counts lie where a fused step, or one without a look at the host, wants them."""
-    new = {id(p) for p in fresh}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            slots, fused = optimizer.state.get(p, {}), group.get("fused")
-            count = slots.get("step")
-            if id(p) not in new or not isinstance(count, Tensor) or count.dim():
-                continue
-            if fused or ("capturable" in group and p.device.type != "cpu"):
-                slots["step"] = count.to(p.device, torch.float32 if fused else count.dtype)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for p in fresh:
+        group, slots = groups[id(p)], optimizer.state.get(p, {})
+        count, fused = slots.get("step"), group.get("fused")
+        wanted = fused or ("capturable" in group and p.device.type != "cpu")
+        if wanted and isinstance(count, Tensor):
+            slots["step"] = count.to(p.device, torch.float32 if fused else count.dtype)
 
 
 @contextlib.contextmanager
@@ -243,8 +241,8 @@ def swapped(
 ) -> Iterator[None]:
     """Model and optimizer hold `tensors` (by id of the tensor they replace) and `hypers` inside.
 
-    Inside, optimizers call PyTorch's fused kernels where they have one for all of their parameters, which
-    become ops of the graph; else they take their plain path: one tensor at a time, one form of graph.
+    Inside, optimizers call PyTorch's fused kernels, as ops of the graph, where these suit all of their
+    parameters; else they take their plain path: one tensor at a time, one form of graph.
     """
     undo: list[Any] = []
     try:
@@ -274,24 +272,19 @@ def swapped(
             if len(entry) == 3:
                 entry[0][entry[1]] = entry[2]
             else:
-                vars(entry[0]).pop(_UNCHECKED, None)
+                vars(entry[0]).pop(UNCHECKED, None)
                 vars(entry[0]).update(entry[1])
 
 
-# What a fused step notes on its optimizer.
-_UNCHECKED = "_need_device_dtype_check_for_fused"
-
-
 def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any]) -> None:
-    kept = ("state", "param_groups", _UNCHECKED)
+    kept = ("state", "param_groups", UNCHECKED)
     undo.append((one, {k: v for k, v in vars(one).items() if k in kept}))
     fused = qualifies(one)
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     groups = []
     for group in one.param_groups:
         params: list[Any] = [tensors.get(id(p), p) for p in group["params"]]
-        plain = {"foreach": False, "fused": fused}
-        plain = {k: v for k, v in plain.items() if k in group}
+        plain = {k: v for k, v in (("foreach", False), ("fused", fused)) if k in group}
         on_cpu = all(p.device.type == "cpu" for p in params)
         if "capturable" in group:
             plain["capturable"] = not on_cpu

@@ -50,14 +50,13 @@ def in_place(graph: fx.Graph, donated: Collection[str]) -> int:
 class _Memory:
     """Which values share memory, and until when it is needed.
 
-    `whole` maps each value that is all of its memory to the value that the memory was made for;
-    `families` maps the latter to all that may look at it.
+    `families` maps a value that memory is made for to all that may look at it. What overwrites a dead
+    value is the only one to look at its memory, as if it were fresh.
     """
 
     def __init__(self, graph: fx.Graph, donated: Collection[str]) -> None:
         self.donated = donated
         self.roots = _roots(graph)
-        self.whole = {x: x for x, root in self.roots.items() if x is root}
         self.dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.families: dict[fx.Node, list[fx.Node]] = {}
@@ -65,26 +64,12 @@ class _Memory:
             self.families.setdefault(root, []).append(node)
 
     def free(self, x: fx.Node, node: fx.Node) -> bool:
-        """Whether nothing after `node` needs the memory that `x` is all of, and it may be overwritten."""
-        if x not in self.whole or not _owned(self.whole[x], self.donated):
+        """Whether `x` is all of its memory, which nothing needs after `node` and may be overwritten."""
+        if self.roots.get(x) is not x or not _owned(x, self.donated):
             return False
-        end, family = len(self.order), self.families[self.whole[x]]
-        last = max(self.order[self.dies[y]] if y in self.dies else end for y in family)
+        end = len(self.order)
+        last = max(self.order[self.dies[y]] if y in self.dies else end for y in self.families[x])
         return last <= self.order[node]
-
-    def take(self, x: fx.Node, new: fx.Node) -> None:
-        """`new`, and what views it, lies where `x` lay."""
-        root = self.whole[x]
-        family = self.families.pop(new)
-        self.whole[new] = root
-        self.families[root] += family
-        for y in family:
-            self.roots[y] = root
-
-    def add(self, clone: fx.Node) -> None:
-        """A fresh value that its only user overwrites."""
-        self.roots[clone] = self.whole[clone] = clone
-        self.families[clone] = [clone]
 
 
 def _overwrite(node: fx.Node, memory: _Memory) -> bool:
@@ -94,40 +79,33 @@ def _overwrite(node: fx.Node, memory: _Memory) -> bool:
     if variant is None or not isinstance(x, fx.Node) or not memory.free(x, node):
         return False
     others = [y for y in node.all_input_nodes if y is not x]
-    if any(memory.roots.get(y) is memory.roots[x] for y in others) or not _same_kind(x, node):
+    if any(memory.roots.get(y) is x for y in others) or not _same_kind(x, node):
         return False
     node.target = variant
-    memory.take(x, node)
     return True
 
 
 def _overwrite_lists(graph: fx.Graph, node: fx.Node, memory: _Memory, lists: Lists) -> int:
     """Let an op over lists write over them; where it `clones`, what may not be is copied first."""
     given: Any = node.args
-    operands = [y for xs in given if isinstance(xs, list | tuple) for y in xs]
-    uses = Counter(memory.roots[y] for y in operands)
+    operands = [y for a in given for y in (a if isinstance(a, list | tuple) else [a])]
+    uses = Counter(memory.roots.get(y) for y in operands if isinstance(y, fx.Node))
     written = [x for k in lists.written for x in given[k]]
-    free = [memory.free(x, node) and uses[memory.roots[x]] == 1 for x in written]
+    free = [memory.free(x, node) and uses[x] == 1 for x in written]
     if not all(free) and not lists.clones:
         return 0
-    own: list[fx.Node] = []
-    for x, is_free in zip(written, free, strict=True):
-        own.append(x if is_free else _cloned(graph, x, node, memory))
-    mine = iter(own)
+    own = iter([x if ok else _cloned(graph, x, node) for x, ok in zip(written, free, strict=True)])
     node.args = tuple(
-        [next(mine) for _ in xs] if k in lists.written else xs for k, xs in enumerate(given)
+        [next(own) for _ in xs] if k in lists.written else xs for k, xs in enumerate(given)
     )
     node.target = lists.function
-    for item in node.users:
-        memory.take(own[item.args[1]], item)  # type: ignore[index]
     return sum(free)
 
 
-def _cloned(graph: fx.Graph, x: fx.Node, before: fx.Node, memory: _Memory) -> fx.Node:
+def _cloned(graph: fx.Graph, x: fx.Node, before: fx.Node) -> fx.Node:
     with graph.inserting_before(before):
         clone = graph.call_function(aten.clone.default, (x,))
     clone.meta = {**{k: before.meta[k] for k in NOTES if k in before.meta}, "val": x.meta["val"]}
-    memory.add(clone)
     return clone
 
 
