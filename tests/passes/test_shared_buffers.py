@@ -16,7 +16,8 @@ from tutti.graph import collectives
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes import shared_buffers as module
-from tutti.passes.shared_buffers import place_buffers, shared_buffers
+from tutti.passes.in_place import in_place
+from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
 
 aten = torch.ops.aten
 HERE = ("data",)
@@ -135,3 +136,15 @@ def _range(node: fx.Node) -> tuple[int, int]:
     offset: int = node.args[1]  # type: ignore[assignment]
     nbytes = node.meta["val"].nbytes
     return offset, offset + -(-nbytes // 64) * 64
+
+
+def test_nothing_is_given_out_of_a_buffer() -> None:
+    b = Builder()
+    x = b.given("batch.0", 4, 4, kind="batch")
+    total = b.call(collectives.all_reduce, b.call(aten.mm.default, x, x), HERE, "sum")
+    new = b.call(aten.mul.Tensor, total, 0.5)
+    graph = b.done([], [new])
+    shared_buffers(graph, SHARED)
+    in_place(graph, ())
+    leave_buffers(graph)
+    assert lines(graph)[-2:] == ["mul_.Tensor(%4, 0.5)", "clone(%5)"]

@@ -16,6 +16,7 @@ from tutti.capture.random_ops import RANDOM_OPS, answer
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
 from tutti.graph.edit import NOTES
+from tutti.graph.updates import BY_RECORDED, Kernel
 
 aten = torch.ops.aten
 _CARRIED = (*NOTES, "output_of")
@@ -51,6 +52,8 @@ class _Replay(fx.Interpreter):
             "aten::_foreach_"
         ):
             return apart(target, args, kwargs)
+        if target in BY_RECORDED:
+            return _one_by_one(BY_RECORDED[target], args, kwargs)
         if target in _BATCH_NORMS:
             return _batch_norm(*args)
         return super().call_function(target, args, kwargs)
@@ -111,6 +114,15 @@ def _one(
     if base in ("maximum", "minimum") and name.endswith("_"):
         return x.copy_(getattr(torch, base)(x, *rest))
     return single(x, *rest, **keys)
+
+
+def _one_by_one(kernel: Kernel, lists: Sequence[Sequence[Any]], numbers: dict[str, Any]) -> None:
+    """A fused update of many parameters as one call a parameter, so that each may be split its own way."""
+    for i in range(len(lists[0])):
+        mine = [[xs[i]] if xs else [] for xs in lists]
+        old = [x for k in kernel.written for x in mine[k]]
+        for x, new in zip(old, kernel.op(*mine, **numbers), strict=True):
+            x.copy_(new)
 
 
 def functional_graph(

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tutti.capture.fused import UNCHECKED, as_ops, qualifies
 from tutti.errors import CaptureError, TuttiError
 
 # Hyper-parameters that schedules change: inputs of the graph. Others are constants of one trace.
@@ -176,25 +177,42 @@ def create_slots(optimizer: Any) -> None:
                 p.grad = None
             for p in fresh:
                 p.grad = torch.zeros_like(p)
-            with undo, _without_hooks(one), _without_decay(one):
+            with undo, _without_hooks(one), _at_first(one):
                 one.step()
         finally:
             for p, grad in kept:
                 p.grad = grad
             undo.undo()
+        _place_counts(one, fresh)
 
 
 @contextlib.contextmanager
-def _without_decay(optimizer: Optimizer) -> Iterator[None]:
-    """Weight decay would enter a slot that starts as a copy of the gradient."""
-    kept = [(g, g["weight_decay"]) for g in optimizer.param_groups if "weight_decay" in g]
+def _at_first(optimizer: Optimizer) -> Iterator[None]:
+    """Options inside which slots get the values that they have before the first step.
+
+    Weight decay would enter a slot that starts as a copy of the gradient. Fused kernels start with slots
+    that are not set, and refuse the meta device.
+    """
+    plain = {"weight_decay": 0.0, "fused": False}
+    kept = [(g, k, g[k]) for g in optimizer.param_groups for k in plain if g.get(k)]
     try:
-        for group, _ in kept:
-            group["weight_decay"] = 0.0
+        for group, key, _ in kept:
+            group[key] = plain[key]
         yield
     finally:
-        for group, value in kept:
-            group["weight_decay"] = value
+        for group, key, value in kept:
+            group[key] = value
+
+
+def _place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
+    """Step counts lie where a fused step, or one without a look at the host, wants them."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for p in fresh:
+        group, slots = groups[id(p)], optimizer.state.get(p, {})
+        count, fused = slots.get("step"), group.get("fused")
+        wanted = fused or ("capturable" in group and p.device.type != "cpu")
+        if wanted and isinstance(count, Tensor):
+            slots["step"] = count.to(p.device, torch.float32 if fused else count.dtype)
 
 
 @contextlib.contextmanager
@@ -223,7 +241,8 @@ def swapped(
 ) -> Iterator[None]:
     """Model and optimizer hold `tensors` (by id of the tensor they replace) and `hypers` inside.
 
-    Optimizers take their plain path inside: one tensor at a time, so that the graph has one form.
+    Inside, optimizers call PyTorch's fused kernels, as ops of the graph, where these suit all of their
+    parameters; else they take their plain path: one tensor at a time, one form of graph.
     """
     undo: list[Any] = []
     try:
@@ -246,22 +265,26 @@ def swapped(
                 values = list(group[hyper.key])
                 values[hyper.item] = hypers[hyper.name]
                 group[hyper.key] = tuple(values)
-        yield
+        with as_ops():
+            yield
     finally:
         for entry in reversed(undo):
             if len(entry) == 3:
                 entry[0][entry[1]] = entry[2]
             else:
-                entry[0].state, entry[0].param_groups = entry[1]
+                vars(entry[0]).pop(UNCHECKED, None)
+                vars(entry[0]).update(entry[1])
 
 
 def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any]) -> None:
-    undo.append((one, (one.state, one.param_groups)))
+    kept = ("state", "param_groups", UNCHECKED)
+    undo.append((one, {k: v for k, v in vars(one).items() if k in kept}))
+    fused = qualifies(one)
     state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     groups = []
     for group in one.param_groups:
         params: list[Any] = [tensors.get(id(p), p) for p in group["params"]]
-        plain = {k: False for k in ("foreach", "fused") if k in group}
+        plain = {k: v for k, v in (("foreach", False), ("fused", fused)) if k in group}
         on_cpu = all(p.device.type == "cpu" for p in params)
         if "capturable" in group:
             plain["capturable"] = not on_cpu

@@ -3,11 +3,14 @@
     %5 = mul(%p, 0.99)            ->  %5 = mul_(%p, 0.99)
     %6 = addcdiv(%5, %m, %v)          %6 = addcdiv_(%5, %m, %v)
 
+    %7 = adamw([%p], [%g], [%m], ...)  ->  %7 = adamw_([%p], [%g], [%m], ...)
+
 So state is updated where it lies, and a step needs no second copy of weights and slots.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from functools import cache
 from typing import Any
@@ -17,7 +20,9 @@ from torch import Tensor, fx
 
 from tutti.graph import collectives
 from tutti.graph.aliases import roots_of
+from tutti.graph.edit import NOTES
 from tutti.graph.liveness import last_uses
+from tutti.passes.overwriting import Lists, overwriting_lists
 
 aten = torch.ops.aten
 
@@ -30,32 +35,80 @@ def in_place(graph: fx.Graph, donated: Collection[str]) -> int:
     step may overwrite them in turn.
     """
     _own_outputs(graph, roots_of(graph))
-    roots = roots_of(graph)
-    whole = {x: root for x, root in roots.items() if _fills(x, root)}
-    dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    families: dict[fx.Node, list[fx.Node]] = {}
-    for node, root in roots.items():
-        families.setdefault(root, []).append(node)
+    memory = _Memory(graph, donated)
     count = 0
-    for node in graph.nodes:
-        variant = _variant(node.target) if node.op == "call_function" else None
-        x = node.args[0] if node.args else None
-        if variant is None or not isinstance(x, fx.Node) or x not in whole:
+    for node in list(graph.nodes):
+        if node.op != "call_function":
             continue
-        root = whole[x]
-        family = families[root]
-        last = max(order[dies[y]] if y in dies else len(order) for y in family)
-        others = [y for y in node.all_input_nodes if y is not x]
-        if last > order[node] or any(y in family for y in others):
-            continue
-        if not _owned(root, donated) or not _same_kind(x, node):
-            continue
-        node.target = variant
-        whole[node] = root
-        family += families.pop(node)
-        count += 1
+        lists = overwriting_lists(node.target)
+        if lists is not None:
+            count += _overwrite_lists(graph, node, memory, lists)
+        elif _overwrite(node, memory):
+            count += 1
     return count
+
+
+class _Memory:
+    """Which values share memory, and until when it is needed.
+
+    `families` maps a value that memory is made for to all that may look at it. What overwrites a dead
+    value is the only one to look at its memory, as if it were fresh.
+    """
+
+    def __init__(self, graph: fx.Graph, donated: Collection[str]) -> None:
+        self.donated = donated
+        self.roots = roots_of(graph)
+        self.dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.families: dict[fx.Node, list[fx.Node]] = {}
+        for node, root in self.roots.items():
+            self.families.setdefault(root, []).append(node)
+
+    def free(self, x: fx.Node, node: fx.Node) -> bool:
+        """Whether `x` is all of its memory, which nothing needs after `node` and may be overwritten."""
+        root = self.roots.get(x)
+        if root is None or not _fills(x, root) or not _owned(root, self.donated):
+            return False
+        end = len(self.order)
+        last = max(self.order[self.dies[y]] if y in self.dies else end for y in self.families[root])
+        return last <= self.order[node]
+
+
+def _overwrite(node: fx.Node, memory: _Memory) -> bool:
+    """Let an element-by-element op write over its first operand, if that may be."""
+    variant = _variant(node.target)
+    x = node.args[0] if node.args else None
+    if variant is None or not isinstance(x, fx.Node) or not memory.free(x, node):
+        return False
+    others = [y for y in node.all_input_nodes if y is not x]
+    if any(memory.roots.get(y) is memory.roots[x] for y in others) or not _same_kind(x, node):
+        return False
+    node.target = variant
+    return True
+
+
+def _overwrite_lists(graph: fx.Graph, node: fx.Node, memory: _Memory, lists: Lists) -> int:
+    """Let an op over lists write over them; where it `clones`, what may not be is copied first."""
+    given: Any = node.args
+    operands = [y for a in given for y in (a if isinstance(a, list | tuple) else [a])]
+    uses = Counter(memory.roots.get(y) for y in operands if isinstance(y, fx.Node))
+    written = [x for k in lists.written for x in given[k]]
+    free = [memory.free(x, node) and uses[memory.roots[x]] == 1 for x in written]
+    if not all(free) and not lists.clones:
+        return 0
+    own = iter([x if ok else _cloned(graph, x, node) for x, ok in zip(written, free, strict=True)])
+    node.args = tuple(
+        [next(own) for _ in xs] if k in lists.written else xs for k, xs in enumerate(given)
+    )
+    node.target = lists.function
+    return sum(free)
+
+
+def _cloned(graph: fx.Graph, x: fx.Node, before: fx.Node) -> fx.Node:
+    with graph.inserting_before(before):
+        clone = graph.call_function(aten.clone.default, (x,))
+    clone.meta = {**{k: before.meta[k] for k in NOTES if k in before.meta}, "val": x.meta["val"]}
+    return clone
 
 
 def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:
@@ -66,7 +119,7 @@ def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:
     taken = {roots[x] for x in returned if isinstance(x, fx.Node) and x in roots}
     own: list[fx.Node] = []
     for x in updates:
-        elsewhere = x.op in ("placeholder", "get_attr") or roots[x].target is collectives.buffer
+        elsewhere = x.op in ("placeholder", "get_attr")
         if roots[x] is not x or x in taken or elsewhere:
             notes = dict(x.meta)
             with graph.inserting_before(output):
@@ -78,8 +131,9 @@ def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:
 
 
 def _fills(x: fx.Node, root: fx.Node) -> bool:
-    """Whether `x` is all of its memory, or a rank's part, which has no two elements at one place."""
-    return x is root or x.target is collectives.part
+    """Whether no two elements of `x` lie at one place: a fresh value, what fills a buffer, a rank's part."""
+    fills = root.target is collectives.buffer and x.meta["val"].shape == root.meta["val"].shape
+    return x is root or fills or x.target is collectives.part
 
 
 def _owned(x: fx.Node, donated: Collection[str]) -> bool:

@@ -16,8 +16,10 @@ from torch import fx
 from tutti.errors import LayoutError
 from tutti.partition.partition import Program
 from tutti.passes.bucket import bucket
+from tutti.passes.foreach import foreach
+from tutti.passes.fused_update import fused_update
 from tutti.passes.in_place import in_place
-from tutti.passes.shared_buffers import place_buffers, shared_buffers
+from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
 from tutti.passes.shared_state import shared_state, wait_for_readers
 from tutti.passes.target import Target
 
@@ -34,6 +36,8 @@ class Pass:
 
 
 PASSES = (
+    Pass("fused_update", lambda graph, program, target: fused_update(graph)),
+    Pass("foreach", lambda graph, program, target: foreach(graph)),
     Pass("bucket", lambda graph, program, target: bucket(graph, target)),
     Pass("shared_state", shared_state),
     Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
@@ -56,6 +60,7 @@ def optimized(
         if one.name not in left_out:
             one.run(graph, program, target)
     wait_for_readers(graph)
+    leave_buffers(graph)
     place_buffers(graph)
     graph.lint()
     return graph

@@ -112,6 +112,22 @@ def _embedding(graph: fx.Graph, x: fx.Node, memory: fx.Node) -> fx.Node:
     return done
 
 
+def leave_buffers(graph: fx.Graph) -> None:
+    """Clone what the program gives out of a buffer: the next call will use its memory again."""
+    roots = roots_of(graph)
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+
+    def own(x: fx.Node) -> fx.Node:
+        if x not in roots or roots[x].target is not collectives.buffer:
+            return x
+        with graph.inserting_before(output):
+            clone = graph.call_function(aten.clone.default, (x,))
+        clone.meta = dict(x.meta)
+        return clone
+
+    output.args = fx.map_arg(output.args, own)  # type: ignore[assignment]
+
+
 def place_buffers(graph: fx.Graph) -> dict[tuple[str, ...], int]:
     """Give every buffer its offset among those over the same axes; returns the bytes that they take.
 

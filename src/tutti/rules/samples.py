@@ -19,6 +19,7 @@ from tutti.rules.sample import (
     sample,
     some,
 )
+from tutti.rules.update_samples import UPDATES
 
 _CPU = torch.device("cpu")
 _F64 = torch.float64
@@ -228,4 +229,5 @@ FAMILIES = {
     "norms": NORMS,
     "images": IMAGES,
     "attention": ATTENTION,
+    "updates": UPDATES,
 }

@@ -18,6 +18,7 @@ from tutti.rules import (
     losses,
     norms,
     reductions,
+    updates,
     views,
 )
 from tutti.rules.pointwise import derived_pointwise
@@ -28,7 +29,7 @@ Entry = str | Callable[[fx.Node], Rule | None]
 TABLE: dict[Any, Entry] = {}
 _FAMILIES = (
     *(views, contraction, reductions, losses, cuts),
-    *(indexing, attention, norms, convolution),
+    *(indexing, attention, norms, convolution, updates),
 )
 for _family in _FAMILIES:
     TABLE.update(_family.RULES)

@@ -1,0 +1,84 @@
+"""Which optimizers may be traced through PyTorch's fused kernels, and how those stay in the graph."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from tutti.errors import CaptureError
+from tutti.graph.updates import KERNELS, Kernel
+
+UNCHECKED = "_need_device_dtype_check_for_fused"  # a fused step notes it on its optimizer
+_BY_NAME = {k.name: k for k in KERNELS}
+
+
+def _kernel(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
+    """The kernel that the optimizer's own `step` would call for a group, if it has one."""
+    own = inspect.unwrap(type(optimizer).step)
+    for kind, name in ((Adam, "adam"), (SGD, "sgd"), (Adagrad, "adagrad")):
+        if isinstance(optimizer, kind) and own is inspect.unwrap(kind.step):
+            return _BY_NAME["adamw" if group.get("decoupled_weight_decay") else name]
+    return None
+
+
+def qualifies(optimizer: Optimizer) -> bool:
+    """Whether a step of `optimizer` is the same step, up to rounding, with `fused=True` in each group."""
+    for group in optimizer.param_groups:
+        kernel = _kernel(optimizer, group)
+        if kernel is None or "fused" not in group or group.get("differentiable"):
+            return False
+        for p in group["params"]:
+            slots = [x for x in optimizer.state.get(p, {}).values() if isinstance(x, Tensor)]
+            if not _fits(kernel, p, slots):
+                return False
+    return True
+
+
+def _fits(kernel: Kernel, p: Tensor, slots: list[Tensor]) -> bool:
+    """Whether the kernel takes a parameter: what is on the meta device will lie where the run does."""
+    here = all(x.device == p.device or "meta" in (x.device.type, p.device.type) for x in slots)
+    device = _run_device() if p.device.type == "meta" else p.device
+    counted = torch.float32 if device.type == "cuda" else None  # a GPU reads the counts as they lie
+    same = all(x.dtype in ((p.dtype,) if x.dim() else (counted or x.dtype,)) for x in slots)
+    return here and same and p.layout == torch.strided and kernel.has(device, p.dtype)
+
+
+def _run_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextlib.contextmanager
+def as_ops() -> Iterator[None]:
+    """PyTorch's fused functions called inside become ops of ours, whose numbers may be symbols."""
+    with contextlib.ExitStack() as stack:
+        for kernel in KERNELS:
+            stack.enter_context(mock.patch.object(torch, kernel.fused_name, _recording(kernel)))
+        yield
+
+
+def _recording(kernel: Kernel) -> Callable[..., None]:
+    constants = dict(kernel.constants)
+
+    def record(*lists: Any, grad_scale: Any = None, found_inf: Any = None, **numbers: Any) -> None:
+        if grad_scale is not None or found_inf is not None:
+            raise CaptureError(
+                "the optimizer's step depends on a gradient scaler",
+                why="whether a step is skipped would have to be read from a tensor",
+                fix="train in bfloat16, which needs no scaler",
+            )
+        if any(numbers.pop(name) != value for name, value in constants.items()):
+            raise CaptureError(
+                f"{kernel.name} takes a first step of another form than the later ones",
+                why="a slot is missing: the captured step is the same at every call",
+                fix="take the first step before the model is distributed",
+            )
+        kernel.recorded(*lists, **numbers)
+
+    return record

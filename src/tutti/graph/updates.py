@@ -1,0 +1,167 @@
+"""PyTorch's fused optimizer kernels as ops of a graph: `tutti::adamw(params, grads, ...) -> new values`.
+
+    adamw([%w], [%g], [%m], [%v], [], [%t], lr=%lr, beta1=0.9, ...) -> [w', m', v']
+
+One op per kernel of `KERNELS`. Operands are lists of tensors, one entry per parameter; results are the
+new values of the lists that the kernel writes, one list after the other. A captured graph has one call
+per parameter; passes join them. Numbers may be inputs of the graph. `steps` are counted already.
+
+Each op has two forms that overwrite instead: `tutti::adamw_`, which a trace records, and
+`Kernel.overwriting`, which a finished program calls, and which returns what it has overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Lists = Sequence[Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel: its lists of tensors in order, which of them it writes, its numbers and its switches.
+
+    `constants` are arguments of PyTorch's function that are the same at every captured step.
+    """
+
+    name: str
+    lists: tuple[str, ...]
+    written: tuple[int, ...]
+    numbers: tuple[str, ...]
+    switches: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def fused_name(self) -> str:
+        """PyTorch's name of the kernel."""
+        return f"_fused_{self.name}_"
+
+    @property
+    def op(self) -> torch._ops.OpOverload:
+        """The functional op."""
+        return getattr(torch.ops.tutti, self.name).default
+
+    @property
+    def recorded(self) -> torch._ops.OpOverload:
+        """The op that overwrites and returns nothing."""
+        return getattr(torch.ops.tutti, f"{self.name}_").default
+
+    @cached_property
+    def overwriting(self) -> Callable[..., list[Tensor]]:
+        """The function that overwrites, and returns what the functional op returns."""
+
+        def overwrite(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
+            _play(self, lists, numbers)
+            return [x for k in self.written for x in lists[k]]
+
+        overwrite.__name__ = f"{self.name}_"
+        overwrite.written = self.written  # type: ignore[attr-defined]
+        return overwrite
+
+    def has(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether PyTorch has this kernel for tensors of `device` and `dtype`."""
+        key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
+        if key is None or dtype not in _DTYPES:
+            return False
+        return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{self.fused_name}", key)
+
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_ADAM = (
+    ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps"),
+    (0, 2, 3, 4),
+    ("lr", "beta1", "beta2", "weight_decay", "eps"),
+    ("amsgrad", "maximize"),
+)
+KERNELS = (
+    Kernel("adam", *_ADAM),
+    Kernel("adamw", *_ADAM),
+    Kernel(
+        "sgd",
+        ("params", "grads", "momentum_buffers"),
+        (0, 2),
+        ("weight_decay", "momentum", "lr", "dampening"),
+        ("nesterov", "maximize"),
+        (("is_first_step", False),),
+    ),
+    Kernel(
+        "adagrad",
+        ("params", "grads", "sums", "steps"),
+        (0, 2),
+        ("lr", "lr_decay", "weight_decay", "eps"),
+        ("maximize",),
+    ),
+)
+
+# Looked up once: capture puts others in their place while it traces.
+_FUSED: dict[str, Callable[..., Any]] = {k.name: getattr(torch, k.fused_name) for k in KERNELS}
+
+
+def _play(kernel: Kernel, lists: Lists, numbers: dict[str, Any]) -> None:
+    """Run the kernel, which takes it that all tensors of a parameter lie alike in memory."""
+    fused, numbers = _FUSED[kernel.name], {**numbers, **dict(kernel.constants)}
+    if all(x.is_contiguous() for xs in lists for x in xs):
+        fused(*lists, **numbers)
+        return
+    columns = [_alike([xs[i] for xs in lists if xs]) for i in range(len(lists[0]))]
+    given = [iter(c) for c in columns]
+    alike = [[next(g) for g in given] if xs else [] for xs in lists]
+    fused(*alike, **numbers)
+    for k in kernel.written:
+        for x, made in zip(lists[k], alike[k], strict=True):
+            if made is not x:
+                x.copy_(made)
+
+
+def _alike(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors of one parameter, those copied that do not lie as the parameter does."""
+    dense = torch.empty_like(tensors[0])  # keeps strides where they leave no gaps
+    return [
+        x if x.stride() == dense.stride() or x.dim() == 0 else torch.empty_like(dense).copy_(x)
+        for x in tensors
+    ]
+
+
+_LIBRARY = torch.library.Library("tutti", "FRAGMENT")
+
+
+def _register(kernel: Kernel) -> None:
+    marks = [f"(x{k}!)" if k in kernel.written else "" for k in range(len(kernel.lists))]
+    lists = ", ".join(f"Tensor[] {n}" for n in kernel.lists)
+    overwritten = ", ".join(f"Tensor{m}[] {n}" for m, n in zip(marks, kernel.lists, strict=True))
+    # `Scalar`, since a symbol given as `float` would become a constant.
+    rest = [f"Scalar {n}" for n in kernel.numbers] + [f"bool {n}" for n in kernel.switches]
+    numbers = ", ".join(rest)
+    _LIBRARY.define(f"{kernel.name}({lists}, *, {numbers}) -> Tensor[]")
+    _LIBRARY.define(f"{kernel.name}_({overwritten}, *, {numbers}) -> ()")
+
+    def new(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
+        own = [[x.clone() for x in xs] if k in kernel.written else xs for k, xs in enumerate(lists)]
+        return kernel.overwriting(*own, **numbers)
+
+    def overwrite(*lists: Sequence[Tensor], **numbers: Any) -> None:
+        _play(kernel, lists, numbers)
+
+    def fake(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
+        return [torch.empty_like(x) for k in kernel.written for x in lists[k]]
+
+    def fake_overwrite(*lists: Sequence[Tensor], **numbers: Any) -> None:
+        return None
+
+    _LIBRARY.impl(kernel.name, new, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{kernel.name}_", overwrite, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"tutti::{kernel.name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"tutti::{kernel.name}_", fake_overwrite, lib=_LIBRARY)
+
+
+for _kernel in KERNELS:
+    _register(_kernel)
+
+BY_OP: dict[Any, Kernel] = {k.op: k for k in KERNELS}
+BY_RECORDED: dict[Any, Kernel] = {k.recorded: k for k in KERNELS}

@@ -1,0 +1,100 @@
+"""`fused_update`: fused updates of single parameters with the same numbers become one over all of them.
+
+    %5 = adamw([%w], [%g], [%m], [%v], [], [%s], lr=%lr)        %9 = adamw([%w, %b], [%g, %h], ..., lr=%lr)
+    %6 = item(%5, 0)                                       ->  %6 = item(%9, 0)
+    %7 = adamw([%b], [%h], [%n], [%u], [], [%t], lr=%lr)       %8 = item(%9, 1)
+    %8 = item(%7, 0)
+
+So a step of many parameters is one call, as in PyTorch's own fused optimizers.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from tutti.graph.edit import NOTES
+from tutti.graph.updates import BY_OP
+
+
+def fused_update(graph: fx.Graph) -> int:
+    """Rewrite `graph`; returns how many calls went into others.
+
+    Calls are joined where kernel, numbers, dtype and device are the same and none needs the result of
+    another. The joint call stands where the last of them stood; what needs a result moves behind it.
+    """
+    count = 0
+    left = [n for n in graph.nodes if n.target in BY_OP]
+    while left:
+        members, after = _independent(graph, left[0])
+        if len(members) > 1:
+            _join(graph, members, after)
+            count += len(members) - 1
+        joined = set(members)
+        left = [n for n in left if n not in joined]
+    return count
+
+
+def _key(node: fx.Node) -> Any:
+    """What must be equal for two calls to be joined."""
+    if node.target not in BY_OP:
+        return None
+    lists: Any = node.args
+    val = lists[0][0].meta["val"]
+    given = tuple(bool(xs) for xs in lists)
+    return node.target, given, val.dtype, val.device, tuple(sorted(node.kwargs.items(), key=str))
+
+
+def _independent(graph: fx.Graph, first: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
+    """`first` and the later calls like it that need none of their results; and all that does."""
+    members, after, seen, key = [first], set(), {first}, _key(first)
+    node = first.next
+    while node.op != "root":
+        if any(x in seen for x in node.all_input_nodes):
+            after.add(node)
+            seen.add(node)
+        elif _key(node) == key:
+            members.append(node)
+            seen.add(node)
+        node = node.next
+    return members, after
+
+
+def _join(graph: fx.Graph, members: list[fx.Node], after: set[fx.Node]) -> None:
+    last = members[-1]
+    lists: list[Any] = [[x for m in members for x in m.args[k]] for k in range(len(last.args))]  # type: ignore[union-attr]
+    with graph.inserting_after(last):
+        joined = graph.call_function(last.target, tuple(lists), dict(last.kwargs))  # type: ignore[arg-type]
+    joined.meta = {k: members[0].meta[k] for k in NOTES if k in members[0].meta}
+    _move_behind(joined, members[0], after)
+    values: dict[int, Any] = {}
+    start = 0
+    for member in members:
+        size = len(member.args[0])  # type: ignore[arg-type]
+        place = [_place(i, size, start, len(lists[0])) for i in range(len(member.meta["val"]))]
+        values |= dict(zip(place, member.meta["val"], strict=True))
+        for user in list(member.users):
+            assert user.target is operator.getitem, user
+            user.args = (joined, place[user.args[1]])  # type: ignore[index]
+        graph.erase_node(member)
+        start += size
+    joined.meta["val"] = [values[i] for i in range(len(values))]
+
+
+def _place(index: int, size: int, start: int, total: int) -> int:
+    """Where result `index` of a call over `size` parameters is among those of one over `total`."""
+    which, i = divmod(index, size)
+    return which * total + start + i
+
+
+def _move_behind(joined: fx.Node, first: fx.Node, after: set[fx.Node]) -> None:
+    """What depends on a result and stands before `joined` comes right behind it, in its order."""
+    moved, node = [], first
+    while node is not joined:
+        if node in after:
+            moved.append(node)
+        node = node.next
+    for node in reversed(moved):
+        joined.append(node)

@@ -1,0 +1,57 @@
+"""Ops over lists of tensors, and the functions that write the same values over their operands.
+
+    _foreach_add([%a, %b], 1)  ->  _foreach_add_([%a, %b], 1)
+
+Unlike PyTorch's, these functions return what they overwrite, so that an item of the result is a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.graph.updates import BY_OP
+
+FOREACH = "aten::_foreach_"
+
+
+@dataclass(frozen=True)
+class Lists:
+    """How an op over lists may overwrite: which of its arguments, and by which function.
+
+    With `clones`, operands that may not be overwritten are copied first, since the op would copy all.
+    """
+
+    written: tuple[int, ...]
+    function: Callable[..., list[Tensor]]
+    clones: bool
+
+
+@cache
+def overwriting_lists(target: Any) -> Lists | None:
+    """How the op may overwrite, if it can."""
+    if target in BY_OP:
+        kernel = BY_OP[target]
+        return Lists(kernel.written, kernel.overwriting, True)
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name, which = target._schema.name, target._overloadname
+    packet = getattr(torch.ops.aten, f"{name.removeprefix('aten::')}_", None)
+    if not name.startswith(FOREACH) or packet is None or which not in packet.overloads():
+        return None
+    return Lists((0,), _returning(getattr(packet, which)), False)
+
+
+def _returning(op: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+    def overwrite(xs: list[Tensor], *rest: Any, **options: Any) -> list[Tensor]:
+        op(xs, *rest, **options)
+        return xs
+
+    overwrite.written = (0,)  # type: ignore[attr-defined]
+    overwrite.__name__ = str(op).removeprefix("aten.").removesuffix(".default")
+    return overwrite
