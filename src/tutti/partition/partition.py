@@ -18,7 +18,7 @@ from tutti.graph import collectives
 from tutti.graph.boundary import IDENTITIES, boundary
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Mesh, Sharding
-from tutti.partition.choose import Choice, Offer, choose
+from tutti.partition.choose import Choice, Chooser, Offer
 from tutti.partition.localize import Call, Local, emit_local, result_of
 from tutti.partition.reshard import LATENCY, route
 from tutti.propagate.boundaries import COMPUTE
@@ -79,6 +79,7 @@ class _Writer:
         self.captured = made.captured
         self.local = Local(self.captured.mode, self.mesh)
         self.program = Program(self.local.graph, self.captured, made.layout, made)
+        self.chooser = Chooser(self.mesh)
         self.versions: dict[fx.Node, list[_Version]] = {}
         self.scalars: dict[fx.Node, Any] = {}
         self.results: dict[fx.Node, tuple[fx.Node, Choice]] = {}
@@ -173,7 +174,7 @@ class _Writer:
             if x not in offers:
                 offers[x] = self._offer(x, node)
         wanted = self._wanted(node)
-        choice = choose(rule, [offers[x] for x in operands], wanted, self.mesh)
+        choice = self.chooser.choose(rule, [offers[x] for x in operands], wanted)
         for x, target in zip(operands, choice.operands, strict=True):
             self._refuse_gathered_weight(x, target, node, rule)
         locals_ = [
