@@ -51,11 +51,13 @@ def llama(num_layers: int) -> LlamaForCausalLM:
         num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=8192,
-        rope_theta=500000.0,
         use_cache=False,
     )
     with torch.device("meta"):
-        return LlamaForCausalLM(config).to(torch.bfloat16)
+        model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
@@ -99,6 +101,12 @@ def compiled(num_layers: int, batch: int, sequence: int, phases: Phases) -> Prog
     return program
 
 
+def kind_of(node: Any) -> tuple[str, str, str]:
+    """The name of a collective, its axes, and the region that it works for."""
+    region = node.meta["user"].meta.get("region", "update")
+    return node.target.__name__, "+".join(node.args[1]), region
+
+
 def describe(num_layers: int, args: argparse.Namespace) -> None:
     """Print what making the program of so many layers took, and what is in it."""
     torch.set_num_threads(1)
@@ -106,13 +114,12 @@ def describe(num_layers: int, args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     program = compiled(num_layers, args.batch, args.sequence, phases)
     wall = time.perf_counter() - begin
-    kinds = Counter(
-        (n.target.__name__, "+".join(n.args[1]), n.meta["user"].meta.get("region", "update"))
-        for n in program.collectives
-    )
+    kinds = Counter(map(kind_of, program.collectives))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     spent = "".join(f"{name} {s:.1f}  " for name, s in phases.seconds.items())
-    print(f"{num_layers} layers: {spent}total {sum(phases.seconds.values()):.1f} s (wall {wall:.1f})")
+    print(
+        f"{num_layers} layers: {spent}total {sum(phases.seconds.values()):.1f} s (wall {wall:.1f})"
+    )
     print(
         f"  peak {peak:.2f} GB, {len(program.captured.graph.nodes)} nodes captured, "
         f"{len(program.graph.nodes)} in the program, {len(program.collectives)} collectives:"
@@ -123,7 +130,7 @@ def describe(num_layers: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Each number of layers in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8, 32])
     parser.add_argument("--batch", type=int, default=128, help="(%(default)s sequences)")
     parser.add_argument("--sequence", type=int, default=4096, help="(%(default)s tokens)")

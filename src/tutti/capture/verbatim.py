@@ -23,6 +23,8 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
+_torch: Any = torch  # what `torch.func.functionalize` itself is written with
+
 
 class Copying(fx.Interpreter):
     """Replays a trace inside `functionalize` inside `make_fx`, nodes in `copyable` copied.
@@ -69,15 +71,16 @@ def _node_of(value: Any) -> fx.Node:
     """The node that recorded a value which is not about to change."""
     if isinstance(value, fx.Node):
         return value
-    plain = torch._from_functional_tensor(value) if torch._is_functional_tensor(value) else value
-    return get_proxy_slot(plain, _tracer()).proxy.node
+    if _torch._is_functional_tensor(value):
+        value = _torch._from_functional_tensor(value)
+    return get_proxy_slot(value, _tracer()).proxy.node
 
 
 def _value_of(node: fx.Node) -> Tensor:
     """A functional tensor that the trace knows as `node`."""
     tracer, fake = _tracer(), node.meta["val"]
     track_tensor_tree(fake, fx.Proxy(node, tracer), constant=None, tracer=tracer)
-    functorch = torch._C._functorch
+    functorch = _torch._C._functorch
     return functorch._wrap_functional_tensor(fake, functorch.maybe_current_level())
 
 

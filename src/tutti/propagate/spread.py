@@ -123,9 +123,7 @@ class Spread:
             changed |= self._push(x, sharding, node, outcome.ranks)
         return changed
 
-    def _push(
-        self, x: fx.Node, more: Sharding, via: fx.Node, ranks: dict[str, int]
-    ) -> bool:
+    def _push(self, x: fx.Node, more: Sharding, via: fx.Node, ranks: dict[str, int]) -> bool:
         if x in self.closed or x.op == "placeholder":
             return False
         have = self.wanted.get(x) or Sharding.whole(x.meta["val"].shape)
