@@ -13,6 +13,7 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
 from tutti.capture.random_ops import RANDOM_OPS, answer
+from tutti.capture.verbatim import Copying, copyable
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
 from tutti.graph.edit import NOTES
@@ -22,11 +23,11 @@ aten = torch.ops.aten
 _CARRIED = (*NOTES, "output_of")
 
 
-class _Replay(fx.Interpreter):
+class _Replay(Copying):
     """Runs the first trace's graph node by node, so that the second trace can carry its notes over."""
 
     def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module)
+        super().__init__(module, copyable(module.graph, _has_own_form, _BATCH_NORMS))
         self.extra_traceback = False
         self.node: fx.Node | None = None
 
@@ -65,6 +66,12 @@ _BATCH_NORMS = (
     aten.cudnn_batch_norm.default,
     aten.miopen_batch_norm.default,
 )
+
+
+def _has_own_form(target: Any) -> bool:
+    """Whether the second trace may have another form of an op than the first."""
+    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return random or target in RANDOM_OPS or "_foreach_" in str(target)
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:

@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
@@ -70,8 +72,8 @@ class Captured:
     @property
     def placeholders(self) -> dict[str, fx.Node]:
         """Placeholders by input name."""
-        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
-        return dict(zip(self.inputs, nodes, strict=True))
+        found = (n for n in self.graph.nodes if n.op == "placeholder")
+        return dict(zip(self.inputs, islice(found, len(self.inputs)), strict=True))
 
     @property
     def output(self) -> tuple[list[Any], list[fx.Node]]:
@@ -99,8 +101,9 @@ def capture(
         allow_non_fake_inputs=True,
     )
     lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode)
-    traced = lifted.trace()
-    functional = functional_graph(traced, lifted.inputs, mode)
+    with _use_lazy_graph_module(True):  # only the graphs are used: no code is made for them
+        traced = lifted.trace()
+        functional = functional_graph(traced, lifted.inputs, mode)
     captured = _collect(functional, lifted)
     lifted.refuse_constants(functional, state)
     canonicalize(captured.graph, captured.owner, mode)

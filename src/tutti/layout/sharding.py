@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -117,6 +118,17 @@ class Sharding:
     dims: tuple[Dim, ...]
     partial: tuple[tuple[str, str], ...] = ()
 
+    # A key of every table of what was worked out before: its hash is taken once.
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial))
+
+    def __reduce__(self) -> tuple[type[Sharding], tuple[object, ...]]:
+        return Sharding, (self.dims, self.partial)  # another process hashes text otherwise
+
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Sharding:
         """Every rank holds the whole tensor."""
@@ -151,15 +163,15 @@ class Sharding:
         """The global shape."""
         return tuple(math.prod(s.size for s in dim) for dim in self.dims)
 
-    @property
-    def axes(self) -> set[str]:
+    @cached_property
+    def axes(self) -> frozenset[str]:
         """Every axis that splits a dim."""
-        return {a for dim in self.dims for seg in dim for a in seg.axes}
+        return frozenset(a for dim in self.dims for seg in dim for a in seg.axes)
 
-    @property
-    def partial_axes(self) -> set[str]:
+    @cached_property
+    def partial_axes(self) -> frozenset[str]:
         """Every axis over which a reduction is due."""
-        return {axis for axis, _ in self.partial}
+        return frozenset(axis for axis, _ in self.partial)
 
     @property
     def is_whole(self) -> bool:

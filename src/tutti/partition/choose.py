@@ -66,6 +66,27 @@ class Offer:
         return route(version, target, mesh).cost * (KEPT if gathers else 1.0)
 
 
+class Chooser:
+    """Chooses for the ops of one program; calls with the same rule, offers and wishes are alike."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.known: dict[object, Choice] = {}
+
+    def choose(
+        self,
+        rule: Rule,
+        operands: Sequence[Offer],
+        results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
+    ) -> Choice:
+        """The cheapest choice, worked out once."""
+        one = list(map(id, operands))  # an operand that is used twice is one offer
+        key = (rule, tuple(operands), tuple(map(one.index, one)), tuple(results))
+        if key not in self.known:
+            self.known[key] = choose(rule, operands, results, self.mesh)
+        return self.known[key]
+
+
 def choose(
     rule: Rule,
     operands: Sequence[Offer],

@@ -23,6 +23,7 @@ class Local:
 
     def __init__(self, mode: FakeTensorMode, mesh: Mesh) -> None:
         self.graph, self.mode, self.mesh = fx.Graph(), mode, mesh
+        self._empty: dict[Any, Tensor] = {}
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, val: Any = None) -> fx.Node:
         """A node with the notes of global node `like`; without `val` it is worked out from the operands."""
@@ -35,11 +36,17 @@ class Local:
         return node
 
     def empty(self, like: Tensor, sharding: Sharding) -> Tensor:
-        """A fake local tensor of `like`'s dtype and device."""
-        with self.mode:
-            return torch.empty(
-                sharding.local_shape(self.mesh), dtype=like.dtype, device=like.device
-            )
+        """A fake local tensor of `like`'s dtype and device.
+
+        It says of what type a value is, never which memory it has: values of one type share it.
+        """
+        key = (sharding.local_shape(self.mesh), like.dtype, like.device)
+        found = self._empty.get(key)
+        if found is None:
+            with self.mode:
+                found = torch.empty(key[0], dtype=key[1], device=key[2])
+            self._empty[key] = found
+        return found
 
 
 class Call:

@@ -18,11 +18,10 @@ from tutti.graph import collectives
 from tutti.graph.boundary import IDENTITIES, boundary
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Mesh, Sharding
-from tutti.partition.choose import Choice, Offer, choose
+from tutti.partition.choose import Choice, Chooser, Offer
 from tutti.partition.localize import Call, Local, emit_local, result_of
-from tutti.partition.reshard import LATENCY, route
+from tutti.partition.values import Values
 from tutti.propagate.boundaries import COMPUTE
-from tutti.propagate.factors import project, read
 from tutti.propagate.plan import Plan
 from tutti.rules import Rule, is_tensor_call, operands_of
 from tutti.rules.rule import results_of
@@ -62,12 +61,6 @@ class Program:
         return [n for n in self.graph.nodes if n.target in collectives.COLLECTIVES]
 
 
-@dataclass
-class _Version:
-    sharding: Sharding
-    node: fx.Node
-
-
 def partition(made: Plan, *, strict: bool = False) -> Program:
     """The program of one rank. With `strict`, an op without a rule is an error instead of a warning."""
     return _Writer(made, strict).write()
@@ -79,8 +72,9 @@ class _Writer:
         self.captured = made.captured
         self.local = Local(self.captured.mode, self.mesh)
         self.program = Program(self.local.graph, self.captured, made.layout, made)
-        self.versions: dict[fx.Node, list[_Version]] = {}
+        self.chooser = Chooser(self.mesh)
         self.scalars: dict[fx.Node, Any] = {}
+        self.values = Values(made.spread, self.local, self.scalars, self.program.made)
         self.results: dict[fx.Node, tuple[fx.Node, Choice]] = {}
         self.names = {n: name for name, n in self.captured.placeholders.items()}
 
@@ -104,11 +98,6 @@ class _Writer:
         self.local.graph.lint()
         return self.program
 
-    def _keep(self, node: fx.Node, sharding: Sharding, local: fx.Node) -> None:
-        self.versions[node] = [_Version(sharding, local)]
-        local.meta.setdefault("sharding", sharding)
-        self.program.made.append((node, local, sharding))
-
     def _given(self, node: fx.Node) -> None:
         val = node.meta["val"]
         if node.op == "get_attr":
@@ -123,14 +112,14 @@ class _Writer:
         name = self.names.get(node, "")
         sharding = self.plan.storage.get(name) or Sharding.whole(val.shape)
         made.meta |= {"val": self.local.empty(val, sharding), "sharding": sharding}
-        self._keep(node, sharding, made)
+        self.values.keep(node, sharding, made)
 
     def _scalar(self, node: fx.Node) -> None:
         """Numbers are the same on every rank; a tensor read into a number must be whole."""
 
         def local(x: fx.Node) -> Any:
             if isinstance(x.meta["val"], Tensor):
-                return self._reshard(x, Sharding.whole(x.meta["val"].shape), node)
+                return self.values.reshard(x, Sharding.whole(x.meta["val"].shape), node)
             return self.scalars[x]
 
         args, kwargs = fx.map_arg(node.args, local), fx.map_arg(node.kwargs, local)
@@ -146,11 +135,10 @@ class _Writer:
         elif wanted is not None and (wanted.axes or kind.into != "update"):
             target = wanted
         else:
-            target = Sharding(self.versions[source][0].sharding.dims)
+            target = Sharding(self.values.first(source).dims)
         fresh = kind.parameter != ""
-        made = self._reshard(source, target, node, fresh=fresh)
-        self.versions[node] = [_Version(target, made)]
-        self.program.made.append((node, made, target))
+        made = self.values.reshard(source, target, node, fresh=fresh)
+        self.values.keep(node, target, made)
 
     def _getitem(self, node: fx.Node) -> None:
         parent: fx.Node = node.args[0]  # type: ignore[assignment]
@@ -161,7 +149,7 @@ class _Writer:
             )
             return
         made, choice = self.results[parent]
-        self._keep(node, choice.results[index], result_of(self.local, made, index, node))
+        self.values.keep(node, choice.results[index], result_of(self.local, made, index, node))
         if node in self.plan.held:
             self._honor(node)
 
@@ -173,16 +161,16 @@ class _Writer:
             if x not in offers:
                 offers[x] = self._offer(x, node)
         wanted = self._wanted(node)
-        choice = choose(rule, [offers[x] for x in operands], wanted, self.mesh)
+        choice = self.chooser.choose(rule, [offers[x] for x in operands], wanted)
         for x, target in zip(operands, choice.operands, strict=True):
             self._refuse_gathered_weight(x, target, node, rule)
         locals_ = [
-            self._reshard(x, s, node) for x, s in zip(operands, choice.operands, strict=True)
+            self.values.reshard(x, s, node) for x, s in zip(operands, choice.operands, strict=True)
         ]
         call = Call(self.local, node, choice, locals_, self.scalars.__getitem__)
         made = locals_[0] if node.target in IDENTITIES else emit_local(self.local, node, rule, call)
         if isinstance(node.meta["val"], Tensor):
-            self._keep(node, choice.results[0], made)
+            self.values.keep(node, choice.results[0], made)
             if node in self.plan.held:
                 self._honor(node)
         else:
@@ -192,19 +180,19 @@ class _Writer:
         """The user's word: from here on the value lies as `shard_as` or `place` says."""
         wanted = self.plan.spread.of(node)
         if wanted is not None and wanted.axes:
-            self._reshard(node, wanted, node)
-            self.versions[node].reverse()
+            self.values.reshard(node, wanted, node)
+            self.values.prefer_last(node)
 
     def _offer(self, x: fx.Node, user: fx.Node) -> Offer:
         val: Tensor = x.meta["val"]
         keeps = BATCH_AXES if user.meta.get("region") in COMPUTE else frozenset()
-        axes = self.versions[x][0].sharding.axes
+        axes = self.values.first(x).axes
         placed = bool(axes) and bool(self._weight(x))
         if placed:
             keeps = frozenset(axes)
         return Offer(
             tuple(int(n) for n in val.shape),
-            tuple(v.sharding for v in self.versions[x]),
+            self.values.shardings(x),
             self.plan.spread.of(x),
             keeps,
             len(x.users),
@@ -217,7 +205,7 @@ class _Writer:
         """A `place` that an op cannot take would be undone at every step, in silence."""
         name = self._weight(x)
         pattern = self.plan.patterns.get(name)
-        lost = self.versions[x][0].sharding.axes - target.axes
+        lost = self.values.first(x).axes - target.axes
         if pattern is None or not lost:
             return
         raise ShardingError(
@@ -256,7 +244,7 @@ class _Writer:
     def _whole_rule(self, node: fx.Node) -> Rule:
         """No rule: every operand whole, every result whole; said once, or refused."""
         operands = operands_of(node)
-        split = [x for x in operands if not self.versions[x][0].sharding.is_whole]
+        split = [x for x in operands if not self.values.first(x).is_whole]
         if split:
             where = node.meta.get("source", "")
             if self.strict:
@@ -280,92 +268,12 @@ class _Writer:
             {},
         )
 
-    def _reshard(
-        self, x: fx.Node, target: Sharding, user: fx.Node, *, fresh: bool = False
-    ) -> fx.Node:
-        """The local node of `x` lying as `target`; made at most once, and every stop on the way is kept.
-
-        `fresh` starts from the first version and keeps nothing: a weight gathered for the forward is not
-        held for the backward.
-        """
-        versions = self.versions[x][:1] if fresh else self.versions[x]
-        for version in versions:
-            if version.sharding == target:
-                return version.node
-        if self._cost(x, target) >= LATENCY:
-            self._work_out_whole(x)
-            through = None if fresh else self._through_view(x, target, user)
-            if through is not None:
-                return through
-        versions = self.versions[x][:1] if fresh else self.versions[x]
-        best = min(versions, key=lambda v: route(v.sharding, target, self.mesh).cost)
-        node = best.node
-        for step in route(best.sharding, target, self.mesh).steps:
-            function = getattr(collectives, step.kind)
-            val = self.local.empty(x.meta["val"], step.result)
-            node = self.local.call(function, (node, *step.arguments), {}, user, val)
-            node.meta |= {"sharding": step.result, "value": x, "user": user}
-            self.program.made.append((x, node, step.result))
-            if not fresh:
-                self.versions[x].append(_Version(step.result, node))
-        return node
-
-    def _through_view(self, x: fx.Node, target: Sharding, user: fx.Node) -> fx.Node | None:
-        """Reshard what `x` is a view of, and view that: all views of one value share its reshards."""
-        if x.target not in (aten.reshape.default, aten.permute.default):
-            return None
-        rule, viewed = self.plan.spread.rule(x), operands_of(x)[0]
-        assert rule is not None
-        assigned = read(rule, [(rule.results[0], target)], self.mesh)
-        shape = tuple(x.meta["val"].shape)
-        if project(rule.results[0], assigned, rule, shape, self.mesh).dims != target.dims:
-            return None
-        shape = tuple(viewed.meta["val"].shape)
-        needed = project(rule.operands[0], assigned, rule, shape, self.mesh)
-        needed = needed.with_partial(target.partial)
-        if self._cost(viewed, needed) > self._cost(x, target):
-            return None
-        source = self._reshard(viewed, needed, user)
-        choice = Choice(assigned, (needed,), (target,), 0.0)
-        call = Call(self.local, x, choice, [source], self.scalars.__getitem__)
-        made = emit_local(self.local, x, rule, call)
-        made.meta["sharding"] = target
-        self.versions[x].append(_Version(target, made))
-        self.program.made.append((x, made, target))
-        return made
-
-    def _cost(self, x: fx.Node, target: Sharding) -> float:
-        return min(route(v.sharding, target, self.mesh).cost for v in self.versions[x])
-
-    def _work_out_whole(self, x: fx.Node, depth: int = 4) -> bool:
-        """Make `x` whole without communication, where all that it depends on is whole and cheap to redo.
-
-        Masks and positions made from the batch: each rank has the batch, so it need not ask for them.
-        """
-        if any(v.sharding.is_whole for v in self.versions.get(x, ())):
-            return True
-        rule = self.plan.spread.rule(x) if is_tensor_call(x) else None
-        if rule is None or x.target is boundary or rule.reduced(0) or depth == 0:
-            return False
-        operands = operands_of(x)
-        if not isinstance(x.meta["val"], Tensor) or x.meta["val"].is_floating_point():
-            return False
-        if not all(self._work_out_whole(o, depth - 1) for o in operands):
-            return False
-        whole = [Sharding.whole(o.meta["val"].shape) for o in operands]
-        choice = Choice({}, tuple(whole), (Sharding.whole(x.meta["val"].shape),), 0.0)
-        locals_ = [self._reshard(o, w, x) for o, w in zip(operands, whole, strict=True)]
-        call = Call(self.local, x, choice, locals_, self.scalars.__getitem__)
-        made = emit_local(self.local, x, rule, call)
-        self.versions[x].append(_Version(choice.results[0], made))
-        return True
-
     def _output(self, node: fx.Node) -> None:
         both: Any = node.args[0]
         returned, updates = both
         out = [self._returned(x, node) for x in returned]
         new = [
-            self._reshard(x, self.plan.storage[name], node)
+            self.values.reshard(x, self.plan.storage[name], node)
             for x, name in zip(updates, self.captured.updated, strict=True)
         ]
         self.local.graph.output((out, new))
@@ -375,4 +283,4 @@ class _Writer:
             return x
         if not isinstance(x.meta["val"], Tensor):
             return self.scalars[x]
-        return self._reshard(x, Sharding.whole(x.meta["val"].shape), node)
+        return self.values.reshard(x, Sharding.whole(x.meta["val"].shape), node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, refines, split_dim
 from tutti.rules import Rule
@@ -70,6 +71,7 @@ def project(
     return Sharding(tuple(dims))
 
 
+@lru_cache(maxsize=65536)
 def merged(have: Sharding, more: Sharding, mesh: Mesh) -> Sharding:
     """`have` with its dims split further as in `more`, where that only adds axes that are still free."""
     used = set(have.axes)

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, fx
 
 from tutti.graph.boundary import boundary
 from tutti.layout import Mesh, Segment, Sharding
 from tutti.propagate.factors import Assignment, axes_of, merged, project, read
-from tutti.rules import Rule, is_tensor_call, operands_of, rule_of
+from tutti.rules import Rule, is_tensor_call, operands_of
+from tutti.rules.book import Book
 from tutti.rules.rule import Term
 
 # How strong the word behind a split is: where a weight is placed, against all else.
 STRONG, WEAK = 0, 1
+# How strong the word behind each axis of a tensor is, axes in order.
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an op says of its tensors: how each would lie, and how strong the word for each axis is."""
+
+    shardings: tuple[Sharding, ...]
+    ranks: dict[str, int]
 
 
 @dataclass
@@ -34,9 +47,11 @@ class Spread:
     closed: set[fx.Node] = field(default_factory=set)
     accepts: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     alias: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    rules: dict[fx.Node, Rule | None] = field(default_factory=dict)
-    _seen: dict[fx.Node, list[Sharding | None]] = field(default_factory=dict)
-    _tensors: dict[fx.Node, list[tuple[Term, fx.Node]]] = field(default_factory=dict)
+    book: Book = field(default_factory=Book)
+    outcomes: dict[tuple[Any, ...], Outcome | None] = field(default_factory=dict)
+    _tensors: dict[fx.Node, tuple[tuple[Term, ...], list[fx.Node]]] = field(default_factory=dict)
+    _around: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    _due: set[fx.Node] = field(default_factory=set)
 
     def seed(
         self, node: fx.Node, sharding: Sharding, why: str, *, closed: bool = False, rank: int = WEAK
@@ -58,80 +73,61 @@ class Spread:
 
     def rule(self, node: fx.Node) -> Rule | None:
         """The rule of a node, worked out once."""
-        if node not in self.rules:
-            self.rules[node] = rule_of(node)
-        return self.rules[node]
+        return self.book.of(node)
 
     def run(self, graph: fx.Graph) -> None:
         """Spread to a fixed point: cheap ops first, so that contractions see what settled."""
-        self._seen.clear()
-        self._tensors.clear()
         nodes = [n for n in graph.nodes if is_tensor_call(n) and n.target is not boundary]
-        nodes = [n for n in nodes if self.rule(n) is not None]
-        cheap = [n for n in nodes if not _contracts(self.rule(n))]
-        for stage in (cheap, nodes):
+        ruled = [(n, rule) for n in nodes if (rule := self.rule(n)) is not None]
+        cheap = [(n, rule) for n, rule in ruled if not _contracts(rule)]
+        self._tensors.clear()
+        self._around.clear()
+        for node, rule in ruled:
+            pairs = tensors_of(node, rule)
+            xs = [self.alias.get(x, x) for _, x in pairs]
+            self._tensors[node] = tuple(term for term, _ in pairs), xs
+            for x in xs:
+                self._around.setdefault(x, []).append(node)
+        self._due = {n for n, _ in ruled}
+        for stage in (cheap, ruled):
             while any([self._sweep(stage), self._sweep(stage[::-1])]):
                 pass
 
-    def _sweep(self, nodes: list[fx.Node]) -> bool:
+    def _sweep(self, nodes: list[tuple[fx.Node, Rule]]) -> bool:
+        """Visit, in order, the ops around which something has changed; whether one changed something."""
         changed = False
-        for node in nodes:
-            changed |= self._visit(node)
+        for node, rule in nodes:
+            if node in self._due:
+                self._due.discard(node)
+                changed |= self._visit(node, rule)
         return changed
 
-    def _visit(self, node: fx.Node) -> bool:
-        rule = self.rule(node)
-        assert rule is not None
-        tensors = self._tensors.get(node)
-        if tensors is None:
-            tensors = self._tensors[node] = tensors_of(node, rule)
-        wanted = [self.of(x) for _, x in tensors]
-        if all(map(operator.is_, wanted, self._seen.get(node, ()))) and node in self._seen:
-            return False  # nothing around it has changed
-        self._seen[node] = wanted
-        pairs = [(term, s) for (term, _), s in zip(tensors, wanted, strict=True)]
+    def _visit(self, node: fx.Node, rule: Rule) -> bool:
+        terms, xs = self._tensors[node]
+        wanted = tuple(self.wanted.get(x) for x in xs)
         if not any(s is not None and s.axes for s in wanted):
             return False
-        soft: Assignment = {}
-        prefer, ranks = self._strongest(rule, tensors)
-        assigned = read(rule, pairs, self.mesh, soft, prefer)
-        _follow(rule, assigned, soft, self.mesh)
+        ranks = tuple(
+            tuple(self.rank.get((x, axis), WEAK) for axis in sorted(s.axes)) if s else ()
+            for x, s in zip(xs, wanted, strict=True)
+        )
+        key = (rule, terms, wanted, ranks)
+        if key not in self.outcomes:
+            shapes = [tuple(x.meta["val"].shape) for x in xs]
+            self.outcomes[key] = _outcome(rule, terms, shapes, wanted, ranks, self.mesh)
+        outcome = self.outcomes[key]
+        if outcome is None:
+            return False
         changed = False
-        if assigned:
-            for term, x in tensors:
-                changed |= self._push(x, term, rule, assigned, node, ranks)
+        for x, sharding in zip(xs, outcome.shardings, strict=True):
+            changed |= self._push(x, sharding, node, outcome.ranks)
         return changed
 
-    def _strongest(
-        self, rule: Rule, tensors: list[tuple[Term, fx.Node]]
-    ) -> tuple[dict[str, str], dict[str, int]]:
-        """For each axis the factor that the strongest word splits over it, and that word's rank."""
-        prefer: dict[str, str] = {}
-        ranks: dict[str, int] = {}
-        for term, x in tensors:
-            x = self.alias.get(x, x)
-            for factor, dim in read(rule, [(term, self.wanted.get(x))], self.mesh).items():
-                for axis in axes_of(dim):
-                    rank = self.rank.get((x, axis), WEAK)
-                    if rank < ranks.get(axis, WEAK + 1):
-                        prefer[axis], ranks[axis] = factor, rank
-        return prefer, ranks
-
-    def _push(
-        self,
-        x: fx.Node,
-        term: Term,
-        rule: Rule,
-        assigned: Assignment,
-        via: fx.Node,
-        ranks: dict[str, int],
-    ) -> bool:
-        x = self.alias.get(x, x)
+    def _push(self, x: fx.Node, more: Sharding, via: fx.Node, ranks: dict[str, int]) -> bool:
         if x in self.closed or x.op == "placeholder":
             return False
-        shape = tuple(x.meta["val"].shape)
-        have = self.wanted.get(x) or Sharding.whole(shape)
-        new = merged(have, project(term, assigned, rule, shape, self.mesh), self.mesh)
+        have = self.wanted.get(x) or Sharding.whole(x.meta["val"].shape)
+        new = merged(have, more, self.mesh)
         allowed = self.accepts.get(x)
         if new.dims == have.dims or (allowed is not None and new.axes - have.axes - allowed):
             return False
@@ -139,7 +135,48 @@ class Spread:
         for axis in new.axes - have.axes:
             self.origin[x, axis] = via
             self.rank[x, axis] = ranks.get(axis, WEAK)
+        self._due.update(self._around[x])
         return True
+
+
+def _outcome(
+    rule: Rule,
+    terms: Sequence[Term],
+    shapes: Sequence[tuple[int, ...]],
+    wanted: Sequence[Sharding | None],
+    ranks: Sequence[Ranks],
+    mesh: Mesh,
+) -> Outcome | None:
+    """How the tensors of an op would lie after what is wanted of them; None where it says nothing."""
+    soft: Assignment = {}
+    prefer, strongest = _strongest(rule, terms, wanted, ranks, mesh)
+    assigned = read(rule, list(zip(terms, wanted, strict=True)), mesh, soft, prefer)
+    _follow(rule, assigned, soft, mesh)
+    if not assigned:
+        return None
+    projected = (
+        project(t, assigned, rule, shape, mesh) for t, shape in zip(terms, shapes, strict=True)
+    )
+    return Outcome(tuple(projected), strongest)
+
+
+def _strongest(
+    rule: Rule,
+    terms: Sequence[Term],
+    wanted: Sequence[Sharding | None],
+    ranks: Sequence[Ranks],
+    mesh: Mesh,
+) -> tuple[dict[str, str], dict[str, int]]:
+    """For each axis the factor that the strongest word splits over it, and that word's rank."""
+    prefer: dict[str, str] = {}
+    strongest: dict[str, int] = {}
+    for term, sharding, given in zip(terms, wanted, ranks, strict=True):
+        rank_of = dict(zip(sorted(sharding.axes), given, strict=True)) if sharding else {}
+        for factor, dim in read(rule, [(term, sharding)], mesh).items():
+            for axis in axes_of(dim):
+                if rank_of[axis] < strongest.get(axis, WEAK + 1):
+                    prefer[axis], strongest[axis] = factor, rank_of[axis]
+    return prefer, strongest
 
 
 def tensors_of(node: fx.Node, rule: Rule) -> list[tuple[Term, fx.Node]]:

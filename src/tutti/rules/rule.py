@@ -30,9 +30,9 @@ Factors = tuple[str, ...]
 Term = tuple[Factors, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
-    """How one call of an op may be split.
+    """How one call of an op may be split. A rule is equal to itself only, so that it may be a key.
 
     `operands` and `results` give for each tensor, for each dim, its factors, major to minor. `reduce`
     is the reduction due over a split factor that a result lacks; results in `apart` (a random seed) are

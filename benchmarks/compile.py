@@ -1,0 +1,146 @@
+"""What making a program takes: each phase, in seconds, for a Llama of the 8B configuration.
+
+    python benchmarks/compile.py                       # 2, 4, 8 and 32 layers
+    python benchmarks/compile.py --layers 2 --profile propagate
+
+One process, no process group; model and batch are on the meta device, so nothing is computed. Seconds
+are those of the processor, which a busy machine does not change much. Each number of layers runs in a
+process of its own, for what it takes in memory at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import multiprocessing
+import pstats
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tutti.capture.step import capture, copied
+from tutti.layout import Layout
+from tutti.partition.partition import Program, partition
+from tutti.passes.order import optimized
+from tutti.passes.target import Target
+from tutti.propagate.plan import plan
+
+LAYOUT = "data=128 tensor=8 zero=3"
+PLACE = {
+    "*.[qkv]_proj.weight": "tensor, -",
+    "*.gate_proj.weight": "tensor, -",
+    "*.up_proj.weight": "tensor, -",
+    "*.o_proj.weight": "-, tensor",
+    "*.down_proj.weight": "-, tensor",
+}
+
+
+def llama(num_layers: int) -> LlamaForCausalLM:
+    """The model of the 8B configuration with this many layers, without memory for its weights."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def train_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> Tensor:
+    """One step of pre-training, with clipping."""
+    loss = model(input_ids=tokens, labels=tokens).loss
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.detach()
+
+
+class Phases:
+    """Seconds by phase; the phase named `profiled` is profiled and printed."""
+
+    def __init__(self, profiled: str = "") -> None:
+        self.seconds: dict[str, float] = {}
+        self.profiled = profiled
+
+    def run(self, name: str, function: Callable[[], Any]) -> Any:
+        """Call `function` as the phase `name`."""
+        profile = cProfile.Profile() if name == self.profiled else None
+        begin = time.process_time()
+        result = profile.runcall(function) if profile else function()
+        self.seconds[name] = time.process_time() - begin
+        if profile:
+            pstats.Stats(profile).sort_stats("tottime").print_stats(45)
+        return result
+
+
+def compiled(num_layers: int, batch: int, sequence: int, phases: Phases) -> Program:
+    """The program of a step, made as `Step.program_of` makes it, then the passes."""
+    model = phases.run("model", lambda: llama(num_layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95))
+    tokens = torch.empty(batch, sequence, dtype=torch.int64, device="meta")
+    captured = phases.run("capture", lambda: capture(train_step, model, optimizer, (tokens,)))
+    made = phases.run("propagate", lambda: plan(copied(captured), Layout.parse(LAYOUT), PLACE))
+    program = phases.run("partition", lambda: partition(made))
+    donated = frozenset(captured.updated)
+    phases.run("passes", lambda: optimized(program, Target(donated=donated)))
+    return program
+
+
+def kind_of(node: Any) -> tuple[str, str, str]:
+    """The name of a collective, its axes, and the region that it works for."""
+    region = node.meta["user"].meta.get("region", "update")
+    return node.target.__name__, "+".join(node.args[1]), region
+
+
+def describe(num_layers: int, args: argparse.Namespace) -> None:
+    """Print what making the program of so many layers took, and what is in it."""
+    torch.set_num_threads(1)
+    phases = Phases(args.profile)
+    begin = time.perf_counter()
+    program = compiled(num_layers, args.batch, args.sequence, phases)
+    wall = time.perf_counter() - begin
+    kinds = Counter(map(kind_of, program.collectives))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    spent = "".join(f"{name} {s:.1f}  " for name, s in phases.seconds.items())
+    print(
+        f"{num_layers} layers: {spent}total {sum(phases.seconds.values()):.1f} s (wall {wall:.1f})"
+    )
+    print(
+        f"  peak {peak:.2f} GB, {len(program.captured.graph.nodes)} nodes captured, "
+        f"{len(program.graph.nodes)} in the program, {len(program.collectives)} collectives:"
+    )
+    for (kind, axes, region), count in sorted(kinds.items()):
+        print(f"  {count:>6}  {kind} over {axes} in {region}")
+
+
+def main() -> None:
+    """Each number of layers in a process of its own."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8, 32])
+    parser.add_argument("--batch", type=int, default=128, help="(%(default)s sequences)")
+    parser.add_argument("--sequence", type=int, default=4096, help="(%(default)s tokens)")
+    parser.add_argument("--profile", default="", help="a phase to profile")
+    args = parser.parse_args()
+    for num_layers in args.layers:
+        one = multiprocessing.get_context("spawn").Process(target=describe, args=(num_layers, args))
+        one.start()
+        one.join()
+
+
+if __name__ == "__main__":
+    main()

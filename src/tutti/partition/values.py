@@ -1,0 +1,143 @@
+"""The local nodes of each value of the whole step, and how to get one that lies as a user needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph import collectives
+from tutti.graph.boundary import boundary
+from tutti.layout import Sharding
+from tutti.partition.choose import Choice
+from tutti.partition.localize import Call, Local, emit_local
+from tutti.partition.reshard import LATENCY, route
+from tutti.propagate.factors import project, read
+from tutti.propagate.spread import Spread
+from tutti.rules import is_tensor_call, operands_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Version:
+    sharding: Sharding
+    node: fx.Node
+
+
+class Values:
+    """The versions of each value: local nodes that hold it, each lying in its own way.
+
+    `made` is told of every version, in order; `scalars` gives the local form of a number.
+    """
+
+    def __init__(
+        self,
+        spread: Spread,
+        local: Local,
+        scalars: dict[fx.Node, Any],
+        made: list[tuple[fx.Node, fx.Node, Sharding]],
+    ) -> None:
+        self.spread, self.local, self.mesh = spread, local, local.mesh
+        self.scalars, self.made = scalars, made
+        self.versions: dict[fx.Node, list[_Version]] = {}
+
+    def keep(self, node: fx.Node, sharding: Sharding, local: fx.Node) -> None:
+        """Make `local` the first version of `node`."""
+        self.versions[node] = [_Version(sharding, local)]
+        local.meta.setdefault("sharding", sharding)
+        self.made.append((node, local, sharding))
+
+    def first(self, node: fx.Node) -> Sharding:
+        """How the first version lies: as the op made it, or as the user asked."""
+        return self.versions[node][0].sharding
+
+    def shardings(self, node: fx.Node) -> tuple[Sharding, ...]:
+        """How each version lies."""
+        return tuple(v.sharding for v in self.versions[node])
+
+    def prefer_last(self, node: fx.Node) -> None:
+        """From here on the version made last is the first."""
+        self.versions[node].reverse()
+
+    def reshard(
+        self, x: fx.Node, target: Sharding, user: fx.Node, *, fresh: bool = False
+    ) -> fx.Node:
+        """The local node of `x` lying as `target`; made at most once, and every stop on the way is kept.
+
+        `fresh` starts from the first version and keeps nothing: a weight gathered for the forward is not
+        held for the backward.
+        """
+        versions = self.versions[x][:1] if fresh else self.versions[x]
+        for version in versions:
+            if version.sharding == target:
+                return version.node
+        if self._cost(x, target) >= LATENCY:
+            self._work_out_whole(x)
+            through = None if fresh else self._through_view(x, target, user)
+            if through is not None:
+                return through
+        versions = self.versions[x][:1] if fresh else self.versions[x]
+        best = min(versions, key=lambda v: route(v.sharding, target, self.mesh).cost)
+        node = best.node
+        for step in route(best.sharding, target, self.mesh).steps:
+            function = getattr(collectives, step.kind)
+            val = self.local.empty(x.meta["val"], step.result)
+            node = self.local.call(function, (node, *step.arguments), {}, user, val)
+            node.meta |= {"sharding": step.result, "value": x, "user": user}
+            self.made.append((x, node, step.result))
+            if not fresh:
+                self.versions[x].append(_Version(step.result, node))
+        return node
+
+    def _through_view(self, x: fx.Node, target: Sharding, user: fx.Node) -> fx.Node | None:
+        """Reshard what `x` is a view of, and view that: all views of one value share its reshards."""
+        if x.target not in (aten.reshape.default, aten.permute.default):
+            return None
+        rule, viewed = self.spread.rule(x), operands_of(x)[0]
+        assert rule is not None
+        assigned = read(rule, [(rule.results[0], target)], self.mesh)
+        shape = tuple(x.meta["val"].shape)
+        if project(rule.results[0], assigned, rule, shape, self.mesh).dims != target.dims:
+            return None
+        shape = tuple(viewed.meta["val"].shape)
+        needed = project(rule.operands[0], assigned, rule, shape, self.mesh)
+        needed = needed.with_partial(target.partial)
+        if self._cost(viewed, needed) > self._cost(x, target):
+            return None
+        source = self.reshard(viewed, needed, user)
+        choice = Choice(assigned, (needed,), (target,), 0.0)
+        call = Call(self.local, x, choice, [source], self.scalars.__getitem__)
+        made = emit_local(self.local, x, rule, call)
+        made.meta["sharding"] = target
+        self.versions[x].append(_Version(target, made))
+        self.made.append((x, made, target))
+        return made
+
+    def _cost(self, x: fx.Node, target: Sharding) -> float:
+        return min(route(v.sharding, target, self.mesh).cost for v in self.versions[x])
+
+    def _work_out_whole(self, x: fx.Node, depth: int = 4) -> bool:
+        """Make `x` whole without communication, where all that it depends on is whole and cheap to redo.
+
+        Masks and positions made from the batch: each rank has the batch, so it need not ask for them.
+        """
+        if any(v.sharding.is_whole for v in self.versions.get(x, ())):
+            return True
+        rule = self.spread.rule(x) if is_tensor_call(x) else None
+        if rule is None or x.target is boundary or rule.reduced(0) or depth == 0:
+            return False
+        operands = operands_of(x)
+        if not isinstance(x.meta["val"], Tensor) or x.meta["val"].is_floating_point():
+            return False
+        if not all(self._work_out_whole(o, depth - 1) for o in operands):
+            return False
+        whole = [Sharding.whole(o.meta["val"].shape) for o in operands]
+        choice = Choice({}, tuple(whole), (Sharding.whole(x.meta["val"].shape),), 0.0)
+        locals_ = [self.reshard(o, w, x) for o, w in zip(operands, whole, strict=True)]
+        call = Call(self.local, x, choice, locals_, self.scalars.__getitem__)
+        made = emit_local(self.local, x, rule, call)
+        self.versions[x].append(_Version(choice.results[0], made))
+        return True
