@@ -30,6 +30,7 @@ from tutti.capture.lift import (
     state_of,
     swapped,
 )
+from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.refusals import (
     clean_gradients,
     explained,
@@ -81,13 +82,19 @@ class Captured:
 
 
 def capture(
-    train_step: Callable[..., Any], model: nn.Module, optimizer: Any, batch: Sequence[Any]
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    batch: Sequence[Any],
+    *,
+    precision: str = "fp32",
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
 
     Nothing real is touched, but for the optimizer's slots: those that are missing are created.
+    `precision` is the layout's: what the forward computes in.
 
-    Raises `CaptureError` with the user's line for what cannot be captured: a branch on a tensor's value,
+    Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line for what cannot be captured: a branch on a tensor's value,
     `.item()`, a shape that depends on values.
     """
     create_slots(optimizer)
@@ -98,11 +105,17 @@ def capture(
         static_shapes=True,
         allow_non_fake_inputs=True,
     )
-    lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode)
+    lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode, precision)
     traced = lifted.trace()
     functional = functional_graph(traced, lifted.inputs, mode)
     captured = _collect(functional, lifted)
     lifted.refuse_constants(functional, state)
+    weights = {
+        s.name: s.tensor.dtype
+        for s in state
+        if s.kind == "parameter" and s.tensor.is_floating_point()
+    }
+    refuse_other_weights(precision, weights, frozenset(captured.updated))
     canonicalize(captured.graph, captured.owner, mode)
     return captured
 
@@ -119,7 +132,9 @@ class _Lifted:
         leaves: list[Any],
         spec: TreeSpec,
         mode: FakeTensorMode,
+        precision: str,
     ) -> None:
+        self.precision = precision
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
         self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
         self.hypers = hypers_of(optimizer)
@@ -168,7 +183,7 @@ class _Lifted:
         ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
             before = python_numbers(self.optimizer)
-            with _host_min_max(self.optimizer):
+            with _host_min_max(self.optimizer), computing(self.precision, self.model):
                 result = self.train_step(*args, *batch)
             grads.refuse_accumulation()
             refuse_changed_numbers(self.hypers, hypers)

@@ -34,11 +34,13 @@ class Local:
         node.meta["val"] = val
         return node
 
-    def empty(self, like: Tensor, sharding: Sharding) -> Tensor:
-        """A fake local tensor of `like`'s dtype and device."""
+    def empty(
+        self, like: Tensor, sharding: Sharding, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A fake local tensor of `like`'s device and dtype, or of another one."""
         with self.mode:
             return torch.empty(
-                sharding.local_shape(self.mesh), dtype=like.dtype, device=like.device
+                sharding.local_shape(self.mesh), dtype=dtype or like.dtype, device=like.device
             )
 
 

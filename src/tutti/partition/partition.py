@@ -21,6 +21,7 @@ from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.choose import Choice, Offer, choose
 from tutti.partition.localize import Call, Local, emit_local, result_of
 from tutti.partition.reshard import LATENCY, route
+from tutti.partition.wide import Mover
 from tutti.propagate.boundaries import COMPUTE
 from tutti.propagate.factors import project, read
 from tutti.propagate.plan import Plan
@@ -299,12 +300,9 @@ class _Writer:
                 return through
         versions = self.versions[x][:1] if fresh else self.versions[x]
         best = min(versions, key=lambda v: route(v.sharding, target, self.mesh).cost)
-        node = best.node
+        node, mover = best.node, Mover(self.local, x, user)
         for step in route(best.sharding, target, self.mesh).steps:
-            function = getattr(collectives, step.kind)
-            val = self.local.empty(x.meta["val"], step.result)
-            node = self.local.call(function, (node, *step.arguments), {}, user, val)
-            node.meta |= {"sharding": step.result, "value": x, "user": user}
+            node = mover.move(node, step)
             self.program.made.append((x, node, step.result))
             if not fresh:
                 self.versions[x].append(_Version(step.result, node))

@@ -52,7 +52,7 @@ def _record(program: Program, node: fx.Node) -> Record:
     return Record(
         kind=node.target.__name__,  # type: ignore[union-attr]
         axes=axes,
-        value=_value_name(program, value),
+        value=_value_name(program, value, user),
         cause=_cause(program, value, user),
         source=source,
         region=user.meta.get("region", "output"),
@@ -65,9 +65,12 @@ def _source(node: fx.Node) -> str:
     return node.meta.get("forward_source") or node.meta.get("source") or ""
 
 
-def _value_name(program: Program, value: fx.Node) -> str:
+def _value_name(program: Program, value: fx.Node, user: fx.Node) -> str:
     if value.meta.get("name"):
         return value.meta["name"]
+    kind = program.plan.boundaries.get(user)
+    if kind is not None and kind.parameter:
+        return kind.parameter  # the weight, cast before it is gathered
     updates = dict(zip(program.captured.output[1], program.captured.updated, strict=True))
     if value in updates:
         return f"new {updates[value]}"
