@@ -168,7 +168,8 @@ def _unknown(word: str, name: str, has_value: bool, text: object) -> LayoutError
     known = AXES + _OPTIONS
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     if name in known:
-        return LayoutError(f'"{word}" in layout "{text}" has no value', fix=f"{name}=2")
+        example = {"precision": "bf16", "schedule": "1f1b"}.get(name, "2")
+        return LayoutError(f'"{word}" in layout "{text}" has no value', fix=f"{name}={example}")
     return LayoutError(
         f'unknown word "{word}" in layout "{text}"',
         why="the words are " + " ".join(known),
