@@ -120,7 +120,9 @@ def test_words_of_later_versions_are_refused_with_the_layout_without_them(word: 
     layout.without(word).check_available()
 
 
-@pytest.mark.parametrize("text", ["", "data=2", "data=2 tensor=2 seq=2 expert=2 zero=3", "pipe=1", "precision=bf16"])
+@pytest.mark.parametrize(
+    "text", ["", "data=2", "data=2 tensor=2 seq=2 expert=2 zero=3", "pipe=1", "precision=bf16"]
+)
 def test_what_this_version_runs_is_available(text: str) -> None:
     Layout.parse(text).check_available()
 

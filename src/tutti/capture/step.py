@@ -94,8 +94,8 @@ def capture(
     Nothing real is touched, but for the optimizer's slots: those that are missing are created.
     `precision` is the layout's: what the forward computes in.
 
-    Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line for what cannot be captured: a branch on a tensor's value,
-    `.item()`, a shape that depends on values.
+    Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line
+    for what cannot be captured: a branch on a tensor's value, `.item()`, a shape that depends on values.
     """
     create_slots(optimizer)
     state = state_of(model, optimizer)

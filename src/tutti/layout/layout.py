@@ -32,7 +32,8 @@ class Layout:
 
     Axes: `replica pipe data expert seq tensor`, each with its number of ranks. Options: `zero=0..3`
     (how much state is sharded over `data`), `micro=K`, `schedule=`, `sync=`, `server=`,
-    `precision=fp32|bf16` (what the forward computes in; weights stay float32), `remat=`. Raises `LayoutError` with the nearest word for anything else.
+    `precision=fp32|bf16` (what the forward and its gradients compute in; weights, updates and sums over
+    ranks stay float32), `remat=`. Raises `LayoutError` with the nearest word for anything else.
     """
 
     axes: dict[str, int] = field(default_factory=dict)
@@ -84,7 +85,7 @@ class Layout:
         if self.precision not in PRECISIONS:
             raise LayoutError(
                 f'precision="{self.precision}" is unknown',
-                why="weights and sums over ranks are float32 always; precision is what the forward computes in",
+                why="it is what the forward computes in; weights and sums over ranks stay float32",
                 fix=", ".join(PRECISIONS),
             )
 
