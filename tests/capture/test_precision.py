@@ -180,7 +180,7 @@ class Router(nn.Module):
         return self.body(x) * gate
 
 
-def test_the_users_own_word_counts_in_every_forward() -> None:
+def test_the_users_own_word_counts_in_every_forward_and_its_backward() -> None:
     model = Router()
 
     def step(model: Router, optimizer: Any, x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ def test_the_users_own_word_counts_in_every_forward() -> None:
 
     captured = bf16(step, model, sgd(model), torch.randn(4, 8))
     kinds = {True: set[torch.dtype](), False: set[torch.dtype]()}
-    for n in matmuls(captured, "forward"):
+    for n in matmuls(captured, "forward", "backward"):
         kinds[n.meta["module"] == "gate"].add(dtype(n))
     assert kinds == {True: {torch.float32}, False: {HALF}}
 

@@ -32,21 +32,20 @@ def train(name: str, layout: str) -> tuple[list[float], set[str]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "n"),
+    ("name", "layout"),
     [
-        ("gpt", "data=2 zero=3", 2),
-        ("gpt", "tensor=2", 2),
-        ("gpt", "data=2 tensor=2 zero=1", 4),
-        ("gpt_tied", "data=2 zero=3", 2),
-        ("resnet", "data=2", 2),
+        ("gpt", "data=2 zero=3"),
+        ("gpt", "tensor=2"),
+        ("gpt_tied", "data=2 zero=3"),
+        ("resnet", "data=2"),
     ],
 )
-def test_ranks_take_the_steps_of_one_device(ranks: Ranks, name: str, layout: str, n: int) -> None:
+def test_ranks_take_the_steps_of_one_device(ranks: Ranks, name: str, layout: str) -> None:
     one, dtypes = train(name, "precision=bf16")
     plain, _ = train(name, "")
     assert dtypes <= {"torch.float32", "torch.int64"}
     assert one != plain
-    for losses, kept in ranks.run(train, name, f"{layout} precision=bf16", n=n):
+    for losses, kept in ranks.run(train, name, f"{layout} precision=bf16", n=2):
         assert_near(losses, one, rtol=5e-3)
         assert kept <= dtypes
 
