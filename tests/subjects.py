@@ -12,10 +12,10 @@ from tutti.runtime.verify import Subject, Verdict
 
 
 @cache
-def subject(name: str) -> Subject:
+def subject(name: str, precision: str = "fp32") -> Subject:
     """The case `name`, captured and compared with the eager step."""
     step, model, optimizer, batches = zoo.CASES[name].build()
-    return Subject(step, model, optimizer, batches[0])
+    return Subject(step, model, optimizer, batches[0], precision=precision)
 
 
 @lru_cache(maxsize=8)  # a program holds thousands of nodes
@@ -24,10 +24,11 @@ def program(name: str, layout: str) -> Program:
     place = zoo.CASES[name].place if "tensor" in layout else None
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        return subject(name).program(Layout.parse(layout), place)
+        parsed = Layout.parse(layout)
+        return subject(name, parsed.precision).program(parsed, place)
 
 
 def verdict(name: str, layout: str, edited: Program | None = None) -> Verdict:
     """The verdict on the case's program, or on `edited` in its place."""
     made = edited or program(name, layout)
-    return subject(name).verdict(made.layout, program=made)
+    return subject(name, made.layout.precision).verdict(made.layout, program=made)

@@ -242,7 +242,9 @@ class Step:
 
     def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, list[Guard]]:
         """The partitioned program for a batch like this one, and the guards of its capture."""
-        captured = capture(self.train_step, self.model, self.optimizer, batch)
+        captured = capture(
+            self.train_step, self.model, self.optimizer, batch, precision=self.layout.precision
+        )
         made = plan(copied(captured), self.layout, self.place, known=home.compute)
         home.compute.update(made.compute)
         return partition(made, strict=bool(os.environ.get(STRICT))), _guards(captured)

@@ -55,6 +55,17 @@ def invoke(*words: str | Path) -> Any:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
+def test_verify_and_explain_take_the_precision(script: Path) -> None:
+    """The evaluation before the first training step runs as the script has it."""
+    layout = "data=2 zero=3 precision=bf16"
+    verdict = invoke("verify", "--layout", layout, script)
+    assert verdict.exit_code == 0 and f'verify "{layout}": ok' in verdict.output
+    text = invoke("explain", "--layout", layout, script).output
+    assert re.search(r"all_gather +bf16 +data +weight for the forward", text)
+    assert re.search(r"reduce_scatter +f32 +data +gradient into the update", text)
+    assert not re.search(r"(all_reduce|reduce_scatter) +bf16", text)
+
+
 def test_verify_prints_a_verdict_and_ends_with_0(script: Path) -> None:
     result = invoke("verify", "--layout", "data=2 zero=3", script, "--epochs", "3")
     assert result.exit_code == 0, result.output

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tutti.errors import LayoutError
 from tutti.layout import Layout
-from tutti.layout.layout import AXES, PLANNED, SCHEDULES
+from tutti.layout.layout import AXES, PLANNED, PRECISIONS, SCHEDULES
 
 
 def error(text: str) -> str:
@@ -29,7 +29,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         schedule=draw(st.sampled_from(["", *SCHEDULES])),
         server=draw(st.integers(0, 2)),
         sync=draw(st.sampled_from(["", "average(every=4)", "diloco(h=8, lr=0.7)"])),
-        precision=draw(st.sampled_from(["", "bf16"])),
+        precision=draw(st.sampled_from(PRECISIONS)),
         remat=draw(st.sampled_from(["none", "full", "8GB"])),
     )
 
@@ -60,6 +60,11 @@ def test_every_word() -> None:
 def test_no_words_mean_one_device(nothing: str | None) -> None:
     layout = Layout.parse(nothing)
     assert layout.num_ranks == 1 and str(layout) == "" and layout.mesh.axes == ()
+
+
+def test_float32_is_the_precision_that_need_not_be_said() -> None:
+    assert Layout.parse("data=2 precision=fp32") == Layout.parse("data=2")
+    assert str(Layout.parse("precision=fp32 data=2")) == "data=2"
 
 
 def test_a_layout_is_itself() -> None:
@@ -93,6 +98,9 @@ def test_axes_stand_outermost_first_and_size_one_is_left_out_of_the_mesh() -> No
         ("micro=0", "not a whole number from 1", "micro=2"),
         ("schedule=fast", 'schedule="fast" is unknown', "gpipe, 1f1b, interleaved, zb"),
         ("schedule", "has no value", "schedule="),
+        ("precision=fp16", 'precision="fp16" is unknown', "fp32, bf16"),
+        ("precision=bf61", 'precision="bf61" is unknown', "fp32, bf16"),
+        ("precision=", 'in layout "precision="', "precision=bf16"),
     ],
 )
 def test_what_is_refused_and_the_advice(text: str, what: str, fix: str) -> None:
@@ -103,9 +111,7 @@ def test_what_is_refused_and_the_advice(text: str, what: str, fix: str) -> None:
 
 @pytest.mark.parametrize("word", PLANNED)
 def test_words_of_later_versions_are_refused_with_the_layout_without_them(word: str) -> None:
-    value = {"schedule": "zb", "sync": "average", "precision": "bf16", "remat": "full"}.get(
-        word, "2"
-    )
+    value = {"schedule": "zb", "sync": "average", "remat": "full"}.get(word, "2")
     layout = Layout.parse(f"data=2 {word}={value}")
     with pytest.raises(LayoutError) as caught:
         layout.check_available()
@@ -114,7 +120,9 @@ def test_words_of_later_versions_are_refused_with_the_layout_without_them(word: 
     layout.without(word).check_available()
 
 
-@pytest.mark.parametrize("text", ["", "data=2", "data=2 tensor=2 seq=2 expert=2 zero=3", "pipe=1"])
+@pytest.mark.parametrize(
+    "text", ["", "data=2", "data=2 tensor=2 seq=2 expert=2 zero=3", "pipe=1", "precision=bf16"]
+)
 def test_what_this_version_runs_is_available(text: str) -> None:
     Layout.parse(text).check_available()
 

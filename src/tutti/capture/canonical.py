@@ -12,6 +12,7 @@ from tutti.capture.rewrites import AGAIN, REWRITES, shape_list
 from tutti.graph.edit import Editor
 
 aten = torch.ops.aten
+_SHARED_VIEWS = (aten.reshape.default, aten.permute.default, aten.expand.default)
 
 
 def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> None:
@@ -23,7 +24,7 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
     for node in list(graph.nodes):
         if node.target is aten.linalg_vector_norm.default:
             _norm_of_norms(editor, node)
-    _share_views(editor)
+    _share(editor)
     erase_dead(graph)
     graph.lint()
 
@@ -53,14 +54,24 @@ def erase_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _share_views(editor: Editor) -> None:
-    """Equal views of one value in one region are one node, so that its users share its reshards."""
+def _share(editor: Editor) -> None:
+    """Equal views or casts of one value in one region are one node, so that its users share its reshards.
+
+    Of a weight they are one in the whole step: it is cast once, where it is stored, for every region.
+    """
     seen: dict[Any, fx.Node] = {}
     for node in list(editor.graph.nodes):
-        if node.target in (aten.reshape.default, aten.permute.default, aten.expand.default):
-            key = (node.target, node.args[0], tuple(node.args[1]), node.meta.get("region"))  # type: ignore[arg-type]
-            if seen.setdefault(key, node) is not node:
-                editor.replace(node, seen[key])
+        cast = node.target is aten._to_copy.default
+        if not cast and node.target not in _SHARED_VIEWS:
+            continue
+        source: Any = node.args[0]
+        region = node.meta.get("region")
+        if cast and source.meta.get("kind") == "parameter" and region in ("forward", "backward"):
+            region = ""
+        rest = tuple(node.kwargs.items()) if cast else tuple(node.args[1])  # type: ignore[arg-type]
+        key = (node.target, source, rest, region)
+        if seen.setdefault(key, node) is not node:
+            editor.replace(node, seen[key])
 
 
 def _take_regions_apart(graph: fx.Graph) -> None:

@@ -13,6 +13,14 @@ from torch import Tensor, fx
 from tutti.graph.edit import Emit
 
 aten = torch.ops.aten
+# Views as they are spelled after their rewrites.
+VIEWS = (
+    aten.reshape.default,
+    aten.permute.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+    aten.select.int,
+)
 Rewrite = Callable[[Emit, fx.Node], fx.Node | tuple[fx.Node | None, ...] | None]
 
 
@@ -27,14 +35,40 @@ def _same(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _cast(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """`_to_copy` that changes nothing goes; else only dtype and device stay."""
+    """`_to_copy` that changes nothing goes; else only dtype and device stay.
+
+    The narrower cast of a view of a weight becomes the view of the cast: one cast serves every view.
+    """
     x, val = node.args[0], node.meta["val"]
     if not isinstance(x, fx.Node):
         return None
     if x.meta["val"].dtype == val.dtype and x.meta["val"].device == val.device:
         return x
     keep = {k: v for k, v in node.kwargs.items() if k in ("dtype", "device") and v is not None}
+    if narrows(x, node) and _viewed(x).meta.get("kind") == "parameter":
+        return _cast_below(emit, x, keep)
     return emit(aten._to_copy.default, x, **keep)
+
+
+def narrows(x: fx.Node, cast: fx.Node) -> bool:
+    """Whether `cast` holds the floating values of `x` in fewer bytes."""
+    before, after = x.meta["val"].dtype, cast.meta["val"].dtype
+    both = before.is_floating_point and after.is_floating_point
+    return both and after.itemsize < before.itemsize
+
+
+def _viewed(x: fx.Node) -> fx.Node:
+    """What `x` is a view of, or `x` itself."""
+    while x.target in VIEWS:
+        x = x.args[0]  # type: ignore[assignment]
+    return x
+
+
+def _cast_below(emit: Emit, x: fx.Node, keep: dict[str, Any]) -> fx.Node:
+    """`x` cast, with the cast below the views that `x` is made of."""
+    if x.target not in VIEWS:
+        return emit(aten._to_copy.default, x, **keep)
+    return emit(x.target, _cast_below(emit, x.args[0], keep), *x.args[1:])  # type: ignore[arg-type]
 
 
 def _view(emit: Emit, node: fx.Node) -> fx.Node:

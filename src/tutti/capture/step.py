@@ -32,6 +32,7 @@ from tutti.capture.lift import (
     state_of,
     swapped,
 )
+from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.refusals import (
     clean_gradients,
     explained,
@@ -83,14 +84,20 @@ class Captured:
 
 
 def capture(
-    train_step: Callable[..., Any], model: nn.Module, optimizer: Any, batch: Sequence[Any]
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    batch: Sequence[Any],
+    *,
+    precision: str = "fp32",
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
 
     Nothing real is touched, but for the optimizer's slots: those that are missing are created.
+    `precision` is the layout's: what the forward computes in.
 
-    Raises `CaptureError` with the user's line for what cannot be captured: a branch on a tensor's value,
-    `.item()`, a shape that depends on values.
+    Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line
+    for what cannot be captured: a branch on a tensor's value, `.item()`, a shape that depends on values.
     """
     create_slots(optimizer)
     state = state_of(model, optimizer)
@@ -100,12 +107,18 @@ def capture(
         static_shapes=True,
         allow_non_fake_inputs=True,
     )
-    lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode)
+    lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode, precision)
     with _use_lazy_graph_module(True):  # only the graphs are used: no code is made for them
         traced = lifted.trace()
         functional = functional_graph(traced, lifted.inputs, mode)
     captured = _collect(functional, lifted)
     lifted.refuse_constants(functional, state)
+    weights = {
+        s.name: s.tensor.dtype
+        for s in state
+        if s.kind == "parameter" and s.tensor.is_floating_point()
+    }
+    refuse_other_weights(precision, weights, frozenset(captured.updated))
     canonicalize(captured.graph, captured.owner, mode)
     return captured
 
@@ -122,7 +135,9 @@ class _Lifted:
         leaves: list[Any],
         spec: TreeSpec,
         mode: FakeTensorMode,
+        precision: str,
     ) -> None:
+        self.precision = precision
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
         self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
         self.hypers = hypers_of(optimizer)
@@ -171,7 +186,7 @@ class _Lifted:
         ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
             before = python_numbers(self.optimizer)
-            with _host_min_max(self.optimizer):
+            with _host_min_max(self.optimizer), computing(self.precision, self.model):
                 result = self.train_step(*args, *batch)
             grads.refuse_accumulation()
             refuse_changed_numbers(self.hypers, hypers)

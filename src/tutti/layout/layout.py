@@ -16,8 +16,9 @@ AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
 # parts is gathered over `data` by one plain all-gather.
 SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb")
+PRECISIONS = ("fp32", "bf16")
 # Words of the language whose machinery is not in this version.
-PLANNED = ("replica", "pipe", "micro", "schedule", "sync", "server", "precision", "remat")
+PLANNED = ("replica", "pipe", "micro", "schedule", "sync", "server", "remat")
 
 
 def split_order(axes: Iterable[str]) -> tuple[str, ...]:
@@ -30,8 +31,9 @@ class Layout:
     """A layout, read from text such as `"data=2 tensor=4 zero=1"`; prints short and parses back.
 
     Axes: `replica pipe data expert seq tensor`, each with its number of ranks. Options: `zero=0..3`
-    (how much state is sharded over `data`), `micro=K`, `schedule=`, `sync=`, `server=`, `precision=`,
-    `remat=`. Raises `LayoutError` with the nearest word for anything else.
+    (how much state is sharded over `data`), `micro=K`, `schedule=`, `sync=`, `server=`,
+    `precision=fp32|bf16` (what the forward and its gradients compute in; weights, updates and sums over
+    ranks stay float32), `remat=`. Raises `LayoutError` with the nearest word for anything else.
     """
 
     axes: dict[str, int] = field(default_factory=dict)
@@ -40,7 +42,7 @@ class Layout:
     schedule: str = ""
     sync: str = ""
     server: int = 0
-    precision: str = ""
+    precision: str = "fp32"
     remat: str = "none"
 
     @classmethod
@@ -80,6 +82,12 @@ class Layout:
             )
         if self.schedule and self.schedule not in SCHEDULES:
             raise LayoutError(f'schedule="{self.schedule}" is unknown', fix=", ".join(SCHEDULES))
+        if self.precision not in PRECISIONS:
+            raise LayoutError(
+                f'precision="{self.precision}" is unknown',
+                why="it is what the forward computes in; weights and sums over ranks stay float32",
+                fix=", ".join(PRECISIONS),
+            )
 
     def check_available(self) -> None:
         """Refuse what the language has words for but this version cannot run."""
@@ -90,7 +98,8 @@ class Layout:
             if given:
                 raise LayoutError(
                     f'"{name}" in layout "{self}" is not available in this version',
-                    why="this version runs the axes data, tensor, seq, expert and the option zero",
+                    why="this version runs the axes data, tensor, seq, expert and the options "
+                    "zero, precision",
                     fix=f'"{rest}"' if str(rest := self.without(name)) else f"leave {name} out",
                 )
 
@@ -160,7 +169,8 @@ def _unknown(word: str, name: str, has_value: bool, text: object) -> LayoutError
     known = AXES + _OPTIONS
     near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
     if name in known:
-        return LayoutError(f'"{word}" in layout "{text}" has no value', fix=f"{name}=2")
+        example = {"precision": "bf16", "schedule": "1f1b"}.get(name, "2")
+        return LayoutError(f'"{word}" in layout "{text}" has no value', fix=f"{name}={example}")
     return LayoutError(
         f'unknown word "{word}" in layout "{text}"',
         why="the words are " + " ".join(known),

@@ -35,12 +35,14 @@ class Local:
         node.meta["val"] = val
         return node
 
-    def empty(self, like: Tensor, sharding: Sharding) -> Tensor:
-        """A fake local tensor of `like`'s dtype and device.
+    def empty(
+        self, like: Tensor, sharding: Sharding, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A fake local tensor of `like`'s device and dtype, or of another one.
 
         It says of what type a value is, never which memory it has: values of one type share it.
         """
-        key = (sharding.local_shape(self.mesh), like.dtype, like.device)
+        key = (sharding.local_shape(self.mesh), dtype or like.dtype, like.device)
         found = self._empty.get(key)
         if found is None:
             with self.mode:

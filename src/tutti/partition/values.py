@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph import collectives
 from tutti.graph.boundary import boundary
 from tutti.layout import Sharding
 from tutti.partition.choose import Choice
 from tutti.partition.localize import Call, Local, emit_local
 from tutti.partition.reshard import LATENCY, route
+from tutti.partition.wide import Mover
 from tutti.propagate.factors import project, read
 from tutti.propagate.spread import Spread
 from tutti.rules import is_tensor_call, operands_of
@@ -81,12 +81,9 @@ class Values:
                 return through
         versions = self.versions[x][:1] if fresh else self.versions[x]
         best = min(versions, key=lambda v: route(v.sharding, target, self.mesh).cost)
-        node = best.node
+        node, mover = best.node, Mover(self.local, x, user)
         for step in route(best.sharding, target, self.mesh).steps:
-            function = getattr(collectives, step.kind)
-            val = self.local.empty(x.meta["val"], step.result)
-            node = self.local.call(function, (node, *step.arguments), {}, user, val)
-            node.meta |= {"sharding": step.result, "value": x, "user": user}
+            node = mover.move(node, step)
             self.made.append((x, node, step.result))
             if not fresh:
                 self.versions[x].append(_Version(step.result, node))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
+from tutti.capture.rewrites import narrows
 from tutti.capture.step import Captured
 from tutti.graph.boundary import boundary
 
@@ -24,41 +27,90 @@ def insert_boundaries(captured: Captured) -> dict[fx.Node, Boundary]:
     """Mark every weight that enters the forward or backward and every value that enters the update.
 
     The forward and the backward get a mark each, so that a weight stored in parts may be gathered for
-    each of them and dropped in between.
+    each of them and dropped in between. A weight that is computed with in a narrower type enters as its
+    cast: the parts are cast where they are stored, and what is gathered is narrow.
     """
-    names = {node: name for name, node in captured.placeholders.items()}
-    parameters = {n for n, kind in captured.kinds.items() if kind == "parameter"}
-    new_values = dict(zip(captured.output[1], captured.updated, strict=True))
-    order = {n: i for i, n in enumerate(captured.graph.nodes)}
+    graph = captured.graph
+    weights = _weights(captured)
+    weights |= _casts(graph, weights)
+    order = {n: i for i, n in enumerate(graph.nodes)}
     found: dict[fx.Node, Boundary] = {}
-    for node in list(captured.graph.nodes):
+    for node in list(graph.nodes):
         if not isinstance(node.meta.get("val"), Tensor):
             continue
-        name = names.get(node) or new_values.get(node, "")
-        from_state = name in parameters and (
-            node.op == "placeholder" or node.meta.get("region") == "update"
-        )
-        if from_state:
+        if node in weights:
             for region in COMPUTE:
-                _mark(captured.graph, order, node, Boundary(region, name), found)
+                users = _users(node, region, weights)
+                _mark(graph, order, node, users, Boundary(region, weights[node]), found)
         elif node.op == "call_function" and node.meta.get("region") in COMPUTE:
-            _mark(captured.graph, order, node, Boundary("update"), found)
-    captured.graph.lint()
+            users = _users(node, "update", found)
+            _mark(graph, order, node, users, Boundary("update"), found)
+    graph.lint()
     return found
+
+
+def _weights(captured: Captured) -> dict[fx.Node, str]:
+    """By node the parameter that it is: the stored value, or the new one where the step goes on with it."""
+    parameters = {n for n, kind in captured.kinds.items() if kind == "parameter"}
+    new = dict(zip(captured.output[1], captured.updated, strict=True))
+    found = {n: name for n, name in new.items() if n.meta.get("region") == "update"}
+    found |= {node: name for name, node in captured.placeholders.items()}
+    return {n: name for n, name in found.items() if name in parameters}
+
+
+def _casts(graph: fx.Graph, weights: dict[fx.Node, str]) -> dict[fx.Node, str]:
+    """The narrower casts of weights, which stand before the boundary, by parameter.
+
+    In a region that uses the weight as it is stored too (a tied embedding), it is gathered once, as
+    stored, and cast behind the boundary.
+    """
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    found: dict[fx.Node, str] = {}
+    for weight, name in weights.items():
+        casts = [u for u in weight.users if _narrow_cast(u)]
+        wide = [r for r in COMPUTE if _users(weight, r, casts)]
+        for cast in casts:
+            for region in wide:
+                _cast_again(graph, order, cast, region)
+            if cast.users:
+                found[cast] = name
+            else:
+                graph.erase_node(cast)
+    return found
+
+
+def _narrow_cast(node: fx.Node) -> bool:
+    cast = node.target is torch.ops.aten._to_copy.default and node.meta.get("region") in COMPUTE
+    return cast and narrows(node.all_input_nodes[0], node)
+
+
+def _cast_again(graph: fx.Graph, order: dict[fx.Node, int], cast: fx.Node, region: str) -> None:
+    """Give the users of `cast` in `region` a cast of their own there."""
+    users = _users(cast, region, ())
+    if not users:
+        return
+    with graph.inserting_before(min(users, key=order.__getitem__)):
+        own = graph.node_copy(cast)
+    own.meta = {**cast.meta, "region": region}
+    for user in users:
+        user.replace_input_with(cast, own)
+
+
+def _users(node: fx.Node, region: str, but: Collection[fx.Node]) -> list[fx.Node]:
+    """The ops of `region` that use `node`, without those in `but`."""
+    users = [u for u in node.users if u.op == "call_function" and u not in but]
+    return [u for u in users if u.meta.get("region") == region]
 
 
 def _mark(
     graph: fx.Graph,
     order: dict[fx.Node, int],
     node: fx.Node,
+    users: list[fx.Node],
     kind: Boundary,
     found: dict[fx.Node, Boundary],
 ) -> None:
-    users = [
-        u
-        for u in node.users
-        if u.op == "call_function" and u.meta.get("region") == kind.into and u not in found
-    ]
+    """Put a mark between `node` and `users`."""
     if not users:
         return
     first = min(users, key=order.__getitem__)

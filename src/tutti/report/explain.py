@@ -21,6 +21,7 @@ from tutti.partition.partition import Program
 class Record:
     """One collective: what it does to which value, for whom, and the bytes each rank sends and holds.
 
+    `dtype` is short (`f32`): what is moved, where a sum over ranks is wider than the value.
     `nbytes` is what each rank moves by a bandwidth-optimal algorithm on its group.
     """
 
@@ -31,6 +32,7 @@ class Record:
     source: str
     region: str
     shape: tuple[int, ...]
+    dtype: str
     nbytes: int
 
 
@@ -52,22 +54,30 @@ def _record(program: Program, node: fx.Node) -> Record:
     return Record(
         kind=node.target.__name__,  # type: ignore[union-attr]
         axes=axes,
-        value=_value_name(program, value),
+        value=_value_name(program, value, user),
         cause=_cause(program, value, user),
         source=source,
         region=user.meta.get("region", "output"),
         shape=tuple(operand.shape),
+        dtype=_dtype(operand),
         nbytes=int(full * factor),
     )
+
+
+def _dtype(x: Tensor) -> str:
+    return text.SHORT.get(x.dtype, str(x.dtype))
 
 
 def _source(node: fx.Node) -> str:
     return node.meta.get("forward_source") or node.meta.get("source") or ""
 
 
-def _value_name(program: Program, value: fx.Node) -> str:
+def _value_name(program: Program, value: fx.Node, user: fx.Node) -> str:
     if value.meta.get("name"):
         return value.meta["name"]
+    kind = program.plan.boundaries.get(user)
+    if kind is not None and kind.parameter:
+        return kind.parameter  # the weight, cast before it is gathered
     updates = dict(zip(program.captured.output[1], program.captured.updated, strict=True))
     if value in updates:
         return f"new {updates[value]}"
@@ -146,7 +156,7 @@ def _layout_table(program: Program) -> str:
         rows.append(
             (
                 state.name,
-                text.SHORT.get(state.tensor.dtype, str(state.tensor.dtype)),
+                _dtype(state.tensor),
                 str(list(state.tensor.shape)),
                 _short(storage),
                 _short(compute) if compute else "",
@@ -172,14 +182,14 @@ def _collectives_table(program: Program) -> str:
     grouped: dict[tuple[str, ...], list[Record]] = {}
     for r in records(program):
         cause = r.cause.partition(" (")[0]
-        key = (os.path.basename(r.source), r.region, r.kind, "+".join(r.axes), cause)
+        key = (os.path.basename(r.source), r.region, r.kind, r.dtype, "+".join(r.axes), cause)
         grouped.setdefault(key, []).append(r)
     rows = [
         (*key, str(len(found)), format_nbytes(sum(r.nbytes for r in found)))
         for key, found in grouped.items()
     ]
     everything = [r for found in grouped.values() for r in found]
-    head = ("line", "region", "collective", "over", "cause", "count", "bytes sent")
+    head = ("line", "region", "collective", "dtype", "over", "cause", "count", "bytes sent")
     last = (
         f"{len(everything)} collectives a step, "
         f"{format_nbytes(sum(r.nbytes for r in everything))} sent by each rank"

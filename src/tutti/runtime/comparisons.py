@@ -10,6 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from tutti.capture.lift import numbers, state_of
+from tutti.capture.precision import computing
 from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.capture.step import Captured
 from tutti.graph.promote import promoted, promoted_value
@@ -159,8 +160,11 @@ class CaptureComparison:
         start: dict[str, Tensor],
         feed: dict[str, Any],
         seed: int,
+        *,
+        precision: str,
     ) -> None:
         self.captured, self.start, self.feed, self.seed = captured, start, feed, seed
+        self.precision = precision
         self.train_step, self.model, self.optimizer, self.batch = (
             train_step,
             model,
@@ -180,7 +184,11 @@ class CaptureComparison:
                 [inputs_of(self.captured, mine, self.feed)],
             )[0]
             mine |= dict(zip(self.captured.updated, new, strict=True))
-            with OurRandomness(self.seed, k) as ours, rewinding(ours):
+            with (
+                OurRandomness(self.seed, k) as ours,
+                rewinding(ours),
+                computing(self.precision, self.model),
+            ):
                 eager = tree_leaves(self.train_step(*args, *self.batch))
             for i, (a, b) in enumerate(zip(out, eager, strict=True)):
                 if isinstance(b, Tensor):

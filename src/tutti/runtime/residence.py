@@ -61,7 +61,8 @@ def residence_of(model: nn.Module, layout: Layout) -> Residence:
     home = _RESIDENCES.get(model)
     if home is None:
         home = _RESIDENCES[model] = Residence(layout)
-    if home.layout != layout:
+    # what a step computes in is no matter of where its state lives
+    if home.layout.without("precision") != layout.without("precision"):
         raise LayoutError(
             f'this model is laid out as "{home.layout}" already, not "{layout}"',
             why="all steps on one model share its shards",

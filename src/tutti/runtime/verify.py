@@ -93,12 +93,16 @@ def compare(
             why="a wrong program must differ by far more than rounding does",
             fix="leave dtype out",
         )
-    subject = Subject(train_step, model, optimizer, batch, steps=steps, seed=seed)
+    subject = Subject(
+        train_step, model, optimizer, batch, steps=steps, seed=seed, precision=layout.precision
+    )
     return subject.verdict(layout, place)
 
 
 class Subject:
     """A step to be verified under any number of layouts: captured, and compared with eager, once.
+
+    Layouts of another `precision` need a subject of their own: they compute another step.
 
     Model and optimizer are copied; the given ones stay as they are.
     """
@@ -112,21 +116,31 @@ class Subject:
         *,
         steps: int = 2,
         seed: int = 0,
+        precision: str = "fp32",
     ) -> None:
-        self.steps, self.seed = steps, seed
+        self.steps, self.seed, self.precision = steps, seed, precision
         model, optimizer = copy.deepcopy((model, optimizer))
         create_slots(optimizer)
         settle(model, optimizer, Residence(Layout()), run_device(model), seed)
-        self.captured = capture(train_step, model, optimizer, batch)
+        self.captured = capture(train_step, model, optimizer, batch, precision=precision)
         self.start = snapshot(self.captured, model, optimizer)
         self.feed = feed_of(self.captured, optimizer, batch)
         self.capture = CaptureComparison(
-            self.captured, train_step, model, optimizer, batch, self.start, self.feed, seed
+            self.captured,
+            train_step,
+            model,
+            optimizer,
+            batch,
+            self.start,
+            self.feed,
+            seed,
+            precision=precision,
         )
         self.capture.run(steps)
 
     def program(self, layout: Layout, place: Mapping[str, str] | None = None) -> Program:
         """The partitioned program under `layout`."""
+        assert layout.precision == self.precision, f"captured in {self.precision}"
         return partition(plan(copied(self.captured), layout, place))
 
     def verdict(
