@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Block, Storages
@@ -59,3 +60,9 @@ def held(graph: fx.Graph, storages: Storages) -> Iterator[tuple[fx.Node, int]]:
 def peak(graph: fx.Graph, storages: Storages) -> tuple[fx.Node, int]:
     """The node at which the most is held, and how much, as `held` counts."""
     return max(held(graph, storages), key=lambda entry: entry[1])
+
+
+def peak_with_given(graph: fx.Graph, mode: FakeTensorMode) -> int:
+    """The bytes held at the peak of `graph`, what whoever calls holds included."""
+    storages = Storages(graph, mode)
+    return peak(graph, storages)[1] + sum(block.nbytes for block in storages.given())

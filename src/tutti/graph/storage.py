@@ -61,6 +61,11 @@ class Storages:
         """Whether the block is there before the call and after it: an input or a constant."""
         return block.node.op != "call_function" or block.node.target in _CONSTANTS
 
+    def given(self) -> list[Block]:
+        """The blocks of inputs and constants."""
+        found = dict.fromkeys(b for blocks in self.of.values() for b in blocks)
+        return [b for b in found if self.is_given(b)]
+
     def made(self, node: fx.Node) -> Iterator[Block]:
         """The blocks that are new at `node` when it runs."""
         found = (block for block in self.of.get(node, ()) if block.node is node)

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from tutti.errors import LayoutError
+from tutti.graph.liveness import peak_with_given
+from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.in_place import in_place
+from tutti.passes.remat import remat
 from tutti.passes.target import Target
 
 # Names of passes to leave out, with commas.
@@ -30,7 +33,24 @@ class Pass:
     run: Callable[[fx.Graph, Program, Target], object]
 
 
-PASSES = (Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),)
+def _remat(graph: fx.Graph, program: Program, target: Target) -> None:
+    """Its budget is one of the program as it will run, with the passes that follow."""
+
+    def peak(candidate: fx.Graph) -> int:
+        later = PASSES[[one.run for one in PASSES].index(_remat) + 1 :]
+        for one in later:
+            if one.name not in left_out_by_environment():
+                one.run(candidate, program, target)
+        return peak_with_given(candidate, mode)
+
+    mode = program.captured.mode
+    remat(graph, mode, Budget.parse(program.layout.remat), peak)
+
+
+PASSES = (
+    Pass("remat", _remat),
+    Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
+)
 
 
 def optimized(

@@ -79,8 +79,7 @@ def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
     storages = Storages(graph, program.captured.mode)
     at, call_nbytes = peak(graph, storages)
     kinds = _Kinds(graph, storages)
-    given = [b for blocks in storages.of.values() for b in blocks if storages.is_given(b)]
-    live = [*dict.fromkeys(given), *_live_at(at, graph, storages)]
+    live = [*storages.given(), *_live_at(at, graph, storages)]
     nbytes: Counter[str] = Counter()
     for block in live:
         nbytes[kinds.of(block)] += block.nbytes
