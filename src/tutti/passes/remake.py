@@ -9,7 +9,6 @@ backward                         backward  %9 = mm(%x, %w)
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import Tensor, fx
 from torch.fx.node import map_arg
@@ -68,6 +67,23 @@ def remake(graph: fx.Graph, kept: Collection[fx.Node]) -> int:
     return remaker.count
 
 
+def sources(graph: fx.Graph, kept: Collection[fx.Node]) -> set[fx.Node]:
+    """What of the forward the backward would read where it is, were only `kept` kept."""
+    users = (n for n in graph.nodes if n.meta.get("region") == "backward")
+    stack = [x for user in users for x in user.all_input_nodes if is_forward(x)]
+    lasting, seen, found = state_only(graph), set[fx.Node](), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen or not is_forward(node):
+            continue
+        seen.add(node)
+        if node in kept or not is_remakeable(node):
+            found.add(node)
+        elif node not in lasting:
+            stack += node.all_input_nodes
+    return found
+
+
 class _Remaker:
     def __init__(self, graph: fx.Graph, kept: Collection[fx.Node]) -> None:
         self.graph, self.kept, self.count = graph, kept, 0
@@ -121,15 +137,14 @@ class _Remaker:
 def _twins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Nodes of the forward that the backward has too: the same collective on the same state."""
     lasting = state_only(graph)
-    first: dict[Any, fx.Node] = {}
-    key_of: dict[fx.Node, Any] = {}
+    first: dict[str, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
     twins: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node not in lasting or node.op != "call_function":
             continue
-        args, kwargs = map_arg((node.args, node.kwargs), lambda x: key_of.get(x, x))
-        key = key_of[node] = f"{node.target} {args} {kwargs}"
-        original = first.setdefault(key, node)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: same.get(x, x))
+        original = same[node] = first.setdefault(f"{node.target} {args} {kwargs}", node)
         if is_forward(original) and node.meta.get("region") == "backward":
             twins.setdefault(original, node)
     return twins

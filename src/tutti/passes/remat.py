@@ -9,7 +9,7 @@ random numbers are a function of seed, step and position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -22,7 +22,7 @@ from tutti.graph import collectives
 from tutti.graph.draw import draw
 from tutti.graph.storage import Block, Storages
 from tutti.layout.budget import Budget, nbytes_text
-from tutti.passes.remake import is_forward, is_remakeable, remake
+from tutti.passes.remake import is_forward, is_remakeable, remake, sources
 from tutti.passes.segments import kept_blocks
 
 aten = torch.ops.aten
@@ -30,6 +30,8 @@ aten = torch.ops.aten
 # Work of an element that an op makes, in floating-point operations: most ops wait for memory, and
 # random bits are hashed.
 _ELEMENT, _RANDOM = 32, 256
+# Among so many plans a number of bytes is looked for.
+_NUM_PLANS = 32
 # Ops that PyTorch's own table of formulas lacks.
 _SAME_WORK = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention
@@ -62,6 +64,7 @@ class _Plans:
                 self.values.setdefault(block, []).append(node)
         self.read = {b for b in self.values if is_forward(b.node) and self._is_read(b)}
         self.lasting = kept_blocks(graph, self.storages)
+        self.everything = self.read | self.lasting
         droppable = [b for b in self.read - self.lasting if is_remakeable(b.node)]
         place = {node: i for i, node in enumerate(graph.nodes)}
         work = {b: self._work(b) for b in droppable}
@@ -72,18 +75,17 @@ class _Plans:
 
     def kept(self, num_dropped: int) -> set[fx.Node]:
         """The values of the forward that the backward reads where they are."""
-        blocks = (self.read | self.lasting) - set(self.order[:num_dropped])
+        blocks = (self.everything - set(self.order[:num_dropped])) | set(self.storages.given())
         return {n for n, found in self.storages.of.items() if found and blocks.issuperset(found)}
 
     def _work(self, block: Block) -> float:
         """Work of making a block again from what else is kept, in floating-point operations."""
-        blocks = (self.read | self.lasting) - {block}
         seen: set[fx.Node] = set()
         stack, work = [block.node], 0.0
         while stack:
             node = stack.pop()
-            known = blocks.issuperset(self.storages.of.get(node, ()))
-            if node in seen or not is_remakeable(node) or (known and self.storages.of.get(node)):
+            known = node is not block.node and self.everything.issuperset(self.storages.of[node])
+            if node in seen or not is_remakeable(node) or known:
                 continue
             seen.add(node)
             work += self._work_of(node)
@@ -102,43 +104,45 @@ class _Plans:
         return float(count(*args, **kwargs, out_val=self.storages.fakes[node]))
 
     def fewest(self, budget: Budget, peak: Callable[[fx.Graph], int]) -> int:
-        """The least number of dropped blocks with which the budget is kept."""
+        """The least number of dropped blocks with which the budget is kept.
+
+        To predict a peak takes a copy of the graph and a fake run, so that a number of bytes is looked
+        for among a few plans only.
+        """
+        every = len(self.order)
         if budget.share is not None:
-            return self._first(
-                lambda k: self._left(k) / max(1, self._left(0)), budget, budget.share
-            )
+            whole = max(1, self._left(0))
+            return _first(range(every + 1), lambda k: self._left(k) / whole, budget, budget.share)
         if budget.nbytes is not None:
-            return self._first(lambda k: peak(self._with(k)[0]), budget, budget.nbytes)
-        return len(self.order)
+            plans = sorted({every * k // _NUM_PLANS for k in range(_NUM_PLANS + 1)})
+            return _first(plans, lambda k: peak(self._with(k)), budget, budget.nbytes)
+        return every
 
-    def _first(self, size: Callable[[int], float], budget: Budget, limit: float) -> int:
-        """Bisection: what is held falls, nearly always, the more is dropped."""
-        low, high = 0, len(self.order)
-        if size(low) <= limit:
-            return low
-        least = size(high)
-        if least > limit:
-            raise _too_small(budget, least)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if size(middle) <= limit else (middle, high)
-        return high
-
-    def _with(self, num_dropped: int) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-        """A copy of the graph under a plan, and where each of its nodes went."""
+    def _with(self, num_dropped: int) -> fx.Graph:
+        """A copy of the graph under a plan."""
         copy, mapped = fx.Graph(), {}
         copy.output(copy.graph_copy(self.graph, mapped))
         remake(copy, {mapped[n] for n in self.kept(num_dropped)})
-        return copy, mapped
+        return copy
 
     def _left(self, num_dropped: int) -> int:
-        """Bytes that the forward leaves for the backward."""
-        _, mapped = self._with(num_dropped)
-        return sum(
-            block.nbytes
-            for block in self.read | self.lasting
-            if any(_read_by_backward(mapped[x]) for x in self.values[block])
-        )
+        """Bytes that the forward leaves for the backward under a plan."""
+        left = sources(self.graph, self.kept(num_dropped))
+        return sum(b.nbytes for b in {b for x in left for b in self.storages.of[x]})
+
+
+def _first(plans: Sequence[int], size: Callable[[int], float], budget: Budget, limit: float) -> int:
+    """Bisection: what is held falls, nearly always, the more is dropped."""
+    if size(plans[0]) <= limit:
+        return plans[0]
+    least = size(plans[-1])
+    if least > limit:
+        raise _too_small(budget, least)
+    low, high = 0, len(plans) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if size(plans[middle]) <= limit else (middle, high)
+    return plans[high]
 
 
 def _read_by_backward(node: fx.Node) -> bool:

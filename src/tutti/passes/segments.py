@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,22 +74,19 @@ class _Cutter:
             sizes[v.start] += v.block.nbytes * v.read
         self.crossing = list(itertools.accumulate(steps))[:num_nodes]
         self.read = [0, *itertools.accumulate(sizes)]
-        self.places = self._narrow_places()
+        self.places = self._narrow_places({i for v in lives for i in (v.start, v.end)})
         self.since: dict[int, tuple[list[int], list[int]]] = {}
         for c in self.places:
             over = sorted((v.start, v.block.nbytes) for v in lives if v.start <= c < v.end)
             sums = [0, *itertools.accumulate(n for _, n in over)]
             self.since[c] = [start for start, _ in over], sums
 
-    def _narrow_places(self) -> list[int]:
-        """Positions after which more crosses than before: the ends of each fall."""
-        found, fallen = [], False
-        for i, (now, then) in enumerate(itertools.pairwise(self.crossing)):
-            if fallen and then > now:
-                found.append(i)
-            fallen = then < now or (fallen and then == now)
-        narrow = sorted(found, key=self.crossing.__getitem__)[:_NUM_PLACES]
-        return sorted(narrow)
+    def _narrow_places(self, events: set[int]) -> list[int]:
+        """Positions where no more crosses than before and after; one where the same values cross."""
+        ends = [i for i in range(self.num_nodes - 1) if i + 1 in events]
+        sizes = [math.inf, *(self.crossing[i] for i in ends), math.inf]
+        found = [i for k, i in enumerate(ends) if sizes[k] >= sizes[k + 1] <= sizes[k + 2]]
+        return sorted(sorted(found, key=self.crossing.__getitem__)[:_NUM_PLACES])
 
     def chosen(self) -> list[int]:
         """The cuts under which the least is held, fewest of those that are equal."""
