@@ -33,7 +33,7 @@ from tutti.planner.memory import predict
 from tutti.runtime.measure import peak_nbytes
 
 
-def deep_gpt(num_layers: int = 8) -> tuple[Any, ...]:
+def deep_gpt(num_layers: int = 5) -> tuple[Any, ...]:
     """A GPT whose activations are most of its memory, with dropout."""
     make = partial(zoo_models.GPT, dim=16, seq=64, num_layers=num_layers, dropout=0.1)
     return zoo.build(make, partial(zoo_steps.token_batch, seq=64))

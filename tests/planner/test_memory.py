@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import math
 import sys
@@ -31,7 +32,7 @@ from tutti.planner.memory import predict
 from tutti.runtime.measure import peak_nbytes
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-import gpt
+gpt: Any = importlib.import_module("gpt")
 
 aten = torch.ops.aten
 TOLERANCE = 0.05
@@ -89,7 +90,7 @@ def released_here() -> Iterator[None]:
 
     def waiting(move: Callable[..., Any]) -> Callable[..., Any]:
         def moved(*args: Any, **kwargs: Any) -> Any:
-            tensors = [x for x in args if isinstance(x, Tensor)]
+            tensors: list[Any] = [x for x in args if isinstance(x, Tensor)]
             before = [x._use_count() for x in tensors]
             result = move(*args, **kwargs)
             while [x._use_count() for x in tensors] != before:

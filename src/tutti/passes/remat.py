@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -96,7 +97,7 @@ class _Plans:
         made = sum(b.nbytes for b in self.storages.made(node))
         if node.target in (draw, collectives.draw_part):
             return float(_RANDOM * made)
-        packet = getattr(node.target, "overloadpacket", None)
+        packet: Any = getattr(node.target, "overloadpacket", None)
         count = flop_registry.get(_SAME_WORK.get(packet, packet))
         if count is None:
             return float(_ELEMENT * made / 4)
