@@ -31,6 +31,7 @@ from tutti.report.explain import Record, records
 from tutti.report.explain import explain as explain_program
 from tutti.runtime import checkpoint
 from tutti.runtime.execute import Execution
+from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.ranks import LAYOUT, ensure_process_group
 from tutti.runtime.residence import (
     Residence,
@@ -131,6 +132,7 @@ class _Compiled:
     program: Program
     execution: Execution
     guards: list[Guard] = field(default_factory=list)
+    measured: int | None = None
 
 
 class Step:
@@ -302,8 +304,22 @@ class Step:
         return records(self.program)
 
     def explain(self, *, tensor: str | None = None, graph: bool = False) -> str:
-        """Where every tensor lives, every collective and why, as text."""
-        return explain_program(self.program, tensor=tensor, graph=graph)
+        """Where every tensor lives, the predicted memory, every collective and why, as text.
+
+        After `measure`, the measured memory stands beside the predicted one.
+        """
+        measured = self._last.measured if self._last is not None else None
+        return explain_program(self.program, tensor=tensor, graph=graph, measured=measured)
+
+    def measure(self, *batch: Any) -> Any:
+        """One step, as a call, that notes the most memory it takes (bytes above what was held before it).
+
+        Call it after a first plain step: a first call captures. On a CPU it runs under PyTorch's profiler.
+        """
+        nbytes, result = peak_nbytes(lambda: self(*batch), run_device(self.model))
+        if self._last is not None:
+            self._last.measured = nbytes
+        return result
 
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s."""

@@ -12,6 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
 NOTES = ("source", "forward_source", "module", "region", "stream")
+# On a node that computes again what the forward has computed: the note of the first time.
+REMADE = "remade"
 
 
 def value_of(x: Any) -> Any:

@@ -1,8 +1,14 @@
-"""How long each value of a graph is needed."""
+"""How long each value of a graph is needed, and how many bytes are held meanwhile."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from tutti.graph.scratch import borrowed
+from tutti.graph.storage import Block, Storages
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -15,3 +21,48 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 last.setdefault(node, []).append(x)
             seen.add(x)
     return last
+
+
+def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[Block]]:
+    """For each node the blocks that are given back after it: no value in them is needed any more.
+
+    What inputs and constants hold is never given back, nor is what the output needs.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    end: dict[Block, int] = {}
+    for node, dead in last_uses(graph).items():
+        for x in dead:
+            for block in storages.of.get(x, ()):
+                end[block] = max(end.get(block, 0), order[node])
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    kept = {block for x in output.all_input_nodes for block in storages.of[x]}
+    nodes = list(graph.nodes)
+    freed: dict[fx.Node, list[Block]] = {}
+    for block, i in end.items():
+        if block not in kept and not storages.is_given(block):
+            freed.setdefault(nodes[i], []).append(block)
+    return freed
+
+
+def held(graph: fx.Graph, storages: Storages) -> Iterator[tuple[fx.Node, int]]:
+    """Each node with the bytes held while it runs: what is needed yet, what it makes and borrows.
+
+    Inputs and constants are not counted: whoever calls holds them.
+    """
+    freed = last_holders(graph, storages)
+    live = 0
+    for node in graph.nodes:
+        live += sum(block.nbytes for block in storages.made(node))
+        yield node, live + borrowed(node, storages)
+        live -= sum(block.nbytes for block in freed.get(node, ()))
+
+
+def peak(graph: fx.Graph, storages: Storages) -> tuple[fx.Node, int]:
+    """The node at which the most is held, and how much, as `held` counts."""
+    return max(held(graph, storages), key=lambda entry: entry[1])
+
+
+def peak_with_given(graph: fx.Graph, mode: FakeTensorMode) -> int:
+    """The bytes held at the peak of `graph`, what whoever calls holds included."""
+    storages = Storages(graph, mode)
+    return peak(graph, storages)[1] + sum(block.nbytes for block in storages.given())

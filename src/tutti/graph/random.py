@@ -40,7 +40,7 @@ _MUL1_64, _MUL2_64 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 # Elements hashed at a time: on a CPU, two scratch blocks of int32 that stay in the second-level
 # cache; elsewhere it only bounds the scratch memory.
-_CHUNK_CPU, _CHUNK = 2**17, 2**26
+CHUNK_CPU, _CHUNK = 2**17, 2**26
 # Up to so many elements a block keeps its hash inputs whole: there an op costs more than its work.
 _SMALL = 2**15
 
@@ -167,7 +167,7 @@ def _draw(
     rows, inner = _keys(key, block)
     num_rows, num_cols = len(block.rows), len(block.cols)
     flat = out.view(num_rows, num_cols)
-    chunk = _CHUNK_CPU if out.device.type == "cpu" else _CHUNK
+    chunk = CHUNK_CPU if out.device.type == "cpu" else _CHUNK
     if out.numel() <= chunk:
         finish(*_hash(rows + block.cols, inner, block.constants), flat)
         return out

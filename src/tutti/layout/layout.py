@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 
 from tutti.errors import LayoutError
+from tutti.layout.budget import Budget
 from tutti.layout.mesh import Mesh
 
 # Outermost first: ranks that differ in the last axis stand next to each other, on the fastest links.
@@ -18,7 +19,7 @@ SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb")
 PRECISIONS = ("fp32", "bf16")
 # Words of the language whose machinery is not in this version.
-PLANNED = ("replica", "pipe", "micro", "schedule", "sync", "server", "remat")
+PLANNED = ("replica", "pipe", "micro", "schedule", "sync", "server")
 
 
 def split_order(axes: Iterable[str]) -> tuple[str, ...]:
@@ -31,9 +32,11 @@ class Layout:
     """A layout, read from text such as `"data=2 tensor=4 zero=1"`; prints short and parses back.
 
     Axes: `replica pipe data expert seq tensor`, each with its number of ranks. Options: `zero=0..3`
-    (how much state is sharded over `data`), `micro=K`, `schedule=`, `sync=`, `server=`,
-    `precision=fp32|bf16` (what the forward and its gradients compute in; weights, updates and sums over
-    ranks stay float32), `remat=`. Raises `LayoutError` with the nearest word for anything else.
+    (how much state is sharded over `data`), `precision=fp32|bf16` (what the forward and its gradients
+    compute in; weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (what the
+    backward makes again: nothing, all that can be, or as much as a budget asks for; see
+    `layout.budget`), `micro=K`, `schedule=`, `sync=`, `server=`. Raises `LayoutError` with the nearest
+    word for anything else.
     """
 
     axes: dict[str, int] = field(default_factory=dict)
@@ -88,6 +91,7 @@ class Layout:
                 why="it is what the forward computes in; weights and sums over ranks stay float32",
                 fix=", ".join(PRECISIONS),
             )
+        Budget.parse(self.remat)
 
     def check_available(self) -> None:
         """Refuse what the language has words for but this version cannot run."""
@@ -99,7 +103,7 @@ class Layout:
                 raise LayoutError(
                     f'"{name}" in layout "{self}" is not available in this version',
                     why="this version runs the axes data, tensor, seq, expert and the options "
-                    "zero, precision",
+                    "zero, precision, remat",
                     fix=f'"{rest}"' if str(rest := self.without(name)) else f"leave {name} out",
                 )
 

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from tutti.errors import LayoutError
+from tutti.graph.liveness import peak_with_given
+from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.bucket import bucket
 from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
 from tutti.passes.in_place import in_place
+from tutti.passes.remat import remat
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
 from tutti.passes.shared_state import shared_state, wait_for_readers
 from tutti.passes.target import Target
@@ -35,7 +38,22 @@ class Pass:
     run: Callable[[fx.Graph, Program, Target], object]
 
 
+def _remat(graph: fx.Graph, program: Program, target: Target) -> None:
+    """Its budget is one of the program as it will run, with the passes that follow."""
+
+    def peak(candidate: fx.Graph) -> int:
+        later = PASSES[[one.run for one in PASSES].index(_remat) + 1 :]
+        for one in later:
+            if one.name not in left_out_by_environment():
+                one.run(candidate, program, target)
+        return peak_with_given(candidate, mode)
+
+    mode = program.captured.mode
+    remat(graph, mode, Budget.parse(program.layout.remat), peak)
+
+
 PASSES = (
+    Pass("remat", _remat),
     Pass("fused_update", lambda graph, program, target: fused_update(graph)),
     Pass("foreach", lambda graph, program, target: foreach(graph)),
     Pass("bucket", lambda graph, program, target: bucket(graph, target)),

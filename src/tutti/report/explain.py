@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -15,6 +14,9 @@ from tutti.graph import text
 from tutti.graph.boundary import boundary
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
+from tutti.planner.memory import predict
+from tutti.report.memory import memory_text
+from tutti.report.table import columns
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,15 @@ def _parameter_of(program: Program, mark: fx.Node) -> str:
     return ""
 
 
-def explain(program: Program, *, tensor: str | None = None, graph: bool = False) -> str:
-    """The layout table and the collectives; with `tensor` (a name pattern) where its sharding came
-    from, with `graph` the partitioned graph."""
+def explain(
+    program: Program, *, tensor: str | None = None, graph: bool = False, measured: int | None = None
+) -> str:
+    """The layout table, the memory and the collectives; with `tensor` (a name pattern) where its sharding
+    came from, with `graph` the partitioned graph. `measured`: bytes that a call was seen to take."""
     if tensor is not None:
         return "\n".join(_provenance(program, tensor))
-    parts = [_header(program), _layout_table(program), _collectives_table(program)]
+    memory = memory_text(predict(program), measured)
+    parts = [_header(program), _layout_table(program), memory, _collectives_table(program)]
     if program.fallbacks:
         parts.append("no rule, operands gathered whole:\n  " + "\n  ".join(program.fallbacks))
     if graph:
@@ -133,15 +138,6 @@ def explain(program: Program, *, tensor: str | None = None, graph: bool = False)
 def _header(program: Program) -> str:
     mesh = program.mesh
     return f'layout "{program.layout}": {mesh.num_ranks} ranks, mesh {mesh or "of one rank"}'
-
-
-def _columns(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    table = [list(head), *map(list, rows)]
-    widths = [max(len(r[i]) for r in table) for i in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in table
-    )
 
 
 def _layout_table(program: Program) -> str:
@@ -166,7 +162,7 @@ def _layout_table(program: Program) -> str:
         )
     head = ("state", "dtype", "shape", "stored", "computed", "per rank", "")
     last = f"in all {format_nbytes(total)} per rank of {format_nbytes(whole)}"
-    return f"{_columns(head, rows)}\n{last}"
+    return f"{columns(head, rows)}\n{last}"
 
 
 def _short(sharding: Sharding) -> str:
@@ -194,7 +190,7 @@ def _collectives_table(program: Program) -> str:
         f"{len(everything)} collectives a step, "
         f"{format_nbytes(sum(r.nbytes for r in everything))} sent by each rank"
     )
-    return f"{_columns(head, rows)}\n{last}" if rows else "no collectives"
+    return f"{columns(head, rows)}\n{last}" if rows else "no collectives"
 
 
 def _provenance(program: Program, pattern: str) -> list[str]:

@@ -1,0 +1,150 @@
+"""Values of the forward made again for the backward, right before it first reads them.
+
+forward   %3 = mm(%x, %w)        forward   %3 = mm(%x, %w)
+          %4 = gelu(%3)                    %4 = gelu(%3)
+backward                         backward  %9 = mm(%x, %w)
+          gelu_backward(%g, %3)            gelu_backward(%g, %9)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from tutti.capture.canonical import erase_dead
+from tutti.graph import collectives
+from tutti.graph.edit import REMADE
+
+# Their results are kept: to move bytes twice costs more than the memory is worth. A gathered value is
+# larger than its part, so it is gathered again.
+_ONCE = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)
+
+
+def is_forward(node: fx.Node) -> bool:
+    """Whether the forward makes `node`, rather than it being given or a number."""
+    return (
+        node.op == "call_function"
+        and node.meta.get("region") == "forward"
+        and node.target is not collectives.positions
+        and any(isinstance(x, Tensor) for x in tree_leaves(node.meta.get("val")))
+    )
+
+
+def is_remakeable(node: fx.Node) -> bool:
+    """Whether `node` can be made again: the same op on the same values, random ones included."""
+    return is_forward(node) and node.target not in _ONCE
+
+
+def state_only(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on state and constants alone: gathered weights, masks, positions."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.meta.get("kind") in ("batch", "number"):
+            continue
+        if node.op != "output" and all(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def remake(graph: fx.Graph, kept: Collection[fx.Node]) -> int:
+    """Let the backward read only what is `kept` of the forward; returns how many nodes were added.
+
+    What has to be kept (results of reductions over ranks) is read where it is. A weight that the
+    backward gathers anyway is gathered once, for both.
+    """
+    remaker = _Remaker(graph, kept)
+    for user in list(graph.nodes):
+        if user.meta.get("region") != "backward" or user.op != "call_function":
+            continue
+        for x in user.all_input_nodes:
+            new = remaker.remade(x, user)
+            if new is not x:
+                user.replace_input_with(x, new)
+    erase_dead(graph)
+    return remaker.count
+
+
+def sources(graph: fx.Graph, kept: Collection[fx.Node]) -> set[fx.Node]:
+    """What of the forward the backward would read where it is, were only `kept` kept."""
+    users = (n for n in graph.nodes if n.meta.get("region") == "backward")
+    stack = [x for user in users for x in user.all_input_nodes if is_forward(x)]
+    lasting, seen, found = state_only(graph), set[fx.Node](), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen or not is_forward(node):
+            continue
+        seen.add(node)
+        if node in kept or not is_remakeable(node):
+            found.add(node)
+        elif node not in lasting:
+            stack += node.all_input_nodes
+    return found
+
+
+class _Remaker:
+    def __init__(self, graph: fx.Graph, kept: Collection[fx.Node]) -> None:
+        self.graph, self.kept, self.count = graph, kept, 0
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.new: dict[fx.Node, fx.Node] = {}
+        self.twins = _twins(graph)
+
+    def remade(self, x: fx.Node, user: fx.Node) -> fx.Node:
+        """What `user` is to read in the place of `x`."""
+        for node in self._missing(x):
+            twin = self.twins.get(node)
+            if twin is not None:
+                self._hoist(twin, user)
+            self.new[node] = twin or self._copy(node, user)
+        return self.new.get(x, x)
+
+    def _missing(self, x: fx.Node) -> list[fx.Node]:
+        """All that must be made so that `x` can be, in order."""
+        found: set[fx.Node] = set()
+        stack = [x]
+        while stack:
+            node = stack.pop()
+            if node in found or node in self.new or node in self.kept or not is_remakeable(node):
+                continue
+            found.add(node)
+            if node not in self.twins:
+                stack += node.all_input_nodes
+        return sorted(found, key=self.order.__getitem__)
+
+    def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        def source(x: fx.Node) -> fx.Node:
+            return self.new.get(x, x)
+
+        args, kwargs = map_arg((node.args, node.kwargs), source)
+        with self.graph.inserting_before(before):
+            copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copy.meta = node.meta | {"region": "backward", REMADE: True}
+        self.count += 1
+        return copy
+
+    def _hoist(self, twin: fx.Node, before: fx.Node) -> None:
+        """Bring a node of the backward, and what it needs, before an earlier one."""
+        if twin.op != "call_function" or self.order[twin] < self.order[before]:
+            return
+        for x in twin.all_input_nodes:
+            self._hoist(x, before)
+        before.prepend(twin)
+        self.order[twin] = self.order[before] - 1
+
+
+def _twins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """Nodes of the forward that the backward has too: the same collective on the same state."""
+    lasting = state_only(graph)
+    first: dict[str, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+    twins: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node not in lasting or node.op != "call_function":
+            continue
+        args, kwargs = map_arg((node.args, node.kwargs), lambda x: same.get(x, x))
+        original = same[node] = first.setdefault(f"{node.target} {args} {kwargs}", node)
+        if is_forward(original) and node.meta.get("region") == "backward":
+            twins.setdefault(original, node)
+    return twins

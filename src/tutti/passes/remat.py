@@ -1,0 +1,165 @@
+"""`remat`: activations are made again in the backward instead of being kept since the forward.
+
+What may be dropped is ordered by bytes saved per unit of work; `full` drops all of it, a budget as little
+from the front as it needs. What `passes.segments` keeps is never dropped, so that the backward makes one
+segment again at a time. The numbers stay the same to the bit: the same ops run on the same values, and
+random numbers are a function of seed, step and position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from tutti.errors import LayoutError
+from tutti.graph import collectives
+from tutti.graph.draw import draw
+from tutti.graph.storage import Block, Storages
+from tutti.layout.budget import Budget, nbytes_text
+from tutti.passes.remake import is_forward, is_remakeable, remake, sources
+from tutti.passes.segments import kept_blocks
+
+aten = torch.ops.aten
+
+# Work of an element that an op makes, in floating-point operations: most ops wait for memory, and
+# random bits are hashed.
+_ELEMENT, _RANDOM = 32, 256
+# Among so many plans a number of bytes is looked for.
+_NUM_PLANS = 32
+# Ops that PyTorch's own table of formulas lacks.
+_SAME_WORK = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention
+}
+
+
+def remat(
+    graph: fx.Graph, mode: FakeTensorMode, budget: Budget | None, peak: Callable[[fx.Graph], int]
+) -> int:
+    """Rewrite `graph` so that it fits `budget`; returns how many nodes were added.
+
+    `peak` predicts the bytes that a rank holds at most when it runs a graph. Raises `LayoutError` where
+    even with all made again the budget is too small, with the least that is possible.
+    """
+    backward = any(n.meta.get("region") == "backward" for n in graph.nodes)
+    if budget is None or not backward:
+        return 0
+    plans = _Plans(graph, mode)
+    return remake(graph, plans.kept(plans.fewest(budget, peak)))
+
+
+class _Plans:
+    """Plan k drops the first k of `order` from what the backward reads."""
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.graph, self.storages = graph, Storages(graph, mode)
+        self.values: dict[Block, list[fx.Node]] = {}
+        for node, blocks in self.storages.of.items():
+            for block in blocks:
+                self.values.setdefault(block, []).append(node)
+        self.read = {b for b in self.values if is_forward(b.node) and self._is_read(b)}
+        self.lasting = kept_blocks(graph, self.storages)
+        self.everything = self.read | self.lasting
+        droppable = [b for b in self.read - self.lasting if is_remakeable(b.node)]
+        place = {node: i for i, node in enumerate(graph.nodes)}
+        work = {b: self._work(b) for b in droppable}
+        self.order = sorted(droppable, key=lambda b: (-b.nbytes / max(work[b], 1.0), place[b.node]))
+
+    def _is_read(self, block: Block) -> bool:
+        return any(_read_by_backward(x) for x in self.values[block])
+
+    def kept(self, num_dropped: int) -> set[fx.Node]:
+        """The values of the forward that the backward reads where they are."""
+        blocks = (self.everything - set(self.order[:num_dropped])) | set(self.storages.given())
+        return {n for n, found in self.storages.of.items() if found and blocks.issuperset(found)}
+
+    def _work(self, block: Block) -> float:
+        """Work of making a block again from what else is kept, in floating-point operations."""
+        seen: set[fx.Node] = set()
+        stack, work = [block.node], 0.0
+        while stack:
+            node = stack.pop()
+            known = node is not block.node and self.everything.issuperset(self.storages.of[node])
+            if node in seen or not is_remakeable(node) or known:
+                continue
+            seen.add(node)
+            work += self._work_of(node)
+            stack += node.all_input_nodes
+        return work
+
+    def _work_of(self, node: fx.Node) -> float:
+        made = sum(b.nbytes for b in self.storages.made(node))
+        if node.target in (draw, collectives.draw_part):
+            return float(_RANDOM * made)
+        packet: Any = getattr(node.target, "overloadpacket", None)
+        count = flop_registry.get(_SAME_WORK.get(packet, packet))
+        if count is None:
+            return float(_ELEMENT * made / 4)
+        args, kwargs = map_arg((node.args, node.kwargs), self.storages.fakes.__getitem__)
+        return float(count(*args, **kwargs, out_val=self.storages.fakes[node]))
+
+    def fewest(self, budget: Budget, peak: Callable[[fx.Graph], int]) -> int:
+        """The least number of dropped blocks with which the budget is kept.
+
+        To predict a peak takes a copy of the graph and a fake run, so that a number of bytes is looked
+        for among a few plans only.
+        """
+        every = len(self.order)
+        if budget.share is not None:
+            whole = max(1, self._left(0))
+            return _first(range(every + 1), lambda k: self._left(k) / whole, budget, budget.share)
+        if budget.nbytes is not None:
+            plans = sorted({every * k // _NUM_PLANS for k in range(_NUM_PLANS + 1)})
+            return _first(plans, lambda k: peak(self._with(k)), budget, budget.nbytes)
+        return every
+
+    def _with(self, num_dropped: int) -> fx.Graph:
+        """A copy of the graph under a plan."""
+        copy, mapped = fx.Graph(), {}
+        copy.output(copy.graph_copy(self.graph, mapped))
+        remake(copy, {mapped[n] for n in self.kept(num_dropped)})
+        return copy
+
+    def _left(self, num_dropped: int) -> int:
+        """Bytes that the forward leaves for the backward under a plan."""
+        left = sources(self.graph, self.kept(num_dropped))
+        return sum(b.nbytes for b in {b for x in left for b in self.storages.of[x]})
+
+
+def _first(plans: Sequence[int], size: Callable[[int], float], budget: Budget, limit: float) -> int:
+    """Bisection: what is held falls, nearly always, the more is dropped."""
+    if size(plans[0]) <= limit:
+        return plans[0]
+    least = size(plans[-1])
+    if least > limit:
+        raise _too_small(budget, least)
+    low, high = 0, len(plans) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if size(plans[middle]) <= limit else (middle, high)
+    return plans[high]
+
+
+def _read_by_backward(node: fx.Node) -> bool:
+    return any(u.meta.get("region") == "backward" for u in node.users)
+
+
+def _too_small(budget: Budget, least: float) -> LayoutError:
+    if budget.share is not None:
+        share = math.ceil(1000 * least) / 1000
+        return LayoutError(
+            f"remat={budget} cannot be kept: at least {share:g} of the activations must stay",
+            why="the inputs of each segment are what the rest is made again from",
+            fix=f"remat={share:g} or more, or remat=full",
+        )
+    return LayoutError(
+        f"remat={budget} cannot be kept: a rank holds at least {nbytes_text(least)} at the peak",
+        why="state, gradients and the inputs of each segment stay whatever is made again",
+        fix=f"remat={nbytes_text(least)} or more, more ranks, or zero=3",
+    )

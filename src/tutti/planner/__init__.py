@@ -1,0 +1,1 @@
+"""What a program will take, told before it runs."""

@@ -1,0 +1,158 @@
+"""The most memory that one call of a program takes on each rank, predicted from its graph.
+
+    held at a node  =  state, batch, constants              whoever calls holds these
+                    +  what was made and is needed yet      by storage: views share, in-place ops reuse
+                    +  what its kernel borrows
+
+The graph is walked as it will run, after every pass. `graph.storage` finds what an op makes,
+`graph.scratch` knows what it borrows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from tutti.graph.edit import REMADE
+from tutti.graph.liveness import last_holders, peak
+from tutti.graph.scratch import borrowed
+from tutti.graph.storage import Block, Storages
+from tutti.graph.text import op_name
+from tutti.partition.partition import Program
+from tutti.passes.order import optimized
+from tutti.passes.target import Target
+
+# How many of the largest values at the peak are named.
+NUM_LARGEST = 5
+_STATE = frozenset({"parameter", "buffer", "slot"})
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that is held at the peak: its name, local shape, bytes, kind and the user's line."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    kind: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one rank holds at the peak of a call, where that is, and what the bytes are.
+
+    `peak_nbytes` is the sum of the four kinds; `call_nbytes` of it come and go with the call.
+
+    state_nbytes: parameters, buffers and slots, and new values of them that do not overwrite the old.
+    gradient_nbytes: what the backward made and the update reads.
+    activation_nbytes: what the forward made, or what was made again of it for the backward.
+    other_nbytes: the batch, constants, what the backward and the update hold for a while, and what
+        kernels borrow.
+    largest: the largest values held at the peak that are not state.
+    """
+
+    peak_nbytes: int
+    call_nbytes: int
+    state_nbytes: int
+    gradient_nbytes: int
+    activation_nbytes: int
+    other_nbytes: int
+    op: str
+    region: str
+    source: str
+    largest: tuple[Held, ...]
+
+
+def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
+    """The peak of one call of `program`, on the rank that holds most.
+
+    `graph` is the program's graph as it is to run; by default after every pass of `passes.order`, with
+    all state that the step updates overwritten in place.
+    """
+    if graph is None:
+        graph = optimized(program, Target(donated=frozenset(program.captured.updated)))
+    storages = Storages(graph, program.captured.mode)
+    at, call_nbytes = peak(graph, storages)
+    kinds = _Kinds(graph, storages)
+    live = [*storages.given(), *_live_at(at, graph, storages)]
+    nbytes: Counter[str] = Counter()
+    for block in live:
+        nbytes[kinds.of(block)] += block.nbytes
+    nbytes["other"] += borrowed(at, storages)
+    values = [b for b in live if kinds.of(b) != "state"]
+    values.sort(key=lambda b: b.nbytes, reverse=True)
+    return Memory(
+        peak_nbytes=nbytes.total(),
+        call_nbytes=call_nbytes,
+        state_nbytes=nbytes["state"],
+        gradient_nbytes=nbytes["gradient"],
+        activation_nbytes=nbytes["activation"],
+        other_nbytes=nbytes["other"],
+        op=op_name(at),
+        region=at.meta.get("region", ""),
+        source=_source(at),
+        largest=tuple(kinds.held(b) for b in values[:NUM_LARGEST]),
+    )
+
+
+def _live_at(at: fx.Node, graph: fx.Graph, storages: Storages) -> Iterable[Block]:
+    """The blocks that the call has made by `at` and not given back."""
+    freed = last_holders(graph, storages)
+    live: dict[Block, None] = {}
+    for node in graph.nodes:
+        live |= dict.fromkeys(storages.made(node))
+        if node is at:
+            return live
+        for block in freed.get(node, ()):
+            live.pop(block, None)
+    raise AssertionError(f"{at} is not of this graph")
+
+
+class _Kinds:
+    """Which of the four kinds a block is, and how its value is called."""
+
+    def __init__(self, graph: fx.Graph, storages: Storages) -> None:
+        output = next(n for n in reversed(graph.nodes) if n.op == "output")
+        both: Any = output.args[0]
+        self.updates = {block for x in both[1] for block in storages.of[x]}
+        self.ends = {b: n for n, dead in last_holders(graph, storages).items() for b in dead}
+        self.values: dict[Block, fx.Node] = {}
+        for node, blocks in storages.of.items():
+            for block in blocks:
+                if isinstance(node.meta.get("val"), Tensor):
+                    self.values.setdefault(block, node)
+
+    def of(self, block: Block) -> str:
+        node = block.node
+        if node.op != "call_function":
+            return "state" if node.meta.get("kind") in _STATE else "other"
+        if block in self.updates:
+            return "state"
+        if node.meta.get("region") == "forward" or REMADE in node.meta:
+            return "activation"
+        return "gradient" if self._is_gradient(block) else "other"
+
+    def _is_gradient(self, block: Block) -> bool:
+        """Whether the backward made it, or a collective of what it made, and the update reads it."""
+        moved = block.node.meta.get("value", block.node)
+        end = self.ends.get(block)
+        into_update = end is not None and end.meta.get("region") == "update"
+        return into_update and moved.meta.get("region") == "backward"
+
+    def held(self, block: Block) -> Held:
+        """The first value that lies in the block, in words."""
+        node = self.values.get(block, block.node)
+        val = node.meta.get("val")
+        shape = tuple(val.shape) if isinstance(val, Tensor) else ()
+        module = node.meta.get("module") or ""
+        name = node.meta.get("name") or op_name(block.node) + (f" of {module}" if module else "")
+        return Held(name, shape, block.nbytes, self.of(block), _source(node))
+
+
+def _source(node: fx.Node) -> str:
+    return node.meta.get("forward_source") or node.meta.get("source") or ""

@@ -1,0 +1,42 @@
+"""The most memory that a call takes beyond what was held before it, as its allocator counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+# How the profiler calls the record of one allocation (bytes above 0) or release (below).
+_EVENT = "[memory]"
+
+
+def peak_nbytes(call: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[int, Any]:
+    """Bytes at the peak of `call()` above those held when it began, and what it returns.
+
+    On a GPU, what PyTorch's caching allocator counts. On a CPU, the sum over every allocation and
+    release that PyTorch's allocator reports: not what libraries take for themselves, and none of the
+    noise of resident pages. What a thread of Gloo releases is not reported, so that a call with
+    collectives may seem to take more than it does, from time to time.
+    """
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        result = call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before, result
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+        result = call()
+    return _highest(seen), result
+
+
+def _highest(seen: profile) -> int:
+    found: Any = seen.profiler
+    events = [e for e in found.kineto_results.events() if e.name() == _EVENT]
+    now = highest = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        highest = max(highest, now)
+    return highest

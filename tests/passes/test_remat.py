@@ -1,0 +1,199 @@
+"""`remat`: the same bits from less memory; before and after as text; budgets kept, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import runs
+import subjects
+import tutti
+import zoo
+import zoo_models
+import zoo_steps
+from ranks import Ranks
+from tutti.errors import LayoutError
+from tutti.graph import collectives
+from tutti.graph.storage import Storages
+from tutti.graph.text import text
+from tutti.layout import Layout
+from tutti.layout.budget import Budget
+from tutti.partition.partition import Program
+from tutti.passes.order import optimized
+from tutti.passes.remat import remat
+from tutti.passes.segments import kept_blocks
+from tutti.passes.target import Target
+from tutti.planner.memory import predict
+from tutti.runtime.measure import peak_nbytes
+
+
+def deep_gpt(num_layers: int = 5) -> tuple[Any, ...]:
+    """A GPT whose activations are most of its memory, with dropout."""
+    make = partial(zoo_models.GPT, dim=16, seq=64, num_layers=num_layers, dropout=0.1)
+    return zoo.build(make, partial(zoo_steps.token_batch, seq=64))
+
+
+def prepared(layout: str, built: tuple[Any, ...]) -> tuple[tutti.Step, Any]:
+    train_step, model, optimizer, batches = built
+    return tutti.distribute(train_step, model, optimizer, layout), batches[0]
+
+
+def played(layout: str) -> tuple[list[float], dict[str, NDArray[Any]], int]:
+    """The losses of three steps, the whole state after them, and the bytes that a step takes."""
+    step, batch = prepared(layout, deep_gpt())
+    losses = [step(*batch).item() for _ in range(3)]
+    play = runs.Play(step, [batch])
+    return losses, play.whole_state(), peak_nbytes(lambda: step(*batch))[0]
+
+
+def train_mlp(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def mlp_program(depth: int = 2) -> Program:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(depth):
+        layers += [nn.Linear(4, 4, bias=False), nn.GELU()]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return tutti.distribute(train_mlp, model, optimizer, "").program_of((torch.ones(3, 4),))
+
+
+def rewritten(program: Program, budget: Budget) -> str:
+    graph = optimized(program, Target(), without={"remat", "in_place"})
+    remat(graph, program.captured.mode, budget, lambda _: 0)
+    lines = [line.split("  #")[0].split() for line in text(graph).splitlines()]
+    return "\n".join(" ".join(words) for words in lines if "input()" not in words)
+
+
+# What crosses the cut is kept (%8), what the backward reads before it is made again (%19 for %7).
+GOLDEN = """\
+%6: f32[4, 4] = permute(%0.weight, [1, 0])
+%7: f32[3, 4] = mm(%batch.0, %6)
+%8: f32[3, 4] = gelu(%7)
+%9: f32[4, 4] = permute(%2.weight, [1, 0])
+%10: f32[3, 4] = mm(%8, %9)
+%11: f32[3, 4] = gelu(%10)
+%12: f32[] = sum.dim_IntList(%11, [0, 1], False)
+%13: f32[] = full([], 1, dtype=f32, device=cpu)
+%14: f32[3, 4] = expand(%13, [3, 4])
+%15: f32[3, 4] = gelu_backward(%14, %10)
+%16: f32[4, 3] = permute(%15, [1, 0])
+%17: f32[4, 4] = mm(%16, %8)
+%18: f32[3, 4] = mm(%15, %2.weight)
+%19: f32[3, 4] = mm(%batch.0, %6)
+%20: f32[3, 4] = gelu_backward(%18, %19)
+%21: f32[4, 3] = permute(%20, [1, 0])
+%22: f32[4, 4] = mm(%21, %batch.0)
+%23: number = neg(%optim.0.lr)
+%24: f32[4, 4] = add.Tensor(%0.weight, %22, alpha=%23)
+%25: f32[4, 4] = add.Tensor(%2.weight, %17, alpha=%23)"""
+
+
+def test_before_and_after() -> None:
+    assert rewritten(mlp_program(), Budget()) == GOLDEN
+
+
+@pytest.mark.parametrize("layout", ["", "data=2", "data=2 zero=3"])
+def test_equal_bits_from_less_memory(ranks: Ranks, layout: str) -> None:
+    play: Callable[[str], Any] = played
+    if layout:
+        play = lambda text: ranks.run(played, text, n=2)[0]  # noqa: E731
+    losses, state, nbytes = play(layout)
+    for word, share in (("full", 0.45), ("0.5", 0.7)):
+        again, state_again, less = play(f"{layout} remat={word}")
+        assert again == losses
+        assert all((state[n] == state_again[n]).all() for n in state)
+        assert less < share * nbytes
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_tied", "llama", "resnet", "two_losses", "checkpoint", "lstm"]
+)
+@pytest.mark.parametrize(
+    "layout", ["data=2 zero=3 remat=full", "data=2 tensor=2 remat=full", "data=2 remat=0.5"]
+)
+def test_the_same_step_on_virtual_ranks(name: str, layout: str) -> None:
+    assert subjects.verdict(name, layout).ok
+
+
+def test_full_falls_with_the_square_root_of_the_depth() -> None:
+    """Kept by `full`: about 2 sqrt(n) inputs of segments; by none: n layers' activations."""
+    held = {}
+    for depth in (4, 16, 64):
+        program = mlp_program(depth)
+        graph = optimized(program, Target(), without={"remat"})
+        storages = Storages(graph, program.captured.mode)
+        held[depth] = sum(b.nbytes for b in kept_blocks(graph, storages))
+    assert held[64] / held[4] <= 6  # 16 times as deep
+
+
+def test_a_budget_of_bytes_is_kept_with_less_work_than_full() -> None:
+    step, batch = prepared("", deep_gpt(4))
+    program = step.program_of(batch)
+    whole = predict(program).peak_nbytes
+    program.layout = Layout.parse("remat=full")
+    least = predict(program).peak_nbytes
+    num_full = len(optimized(program, _target(program)).nodes)
+    sizes = []
+    for part in (0.75, 0.5, 0.25):
+        nbytes = int(least + part * (whole - least))
+        program.layout = Layout(remat=f"{nbytes / 1000:.3f}kB")
+        graph = optimized(program, _target(program))
+        assert predict(program, graph).peak_nbytes <= nbytes
+        sizes.append(len(graph.nodes))
+    assert sizes == sorted(sizes) and sizes[0] < num_full
+
+
+def _target(program: Program) -> Target:
+    return Target(donated=frozenset(program.captured.updated))
+
+
+@pytest.mark.parametrize(
+    ("word", "said"), [("10kB", "at least .*B at the peak"), ("0.001", "0\\.")]
+)
+def test_a_budget_that_is_too_small_names_the_least(word: str, said: str) -> None:
+    step, batch = prepared(f"remat={word}", deep_gpt(2))
+    program = step.program_of(batch)
+    with pytest.raises(LayoutError, match=said) as caught:
+        predict(program)
+    fix = caught.value.fix.split(" ")[0]
+    program.layout = Layout.parse(fix)
+    predict(program)  # what the message offers works
+
+
+def test_reductions_over_ranks_are_not_repeated_and_weights_gathered_once_for_the_backward() -> (
+    None
+):
+    for layout in ("data=2 zero=3 remat=full", "data=2 tensor=2 remat=full"):
+        program = subjects.program("gpt", layout)
+        found = []
+        for without in ({"remat"}, set[str]()):
+            graph = optimized(program, Target(), without=without)
+            found.append([n for n in graph.nodes if n.target in collectives.COLLECTIVES])
+        before, after = found
+        gathers = [n for n in after if n.target is collectives.all_gather]
+        assert len(after) - len(before) == len(gathers) - sum(
+            n.target is collectives.all_gather for n in before
+        )
+        # Only what the backward itself has no use for: biases.
+        more = len(after) - len(before)
+        num_biases = sum(s.name.endswith("bias") for s in program.captured.state)
+        assert 0 <= more <= num_biases
+
+
+def test_evaluation_has_nothing_to_make_again() -> None:
+    program = subjects.program("eval", "remat=full")
+    graph = optimized(program, Target())
+    assert len(graph.nodes) == len(optimized(program, Target(), without={"remat"}).nodes)
