@@ -308,8 +308,9 @@ class Step:
 
         After `measure`, the measured memory stands beside the predicted one.
         """
-        measured = self._last.measured if self._last is not None else None
-        return explain_program(self.program, tensor=tensor, graph=graph, measured=measured)
+        last = self._last
+        measured, run = (last.measured, last.execution.graph) if last else (None, None)
+        return explain_program(self.program, tensor=tensor, graph=graph, measured=measured, run=run)
 
     def measure(self, *batch: Any) -> Any:
         """One step, as a call, that notes the most memory it takes (bytes above what was held before it).

@@ -118,7 +118,8 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
         step(*batch)
     with released_here():
         measured, _ = peak_nbytes(lambda: step(*batch))
-    return predict(step.program).call_nbytes, measured
+    assert step._last is not None
+    return predict(step.program, step._last.execution.graph).call_nbytes, measured
 
 
 @pytest.mark.parametrize("name", list(CASES))

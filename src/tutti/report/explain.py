@@ -113,20 +113,29 @@ def _parameter_of(program: Program, mark: fx.Node) -> str:
         shape = mark.meta["val"].shape
         for user in node.users:
             val = user.meta.get("val")
-            if user not in seen and isinstance(val, Tensor) and val.shape == shape:
+            alike = isinstance(val, list | tuple) or (
+                isinstance(val, Tensor) and val.shape == shape
+            )
+            if user not in seen and alike:
                 seen.add(user)
                 queue.append(user)
     return ""
 
 
 def explain(
-    program: Program, *, tensor: str | None = None, graph: bool = False, measured: int | None = None
+    program: Program,
+    *,
+    tensor: str | None = None,
+    graph: bool = False,
+    measured: int | None = None,
+    run: fx.Graph | None = None,
 ) -> str:
     """The layout table, the memory and the collectives; with `tensor` (a name pattern) where its sharding
-    came from, with `graph` the partitioned graph. `measured`: bytes that a call was seen to take."""
+    came from, with `graph` the partitioned graph. `measured`: bytes that a call was seen to take. `run`:
+    the graph as it runs here, where that is known."""
     if tensor is not None:
         return "\n".join(_provenance(program, tensor))
-    memory = memory_text(predict(program), measured)
+    memory = memory_text(predict(program, run), measured)
     parts = [_header(program), _layout_table(program), memory, _collectives_table(program)]
     if program.fallbacks:
         parts.append("no rule, operands gathered whole:\n  " + "\n  ".join(program.fallbacks))

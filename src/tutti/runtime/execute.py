@@ -32,7 +32,7 @@ class Execution:
     """A program bound to this rank: its collectives' groups, its generated code.
 
     `donated` names the state whose old values the step may overwrite: what it updates, where its memory
-    belongs to it alone.
+    belongs to it alone. `graph` is the program as it runs, with its passes; None before the first call.
     """
 
     def __init__(self, program: Program, seed: int, home: Residence) -> None:
@@ -46,15 +46,18 @@ class Execution:
             check_order([describe(n) for n in program.collectives])
         self._place = program.mesh.coordinates(rank)
         self._lodger: Lodger | None = None
+        self.graph: fx.Graph | None = None
         self._generated: Generated | None = None
 
     @property
     def generated(self) -> Generated:
         """The code, written at its first use: by then it is known what may be overwritten."""
         if self._generated is None:
-            graph = self._optimized()
+            self.graph = self._optimized()
             owner = self.program.captured.owner
-            self._generated = generate(graph, owner, self.player, self.program.mesh, self._place)
+            self._generated = generate(
+                self.graph, owner, self.player, self.program.mesh, self._place
+            )
         return self._generated
 
     def _optimized(self) -> fx.Graph:
