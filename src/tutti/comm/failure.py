@@ -7,7 +7,7 @@ import time
 from typing import NamedTuple
 
 from tutti.comm.group import Group, collective_timeout
-from tutti.comm.signals import PeerLate, PeerLost
+from tutti.comm.signals import PeerDiffers, PeerLate, PeerLost
 from tutti.errors import CommError
 
 _PEER_LEFT = re.compile(
@@ -58,11 +58,19 @@ def comm_error(
     # Gloo goes on with advice that holds for any program.
     reason = message.splitlines()[0].split(". This is typically")[0] if message else repr(exc)
     peers = [rank for i, rank in enumerate(group.ranks) if i != group.position]
-    if isinstance(exc, PeerLost | PeerLate):  # these know which
+    if isinstance(exc, PeerLost | PeerLate | PeerDiffers):  # these know which
         peers = list(exc.ranks)
     waiting = f"rank {group.ranks[group.position]} in {Wait(name, axes, nbytes, 0.0)}"
+    if isinstance(exc, PeerDiffers):
+        return CommError(
+            f"{_ranks(peers)} came to another collective than {waiting}",
+            why=reason,
+            fix="give every rank the same model, batch shapes and layout",
+        )
     if lost_peer(message):
-        gone = f"rank {peers[0]} is gone" if len(peers) == 1 else f"one of {_ranks(peers)} is gone"
+        sure = len(peers) == 1 or isinstance(exc, PeerLost)
+        gone = f"{_ranks(peers)} {'is' if len(peers) == 1 else 'are'} gone"
+        gone = gone if sure else f"one of {_ranks(peers)} is gone"
         return CommError(f"{gone}; it left {waiting}", why=reason)
     if _TIMED_OUT.search(message):
         seconds = collective_timeout().total_seconds()
