@@ -81,8 +81,9 @@ class Groups:
             same = [a for a in self._near if self.mesh.groups(a) == all_ranks]
             near = self._near[same[0]] if same else self._nearest(group, all_ranks, problems)
             self._near[axes] = near
-        if new:
-            self._tell(problems)
+        # Where no two ranks can share memory, nothing was tried.
+        if new and len(set(self._hosts)) < self._world_size:
+            self.tell(exchange_texts("".join(problems[:1]), Group.world()))
 
     def __getitem__(self, axes: Axes) -> Group:
         return self._groups[axes]
@@ -104,9 +105,28 @@ class Groups:
         return self._hosts[one] == self._hosts[other]
 
     @property
+    def num_neighbors(self) -> int:
+        """How many ranks of the run lie on this rank's host, itself among them."""
+        return self._hosts.count(self._hosts[self.rank])
+
+    @property
     def timeout(self) -> timedelta:
         """How long a collective waits."""
         return self._timeout
+
+    def tell(self, problems: Sequence[str]) -> None:
+        """Why memory is not shared: one line for all ranks and groups, the first time.
+
+        Args:
+            problems: the same on all ranks; empty texts are none.
+        """
+        found = next(filter(None, problems), "")
+        if found and not self._warned and self.rank == 0:
+            warnings.warn(
+                f"{found}; what cannot go through it goes through Gloo, which is slower",
+                stacklevel=3,
+            )
+        self._warned |= bool(found)
 
     def _all_ranks(self, axes: Axes) -> list[list[int]]:
         for axis in axes:
@@ -162,24 +182,11 @@ class Groups:
                 group.position,
                 lambda text: exchange_texts(text, group),
                 self._timeout.total_seconds(),
-                num_neighbors=self._hosts.count(self._hosts[self.rank]),
+                num_neighbors=self.num_neighbors,
             )
         except SharedMemoryError as error:
             problems.append(f"ranks {', '.join(map(str, group.ranks))} share no memory: {error}")
             return None
-
-    def _tell(self, problems: Sequence[str]) -> None:
-        """One line for all ranks and groups, the first time that something is in the way."""
-        if len(set(self._hosts)) == self._world_size:  # nothing was tried
-            return
-        found = [text for text in exchange_texts("".join(problems[:1]), Group.world()) if text]
-        if found and not self._warned:
-            self._warned = True
-            if self.rank == 0:
-                warnings.warn(
-                    f"{found[0]}; what cannot go through it goes through Gloo, which is slower",
-                    stacklevel=4,
-                )
 
     def _two_levels(
         self, group: Group, by_host: list[list[list[int]]], problems: list[str]

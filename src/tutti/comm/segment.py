@@ -53,14 +53,14 @@ def make_segment(
     """
     fd, found, problem = -1, None, ""
     if position == 0:
-        fd, problem = _tried(lambda: new_file(nbytes), -1, nbytes)
+        fd, problem = tried(lambda: new_file(nbytes), -1, nbytes)
     try:
         offer = json.dumps({"pid": os.getpid(), "fd": fd, "problem": problem})
         lead = json.loads(exchange(offer)[0])
         problem = lead["problem"]
         if not problem:
             pid, at = lead["pid"], lead["fd"]
-            found, problem = _tried(lambda: map_file(pid, at, nbytes, at_once), None, nbytes)
+            found, problem = tried(lambda: map_file(pid, at, nbytes, at_once), None, nbytes)
         problems = [p for p in exchange(problem) if p]  # all have mapped it, or given up
     finally:
         if fd >= 0:
@@ -107,7 +107,7 @@ def map_file(pid: int, fd: int, nbytes: int, at_once: bool = False) -> Tensor:
     return torch.frombuffer(found, dtype=torch.uint8)
 
 
-def said(error: OSError, nbytes: int) -> str:
+def _said(error: OSError, nbytes: int) -> str:
     """What is wrong with the directory, in a few words."""
     where = directory()
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
@@ -115,9 +115,9 @@ def said(error: OSError, nbytes: int) -> str:
     return f"{where}: {error.strerror or error}"
 
 
-def _tried(make: Callable[[], T], otherwise: T, nbytes: int) -> tuple[T, str]:
+def tried(make: Callable[[], T], otherwise: T, nbytes: int) -> tuple[T, str]:
     """What `make` gives and "", or what stands in for it and what went wrong."""
     try:
         return make(), ""
     except OSError as error:
-        return otherwise, said(error, nbytes)
+        return otherwise, _said(error, nbytes)
