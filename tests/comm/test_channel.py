@@ -83,7 +83,9 @@ def both_send_first(way: str, num_messages: int, numel: int) -> list[Tensor]:
 
 
 @EVERY_WAY
-@pytest.mark.parametrize(("num_messages", "numel"), [(8, 1), (8, CAPACITY // 64), (1, CAPACITY // 8)])
+@pytest.mark.parametrize(
+    ("num_messages", "numel"), [(8, 1), (8, CAPACITY // 64), (1, CAPACITY // 8)]
+)
 def test_both_may_send_first_up_to_the_capacity(
     ranks: Ranks, way: str, num_messages: int, numel: int
 ) -> None:

@@ -20,14 +20,14 @@ import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm.failure import comm_error
+from tutti.comm.failure import naming
 from tutti.comm.group import Group
 from tutti.comm.signals import LINE, PeerDiffers, Signals
 
@@ -205,16 +205,9 @@ class DistributedChannel:
             self._under_way.popleft()[0].wait()
 
 
-@contextmanager
-def _naming(name: str, group: Group, nbytes: int) -> Any:
-    """Errors of the transport say which edge waits."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as exc:
-        source, to = group.ranks
-        raise comm_error(exc, name, (f"{source} -> {to}",), nbytes, group) from exc
+def _naming(name: str, group: Group, nbytes: int) -> AbstractContextManager[None]:
+    source, to = group.ranks
+    return naming(name, (f"{source} -> {to}",), nbytes, group)
 
 
 def _bytes(x: Tensor) -> Tensor:

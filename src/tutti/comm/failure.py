@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
+
+import torch
 
 from tutti.comm.group import Group, collective_timeout
 from tutti.comm.signals import PeerDiffers, PeerLate, PeerLost
@@ -80,6 +84,20 @@ def comm_error(
             fix="if a rank is only slow, set TUTTI_TIMEOUT to more seconds",
         )
     return CommError(f"{waiting} failed", why=reason)
+
+
+@contextmanager
+def naming(name: str, axes: tuple[str, ...], nbytes: int, group: Group) -> Iterator[None]:
+    """What the transport raises inside becomes the `CommError` for this collective.
+
+    Running out of memory stays what it is.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as exc:
+        raise comm_error(exc, name, axes, nbytes, group) from exc
 
 
 def with_line(error: CommError, line: str) -> CommError:
