@@ -71,7 +71,7 @@ def repeat(action: str, seconds: str) -> str:
     ends = time.monotonic() + float(seconds)
     while True:
         turn()
-        if action in CHANNEL_ACTIONS:  # the third rank has no part in it
+        if seconds == "inf":  # until somebody dies, in nothing but this action
             continue
         late = torch.tensor(float(time.monotonic() > ends))
         if player.all_reduce(late, AXES, "max"):

@@ -79,7 +79,7 @@ def lone(
 
 @pytest.mark.parametrize("action", [*ACTIONS, "all_reduce_", "send", "recv"])
 def test_a_killed_rank_is_named(action: str, tmp_path: Path) -> None:
-    with lone(tmp_path, 3, action, "1000") as ranks:
+    with lone(tmp_path, 3, action, "inf") as ranks:
         assert ranks.lines() == ["ready"] * 3
         time.sleep(0.3)
         ranks.send(2, signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_a_killed_rank_is_named(action: str, tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path) -> None:
-    with lone(tmp_path, 2, "all_reduce", "1000", TUTTI_TIMEOUT="3") as ranks:
+    with lone(tmp_path, 2, "all_reduce", "inf", TUTTI_TIMEOUT="3") as ranks:
         assert ranks.lines() == ["ready"] * 2
         ranks.send(1, signal.SIGSTOP)
         said, pid = ranks.line(0), ranks.processes[1].pid
