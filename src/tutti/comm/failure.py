@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
+
 from tutti.comm.group import Group, collective_timeout
-from tutti.comm.signals import PeerLate, PeerLost
+from tutti.comm.signals import PeerDiffers, PeerLate, PeerLost
 from tutti.errors import CommError
 
 _PEER_LEFT = re.compile(
@@ -58,11 +62,19 @@ def comm_error(
     # Gloo goes on with advice that holds for any program.
     reason = message.splitlines()[0].split(". This is typically")[0] if message else repr(exc)
     peers = [rank for i, rank in enumerate(group.ranks) if i != group.position]
-    if isinstance(exc, PeerLost | PeerLate):  # these know which
+    if isinstance(exc, PeerLost | PeerLate | PeerDiffers):  # these know which
         peers = list(exc.ranks)
     waiting = f"rank {group.ranks[group.position]} in {Wait(name, axes, nbytes, 0.0)}"
+    if isinstance(exc, PeerDiffers):
+        return CommError(
+            f"{_ranks(peers)} came to another collective than {waiting}",
+            why=reason,
+            fix="give every rank the same model, batch shapes and layout",
+        )
     if lost_peer(message):
-        gone = f"rank {peers[0]} is gone" if len(peers) == 1 else f"one of {_ranks(peers)} is gone"
+        sure = len(peers) == 1 or isinstance(exc, PeerLost)
+        gone = f"{_ranks(peers)} {'is' if len(peers) == 1 else 'are'} gone"
+        gone = gone if sure else f"one of {_ranks(peers)} is gone"
         return CommError(f"{gone}; it left {waiting}", why=reason)
     if _TIMED_OUT.search(message):
         seconds = collective_timeout().total_seconds()
@@ -72,6 +84,20 @@ def comm_error(
             fix="if a rank is only slow, set TUTTI_TIMEOUT to more seconds",
         )
     return CommError(f"{waiting} failed", why=reason)
+
+
+@contextmanager
+def naming(name: str, axes: tuple[str, ...], nbytes: int, group: Group) -> Iterator[None]:
+    """What the transport raises inside becomes the `CommError` for this collective.
+
+    Running out of memory stays what it is.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as exc:
+        raise comm_error(exc, name, axes, nbytes, group) from exc
 
 
 def with_line(error: CommError, line: str) -> CommError:

@@ -60,19 +60,30 @@ class Groups:
         self._near: dict[Axes, Transport] = {}
         self._far: dict[Axes, Transport] = {}
         self._hosts = [""] * self._world_size
-        if self._world_size > 1 and directory() is not None:
-            self._hosts = exchange_texts(host_name(), Group.world())
+        self._warned = False
+        if self._world_size > 1:
+            # A rank that shares no memory is a host of its own; all must know, whoever switched it off.
+            host = f"rank {self.rank}" if directory() is None else host_name()
+            self._hosts = exchange_texts(host, Group.world())
         self.add(used)
 
     def add(self, used: Iterable[Axes]) -> None:
         """Make the groups of `used` that are not there yet; all ranks call this together."""
-        for axes in sorted(set(used) - set(self._groups)):
+        new = sorted(set(used) - set(self._groups))
+        problems: list[str] = []
+        for axes in new:
             all_ranks = self._all_ranks(axes)
             ranks = next(tuple(ranks) for ranks in all_ranks if self.rank in ranks)
             group = Group.of(self._handle(axes, all_ranks), ranks, self.rank)
             self._groups[axes] = group
             self._far[axes] = Distributed(group)
-            self._near[axes] = self._nearest(group, all_ranks)
+            # Axes of size 1 change nothing: one shared memory serves both.
+            same = [a for a in self._near if self.mesh.groups(a) == all_ranks]
+            near = self._near[same[0]] if same else self._nearest(group, all_ranks, problems)
+            self._near[axes] = near
+        # Where no two ranks can share memory, nothing was tried.
+        if new and len(set(self._hosts)) < self._world_size:
+            self.tell(exchange_texts("".join(problems[:1]), Group.world()))
 
     def __getitem__(self, axes: Axes) -> Group:
         return self._groups[axes]
@@ -88,6 +99,34 @@ class Groups:
         """The shared memory of the group over `axes`, if that is what carries its collectives."""
         found = self._near[axes]
         return found if isinstance(found, SharedGroup) else None
+
+    def same_host(self, one: int, other: int) -> bool:
+        """Whether two ranks of the run can share memory."""
+        return self._hosts[one] == self._hosts[other]
+
+    @property
+    def num_neighbors(self) -> int:
+        """How many ranks of the run lie on this rank's host, itself among them."""
+        return self._hosts.count(self._hosts[self.rank])
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective waits."""
+        return self._timeout
+
+    def tell(self, problems: Sequence[str]) -> None:
+        """Why memory is not shared: one line for all ranks and groups, the first time.
+
+        Args:
+            problems: the same on all ranks; empty texts are none.
+        """
+        found = next(filter(None, problems), "")
+        if found and not self._warned and self.rank == 0:
+            warnings.warn(
+                f"{found}; what cannot go through it goes through Gloo, which is slower",
+                stacklevel=3,
+            )
+        self._warned |= bool(found)
 
     def _all_ranks(self, axes: Axes) -> list[list[int]]:
         for axis in axes:
@@ -116,18 +155,18 @@ class Groups:
                 mine = handle
         return mine
 
-    def _nearest(self, group: Group, all_ranks: list[list[int]]) -> Transport:
+    def _nearest(self, group: Group, all_ranks: list[list[int]], problems: list[str]) -> Transport:
         """The fastest way between the ranks of a group; every group of one kind gets the same."""
-        by_host = [self._by_host(ranks) for ranks in all_ranks]
-        if group.size == 1 or directory() is None:
+        if group.size == 1:
             return Distributed(group)
+        by_host = [self._by_host(ranks) for ranks in all_ranks]
         if all(len(hosts) == 1 for hosts in by_host):
-            return self._share(group) or Distributed(group)
+            return self._share(group, problems) or Distributed(group)
         width = len(by_host[0][0])
         even = all(len(ranks) == width for hosts in by_host for ranks in hosts)
         if width == 1 or not even:
             return Distributed(group)
-        return self._two_levels(group, by_host)
+        return self._two_levels(group, by_host, problems)
 
     def _by_host(self, ranks: Sequence[int]) -> list[list[int]]:
         found: dict[str, list[int]] = {}
@@ -135,25 +174,23 @@ class Groups:
             found.setdefault(self._hosts[rank], []).append(rank)
         return list(found.values())
 
-    def _share(self, group: Group) -> SharedGroup | None:
-        """The group's shared memory; None, and one line on its first rank, where there is none."""
+    def _share(self, group: Group, problems: list[str]) -> SharedGroup | None:
+        """The group's shared memory; None on all its ranks, and a line more, where there is none."""
         try:
             return SharedGroup(
                 group.ranks,
                 group.position,
                 lambda text: exchange_texts(text, group),
                 self._timeout.total_seconds(),
+                num_neighbors=self.num_neighbors,
             )
         except SharedMemoryError as error:
-            if group.position == 0:
-                warnings.warn(
-                    f"ranks {', '.join(map(str, group.ranks))} share no memory: {error}; "
-                    "their collectives go through Gloo, which is slower",
-                    stacklevel=2,
-                )
+            problems.append(f"ranks {', '.join(map(str, group.ranks))} share no memory: {error}")
             return None
 
-    def _two_levels(self, group: Group, by_host: list[list[list[int]]]) -> Transport:
+    def _two_levels(
+        self, group: Group, by_host: list[list[list[int]]], problems: list[str]
+    ) -> Transport:
         inside = [ranks for hosts in by_host for ranks in hosts]
         across = [list(ranks) for hosts in by_host for ranks in zip(*hosts, strict=True)]
         near, far = (
@@ -162,7 +199,7 @@ class Groups:
             )
             for every in (inside, across)
         )
-        shared = self._share(near)
+        shared = self._share(near, problems)
         # All must go the same way, so each rank must know that all others have shared memory.
         if not all(exchange_texts("yes" if shared else "", Group.world())):
             return Distributed(group)

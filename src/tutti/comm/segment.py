@@ -12,11 +12,15 @@ import errno
 import json
 import mmap
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 # Where segments are made; "off" leaves all ranks to torch.distributed.
 DIRECTORY = "TUTTI_SHARED_MEMORY"
@@ -36,38 +40,43 @@ def directory() -> Path | None:
     return None if name == "off" else Path(name)
 
 
-def make_segment(nbytes: int, position: int, exchange: Exchange) -> Tensor:
+def make_segment(
+    nbytes: int, position: int, exchange: Exchange, *, at_once: bool = False
+) -> Tensor:
     """`nbytes` of zeros that all ranks of the group share, as bytes (uint8, 1-D).
 
-    The group's first rank makes the file, the others map it. All ranks call this together.
+    The group's first rank makes the file, the others map it. All ranks call this together. With
+    `at_once` every page is mapped here, instead of when it is first touched.
 
     Raises:
         SharedMemoryError: on every rank, if it failed on one.
     """
     fd, found, problem = -1, None, ""
     if position == 0:
-        try:
-            fd = _new_file(nbytes)
-        except OSError as error:
-            problem = _said(error, nbytes)
-    offer = json.dumps({"pid": os.getpid(), "fd": fd, "problem": problem})
-    lead = json.loads(exchange(offer)[0])
-    problem = lead["problem"]
-    if not problem:
-        try:
-            found = _mapped(lead["pid"], lead["fd"], nbytes)
-        except OSError as error:
-            problem = _said(error, nbytes)
-    problems = [p for p in exchange(problem) if p]  # all have mapped it, or given up
-    if fd >= 0:
-        os.close(fd)
+        fd, problem = tried(lambda: new_file(nbytes), -1, nbytes)
+    try:
+        offer = json.dumps({"pid": os.getpid(), "fd": fd, "problem": problem})
+        lead = json.loads(exchange(offer)[0])
+        problem = lead["problem"]
+        if not problem:
+            pid, at = lead["pid"], lead["fd"]
+            found, problem = tried(lambda: map_file(pid, at, nbytes, at_once), None, nbytes)
+        problems = [p for p in exchange(problem) if p]  # all have mapped it, or given up
+    finally:
+        if fd >= 0:
+            os.close(fd)
     if problems:
         raise SharedMemoryError(problems[0])
     assert found is not None
-    return torch.frombuffer(found, dtype=torch.uint8)
+    return found
 
 
-def _new_file(nbytes: int) -> int:
+def new_file(nbytes: int) -> int:
+    """The descriptor of a new file of zeros without a name, which only this user may open.
+
+    Raises:
+        OSError: the directory is missing, full, or on a filesystem that has no such files.
+    """
     where = directory()
     if where is None:
         raise OSError(0, f"{DIRECTORY}=off")
@@ -80,16 +89,35 @@ def _new_file(nbytes: int) -> int:
     return fd
 
 
-def _mapped(pid: int, fd: int, nbytes: int) -> mmap.mmap:
+def map_file(pid: int, fd: int, nbytes: int, at_once: bool = False) -> Tensor:
+    """The file that process `pid` has open as `fd`, as bytes (uint8, 1-D); `make_segment` says more.
+
+    Raises:
+        OSError: the process has gone, is another user's, or there is no memory for page tables.
+    """
     own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
     try:
-        return mmap.mmap(own, nbytes)
+        if sys.version_info >= (3, 13):  # else a descriptor stays open as long as the memory
+            found = mmap.mmap(own, nbytes, flags=flags, trackfd=False)
+        else:
+            found = mmap.mmap(own, nbytes, flags=flags)
     finally:
         os.close(own)
+    return torch.frombuffer(found, dtype=torch.uint8)
 
 
 def _said(error: OSError, nbytes: int) -> str:
+    """What is wrong with the directory, in a few words."""
     where = directory()
-    if error.errno in (errno.ENOSPC, errno.ENOMEM):
+    if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
         return f"{where} has no room for {nbytes / 1e6:.1f} MB"
     return f"{where}: {error.strerror or error}"
+
+
+def tried(make: Callable[[], T], otherwise: T, nbytes: int) -> tuple[T, str]:
+    """What `make` gives and "", or what stands in for it and what went wrong."""
+    try:
+        return make(), ""
+    except OSError as error:
+        return otherwise, _said(error, nbytes)

@@ -2,36 +2,36 @@
 
 A rank writes its value where the others can read it, says so, and each rank reads what it needs: no
 sockets, no copies between. A value that lies in an arena already (`SharedGroup.empty`) is not even
-written. Others go through *mailboxes*, chunk by chunk:
-
-    rank 0   copy chunk 0 | sync | reduce chunk 0 | copy chunk 1 | sync | ...
-    rank 1   copy chunk 0 | sync | reduce chunk 0 | copy chunk 1 | sync | ...
-
-Each rank has two mailboxes and takes them in turn. When it writes turn t + 2, all have passed the sync
-of turn t + 1, so nobody still reads turn t.
+written. Others go through mailboxes, chunk by chunk.
 
 Reductions run over the group's ranks in its order, whoever computes them: every rank gets the same bits.
+
+Where the ranks first meet in a collective they compare what they are in: its name, dtype, size, and the
+place of its tensor in an arena. Ranks that differ are told so before any of them reads a wrong value.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from tutti.comm.reduce import reduce_into
+from tutti.comm import mailboxes
+from tutti.comm.arenas import Arenas
+from tutti.comm.mailboxes import Mailboxes
+from tutti.comm.reduce import reduce_blocks, reduce_into
 from tutti.comm.segment import Exchange, make_segment
 from tutti.comm.signals import LINE, Signals
 
-# What the ranks put into mailboxes at once, all together, and each at least: it stays in a cache.
-_CHUNK_NBYTES, _LEAST_NBYTES = 2**21, 2**16
 # Above so many bytes, more than two ranks reduce a part each instead of all each.
 _SPLIT_NBYTES = 2**15
-# What a rank reduces at once where values lie: the sum is still in the cache when it is given on.
-_BLOCK_NBYTES = 2**18
+# What is reduced in an arena and then given to the others: still in the cache.
+_GIVEN_NBYTES = 2**18
 
 
 class SharedGroup:
@@ -42,44 +42,51 @@ class SharedGroup:
         position: this rank's place among them.
         exchange: gives a text to all ranks of the group and returns theirs; used to set up only.
         timeout_seconds: how long a collective waits.
+        num_neighbors: how many ranks share the cores of this host; the group's by default.
 
     Raises:
         SharedMemoryError: on every rank, where memory cannot be shared.
 
-    Collectives raise `PeerLost` or `PeerLate`. All ranks call them in the same order.
+    Collectives raise `PeerLost`, `PeerLate` or `PeerDiffers`. All ranks call them in the same order, with
+    tensors at the same place of an arena or all of them outside.
     """
 
     def __init__(
-        self, ranks: Sequence[int], position: int, exchange: Exchange, timeout_seconds: float
+        self,
+        ranks: Sequence[int],
+        position: int,
+        exchange: Exchange,
+        timeout_seconds: float,
+        num_neighbors: int = 0,
     ) -> None:
         self.position, self.size, self._exchange = position, len(ranks), exchange
         pids = [int(text) for text in exchange(str(os.getpid()))]
-        words = self.size * LINE
-        self._chunk = max(_CHUNK_NBYTES // self.size, _LEAST_NBYTES)
-        # Two mailboxes, and one for a rank's share of a reduction.
-        memory = make_segment(words + 3 * self.size * self._chunk, position, exchange)
-        self.signals = Signals(memory[:words], ranks, position, pids, timeout_seconds)
-        self._mail = memory[words:].view(3, self.size, self._chunk)
-        self._turn = 0
-        self._arenas: list[Tensor] = []
-        self._places: list[tuple[int, int]] = []
+        words = -(-self.size * LINE // mailboxes.PAGE) * mailboxes.PAGE
+        nbytes = words + mailboxes.num_bytes(self.size)
+        memory = make_segment(nbytes, position, exchange, at_once=True)
+        lines = memory[: self.size * LINE]
+        self.signals = Signals(lines, ranks, position, pids, timeout_seconds, num_neighbors)
+        self._mail = Mailboxes(memory[words:], position, self.size)
+        self._arenas = Arenas(position)
 
     # Memory of the group
 
     def arena(self, nbytes: int) -> Tensor:
-        """New shared memory: `[size, nbytes]`, a row for each rank; all ranks call this together."""
-        nbytes = -(-nbytes // LINE) * LINE
+        """New shared memory: `[size, nbytes]`, a row for each rank; all ranks call this together.
+
+        Raises:
+            SharedMemoryError: on every rank, where it does not fit; the group works as before.
+        """
+        nbytes = -(-max(nbytes, 1) // LINE) * LINE
         memory = make_segment(self.size * nbytes, self.position, self._exchange)
         rows = memory.view(self.size, nbytes)
-        begin = rows[self.position].data_ptr()
-        self._arenas.append(rows)
-        self._places.append((begin, begin + nbytes))
+        self._arenas.add(rows)
         return rows
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor in an arena of its own; all ranks call this together."""
         nbytes = math.prod(shape) * dtype.itemsize
-        return _typed(self.arena(max(nbytes, 1))[self.position], nbytes, dtype).view(*shape)
+        return self.arena(nbytes)[self.position][:nbytes].view(dtype).view(*shape)
 
     def common(self, nbytes: int) -> Tensor:
         """New bytes that belong to no rank alone, 1-D; all ranks call this together."""
@@ -88,92 +95,96 @@ class SharedGroup:
     def everywhere(self, x: Tensor) -> list[Tensor] | None:
         """Each rank's tensor at the place that `x` has in this rank's row of an arena.
 
-        None if `x` lies elsewhere, or is not contiguous.
+        None if `x` lies elsewhere, is empty or is not contiguous.
         """
-        if not x.is_contiguous():
-            return None
-        address = x.data_ptr()
-        for place, (begin, end) in enumerate(self._places):
-            if begin <= address < end:
-                rows = self._arenas[place][:, address - begin :]
-                return [_typed(row, x.nbytes, x.dtype).view(x.shape) for row in rows]
-        return None
+        return self._arenas.everywhere(x)
 
-    # Collectives on whole tensors; parts are stacked along a first dim
+    # Collectives on whole tensors; parts are stacked along a first dim. As in any collective, the
+    # tensor that was given may be written again when they return.
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        self.signals.sync()
+        self.signals.meet(self._note("barrier", "", ()))
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """`x` reduced over the group, a new tensor."""
-        flat = x.contiguous().view(-1)
+        flat = _flat(x)
         result = torch.empty_like(flat)
+        note = self._note("all_reduce", op, (flat,))
         lying = self.everywhere(flat)
+        if lying is not None and (self.size == 2 or flat.nbytes <= _SPLIT_NBYTES):
+            self.signals.meet(note)
+            reduce_into(result, lying, op)
+            self.signals.sync()
+            return result.view(x.shape)
+        for low, high, sync in self._chunks(note, flat):
+            if lying is None:
+                boxes = self._mail.post(flat[low:high], sync)
+                boxes[self.position] = flat[low:high]  # the same numbers, and nearer
+            else:
+                sync()
+                boxes = [row[low:high] for row in lying]
+            self._reduce(boxes, result[low:high], op)
         if lying is not None:
             self.signals.sync()
-            reduce_into(result, lying, op)
-            self.signals.arrive()
-            return result.view(x.shape)
-        for low, high in self._chunks(flat):
-            split = self.size > 2 and (high - low) * x.itemsize > _SPLIT_NBYTES
-            reduce = self._reduce_split if split else self._reduce_each
-            reduce(flat[low:high], result[low:high], op)
         return result.view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`[*shape]` of each rank to `[n, *shape]`."""
-        flat = x.contiguous().view(-1)
+        flat = _flat(x)
         result = flat.new_empty(self.size, flat.numel())
+        note = self._note("all_gather", "", (flat,))
         lying = self.everywhere(flat)
         if lying is not None:
-            self.signals.sync()
+            self.signals.meet(note)
             for row, part in zip(result, lying, strict=True):
                 row.copy_(part)
-            self.signals.arrive()
-        else:
-            result[self.position].copy_(flat)
-            for low, high in self._chunks(flat):
-                for j, part in enumerate(self._posted(flat[low:high])):
-                    if j != self.position:
-                        result[j, low:high].copy_(part)
+            self.signals.sync()
+            return result.view(self.size, *x.shape)
+        for low, high, sync in self._chunks(note, flat):
+            boxes = self._mail.post(flat[low:high], sync)
+            boxes[self.position] = flat[low:high]
+            for j, part in enumerate(boxes):
+                result[j, low:high].copy_(part)
         return result.view(self.size, *x.shape)
 
     def reduce_scatter(self, parts: Tensor, op: str) -> Tensor:
         """`[n, *shape]`, one part for each rank, to the reduced part `[*shape]` of this rank."""
-        lying = self.everywhere(parts)
-        if lying is not None:
-            result = torch.empty_like(parts[0])
-            self.signals.sync()
-            reduce_into(result, [whole[self.position] for whole in lying], op)
-            self.signals.arrive()
-            return result
-        rows = parts.contiguous().view(self.size, -1)
+        rows = _flat(parts).view(self.size, -1)
         result = torch.empty_like(rows[0])
-        for low, high, got in self._exchanged(rows):
-            reduce_into(result[low:high], got, op)
+        note = self._note("reduce_scatter", op, (rows,))
+        lying = self.everywhere(rows)
+        if lying is not None:
+            self.signals.meet(note)
+            reduce_blocks(result, [whole[self.position] for whole in lying], op)
+            self.signals.sync()
+        else:
+            for low, high, got in self._exchanged(note, rows):
+                reduce_into(result[low:high], got, op)
         return result.view(parts.shape[1:])
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """`[n, *shape]`, one part for each rank, to `[n, *shape]`, one part from each rank."""
-        rows = parts.contiguous().view(self.size, -1)
+        rows = _flat(parts).view(self.size, -1)
         result = torch.empty_like(rows)
-        for low, high, got in self._exchanged(rows):
+        note = self._note("all_to_all", "", (rows,))
+        for low, high, got in self._exchanged(note, rows):
             for j, part in enumerate(got):
                 result[j, low:high].copy_(part)
         return result.view(parts.shape)
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         """The tensor of the rank at position `root`, a new one on the others."""
-        flat = x.contiguous().view(-1)
+        flat = _flat(x)
         result = flat if self.position == root else torch.empty_like(flat)
-        for low, high in self._chunks(flat):
-            box = self._boxes(flat.dtype, high - low)
+        note = self._note(f"broadcast {root}", "", (flat,), placed=False)
+        for low, high, sync in self._chunks(note, flat):
+            box = self._mail.take(flat.dtype, high - low)[root]
             if self.position == root:
-                box[root].copy_(flat[low:high])
-            self.signals.sync()
+                box.copy_(flat[low:high])
+            sync()
             if self.position != root:
-                result[low:high].copy_(box[root])
+                result[low:high].copy_(box)
         return result.view(x.shape)
 
     # Collectives on tensors that lie in arenas: any number of them with one meeting of the ranks
@@ -181,10 +192,10 @@ class SharedGroup:
     def all_reduce_(self, xs: Sequence[Tensor], op: str) -> None:
         """Reduce each of `xs` in place: a rank reduces its part of them and gives it to all."""
         lying = [[row.view(-1) for row in self._rows(x)] for x in xs]
-        self.signals.sync()
+        self.signals.meet(self._note("all_reduce_", op, xs))
         for rows in lying:
             first, last = self._share(rows[0].numel(), self.position)
-            step = _BLOCK_NBYTES // rows[0].itemsize
+            step = _GIVEN_NBYTES // rows[0].itemsize
             for low in range(first, last, step):
                 parts = [row[low : min(low + step, last)] for row in rows]
                 own = parts[self.position]
@@ -200,16 +211,24 @@ class SharedGroup:
         The memory of `wholes` may be written again after a `claim`.
         """
         lying = [self._rows(x) for x in wholes]
-        return self.reduce([[whole[self.position] for whole in rows] for rows in lying], op)
+        self.signals.meet(self._note("reduce_scatter_", op, wholes))
+        results = [torch.empty_like(x[0]) for x in wholes]
+        for result, rows in zip(results, lying, strict=True):
+            parts = [whole[self.position].view(-1) for whole in rows]
+            reduce_blocks(result.view(-1), parts, op)
+        self.signals.arrive()
+        return results
 
     def reduce(self, lying: Sequence[Sequence[Tensor]], op: str) -> list[Tensor]:
-        """Each of `lying`, a tensor of every rank that all can read, reduced: new tensors."""
-        self.signals.sync()
-        results = []
-        for parts in lying:
-            result = torch.empty(parts[0].shape, dtype=parts[0].dtype)
+        """Each of `lying`, a tensor of every rank where all can read it, reduced: new tensors.
+
+        What this rank has given may be written again after a `claim`.
+        """
+        own = [parts[self.position] for parts in lying]
+        self.signals.meet(self._note("reduce", op, own, placed=False))
+        results = [torch.empty(x.shape, dtype=x.dtype) for x in own]
+        for result, parts in zip(results, lying, strict=True):
             reduce_into(result, parts, op)
-            results.append(result)
         self.signals.arrive()
         return results
 
@@ -219,7 +238,7 @@ class SharedGroup:
         The own parts may be written again after a `claim`.
         """
         lying = [self._rows(x) for x in wholes]
-        self.signals.sync()
+        self.signals.meet(self._note("all_gather_", "", wholes))
         for x, rows in zip(wholes, lying, strict=True):
             for j, whole in enumerate(rows):
                 if j != self.position:
@@ -231,56 +250,51 @@ class SharedGroup:
         self.signals.wait(self.signals.count)
 
     def _rows(self, x: Tensor) -> list[Tensor]:
-        rows = self.everywhere(x)
-        assert rows is not None, "a tensor outside of the arenas"
+        rows = self.everywhere(x) if x.numel() else [x] * self.size
+        assert rows is not None, "a tensor outside of the arenas, or not contiguous"
         return rows
 
-    # Chunks
+    # How ranks go through them
 
-    def _chunks(self, flat: Tensor, num_parts: int = 1) -> list[tuple[int, int]]:
-        """Ranges that fit a mailbox `num_parts` times; one for an empty tensor, so that all meet."""
-        step = self._chunk // num_parts // LINE * LINE // flat.itemsize
-        size = flat.numel()
-        return [(low, min(low + step, size)) for low in range(0, max(size, 1), step)]
+    def _note(self, name: str, op: str, xs: Sequence[Tensor], *, placed: bool = True) -> int:
+        """A number that ranks in the same collective agree on; of ints only, whose hash is fixed."""
+        words = [_number(name), _number(op)]
+        for x in xs:
+            place = self._arenas.place(x) if placed else 0
+            words += (_number(x.dtype), x.numel(), place)
+        return hash(tuple(words))
 
-    def _boxes(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """The mailboxes of this turn, one for each rank."""
-        self._turn ^= 1
-        return [_typed(row, numel * dtype.itemsize, dtype) for row in self._mail[self._turn]]
+    def _chunks(
+        self, note: int, flat: Tensor, num_parts: int = 1
+    ) -> Iterator[tuple[int, int, Callable[[], None]]]:
+        """Each range that fits a mailbox, and how the ranks meet there."""
+        sync: Callable[[], None] = functools.partial(self.signals.meet, note)
+        for low, high in self._mail.ranges(flat, num_parts):
+            yield low, high, sync
+            sync = self.signals.sync
 
-    def _posted(self, chunk: Tensor) -> list[Tensor]:
-        """Every rank's chunk."""
-        boxes = self._boxes(chunk.dtype, chunk.numel())
-        boxes[self.position].copy_(chunk)
-        self.signals.sync()
-        return boxes
-
-    def _reduce_each(self, chunk: Tensor, out: Tensor, op: str) -> None:
-        """Every rank reduces all of the chunk."""
-        boxes = self._posted(chunk)
-        boxes[self.position] = chunk
-        reduce_into(out, boxes, op)
-
-    def _reduce_split(self, chunk: Tensor, out: Tensor, op: str) -> None:
-        """Every rank reduces its share of the chunk and takes those of the others."""
-        boxes = self._posted(chunk)
-        done = [_typed(row, chunk.nbytes, chunk.dtype) for row in self._mail[2]]
-        first, last = self._share(chunk.numel(), self.position)
+    def _reduce(self, boxes: list[Tensor], out: Tensor, op: str) -> None:
+        """All of it, or this rank's share of it and from the others theirs."""
+        if self.size == 2 or out.nbytes <= _SPLIT_NBYTES:
+            reduce_into(out, boxes, op)
+            return
+        done = self._mail.shares(out.dtype, out.numel())
+        first, last = self._share(out.numel(), self.position)
         reduce_into(done[self.position][first:last], [box[first:last] for box in boxes], op)
         self.signals.sync()
         for j in range(self.size):
-            first, last = self._share(chunk.numel(), j)
+            first, last = self._share(out.numel(), j)
             out[first:last].copy_(done[j][first:last])
 
-    def _exchanged(self, rows: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
+    def _exchanged(self, note: int, rows: Tensor) -> Iterator[tuple[int, int, list[Tensor]]]:
         """Chunk by chunk (low, high), this rank's part from every rank."""
-        for low, high in self._chunks(rows[0], self.size):
-            boxes = self._boxes(rows.dtype, self.size * (high - low))
+        for low, high, sync in self._chunks(note, rows[0], self.size):
+            boxes = self._mail.take(rows.dtype, self.size * (high - low))
             boxes = [box.view(self.size, high - low) for box in boxes]
             for j in range(self.size):
                 if j != self.position:
                     boxes[self.position][j].copy_(rows[j, low:high])
-            self.signals.sync()
+            sync()
             got = [box[self.position] for box in boxes]
             got[self.position] = rows[self.position, low:high]
             yield low, high, got
@@ -292,5 +306,10 @@ class SharedGroup:
         return min(position * part, numel), min((position + 1) * part, numel)
 
 
-def _typed(memory: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
-    return memory[:nbytes].view(dtype)
+def _flat(x: Tensor) -> Tensor:
+    return (x.detach() if x.requires_grad else x).resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+@functools.cache
+def _number(of: str | torch.dtype) -> int:
+    return zlib.crc32(str(of).encode())

@@ -95,7 +95,7 @@ def all_reduce(x: Tensor, op: str, group: Group) -> Tensor:
     """`x` reduced over the group, a new tensor."""
     if x.dtype not in _NATIVE:
         return _widened(all_reduce, x, op, group)
-    result = x.clone(memory_format=torch.contiguous_format)
+    result = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, op=_OPS[op], group=group.handle)
     return result
 
@@ -129,7 +129,7 @@ def all_to_all(parts: Tensor, group: Group) -> Tensor:
 
 
 def _flat_bytes(x: Tensor) -> Tensor:
-    flat = x.contiguous().view(-1)
+    flat = x.detach().resolve_conj().contiguous().view(-1)
     return flat if x.dtype in _NATIVE else flat.view(torch.uint8)
 
 
@@ -150,6 +150,8 @@ def _widened(
         return reduce(x.view(torch.uint8), BOOL_OPS[op], group).view(torch.bool)
     if x.is_complex():
         assert op == "sum", f"no {op} of complex numbers"
-        return torch.view_as_complex(reduce(torch.view_as_real(x).contiguous(), op, group))
+        return torch.view_as_complex(
+            reduce(torch.view_as_real(x.resolve_conj()).contiguous(), op, group)
+        )
     wide = torch.float32 if x.is_floating_point() else torch.int64
     return reduce(x.to(wide), op, group).to(x.dtype)
