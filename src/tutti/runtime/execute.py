@@ -23,6 +23,7 @@ from tutti.graph.collectives import Player
 from tutti.partition.partition import Program
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
+from tutti.runtime.allocator import keep_freed_memory
 from tutti.runtime.generate import Generated, generate
 from tutti.runtime.residence import Residence
 from tutti.runtime.shared_state import Lodger
@@ -45,6 +46,7 @@ class Execution:
             self.player = ProcessGroups(home.groups_for(axes_used(program.graph)))
             check_order([describe(n) for n in program.collectives])
         self._place = program.mesh.coordinates(rank)
+        keep_freed_memory()
         self._lodger: Lodger | None = None
         self.graph: fx.Graph | None = None
         self._generated: Generated | None = None
