@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm import together
+from tutti.comm.background import Background, Underway
 from tutti.comm.failure import Wait, comm_error, now_seconds
 from tutti.comm.groups import Groups
 from tutti.comm.shared_memory import SharedGroup
@@ -38,6 +40,7 @@ class ProcessGroups:
         self.arenas: dict[tuple[str, ...], Tensor] = {}
         self.wholes: dict[tuple[tuple[str, ...], int], Tensor] = {}
         self.state: dict[str, Tensor] = {}
+        self._background = Background()
         self._buffers: dict[Any, Tensor] = {}
         self._cut: dict[Any, list[Tensor]] = {}
 
@@ -92,12 +95,40 @@ class ProcessGroups:
         op: str,
     ) -> list[Tensor]:
         """Several collectives of one kind in one."""
+        move = functools.partial(self._together, kind, xs, axes, wheres, op)
+        near = self.groups.shared(axes) is not None and xs[0].device.type == "cpu"
+        return move() if near else self._background.in_turn(move)
+
+    def start(
+        self,
+        kind: str,
+        xs: Sequence[Tensor],
+        axes: tuple[str, ...],
+        wheres: Sequence[tuple[int, int]],
+        op: str,
+    ) -> Underway:
+        """Begin several collectives of one kind in one; `finish` waits for them."""
+        return self._background.start(
+            functools.partial(self._together, kind, xs, axes, wheres, op), xs
+        )
+
+    def finish(self, underway: Underway, xs: Sequence[Tensor]) -> list[Tensor]:
+        """The results of what `start` began with `xs`."""
+        return self._background.finish(underway)
+
+    def _together(
+        self,
+        kind: str,
+        xs: Sequence[Tensor],
+        axes: tuple[str, ...],
+        wheres: Sequence[tuple[int, int]],
+        op: str,
+    ) -> list[Tensor]:
         group = self.groups[axes]
         if group.size == 1:
             return [x.clone() for x in xs]
         via = self.groups.transport(axes, xs[0].device)
-        nbytes = sum(x.nbytes for x in xs)
-        with self._waiting(f"{len(xs)} x {kind}", axes, nbytes):
+        with self._waiting(f"{len(xs)} x {kind}", axes, sum(x.nbytes for x in xs)):
             if kind == "all_reduce":
                 return together.all_reduce(xs, op, via)
             if kind == "all_gather":
@@ -202,9 +233,15 @@ class ProcessGroups:
 
     def _wait(self, name: str, axes: tuple[str, ...], x: Tensor, *args: Any) -> Tensor:
         """Collective `name` of the transport that the group has for `x`."""
-        move = getattr(self.groups.transport(axes, x.device), name)
-        with self._waiting(name, axes, x.nbytes):
-            return move(x, *args)
+        transport = self.groups.transport(axes, x.device)
+        move = getattr(transport, name)
+
+        def moved() -> list[Tensor]:
+            with self._waiting(name, axes, x.nbytes):
+                return [move(x, *args)]
+
+        near = transport is self.groups.shared(axes)
+        return (moved() if near else self._background.in_turn(moved))[0]
 
     @contextlib.contextmanager
     def _waiting(self, name: str, axes: tuple[str, ...], nbytes: int) -> Iterator[None]:

@@ -13,6 +13,9 @@ from tutti.comm.transport import Transport
 def all_reduce(xs: Sequence[Tensor], op: str, via: Transport) -> list[Tensor]:
     """Each of `xs` reduced over the group."""
 
+    if len(xs) == 1:
+        return [via.all_reduce(xs[0], op)]
+
     def move(flats: list[Tensor]) -> list[Tensor]:
         total = via.all_reduce(torch.cat(flats), op)
         return list(total.split([flat.numel() for flat in flats]))
@@ -24,6 +27,9 @@ def all_reduce(xs: Sequence[Tensor], op: str, via: Transport) -> list[Tensor]:
 def all_gather(xs: Sequence[Tensor], via: Transport) -> list[Tensor]:
     """Each `[*shape]` to `[n, *shape]`."""
 
+    if len(xs) == 1:
+        return [via.all_gather(xs[0])]
+
     def move(flats: list[Tensor]) -> list[Tensor]:
         rows = via.all_gather(torch.cat(flats))
         return list(rows.split([flat.numel() for flat in flats], dim=1))
@@ -34,6 +40,9 @@ def all_gather(xs: Sequence[Tensor], via: Transport) -> list[Tensor]:
 
 def reduce_scatter(wholes: Sequence[Tensor], op: str, via: Transport) -> list[Tensor]:
     """Each `[n, *shape]`, one part for each rank, to the reduced part `[*shape]` of this rank."""
+
+    if len(wholes) == 1:
+        return [via.reduce_scatter(wholes[0], op)]
 
     def move(rows: list[Tensor]) -> list[Tensor]:
         part = via.reduce_scatter(torch.cat(rows, dim=1), op)

@@ -15,7 +15,8 @@ seen as `(outer, inner)` and the collective acts on `inner`.
 
 Passes join and move collectives. `together(kind, xs, axes, wheres, op)` carries out several at once:
 `wheres[i]` is the `(dim, outer)` of `xs[i]`, `op` that of a reduction or ""; its value is the list of
-results. `start(...)`, with the same arguments, begins them and `finish(handle, ...)` waits for them.
+results. `start(...)`, with the same arguments, begins them and `finish(handle, xs)` waits for them: until
+then `xs` must stay as they are.
 
 Where the ranks of a group share memory:
 

@@ -21,6 +21,7 @@ from tutti.passes.bucket import bucket
 from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
 from tutti.passes.in_place import in_place
+from tutti.passes.overlap import overlap
 from tutti.passes.remat import remat
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
 from tutti.passes.shared_state import shared_state, wait_for_readers
@@ -59,6 +60,7 @@ PASSES = (
     Pass("bucket", lambda graph, program, target: bucket(graph, target)),
     Pass("shared_state", shared_state),
     Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
+    Pass("overlap", lambda graph, program, target: overlap(graph, target)),
     Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
 )
 

@@ -1,0 +1,83 @@
+"""Collectives that run beside the computation, in the order in which they were started.
+
+On CPUs one thread carries them out: Gloo waits for its sockets without holding Python. On GPUs a stream of
+its own does. A collective that is waited for at once goes through the same queue, so that all ranks have
+them in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Move = Callable[[], list[Tensor]]
+
+
+@dataclass
+class Underway:
+    """A collective that has been started; on a GPU with the event that its stream records at its end."""
+
+    future: Future[list[Tensor]] | None = None
+    results: list[Tensor] | None = None
+    event: Any = None
+
+
+class Background:
+    """One queue of collectives, for CPU and for CUDA tensors."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, Any] = {}
+        self._pending = 0
+
+    def start(self, move: Move, operands: Sequence[Tensor]) -> Underway:
+        """Begin `move()`; its `operands` must stay as they are until `finish`."""
+        device = operands[0].device
+        if device.type == "cuda":
+            return self._start_on_stream(move, operands, device)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-collectives")
+        self._pending += 1
+        return Underway(self._thread.submit(_plain, move))
+
+    def finish(self, underway: Underway) -> list[Tensor]:
+        """The results; raises what the collective raised."""
+        if underway.future is not None:
+            self._pending -= 1
+            return underway.future.result()
+        assert underway.results is not None
+        now = torch.cuda.current_stream(underway.results[0].device)
+        now.wait_event(underway.event)
+        for x in underway.results:
+            x.record_stream(now)
+        return underway.results
+
+    def in_turn(self, move: Move) -> list[Tensor]:
+        """`move()`, behind what has been started and not finished yet."""
+        if self._thread is None or not self._pending:
+            return move()
+        return self._thread.submit(_plain, move).result()
+
+    def _start_on_stream(
+        self, move: Move, operands: Sequence[Tensor], device: torch.device
+    ) -> Underway:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            results = move()
+            event = stream.record_event()
+        for x in operands:
+            x.record_stream(stream)
+        return Underway(results=results, event=event)
+
+
+def _plain(move: Move) -> list[Tensor]:
+    with torch.no_grad():  # a setting of each thread
+        return move()

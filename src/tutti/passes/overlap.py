@@ -1,0 +1,78 @@
+"""`overlap`: collectives between hosts or GPUs start early and are waited for late.
+
+    %8 = together(reduce_scatter, [%3, %6], data, ...)      %8 = start(reduce_scatter, [%3, %6], data, ...)
+    ...                                                ->   ...
+    %20 = adamw([%w], [item(%8, 0)], ...)                   %19 = finish(%8, [%3, %6])
+                                                            %20 = adamw([%w], [item(%19, 0)], ...)
+
+A reduction starts where its operands are ready and ends right before its result is needed. A gather starts
+right before the one before it is waited for, so that one is under way while another is in use: two at a
+time are held, no more.
+
+Ranks of one host that share memory have nothing to overlap: their own cores move the bytes.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from tutti.graph import collectives
+from tutti.graph.edit import NOTES
+from tutti.graph.order import positions_of, ready_at
+from tutti.passes.joined import as_together, is_kind
+from tutti.passes.target import Target
+
+# Fewer nodes than this in between are not worth a hand-over.
+LEAST_GAP = 3
+
+
+def overlap(graph: fx.Graph, target: Target) -> int:
+    """Rewrite `graph`; returns how many collectives now run beside others' work."""
+    count = 0
+    last_gather: dict[tuple[str, ...], fx.Node] = {}
+    for node in list(graph.nodes):
+        if not is_kind(node, "all_gather", "reduce_scatter", "all_reduce"):
+            continue
+        axes = collectives.axes_of(node)
+        if axes in target.shared or not node.users:
+            continue
+        node, gathers = as_together(graph, node), is_kind(node, "all_gather")
+        begin = _begin(graph, node, last_gather.get(axes) if gathers else None)
+        first_user = _first_user(graph, node)
+        order = positions_of(graph)
+        if order[first_user] - order[begin] > LEAST_GAP:
+            node = _split(graph, node, begin, first_user)
+            count += 1
+        if gathers:
+            last_gather[axes] = node
+    return count
+
+
+def _begin(graph: fx.Graph, node: fx.Node, earlier: fx.Node | None) -> fx.Node:
+    """The node before which the collective may start: itself, or where the gather before it ends."""
+    if earlier is None:
+        return node
+    order = positions_of(graph)
+    return earlier if ready_at(node, order) < order[earlier] else node
+
+
+def _first_user(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The first node that needs a result."""
+    order = positions_of(graph)
+    return min((u for item in node.users for u in item.users), key=order.__getitem__)
+
+
+def _split(graph: fx.Graph, node: fx.Node, begin: fx.Node, first_user: fx.Node) -> fx.Node:
+    notes = {k: node.meta[k] for k in NOTES if k in node.meta}
+    with graph.inserting_before(begin):
+        start = graph.call_function(collectives.start, node.args)
+    start.meta = notes | {"val": None}
+    with graph.inserting_before(first_user):
+        finish = graph.call_function(collectives.finish, (start, node.args[1]))
+    finish.meta = notes | {"val": node.meta["val"]}
+    items = sorted(node.users, key=lambda user: int(user.args[1]))  # type: ignore[arg-type]
+    for item in reversed(items):
+        item.args = (finish, item.args[1])
+        finish.append(item)
+    graph.erase_node(node)
+    return finish
