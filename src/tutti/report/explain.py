@@ -113,9 +113,8 @@ def _parameter_of(program: Program, mark: fx.Node) -> str:
         shape = mark.meta["val"].shape
         for user in node.users:
             val = user.meta.get("val")
-            alike = isinstance(val, list | tuple) or (
-                isinstance(val, Tensor) and val.shape == shape
-            )
+            values = val if isinstance(val, list | tuple) else [val]
+            alike = any(isinstance(x, Tensor) and x.shape == shape for x in values)
             if user not in seen and alike:
                 seen.add(user)
                 queue.append(user)
