@@ -173,7 +173,7 @@ SCHEDULES: dict[str, tuple[Any, Callable[[Any], LRScheduler]]] = {
 def test_schedules_change_inputs_and_trace_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[int] = []
     capture = tutti.api.capture
-    monkeypatch.setattr(tutti.api, "capture", lambda *a: traces.append(1) or capture(*a))
+    monkeypatch.setattr(tutti.api, "capture", lambda *a, **k: traces.append(1) or capture(*a, **k))
     make, schedule = SCHEDULES[name]
     model, twin = mlp(), mlp()
     ours, theirs = make(model), make(twin)
