@@ -123,9 +123,9 @@ def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     calls: list[int] = []
     capture = api.capture
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **options: Any) -> Any:
         calls.append(1)
-        return capture(*args)
+        return capture(*args, **options)
 
     monkeypatch.setattr(api, "capture", counted)
     return calls

@@ -48,7 +48,7 @@ def casts(made: Program) -> Counter[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "resnet"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "resnet", "checkpoint"])
 @pytest.mark.parametrize("layout", ["data=2 zero=3", "data=2 tensor=2 zero=3"])
 def test_zero_3_gathers_linear_weights_in_bf16(name: str, layout: str) -> None:
     if name == "resnet" and "tensor" in layout:
