@@ -133,6 +133,8 @@ def main() -> None:
     """Carry out the action of the command line."""
     torch.set_num_threads(1)
     ensure_process_group()
+    later = os.environ.get("TIMEOUT_ONCE_STARTED")  # to start may take longer on a busy machine
+    os.environ |= {"TUTTI_TIMEOUT": later} if later else {}
     action, *arguments = sys.argv[1:]
     named = {"once": once, "large_arena": large_arena, "segments": segments}
     try:

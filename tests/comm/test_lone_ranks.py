@@ -31,7 +31,7 @@ class Lone:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "TUTTI_RUN_DIR": str(directory),
-            "TUTTI_TIMEOUT": "60",
+            "TUTTI_TIMEOUT": "600",
         }
         for rank in range(n):
             time.sleep(delay_seconds if rank else 0)
@@ -44,7 +44,7 @@ class Lone:
             )
             self.processes.append(process)
 
-    def line(self, rank: int, seconds: float = 100.0) -> str:
+    def line(self, rank: int, seconds: float = 200.0) -> str:
         """The next line that a rank prints; what it wrote to stderr if there is none."""
         process = self.processes[rank]
         assert process.stdout is not None and process.stderr is not None
@@ -56,7 +56,7 @@ class Lone:
         finally:
             timer.cancel()
 
-    def lines(self, seconds: float = 100.0) -> list[str]:
+    def lines(self, seconds: float = 200.0) -> list[str]:
         return [self.line(rank, seconds) for rank in range(len(self.processes))]
 
     def send(self, rank: int, number: signal.Signals) -> None:
@@ -93,7 +93,7 @@ def test_a_killed_rank_is_named(action: str, tmp_path: Path) -> None:
 
 
 def test_a_stopped_rank_is_named_after_the_timeout(tmp_path: Path) -> None:
-    with lone(tmp_path, 2, "all_reduce", "inf", TUTTI_TIMEOUT="3") as ranks:
+    with lone(tmp_path, 2, "all_reduce", "inf", TIMEOUT_ONCE_STARTED="3") as ranks:
         assert ranks.lines() == ["ready"] * 2
         ranks.send(1, signal.SIGSTOP)
         said, pid = ranks.line(0), ranks.processes[1].pid
