@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,10 +32,10 @@ from tutti.planner.memory import predict
 from tutti.runtime.measure import peak_nbytes
 
 
-def deep_gpt(num_layers: int = 5) -> tuple[Any, ...]:
+def deep_gpt(num_layers: int = 4) -> tuple[Any, ...]:
     """A GPT whose activations are most of its memory, with dropout."""
     make = partial(zoo_models.GPT, dim=16, seq=64, num_layers=num_layers, dropout=0.1)
-    return zoo.build(make, partial(zoo_steps.token_batch, seq=64))
+    return zoo.build(make, partial(zoo_steps.token_batch, seq=64), optimizer=zoo.sgd)
 
 
 def prepared(layout: str, built: tuple[Any, ...]) -> tuple[tutti.Step, Any]:
@@ -105,13 +104,13 @@ def test_before_and_after() -> None:
     assert rewritten(mlp_program(), Budget()) == GOLDEN
 
 
-@pytest.mark.parametrize("layout", ["", "data=2", "data=2 zero=3"])
+@pytest.mark.parametrize("layout", ["", "data=2 zero=3"])
 def test_equal_bits_from_less_memory(ranks: Ranks, layout: str) -> None:
-    play: Callable[[str], Any] = played
-    if layout:
-        play = lambda text: ranks.run(played, text, n=2)[0]  # noqa: E731
+    def play(text: str) -> Any:
+        return ranks.run(played, text, n=2)[0] if layout else played(text)
+
     losses, state, nbytes = play(layout)
-    for word, share in (("full", 0.45), ("0.5", 0.7)):
+    for word, share in (("full", 0.4), ("0.5", 0.7)):
         again, state_again, less = play(f"{layout} remat={word}")
         assert again == losses
         assert all((state[n] == state_again[n]).all() for n in state)
@@ -119,10 +118,16 @@ def test_equal_bits_from_less_memory(ranks: Ranks, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_tied", "llama", "resnet", "two_losses", "checkpoint", "lstm"]
-)
-@pytest.mark.parametrize(
-    "layout", ["data=2 zero=3 remat=full", "data=2 tensor=2 remat=full", "data=2 remat=0.5"]
+    ("name", "layout"),
+    [
+        ("gpt_tied", "data=2 tensor=2 remat=full"),
+        ("llama", "data=2 zero=3 remat=full"),
+        ("resnet", "data=2 remat=full"),
+        ("two_losses", "data=2 remat=0.5"),
+        ("accumulate", "data=2 zero=3 remat=full"),
+        ("checkpoint", "data=2 tensor=2 remat=full"),
+        ("lstm", "data=2 remat=0.5"),
+    ],
 )
 def test_the_same_step_on_virtual_ranks(name: str, layout: str) -> None:
     assert subjects.verdict(name, layout).ok

@@ -6,7 +6,10 @@ import re
 
 import pytest
 
+import tutti
+import zoo
 from subjects import program
+from tutti.planner.memory import predict
 from tutti.report.explain import explain, format_nbytes, records
 
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
@@ -117,3 +120,28 @@ def test_the_graph_is_printed_on_demand() -> None:
 )
 def test_format_nbytes(nbytes: float, text: str) -> None:
     assert format_nbytes(nbytes) == text
+
+
+def test_the_predicted_memory_is_shown_with_its_kinds_and_the_measured_beside_it() -> None:
+    made = program("gpt", "data=2")
+    found = predict(made)
+    text = explain(made)
+    assert f"predicted peak {format_nbytes(found.peak_nbytes)} per rank: state " in text
+    assert f"activations {format_nbytes(found.activation_nbytes)}" in text
+    assert re.search(
+        rf"^at {re.escape(found.op)} \({found.region}, \w+\.py:\d+\); of it", text, re.M
+    )
+    assert all(f"\n{h.name} " in text for h in found.largest)
+    assert "measured" not in text
+    assert "; measured 1.23 MB" in explain(made, measured=1_230_000)
+
+
+def test_a_measured_step_is_a_step_and_is_explained() -> None:
+    train_step, model, optimizer, batches = zoo.CASES["sgd"].build()
+    step = tutti.distribute(train_step, model, optimizer, "")
+    step(*batches[0])
+    assert "; measured" not in step.explain()
+    loss = step.measure(*batches[0])
+    assert step.num_steps == 2 and loss.ndim == 0
+    call = format_nbytes(predict(step.program).call_nbytes)
+    assert f"of it {call} come and go with a call; measured {call}" in step.explain()
