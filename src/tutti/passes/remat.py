@@ -133,12 +133,18 @@ class _Plans:
 
 
 def _first(plans: Sequence[int], size: Callable[[int], float], budget: Budget, limit: float) -> int:
-    """Bisection: what is held falls, nearly always, the more is dropped."""
+    """Bisection: what is held falls, nearly always, the more is dropped.
+
+    Where dropping everything is not enough, some plan on the way may be.
+    """
     if size(plans[0]) <= limit:
         return plans[0]
-    least = size(plans[-1])
-    if least > limit:
-        raise _too_small(budget, least)
+    if size(plans[-1]) > limit:
+        some = plans[:: max(1, len(plans) // _NUM_PLANS)]
+        least, plan = min((size(k), k) for k in some)
+        if least > limit:
+            raise _too_small(budget, least)
+        return plan
     low, high = 0, len(plans) - 1
     while high - low > 1:
         middle = (low + high) // 2
