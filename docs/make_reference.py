@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def _members(cls: Any) -> Iterator[str]:
         function = member.__func__ if isinstance(member, classmethod) else member
         if name.startswith("_") and name != "__call__":
             continue
-        if isinstance(member, property):
+        if isinstance(member, property | cached_property):
             yield f"### `{cls.__name__}.{name}`\n\n{_text(member)}"
         elif inspect.isfunction(function):
             yield f"### `{cls.__name__}.{name}`\n"
