@@ -29,6 +29,7 @@ from benchmarks.ways import WAYS
 
 T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
+WIDTH = 120
 QUICK_MODELS, QUICK_PACE = "gpt-3.7M", Pace(num_rounds=3, turn_seconds=0.2, num_warm=2)
 
 
@@ -45,21 +46,24 @@ def main(
     out: Annotated[Path | None, typer.Option(help="where the result is kept")] = None,
 ) -> None:
     """Measure, print, keep."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)  # a narrow table would lose columns
     pace = QUICK_PACE if quick else Pace(num_rounds=rounds, turn_seconds=turn_seconds)
     cases = chosen(models or (QUICK_MODELS if quick else ""), CASES, "--models")
     contenders = chosen(ways, WAYS, "--ways")
     result = Result(date.today().isoformat(), machine.describe(), asdict(pace))
+    kept = out or ROOT / ("runs/bench" if quick else "benchmarks/results")
+    name = f"{result.date}-{machine.slug(result.machine)}"
+    page = kept / f"{name}.md"
     _warn_if_busy(console)
     with console.status("") as status:
         if moves:
             result.collectives = collectives.measure(pace.num_rounds, status.update)
         for case in cases:
             result.races.append(run(case, contenders, pace, status.update))
-            console.print(report.race_table(result.races[-1]).rich(), "")
-    report.show(result, console)
-    kept = out or ROOT / ("runs/bench" if quick else "benchmarks/results")
-    page = report.write(result, kept, f"{result.date}-{machine.slug(result.machine)}")
+            report.show([report.race_table(result.races[-1])], console)
+            page = report.write(result, kept, name)  # a run that is stopped leaves what it has
+    report.show(report.findings(result), console)
     console.print(f"kept in {page}, with .json and .png")
 
 

@@ -159,6 +159,7 @@ def measure(num_rounds: int, tell: Callable[[str], None]) -> list[dict[str, Any]
     crew = Crew(next(iter(CASES.values())), COLLECTIVES)  # the case is not used
     found: list[dict[str, Any]] = []
     try:
+        crew.ready()
         crew.build()
         for name, nbytes in MOVES:
             tell(f"{name} of {nbytes:,} bytes")

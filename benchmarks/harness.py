@@ -17,14 +17,18 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 from benchmarks.contenders.contender import Way
-from benchmarks.memory import Peak, data_nbytes
-from benchmarks.models import Case
+from benchmarks.memory import Peak, available_nbytes, data_nbytes
+from benchmarks.models import Case, num_parameters
 from benchmarks.worker import Failed, Steps, serve
 
 ANSWER_SECONDS = 300.0
 SAMPLE_SECONDS = 0.002
 MEMORY_STEPS = 3
+# For each parameter: weight, gradient, two moments, and as much again for what is under way.
+STATE_NBYTES, SPARE_NBYTES = 20, 10**9
 # As every rank is meant to run: one thread, on the loopback interface.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -54,10 +58,13 @@ class Crew:
             self._pipes.append(here)
             self._processes.append(process)
 
-    def build(self) -> float:
-        """Prepare, note the memory held so far, build the model; seconds of the slower rank."""
+    def ready(self) -> None:
+        """Wait until everything is imported and the ranks have met; note the memory held so far."""
         self._answers()
         self._baseline = {pid: data_nbytes(pid) for pid in self.pids}
+
+    def build(self) -> float:
+        """Build the model, once ready; seconds of the slower rank."""
         return max(self.ask("build"))
 
     @property
@@ -183,6 +190,9 @@ def race(
     crews = [Crew(case, way) for way in ways]
     running = list(zip(crews, entries, strict=True))
     try:
+        tell("start")
+        # All of them first: who starts takes time from who is measured.
+        running = _each(running, lambda crew, _: crew.ready())
         running = _each(running, lambda crew, entry: _warm_up(crew, entry, pace, tell))
         for number in range(pace.num_rounds):
             tell(f"round {number + 1} of {pace.num_rounds}")
@@ -213,11 +223,24 @@ def _each(
 
 def _warm_up(crew: Crew, entry: Entry, pace: Pace, tell: Tell) -> None:
     tell(f"{entry.way}: build and first steps")
+    _check_memory(crew)
     entry.build_seconds = crew.build()
     first = crew.steps(pace.num_warm)
     entry.losses = [statistics.fmean(x) for x in zip(*(r.losses for r in first), strict=True)]
     # Not the first step, which compiles.
     entry.num_steps = pace.steps_per_turn(max(min(r.seconds) for r in first))
+
+
+def _check_memory(crew: Crew) -> None:
+    """All crews of a model hold memory at once: one too many must not end the others, or the machine."""
+    with torch.device("meta"):
+        nbytes = STATE_NBYTES * num_parameters(crew.case.make())
+    needed = SPARE_NBYTES + nbytes * crew.way.num_ranks * crew.way.devices_per_process
+    left = available_nbytes()
+    if left < needed:
+        raise Unable(
+            f"left out: {left / 1e9:.1f} GB of memory left, {needed / 1e9:.1f} GB may be needed"
+        )
 
 
 def _take_turn(crew: Crew, entry: Entry) -> None:

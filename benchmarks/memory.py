@@ -27,6 +27,13 @@ def data_nbytes(pid: int) -> int:
     return 1024 * sum(map(int, found))
 
 
+def available_nbytes() -> int:
+    """Bytes that can be taken on this machine without pushing anything out."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert found, "/proc/meminfo has no MemAvailable"
+    return 1024 * int(found[1])
+
+
 class Peak:
     """The most that each process held, of what was sampled.
 

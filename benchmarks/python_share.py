@@ -15,7 +15,9 @@ Both are shares of the step as it runs undisturbed.
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -81,11 +83,15 @@ def outside_seconds(contender: Distributed) -> float:
         return _recorded(x) if is_move else x
 
     visible = rewritten(execution.generated, marked)
-    with _function(execution, visible), profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with (
+        _function(execution, visible),
+        _quiet(),
+        profile(activities=[ProfilerActivity.CPU]) as seen,
+    ):
         for _ in range(NUM_STEPS):
             with record_function(WHOLE_STEP):
                 contender.step()
-    return uncovered_seconds(profiled.events() or ())
+    return uncovered_seconds(seen.events() or ())
 
 
 def uncovered_seconds(events: Iterable[Any]) -> float:
@@ -126,6 +132,20 @@ def _function(execution: Execution, function: Any) -> Iterator[None]:
         yield
     finally:
         generated.function = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's own lines, which come from below Python, would break up the progress shown."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +51,12 @@ class Table:
 
 def tables(result: Result) -> Iterator[Table]:
     """Everything that was found."""
-    for race in result.races:
-        yield race_table(race)
+    yield from map(race_table, result.races)
+    yield from findings(result)
+
+
+def findings(result: Result) -> Iterator[Table]:
+    """What stands beside the races: Python's share, collectives, targets."""
     if any(e.shares for race in result.races for e in race.entries):
         yield python_table(result)
     if result.collectives:
@@ -168,7 +172,7 @@ def write(result: Result, directory: Path, name: str) -> Path:
     return page
 
 
-def show(result: Result, console: Console) -> None:
-    """Print all tables."""
-    for table in tables(result):
+def show(found: Iterable[Table], console: Console) -> None:
+    """Print tables."""
+    for table in found:
         console.print(table.rich(), "")

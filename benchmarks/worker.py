@@ -52,7 +52,7 @@ def serve(pipe: Connection, case: Case, way: Way, rank: int, run_dir: str) -> No
     while True:
         try:
             word, *rest = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             break
         if word == "build":
             began = time.perf_counter()

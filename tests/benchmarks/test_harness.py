@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks import harness
 from benchmarks.harness import Crew, Entry, Pace, race
 from benchmarks.memory import data_nbytes
 from tests.benchmarks.tiny import (
@@ -66,6 +68,12 @@ def test_a_contender_that_fails_leaves_the_others(entries: dict[str, Entry]) -> 
     assert "ValueError: the fifth step is one too many" in entries["raiser"].error
     assert entries["killer"].error == "rank 1 ended"
     assert entries["absent"].error == "unheard-of is not installed"
+
+
+def test_a_crew_for_which_memory_is_short_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "available_nbytes", lambda: harness.SPARE_NBYTES)
+    (entry,) = race(GPT, [replace(SLEEPER, num_ranks=1)], pace=PACE, tell=quiet)
+    assert entry.error.startswith("left out: 1.0 GB of memory left, 1.0 GB") and not entry.seconds
 
 
 def test_steps_per_turn() -> None:

@@ -10,9 +10,9 @@ import torch
 from benchmarks.contenders.contender import Contender, Missing, Place, Way
 from benchmarks.models import Case, GPTCase, LlamaCase, ResNetCase
 
-GPT = GPTCase(name="gpt", vocab=32, window=8, width=16, depth=2, head_dim=4, per_rank=2)
+GPT = GPTCase(name="gpt", vocab=32, window=8, width=16, depth=1, head_dim=4, per_rank=2)
 LLAMA = LlamaCase(
-    name="llama", vocab=32, window=8, width=16, depth=2, head_dim=4, hidden=24, kv_heads=2,
+    name="llama", vocab=32, window=8, width=16, depth=1, head_dim=4, hidden=24, kv_heads=2,
     per_rank=2,
 )  # fmt: skip
 RESNET = ResNetCase(
