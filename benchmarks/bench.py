@@ -19,10 +19,11 @@ from typing import Annotated, TypeVar
 import typer
 from rich.console import Console
 
-from benchmarks import collectives, machine, report
+from benchmarks import machine, report
 from benchmarks.contenders.contender import Way
 from benchmarks.harness import Pace, Tell, race
 from benchmarks.models import CASES, Case, fields_of, num_parameters
+from benchmarks.moves import measure_moves
 from benchmarks.python_share import python_share
 from benchmarks.result import Race, Result
 from benchmarks.ways import WAYS
@@ -58,7 +59,7 @@ def main(
     _warn_if_busy(console)
     with console.status("") as status:
         if moves:
-            result.collectives = collectives.measure(pace.num_rounds, status.update)
+            result.collectives = measure_moves(pace.num_rounds, status.update)
         for case in cases:
             result.races.append(run(case, contenders, pace, status.update))
             report.show([report.race_table(result.races[-1])], console)

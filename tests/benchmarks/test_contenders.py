@@ -22,6 +22,7 @@ from ranks import Ranks
 from tests.benchmarks.tiny import GPT, LLAMA, RESNET
 
 NUM_STEPS = 3
+TOLERANCE = 5e-6  # of float32 against float64
 # BatchNorm has each rank's own statistics under the wrappers of torch: another step.
 OWN_STATISTICS = ("ddp", "fsdp2")
 REAL = [("gpt", name) for name in WAYS] + [("llama", "dtensor"), ("llama", "jax")]
@@ -87,15 +88,19 @@ def test_the_first_losses_are_those_of_one_device(name: str, way: str, ranks: Ra
         wanted = expected_of_own_statistics(case, chosen.num_ranks)
     else:
         wanted = expected(name, chosen.num_shares)
-    np.testing.assert_allclose(losses(case, chosen, ranks), wanted, rtol=2e-5)
+    np.testing.assert_allclose(losses(case, chosen, ranks), wanted, rtol=TOLERANCE)
 
 
 def test_the_comparison_sees_another_learning_rate() -> None:
+    """A tenth more."""
     model = GPT.model()
     update = optimizer(model)
     update.param_groups[0]["lr"] *= 1.1
     found = Eager(GPT, model, update, Batches(GPT, 1))
-    assert abs([found.step() for _ in range(NUM_STEPS)][-1] / expected("gpt", 1)[-1] - 1) > 1e-4
+    assert (
+        abs([found.step() for _ in range(NUM_STEPS)][-1] / expected("gpt", 1)[-1] - 1)
+        > 10 * TOLERANCE
+    )
 
 
 def test_ways_that_are_compared_train_the_same_batch() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.collectives import AXES, MOVES, PLAYERS, Bench, rounds
+from benchmarks.moves import AXES, MOVES, PLAYERS, Bench, rounds
 from ranks import Ranks
 
 

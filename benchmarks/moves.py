@@ -154,7 +154,7 @@ def rounds(bench: Bench, name: str, nbytes: int, num_rounds: int) -> dict[str, l
 COLLECTIVES = Way(name="collectives", build=build, prepare=gloo.prepare)
 
 
-def measure(num_rounds: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_moves(num_rounds: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
     """Median seconds of every move by every player: the slower rank's, over the rounds."""
     crew = Crew(next(iter(CASES.values())), COLLECTIVES)  # the case is not used
     found: list[dict[str, Any]] = []
