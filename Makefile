@@ -1,5 +1,6 @@
 # make train               verify a layout of examples/gpt.py, then train it on two local ranks
 # make train ARGS=--resume ... and go on where it stopped
+# make bench               tutti next to its peers, side by side (ARGS="--quick": a minute or two)
 # make test, make lint     the whole suite; ruff and pyright
 # make venv, make clean    the environment that all of them use; remove it and every cache
 
@@ -12,7 +13,7 @@ RANKS ?= 2
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: train test lint venv clean
+.PHONY: train test bench lint venv clean
 
 train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
@@ -20,6 +21,9 @@ train: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.bench $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -33,6 +37,11 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples,dev]'
+	touch $@
+
+# The peers that nothing else needs.
+$(VENV)/.bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	touch $@
 
 clean:

@@ -1,0 +1,1 @@
+"""How fast tutti is, next to its peers; see README.md in this directory."""

@@ -1,0 +1,98 @@
+"""tutti next to its peers, side by side.
+
+    make bench                                         # everything, under 20 minutes
+    make bench ARGS="--quick"                          # one small model, a minute or two
+    python -m benchmarks.bench --models gpt-51M --ways "one,ddp,tutti data=2"
+
+The result is printed and kept in benchmarks/results (that of --quick in runs/bench).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.console import Console
+
+from benchmarks import machine, report
+from benchmarks.contenders.contender import Way
+from benchmarks.harness import Pace, Tell, race
+from benchmarks.models import CASES, Case, fields_of, num_parameters
+from benchmarks.moves import measure_moves
+from benchmarks.python_share import python_share
+from benchmarks.result import Race, Result
+from benchmarks.ways import WAYS
+
+T = TypeVar("T")
+ROOT = Path(__file__).parent.parent
+WIDTH = 120
+QUICK_MODELS, QUICK_PACE = "gpt-3.7M", Pace(num_rounds=3, turn_seconds=0.2, num_warm=2)
+
+
+def main(
+    *,
+    models: Annotated[
+        str, typer.Option(help="names, with commas between: " + ", ".join(CASES))
+    ] = "",
+    ways: Annotated[str, typer.Option(help="names, with commas between: " + ", ".join(WAYS))] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="how often each way has its turn")] = 7,
+    turn_seconds: Annotated[float, typer.Option(min=0.01, help="how long a turn is, about")] = 0.7,
+    quick: Annotated[bool, typer.Option(help="one model, few rounds: shows that it works")] = False,
+    moves: Annotated[bool, typer.Option(help="measure collectives too")] = True,
+    out: Annotated[Path | None, typer.Option(help="where the result is kept")] = None,
+) -> None:
+    """Measure, print, keep."""
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)  # a narrow table would lose columns
+    pace = QUICK_PACE if quick else Pace(num_rounds=rounds, turn_seconds=turn_seconds)
+    cases = chosen(models or (QUICK_MODELS if quick else ""), CASES, "--models")
+    contenders = chosen(ways, WAYS, "--ways")
+    result = Result(date.today().isoformat(), machine.describe(), asdict(pace))
+    kept = out or ROOT / ("runs/bench" if quick else "benchmarks/results")
+    name = f"{result.date}-{machine.slug(result.machine)}"
+    page = kept / f"{name}.md"
+    _warn_if_busy(console)
+    with console.status("") as status:
+        if moves:
+            result.collectives = measure_moves(pace.num_rounds, status.update)
+        for case in cases:
+            result.races.append(run(case, contenders, pace, status.update))
+            report.show([report.race_table(result.races[-1])], console)
+            page = report.write(result, kept, name)  # a run that is stopped leaves what it has
+    report.show(report.findings(result), console)
+    console.print(f"kept in {page}, with .json and .png")
+
+
+def run(case: Case, ways: list[Way], pace: Pace, tell: Tell) -> Race:
+    """All ways that apply to a model."""
+    able = [way for way in ways if way.applies_to(case)]
+
+    def told(text: str) -> None:
+        tell(f"{case.name}: {text}")
+
+    entries = race(case, able, pace=pace, tell=told, extra=python_share)
+    return Race(case.name, case.unit, num_parameters(case.model()), fields_of(case), entries)
+
+
+def chosen(names: str, known: Mapping[str, T], option: str) -> list[T]:
+    """The values of names in a list with commas; all for an empty one."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(known)
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise typer.BadParameter(f"{option}: no {', '.join(unknown)}; there are {', '.join(known)}")
+    return [known[name] for name in wanted]
+
+
+def _warn_if_busy(console: Console) -> None:
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > 0.25 * cores:
+        console.print(f"the machine is busy (load {load:.1f} on {cores} cores): ratios are hints")
+
+
+if __name__ == "__main__":
+    typer.run(main)

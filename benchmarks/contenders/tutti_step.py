@@ -1,0 +1,66 @@
+"""tutti: the plain step, distributed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tutti
+from benchmarks.contenders import eager
+from benchmarks.contenders.contender import Batches, Contender, Place
+from benchmarks.models import Case, optimizer
+from tutti.runtime.ranks import ensure_process_group
+
+
+class Distributed:
+    """A `tutti.Step` and its batches."""
+
+    def __init__(self, step: tutti.Step, batches: Batches) -> None:
+        self.distributed, self.batches = step, batches
+
+    def step(self) -> float:
+        """See `Contender`; every rank is given the global batch and has the global loss."""
+        return self.distributed(*self.batches.next()).item()
+
+
+def prepare(place: Place) -> None:
+    """Join the run, as `tutti run` would have it."""
+    eager.prepare(place)
+    ensure_process_group()
+
+
+def train_step(case: Case) -> Callable[..., Tensor]:
+    """The step of a case, for one device."""
+
+    def train_step(
+        model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+    ) -> Tensor:
+        loss = case.loss(model, inputs, targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return train_step
+
+
+def place_of(case: Case) -> dict[str, str]:
+    """The compute shardings of the weights that tensor parallelism splits."""
+    place = dict.fromkeys((f"{name}.weight" for name in case.columns), "tensor, -")
+    return place | dict.fromkeys((f"{name}.weight" for name in case.rows), "-, tensor")
+
+
+def build(case: Case, _place: Place, *, layout: str, num_shares: int) -> Contender:
+    """The step under `layout`."""
+    model = case.model()
+    step = tutti.distribute(train_step(case), model, optimizer(model), layout, place=place_of(case))
+    return Distributed(step, Batches(case, num_shares))
+
+
+def builder(layout: str, num_shares: int) -> Any:
+    """`build` for one layout."""
+    return functools.partial(build, layout=layout, num_shares=num_shares)

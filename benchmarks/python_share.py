@@ -1,0 +1,187 @@
+"""How much of a step of tutti is Python: not ATen, not collectives.
+
+No clock can be put exactly between the two, so there are two numbers:
+
+`hollow`: the step runs with every call in its generated code answered at once by a Python function that does
+nothing, called through one more Python frame as `torch`'s op overloads are. What is left is `Step.__call__`
+and the interpreter's work. Python inside of what is called (a random draw, a collective's bookkeeping) is
+not counted, nor is torch's parsing of arguments.
+
+`outside`: under `torch.profiler`, what no op and no collective covers. It counts all Python, and also the
+parsing of arguments and the profiler's own work at each op: the truth lies below.
+
+Both are shares of the step as it runs undisturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.contenders.contender import Contender
+from benchmarks.contenders.tutti_step import Distributed
+from benchmarks.harness import Crew
+from benchmarks.worker import steps
+from tutti.runtime.execute import Execution
+from tutti.runtime.generate import Generated
+
+NUM_STEPS, NUM_HOLLOW = 5, 20
+WHOLE_STEP = "benchmark: step"
+
+
+def python_share(crew: Crew) -> dict[str, float]:
+    """Both shares of a crew's step, of the rank where they are larger; empty unless it runs tutti."""
+    found = [x for x in crew.call(measure) if x]
+    return {name: max(x[name] for x in found) for name in found[0]} if found else {}
+
+
+def measure(contender: Contender) -> dict[str, float]:
+    """Both shares of a contender's step, on every rank at once."""
+    if not isinstance(contender, Distributed):
+        return {}
+    seconds = statistics.median(steps(contender, NUM_STEPS).seconds)
+    return {
+        "hollow": hollow_seconds(contender) / seconds,
+        "outside": min(outside_seconds(contender) / seconds, 1.0),
+    }
+
+
+def hollow_seconds(contender: Distributed) -> float:
+    """Median seconds of a step whose calls do nothing."""
+    execution = execution_of(contender)
+    last: list[Any] = []
+
+    def keep(inputs: list[Any], key: Any) -> Any:
+        last[:] = real(inputs, key)
+        return last[0], last[1]
+
+    real = execution.generated.function
+    with _function(execution, keep):
+        contender.step()
+    empty = rewritten(execution.generated, _hollowed)
+
+    def replay(inputs: list[Any], key: Any) -> Any:
+        empty(inputs, key)
+        return list(last[0]), list(last[1])  # the state stays what it is
+
+    with _function(execution, replay):
+        return statistics.median(steps(contender, NUM_HOLLOW).seconds)
+
+
+def outside_seconds(contender: Distributed) -> float:
+    """Seconds of a step that no profiled op and no collective covers."""
+    execution = execution_of(contender)
+
+    def marked(x: Any) -> Any:
+        is_move = execution.player is not None and getattr(x, "__self__", None) is execution.player
+        return _recorded(x) if is_move else x
+
+    visible = rewritten(execution.generated, marked)
+    with (
+        _function(execution, visible),
+        _quiet(),
+        profile(activities=[ProfilerActivity.CPU]) as seen,
+    ):
+        for _ in range(NUM_STEPS):
+            with record_function(WHOLE_STEP):
+                contender.step()
+    return uncovered_seconds(seen.events() or ())
+
+
+def uncovered_seconds(events: Iterable[Any]) -> float:
+    """Median over the steps among profiler events of what their direct children leave uncovered."""
+    uncovered = [
+        e.time_range.elapsed_us() - sum(c.time_range.elapsed_us() for c in e.cpu_children)
+        for e in events
+        if e.name == WHOLE_STEP
+    ]
+    return statistics.median(uncovered) / 1e6
+
+
+def execution_of(contender: Distributed) -> Execution:
+    """What the last call ran."""
+    last = contender.distributed._last
+    assert last is not None, "no step yet"
+    return last.execution
+
+
+def rewritten(
+    generated: Generated, change: Callable[[Any], Any]
+) -> Callable[[list[Any], Any], tuple[list[Any], list[Any]]]:
+    """The generated function with each constant of it changed."""
+    function: Any = generated.function
+    given: Mapping[str, Any] = function.__globals__
+    names: dict[str, Any] = {
+        name: x if name.startswith("__") else change(x) for name, x in given.items()
+    }
+    exec(compile(generated.text, "<benchmark>", "exec"), names)
+    return names[function.__name__]
+
+
+@contextmanager
+def _function(execution: Execution, function: Any) -> Iterator[None]:
+    generated = execution.generated
+    before, generated.function = generated.function, function
+    try:
+        yield
+    finally:
+        generated.function = before
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's own lines, which come from below Python, would break up the progress shown."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with record_function("benchmark: collective"):
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Nothing:
+    """Stands for any value: parts of it, and sums with it, are nothing too."""
+
+    def same(self, *_: Any) -> _Nothing:
+        return self
+
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = same
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = same
+
+
+NOTHING = _Nothing()
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> _Nothing:
+    return NOTHING
+
+
+class _Call:
+    """Called through a frame of its own, as `torch._ops.OpOverload` is."""
+
+    def __init__(self) -> None:
+        self._op = _nothing
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._op(*args, **kwargs)
+
+
+def _hollowed(x: Any) -> Any:
+    return _Call() if callable(x) else x

@@ -1,0 +1,73 @@
+"""What tutti is to reach, next to its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from benchmarks.result import Race, Result
+
+SMALL, LARGE = ("gpt-3.7M",), ("gpt-29.5M", "gpt-51M")
+GPTS = SMALL + LARGE
+
+
+@dataclass(frozen=True)
+class Target:
+    """A way's step, or its peak memory, is at most `limit` of another way's; on all models by default."""
+
+    way: str
+    against: str
+    limit: float
+    models: tuple[str, ...] = ()
+    quantity: str = "time"
+
+    def measured(self, race: Race) -> float | None:
+        """The ratio, if both were run."""
+        ratio = race.memory_ratio if self.quantity == "memory" else race.time_ratio
+        return ratio(self.way, self.against)
+
+
+TARGETS = (
+    Target("tutti data=2", "one", 1.03, SMALL),
+    Target("tutti data=2", "ddp", 1.0, SMALL),
+    Target("tutti data=2", "ddp", 0.80, LARGE),
+    Target("tutti data=2 zero=1", "ddp", 0.80, LARGE),
+    Target("tutti data=2 zero=3", "fsdp2", 0.45, LARGE),
+    Target("tutti data=2 zero=3", "fsdp2", 1.0, GPTS, "memory"),
+    Target("tutti tensor=2", "dtensor", 0.70, GPTS),
+    Target("tutti data=2", "jax", 1.0),
+)
+# Of a step, by the larger of the two measures in `python_share`.
+PYTHON_SHARE = 0.03
+
+
+class Verdict(NamedTuple):
+    """A target on one model."""
+
+    model: str
+    what: str
+    measured: float
+    limit: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it was reached."""
+        return self.measured <= self.limit
+
+
+def verdicts(result: Result) -> Iterator[Verdict]:
+    """Every target on every model for which there are figures."""
+    for target in TARGETS:
+        for race in result.races:
+            if target.models and race.model not in target.models:
+                continue
+            measured = target.measured(race)
+            if measured is not None:
+                what = f"{target.quantity} of {target.way} / {target.against}"
+                yield Verdict(race.model, what, measured, target.limit)
+    for race in result.races:
+        for entry in race.entries:
+            if entry.shares:
+                what = f"Python in {entry.way}"
+                yield Verdict(race.model, what, entry.shares["outside"], PYTHON_SHARE)

@@ -1,0 +1,99 @@
+"""The harness with contenders that only sleep: turns, the slower rank, memory, failures."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks import harness
+from benchmarks.harness import Crew, Entry, Pace, race
+from benchmarks.memory import data_nbytes
+from tests.benchmarks.tiny import (
+    ABSENT,
+    GPT,
+    HELD_NBYTES,
+    KILLER,
+    RAISER,
+    SECONDS,
+    SLEEPER,
+    Sleeper,
+)
+
+PACE = Pace(num_rounds=3, turn_seconds=4 * SECONDS, num_warm=2)
+
+
+def count_of(contender: Sleeper) -> int:
+    return contender.count
+
+
+def quiet(_text: str) -> None:
+    """Tells nobody."""
+
+
+@pytest.fixture(scope="module")
+def entries() -> dict[str, Entry]:
+    found = race(GPT, [SLEEPER, RAISER, KILLER, ABSENT], pace=PACE, tell=quiet, extra=counts)
+    return {entry.way: entry for entry in found}
+
+
+def counts(crew: Crew) -> dict[str, float]:
+    return {"steps": max(crew.call(count_of))}
+
+
+def test_each_round_gives_one_number_of_the_slower_rank(entries: dict[str, Entry]) -> None:
+    entry = entries["sleeper"]
+    assert entry.error == "" and len(entry.seconds) == PACE.num_rounds
+    assert min(entry.seconds) >= 2 * SECONDS  # a sleep is never shorter
+
+
+def test_losses_are_the_mean_over_the_ranks(entries: dict[str, Entry]) -> None:
+    assert entries["sleeper"].losses == [0.5] * PACE.num_warm
+
+
+def test_memory_is_what_the_contender_holds(entries: dict[str, Entry]) -> None:
+    held = entries["sleeper"].peak_nbytes
+    assert HELD_NBYTES <= held < 1.5 * HELD_NBYTES
+
+
+def test_the_extra_sees_the_same_processes(entries: dict[str, Entry]) -> None:
+    entry = entries["sleeper"]
+    in_rounds = PACE.num_rounds * entry.num_steps
+    assert entry.shares["steps"] >= PACE.num_warm + in_rounds
+
+
+def test_a_contender_that_fails_leaves_the_others(entries: dict[str, Entry]) -> None:
+    assert "ValueError: the fifth step is one too many" in entries["raiser"].error
+    assert entries["killer"].error == "rank 1 ended"
+    assert entries["absent"].error == "unheard-of is not installed"
+
+
+def test_a_crew_for_which_memory_is_short_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "available_nbytes", lambda: harness.SPARE_NBYTES)
+    (entry,) = race(GPT, [replace(SLEEPER, num_ranks=1)], pace=PACE, tell=quiet)
+    assert entry.error.startswith("left out: 1.0 GB of memory left, 1.0 GB") and not entry.seconds
+
+
+def test_steps_per_turn() -> None:
+    assert Pace(turn_seconds=1.0).steps_per_turn(0.24) == 4
+    assert Pace(turn_seconds=1.0).steps_per_turn(30.0) == 1
+
+
+def test_quartiles() -> None:
+    entry = Entry("x", 1, 1, seconds=[5.0, 1.0, 2.0, 4.0, 3.0])
+    assert entry.median == 3.0 and entry.quartiles == (2.0, 4.0)
+    assert Entry("x", 1, 1, seconds=[5.0]).quartiles == (5.0, 5.0)
+
+
+def test_memory_counts_data_and_not_files(tmp_path) -> None:
+    before = data_nbytes(os.getpid())
+    held = torch.ones(40_000_000, dtype=torch.uint8)
+    grown = data_nbytes(os.getpid()) - before
+    assert 40_000_000 <= grown < 60_000_000
+    path = tmp_path / "zeros"
+    path.write_bytes(bytes(40_000_000))
+    mapped = torch.from_file(str(path), shared=True, size=40_000_000, dtype=torch.uint8)
+    assert mapped.sum() == 0 and held.sum() == 40_000_000
+    assert data_nbytes(os.getpid()) - before - grown < 20_000_000
