@@ -49,8 +49,9 @@ def train_step(case: Case) -> Callable[..., Tensor]:
 
 
 def place_of(case: Case) -> dict[str, str]:
-    """The compute shardings of the weights that tensor parallelism splits."""
-    place = dict.fromkeys((f"{name}.weight" for name in case.columns), "tensor, -")
+    """The compute shardings of the weights that tensor parallelism splits, both ends by the vocabulary."""
+    ends = [name for name in (case.embedding, case.head) if name]
+    place = dict.fromkeys((f"{name}.weight" for name in (*case.columns, *ends)), "tensor, -")
     return place | dict.fromkeys((f"{name}.weight" for name in case.rows), "-, tensor")
 
 
