@@ -37,7 +37,7 @@ aten.silu_backward.default aten.sin.default aten.slice.Tensor aten.slice_backwar
 aten.slice_scatter.default aten.softplus.default aten.softplus_backward.default
 aten.sqrt.default aten.stack.default aten.sub.Tensor aten.sum.dim_IntList aten.tanh.default
 aten.tanh_backward.default aten.threshold_backward.default aten.tril.default aten.where.self
-tutti.draw.default
+tutti.adamw.default tutti.draw.default tutti.sgd.default
 """.split()  # noqa: SIM905
 
 

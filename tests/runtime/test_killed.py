@@ -51,10 +51,19 @@ def test_the_report_names_rank_collective_and_line(layout: str, tmp_path: Path) 
     num_ranks = int(layout[5])
     report = next(line for line in err.splitlines() if line.startswith("CommError"))
     assert f"rank {num_ranks - 1} died (signal 9)" in report
-    waits = re.findall(r"rank (\d) waited in (\w+) over data \([\d.]+ k?B\) at (\S+):(\d+)", report)
+    waits = re.findall(
+        r"rank (\d) waited in (\w+) over data \([\d.]+ k?M?B\) at (\S+):(\d+)", report
+    )
     assert [int(wait[0]) for wait in waits] == list(range(num_ranks - 1)), report
     for _, name, file, line in waits:
-        assert name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        assert name in (
+            "all_reduce",
+            "all_gather",
+            "reduce_scatter",
+            "all_to_all",
+            "meet",
+            "buffer",
+        )
         assert file.endswith("killed.py") and FIRST <= int(line) <= LAST, report
     assert "Traceback" not in err
     pids = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]

@@ -104,6 +104,7 @@ def test_a_missing_reduction_of_a_gradient(layout: str) -> None:
     if node.target is collectives.reduce_scatter:
         with made.graph.inserting_before(node):
             part = made.graph.call_function(collectives.shard, (*node.args[:4],))
+        part.meta = dict(node.meta)
         node.replace_all_uses_with(part)
         made.graph.erase_node(node)
     else:
@@ -123,10 +124,12 @@ def mean_of_means(made: Program) -> None:
     (loss,) = [u for u in total.users if u.target is aten.div.Tensor and u.args[1] is count]
     with made.graph.inserting_after(count):
         share = made.graph.call_function(aten.mul.Tensor, (count.args[0], float(size)))
+    share.meta = dict(count.meta)
     count.replace_all_uses_with(share, delete_user_cb=lambda u: u is not share)
     drop(made, total)
     with made.graph.inserting_after(loss):
         mean = made.graph.call_function(collectives.all_reduce, (loss, ("data",), "sum"))
+    mean.meta = dict(loss.meta)
     loss.replace_all_uses_with(mean, delete_user_cb=lambda u: u is not mean)
     made.graph.erase_node(count)
     # The parts of the loss make up the loss only when summed: that is what the value is now.

@@ -17,6 +17,9 @@ from torch import Tensor
 from tutti.comm.shared_memory import SharedGroup
 from tutti.comm.transport import Distributed
 
+# Summed in float32 on both levels, and rounded once.
+_HALF = (torch.bfloat16, torch.float16)
+
 
 class Hierarchical:
     """A `Transport` on two levels.
@@ -42,6 +45,8 @@ class Hierarchical:
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """`x` reduced over the group, a new tensor."""
+        if x.dtype in _HALF:
+            return self.all_reduce(x.float(), op).to(x.dtype)
         flat = x.contiguous().view(-1)
         size = flat.numel()
         padding = -size % self._width
@@ -61,6 +66,8 @@ class Hierarchical:
 
     def reduce_scatter(self, parts: Tensor, op: str) -> Tensor:
         """`[n, *shape]`, one part for each rank, to the reduced part `[*shape]` of this rank."""
+        if parts.dtype in _HALF:
+            return self.reduce_scatter(parts.float(), op).to(parts.dtype)
         ordered = parts[self._places].view(self._num_hosts, self._width, *parts.shape[1:])
         mine = self._shared.reduce_scatter(ordered.transpose(0, 1).contiguous(), op)
         return self._across.reduce_scatter(mine, op)

@@ -128,7 +128,7 @@ class ProcessGroups:
         if group.size == 1:
             return [x.clone() for x in xs]
         via = self.groups.transport(axes, xs[0].device)
-        with self._waiting(f"{len(xs)} x {kind}", axes, sum(x.nbytes for x in xs)):
+        with self._waiting(kind, axes, sum(x.nbytes for x in xs)):
             if kind == "all_reduce":
                 return together.all_reduce(xs, op, via)
             if kind == "all_gather":
@@ -164,10 +164,10 @@ class ProcessGroups:
             wholes = [self.wholes.get((axes, x.data_ptr())) for x in xs]
             if any(whole is None for whole in wholes):  # state that has not been put there
                 return self.together(kind, xs, axes, wheres, op)
-            with self._waiting(f"{len(xs)} x {kind}", axes, 0):
+            with self._waiting(kind, axes, 0):
                 shared.barrier()
             return wholes  # type: ignore[return-value]
-        with self._waiting(f"{len(xs)} x {kind}", axes, sum(x.nbytes for x in xs)):
+        with self._waiting(kind, axes, sum(x.nbytes for x in xs)):
             if kind == "all_reduce":
                 shared.all_reduce_(xs, op)
                 return list(xs)
@@ -191,7 +191,7 @@ class ProcessGroups:
         for row, x in zip(rows, xs, strict=True):
             if row[group.position].data_ptr() != x.data_ptr():
                 row[group.position].copy_(x)
-        with self._waiting(f"{len(xs)} x all_gather", axes, sum(x.nbytes for x in xs)):
+        with self._waiting("all_gather", axes, sum(x.nbytes for x in xs)):
             shared.all_gather_(rows)
         return wholes
 

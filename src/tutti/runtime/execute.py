@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -23,7 +24,7 @@ from tutti.graph.collectives import Player
 from tutti.partition.partition import Program
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
-from tutti.runtime.allocator import keep_freed_memory
+from tutti.runtime.allocator import give_back_now, keep_freed_memory
 from tutti.runtime.generate import Generated, generate
 from tutti.runtime.residence import Residence
 from tutti.runtime.shared_state import Lodger
@@ -60,6 +61,8 @@ class Execution:
             self._generated = generate(
                 self.graph, owner, self.player, self.program.mesh, self._place
             )
+            gc.collect()
+            give_back_now()
         return self._generated
 
     def _optimized(self) -> fx.Graph:
