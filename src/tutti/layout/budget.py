@@ -36,7 +36,7 @@ class Budget:
             return None if text == "none" else cls()
         match = _NUMBER.fullmatch(text)
         if match is not None and match[2]:
-            return cls(nbytes=int(float(match[1]) * UNITS[match[2]]))
+            return cls(nbytes=round(float(match[1]) * UNITS[match[2]]))
         if match is not None and 0 < float(match[1]) <= 1:
             return cls(share=float(match[1]))
         raise LayoutError(
