@@ -122,10 +122,13 @@ def tiny_filesystem(directory: Path, nbytes: int) -> Iterator[Path]:
     mounted = subprocess.run(command, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no tmpfs of its own: {mounted.stderr.strip()}")
+    fd = os.open(directory, os.O_RDONLY)
+    # It has no place any more, and goes when nobody holds it open: also when this process is killed.
+    subprocess.run(["umount", "--lazy", str(directory)], check=True)
     try:
-        yield directory
+        yield Path(f"/proc/{os.getpid()}/fd/{fd}")
     finally:
-        subprocess.run(["umount", str(directory)], check=True)
+        os.close(fd)
 
 
 def check_fallback(directory: Path, where: Path, reason: str) -> None:
@@ -139,7 +142,7 @@ def check_fallback(directory: Path, where: Path, reason: str) -> None:
 def test_a_full_filesystem_leaves_it_to_gloo_and_says_so_once(tmp_path: Path) -> None:
     where = tmp_path / "tiny"
     where.mkdir()
-    with tiny_filesystem(where, 2**20):
+    with tiny_filesystem(where, 2**20) as where:
         check_fallback(tmp_path, where, f"{where} has no room for 6.3 MB")
 
 
@@ -161,7 +164,7 @@ def test_one_rank_may_switch_it_off_for_all(tmp_path: Path) -> None:
 def test_an_arena_that_does_not_fit_leaves_the_group_as_it_was(tmp_path: Path) -> None:
     where = tmp_path / "tiny"
     where.mkdir()
-    with tiny_filesystem(where, 2**24):
+    with tiny_filesystem(where, 2**24) as where:
         free = os.statvfs(where).f_bfree
         with lone(tmp_path, 3, "large_arena", str(2**24), TUTTI_SHARED_MEMORY=str(where)) as ranks:
             wanted = f"ok {where} has no room for {3 * 2**24 / 1e6:.1f} MB"
