@@ -2,6 +2,9 @@
 
 A `graph.collectives.Player` is anything that answers a program's collectives; to measure another one, add it
 to `PLAYERS`. All stand in the same pair of processes and take turns.
+
+`tutti` takes tensors of the process's own and returns new ones. `in a program` is what a partitioned program
+does with gradients and weights: they lie in shared memory from the start, sums are made where they lie.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from benchmarks.harness import Crew
 from benchmarks.models import CASES, Case
 from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups
+from tutti.runtime.allocator import keep_freed_memory
 
 AXES = ("data",)
 TURN_SECONDS = 0.05
@@ -37,6 +41,10 @@ MOVES = (
 
 class Moves(Protocol):
     """The part of a `Player` that is measured."""
+
+    def lay(self, x: Tensor, name: str) -> Tensor:
+        """`x` where the player wants what it is given for collective `name`; not measured."""
+        ...
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
         """See `Player`."""
@@ -64,6 +72,10 @@ class Gloo:
     def __init__(self) -> None:
         self._ready: dict[tuple[str, int], Tensor] = {}
 
+    def lay(self, x: Tensor, name: str) -> Tensor:
+        """Anywhere."""
+        return x
+
     def _result(self, name: str, numel: int) -> Tensor:
         if (name, numel) not in self._ready:
             self._ready[name, numel] = torch.empty(numel)
@@ -89,11 +101,57 @@ class Gloo:
         return result
 
 
-def _process_groups() -> Moves:
-    return ProcessGroups(Groups({"data": dist.get_world_size()}, [AXES]))
+class Tutti(ProcessGroups):
+    """tutti's own player on tensors that lie anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__(Groups({"data": dist.get_world_size()}, [AXES]))
+        keep_freed_memory()  # as in every run of a program
+
+    def lay(self, x: Tensor, name: str) -> Tensor:
+        """Anywhere."""
+        return x
 
 
-PLAYERS: dict[str, Callable[[], Moves]] = {"gloo": Gloo, "tutti": _process_groups}
+class InProgram(Tutti):
+    """The same on tensors that lie in shared memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gathered: dict[int, Tensor] = {}
+
+    def lay(self, x: Tensor, name: str) -> Tensor:
+        """In an arena; what is gathered, as this rank's part of the whole."""
+        shared = self._shared(AXES)
+        if name != "all_gather":
+            return shared.empty(x.shape, x.dtype).copy_(x)
+        whole = shared.empty((shared.size, *x.shape), x.dtype)
+        part = whole[shared.position].copy_(x)
+        self._gathered[part.data_ptr()] = whole
+        return part
+
+    def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
+        """The sum, in `x` itself."""
+        return self.together_("all_reduce", [x], axes, [()], op)[0]  # type: ignore[list-item]
+
+    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
+        """The whole of which `x` is this rank's part, with the parts of the others."""
+        whole = self._gathered[x.data_ptr()]
+        self._shared(AXES).all_gather_([whole])
+        return whole.view(-1)
+
+    def reduce_scatter(
+        self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int, op: str
+    ) -> Tensor:
+        """This rank's part of the sum."""
+        return self.together_("reduce_scatter", [x], axes, [(dim, outer)], op)[0]
+
+
+PLAYERS: dict[str, Callable[[], Moves]] = {
+    "gloo": Gloo,
+    "tutti": Tutti,
+    "in a program": InProgram,
+}
 
 
 class Bench:
@@ -104,7 +162,10 @@ class Bench:
 
     def step(self) -> float:
         """The sum of ones: the number of ranks, whoever plays."""
-        sums = [p.all_reduce(torch.ones(1), AXES, "sum") for p in self.players.values()]
+        sums = [
+            p.all_reduce(p.lay(torch.ones(1), "all_reduce"), AXES, "sum")
+            for p in self.players.values()
+        ]
         return torch.stack([s.view(()) for s in sums]).mean().item()
 
     def rounds(self, name: str, nbytes: int, num_rounds: int) -> dict[str, list[float]]:
@@ -125,12 +186,12 @@ def _move(player: Moves, name: str, nbytes: int) -> Callable[[], Tensor]:
     """The collective on float32 data of `nbytes`, zeros so that sums stay finite."""
     numel = nbytes // 4
     if name == "all_reduce":
-        x = torch.zeros(numel)
+        x = player.lay(torch.zeros(numel), name)
         return lambda: player.all_reduce(x, AXES, "sum")
     if name == "all_gather":
-        part = torch.zeros(numel // dist.get_world_size())
+        part = player.lay(torch.zeros(numel // dist.get_world_size()), name)
         return lambda: player.all_gather(part, AXES, 0, 1)
-    x = torch.zeros(numel)
+    x = player.lay(torch.zeros(numel), name)
     return lambda: player.reduce_scatter(x, AXES, 0, 1, "sum")
 
 

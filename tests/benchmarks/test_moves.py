@@ -18,9 +18,9 @@ def moved_on_rank() -> dict[str, list[list[float]]]:
     x = torch.arange(8.0) * (dist.get_rank() + 1)
     return {
         who: [
-            player.all_reduce(x.clone(), AXES, "sum").tolist(),
-            player.all_gather(x, AXES, 0, 1).tolist(),
-            player.reduce_scatter(x, AXES, 0, 1, "sum").tolist(),
+            player.all_reduce(player.lay(x.clone(), "all_reduce"), AXES, "sum").tolist(),
+            player.all_gather(player.lay(x, "all_gather"), AXES, 0, 1).tolist(),
+            player.reduce_scatter(player.lay(x, "reduce_scatter"), AXES, 0, 1, "sum").tolist(),
         ]
         for who, player in bench.players.items()
     }

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 # Training steps with activations of 8 to 32 MB and gradients of other sizes; prints the pages that the
-# last eight of them touched for the first time.
+# last three of them touched for the first time.
 SCRIPT = """
 import resource, torch, tutti
 torch.set_num_threads(1)
@@ -27,10 +27,10 @@ def train(model, optimizer, x):
 
 step = tutti.distribute(train, model, torch.optim.SGD(model.parameters(), 0.01))
 x = torch.randn(8192, 256)
-for _ in range(4):
+for _ in range(3):
     step(x)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(8):
+for _ in range(3):
     step(x)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
