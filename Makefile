@@ -19,9 +19,8 @@ train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
 	$(BIN)/tutti run -n $(RANKS) --layout "$(LAYOUT)" examples/gpt.py $(ARGS)
 
-# Three workers on two cores: tests of several processes wait for each other now and then.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.bench $(ARGS)
