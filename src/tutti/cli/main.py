@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from tutti.cli.explain import explain
 from tutti.cli.run import run
+from tutti.cli.simulate import simulate
 from tutti.cli.verify import verify
 from tutti.errors import TuttiError
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 for _command in (run, verify, explain):
     app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
+app.command()(simulate)
 
 
 @app.callback()

@@ -1,0 +1,113 @@
+"""Passes that add to a schedule of compute actions what they need: transfers, gathers, reductions.
+
+0F0 0F1 0B0 0B1        0F0 0F0>1 0F1 0F1>1 0<1B0 0B0 0<1B1 0B1
+1F0 1B0 1F1 1B1   ->   1<0F0 1F0 1B0 1B0>0 1<0F1 1F1 1B1 1B1>0
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from tutti.errors import ScheduleError
+from tutti.pipeline.action import WEIGHT_GRADIENTS, Action
+from tutti.pipeline.complete import check_complete
+from tutti.pipeline.edges import Edges, Pairs
+from tutti.pipeline.schedule import Row, Schedule
+
+
+def with_transfers(schedule: Schedule, edges: Pairs | None = None) -> Schedule:
+    """`schedule` with a send right after what makes a value and a receive right before its reader.
+
+    Between two ranks, one way, values go in the order in which they are made. Where a rank would read
+    them in another order, a receive stands earlier: before that of the value sent next. It makes nobody
+    wait longer, since the value sent next could not come earlier anyway.
+
+    Args:
+        schedule: compute actions, and perhaps gathers and reductions.
+        edges: pairs (maker, reader) of stages; by default each stage feeds the next. Stages of one rank
+            need no transfer.
+
+    Raises:
+        ScheduleError: the schedule has transfers already, lacks an action or has one twice.
+    """
+    if schedule.has_transfers:
+        raise ScheduleError(
+            "the schedule has sends and receives already", fix="a schedule of compute actions"
+        )
+    check_complete(schedule)
+    found = Edges(schedule, edges)
+    sends = [[_sends(schedule, found, a) for a in row] for row in schedule.rows]
+    receives = [
+        _receives(schedule, found, rank, [s for after in sends for ss in after for s in ss])
+        for rank in range(schedule.num_ranks)
+    ]
+    return Schedule(
+        tuple(
+            tuple(
+                b
+                for before, action, after in zip(receives[rank], row, sends[rank], strict=True)
+                for b in (*before, action, *after)
+            )
+            for rank, row in enumerate(schedule.rows)
+        )
+    )
+
+
+def _sends(schedule: Schedule, edges: Edges, action: Action) -> list[Action]:
+    """The sends right after `action`."""
+    home = schedule.rank_of(action.stage)
+    return [
+        Action.send(action, stage)
+        for stage in edges.readers(action)
+        if schedule.rank_of(stage) != home
+    ]
+
+
+def _receives(
+    schedule: Schedule, edges: Edges, rank: int, sends: list[Action]
+) -> list[list[Action]]:
+    """For each action of a rank's row the receives right before it; `sends` are in order rank by rank."""
+    row = schedule.rows[rank]
+    positions = {action: i for i, action in enumerate(row)}
+    streams: defaultdict[int, list[Action]] = defaultdict(list)
+    for send in sends:
+        if schedule.rank_of(send.peer) == rank:
+            streams[schedule.rank_of(send.stage)].append(send)
+    before: list[list[Action]] = [[] for _ in row]
+    for stream in streams.values():
+        at = len(row)
+        placed = []
+        for send in reversed(stream):
+            at = min(at, positions[edges.reader(send.made, send.peer)])
+            placed.append((at, send.counterpart))
+        for at, receive in reversed(placed):
+            before[at].append(receive)
+    return before
+
+
+def with_reductions(schedule: Schedule) -> Schedule:
+    """`schedule` with a reduction `A` right after what makes the last weight gradients of each stage."""
+    return Schedule(tuple(_with_reductions(row) for row in schedule.rows))
+
+
+def _with_reductions(row: Row) -> Row:
+    last = {a.stage: i for i, a in enumerate(row) if a.kind in WEIGHT_GRADIENTS}
+    return tuple(
+        b
+        for i, a in enumerate(row)
+        for b in ((a, Action("A", a.stage)) if last.get(a.stage) == i else (a,))
+    )
+
+
+def with_gathers(schedule: Schedule) -> Schedule:
+    """`schedule` with a gather `G` right before the first compute action of each stage."""
+    return Schedule(tuple(_with_gathers(row) for row in schedule.rows))
+
+
+def _with_gathers(row: Row) -> Row:
+    first = {a.stage: i for i, a in reversed(list(enumerate(row))) if a.computes}
+    return tuple(
+        b
+        for i, a in enumerate(row)
+        for b in ((Action("G", a.stage), a) if first.get(a.stage) == i else (a,))
+    )

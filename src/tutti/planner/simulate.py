@@ -1,0 +1,170 @@
+"""The one simulator: when each action of a schedule takes place, who is idle, what is held.
+
+    start of an action  =  the later of   the end of the one before it in its row
+                                          the arrival of what it receives
+    start of a transfer =  the later of   the end of the action that made the value
+                                          the end of the transfer before it in its stream
+
+A stream leads from one rank to another, keeps its order, and takes no time of either rank's row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tutti.errors import ScheduleError
+from tutti.pipeline.action import Action
+from tutti.pipeline.edges import Pairs
+from tutti.pipeline.live import peak_held
+from tutti.pipeline.progress import playing_order
+from tutti.pipeline.schedule import Schedule
+from tutti.pipeline.validate import validate
+
+# Seconds by kind (str), by (stage, kind), or by `Action`; the keys may be mixed, which no type of a
+# mapping says without refusing a plain dict[str, float].
+Costs = Mapping[Any, float]
+
+
+class Span(NamedTuple):
+    """An action and when it takes place, in seconds from the start of the step."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step as it was simulated.
+
+    schedule: what was played, with its transfers.
+    rows: per rank the spans of its compute actions, gathers and reductions, in order.
+    transfers: the spans of all sends; a span's end is when the value is there.
+    seconds: from the first start to the last end.
+    idle_seconds: per rank, the part of `seconds` in which it has nothing to do.
+    peak_live: per rank, the most micro-batches held, over its stages.
+    peak_nbytes: per rank, the most bytes held for them; 0 where no bytes were given.
+    """
+
+    schedule: Schedule
+    rows: tuple[tuple[Span, ...], ...]
+    transfers: tuple[Span, ...]
+    seconds: float
+    idle_seconds: tuple[float, ...]
+    peak_live: tuple[int, ...]
+    peak_nbytes: tuple[int, ...]
+
+    @property
+    def idle_share(self) -> float:
+        """The share of all ranks' time in which they have nothing to do, 0 to 1."""
+        total = self.seconds * len(self.rows)
+        return math.fsum(self.idle_seconds) / total if total else 0.0
+
+
+def simulate(
+    schedule: Schedule,
+    costs: Costs,
+    *,
+    transfer_seconds: float | Mapping[tuple[int, int], float] = 0.0,
+    edges: Pairs | None = None,
+    nbytes: Mapping[int, int] | None = None,
+    freed_nbytes: Mapping[int, int] | None = None,
+) -> Timeline:
+    """Play `schedule` on a clock.
+
+    Args:
+        schedule: what `pipeline.validate` accepts, with or without transfers.
+        costs: seconds by kind (`{"F": 1.0, "I": 1.0, "W": 1.0}`), by (stage, kind) or by `Action`; the
+            most exact one counts. `B` is I + W where it is not given, gathers and reductions are 0.
+        transfer_seconds: what a value takes from rank to rank, or that by (maker, reader) stages.
+        edges: pairs (maker, reader) of stages; by default each stage feeds the next.
+        nbytes: what each stage keeps of a micro-batch from F to W.
+        freed_nbytes: how much of that I gives back already.
+
+    Raises:
+        ScheduleError: the schedule cannot be played, or a cost is missing, negative or not finite.
+    """
+    report = validate(schedule, edges)
+    clock = _Clock(report.schedule, costs, transfer_seconds)
+    for rank, action in playing_order(report.schedule):
+        clock.play(rank, action)
+    kept, freed = nbytes or {}, freed_nbytes or {}
+    seconds = max(clock.now)
+    return Timeline(
+        schedule=report.schedule,
+        rows=tuple(map(tuple, clock.rows)),
+        transfers=tuple(clock.transfers),
+        seconds=seconds,
+        idle_seconds=tuple(
+            seconds - math.fsum(s.end - s.start for s in spans) for spans in clock.rows
+        ),
+        peak_live=report.peak_live,
+        peak_nbytes=tuple(
+            peak_held(row, lambda s: kept.get(s, 0), lambda s: freed.get(s, 0))
+            for row in report.schedule.rows
+        ),
+    )
+
+
+class _Clock:
+    """The time of every rank and of every stream."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        transfer_seconds: float | Mapping[tuple[int, int], float],
+    ) -> None:
+        self.schedule, self.costs, self.transfer_seconds = schedule, costs, transfer_seconds
+        self.now = [0.0] * schedule.num_ranks
+        self.rows: list[list[Span]] = [[] for _ in schedule.rows]
+        self.transfers: list[Span] = []
+        self.arrival: dict[Action, float] = {}
+        self.free: defaultdict[tuple[int, int], float] = defaultdict(float)
+
+    def play(self, rank: int, action: Action) -> None:
+        if action.kind == "S":
+            stream = rank, self.schedule.rank_of(action.peer)
+            start = max(self.now[rank], self.free[stream])
+            end = self.free[stream] = self.arrival[action] = start + self._moving(action)
+            self.transfers.append(Span(action, start, end))
+        elif action.kind == "R":
+            self.now[rank] = max(self.now[rank], self.arrival[action.counterpart])
+        else:
+            end = self.now[rank] + self._seconds(action)
+            self.rows[rank].append(Span(action, self.now[rank], end))
+            self.now[rank] = end
+
+    def _moving(self, send: Action) -> float:
+        if not isinstance(self.transfer_seconds, Mapping):
+            return _checked(self.transfer_seconds, "a transfer")
+        edge = min(send.stage, send.peer), max(send.stage, send.peer)
+        if edge not in self.transfer_seconds:
+            raise ScheduleError(f"transfer_seconds lacks the edge {edge}", at=str(send))
+        return _checked(self.transfer_seconds[edge], f"a transfer along {edge}")
+
+    def _seconds(self, action: Action) -> float:
+        stage, kind = action.stage, action.kind
+        for key in (action, (stage, kind), kind):
+            if key in self.costs:
+                return _checked(self.costs[key], str(action))
+        if kind == "B":
+            parts = (Action(part, stage, action.micro) for part in "IW")
+            return sum(self._seconds(part) for part in parts)
+        if kind in ("G", "A"):
+            return 0.0
+        raise ScheduleError(
+            f"costs lack the seconds of {kind}",
+            at=str(action),
+            fix=f'costs with "{kind}", or ({stage}, "{kind}") for this stage alone',
+        )
+
+
+def _checked(seconds: float, what: str) -> float:
+    if not 0 <= seconds < math.inf:
+        raise ScheduleError(f"{what} cannot take {seconds} seconds", fix="0 or more")
+    return seconds
