@@ -24,6 +24,7 @@ def simulate(
     svg: Annotated[Path | None, typer.Option(help="Also draw an SVG image here.")] = None,
 ) -> None:
     """Play a pipeline schedule on a clock and draw it; needs no script and no device."""
+    from tutti.errors import TuttiError
     from tutti.planner import simulate as simulator
     from tutti.report import timeline as drawing
 
@@ -35,7 +36,7 @@ def simulate(
         try:
             svg.write_text(drawing.svg(played))
         except OSError as error:
-            raise typer.BadParameter(f"cannot write {svg}: {error.strerror}") from None
+            raise TuttiError(f"cannot write {svg}", why=str(error.strerror)) from None
 
 
 def _schedule(name: str, ranks: int | None, micro: int | None, chunks: int) -> Schedule:

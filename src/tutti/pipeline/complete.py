@@ -8,6 +8,8 @@ from tutti.errors import ScheduleError
 from tutti.pipeline.action import Action
 from tutti.pipeline.schedule import Schedule
 
+Position = tuple[int, int]
+
 
 def place(schedule: Schedule, rank: int, position: int) -> str:
     """Where an action stands, in words; counted from 1 in its row."""
@@ -20,6 +22,7 @@ def check_complete(schedule: Schedule) -> None:
     Also each stage has one rank, and nothing but a gather of weights stands twice.
     """
     seen = _check_once(schedule)
+    _check_one_backward(schedule, seen)
     for stage in range(schedule.num_stages):
         rank = schedule.rank_of(stage)
         for micro in range(schedule.num_micro):
@@ -33,9 +36,9 @@ def check_complete(schedule: Schedule) -> None:
                 )
 
 
-def _check_once(schedule: Schedule) -> dict[Action, str]:
-    """Every action with its place."""
-    seen: dict[Action, str] = {}
+def _check_once(schedule: Schedule) -> dict[Action, Position]:
+    """Every action with its rank and its position there."""
+    seen: dict[Action, Position] = {}
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):
             home = schedule.rank_of(action.stage)
@@ -50,27 +53,26 @@ def _check_once(schedule: Schedule) -> dict[Action, str]:
                 raise ScheduleError(
                     f"{action} stands twice",
                     at=place(schedule, rank, position),
-                    why=f"it was done already: {seen[action]}",
+                    why=f"it was done already: {place(schedule, *seen[action])}",
                     fix="remove one of them",
                 )
-            seen[action] = place(schedule, rank, position)
-    _check_one_backward(seen)
+            seen[action] = rank, position
     return seen
 
 
-def _check_one_backward(seen: dict[Action, str]) -> None:
-    for action, at in seen.items():
+def _check_one_backward(schedule: Schedule, seen: dict[Action, Position]) -> None:
+    for action, position in seen.items():
         both = Action("B", action.stage, action.micro)
         if action.kind in ("I", "W") and both in seen:
             raise ScheduleError(
                 f"{both} and {action} do the same work twice",
-                at=at,
+                at=place(schedule, *position),
                 why="B is I and W in one",
                 fix=f"remove {action}, or write I and W for {both}",
             )
 
 
-def _missing(stage: int, micro: int, seen: dict[Action, str]) -> Iterator[str]:
+def _missing(stage: int, micro: int, seen: dict[Action, Position]) -> Iterator[str]:
     def lacks(kind: str) -> bool:
         return Action(kind, stage, micro) not in seen
 

@@ -101,6 +101,8 @@ def interleaved(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule
     With m >= p idle (p-1)(F+B)/v. With p | m and m >= 2p rank 0 keeps p + (p-1)/v micro-batches alive,
     counted over all v chunks; where groups are larger it keeps a little more, at most m.
     """
+    if num_chunks == 1:
+        return one_f_one_b(num_ranks, num_micro)
     padded, numbers = _grouped(num_ranks, num_micro)
     size = padded // max(1, num_micro // num_ranks)
     order = [
@@ -111,8 +113,8 @@ def interleaved(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule
     ]
     rows = []
     for rank in range(num_ranks):
-        # A rank runs ahead by what its successors need to come back to it, and all chunks but the last.
-        ahead = (num_ranks - 1 - rank) * min(num_chunks, 2) + (num_chunks - 1) * size
+        # All chunks but the last, and for each rank behind it a forward on its way and a backward back.
+        ahead = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * size
         forwards = [("F", chunk, number) for chunk, number in order]
         backwards = [("B", num_chunks - 1 - chunk, number) for chunk, number in order]
         played = _ahead_by(min(ahead, len(order)), forwards, backwards)

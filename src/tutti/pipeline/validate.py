@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from tutti.errors import ScheduleError
 from tutti.pipeline.action import WEIGHT_GRADIENTS, Action
-from tutti.pipeline.complete import check_complete, place
+from tutti.pipeline.complete import Position, check_complete, place
 from tutti.pipeline.edges import Edges, Pairs
 from tutti.pipeline.live import peak_held
 from tutti.pipeline.progress import playing_order
@@ -112,18 +112,18 @@ def _check_transfers(schedule: Schedule, edges: Edges) -> None:
         if schedule.rank_of(stage) != schedule.rank_of(made.stage)
     }
     present = {
-        a: place(schedule, rank, i)
+        a: (rank, i)
         for rank, row in enumerate(schedule.rows)
         for i, a in enumerate(row)
         if a.kind in ("S", "R")
     }
-    for action, at in present.items():
+    for action, position in present.items():
         if (action if action.kind == "S" else action.counterpart) not in due:
-            raise _not_due(schedule, action, at)
+            raise _not_due(schedule, action, place(schedule, *position))
     for send in sorted(due, key=str):
         for action in (send, send.counterpart):
             if action not in present:
-                raise _missing(schedule, action, present.get(action.counterpart, ""))
+                raise _missing(schedule, action, present.get(action.counterpart))
 
 
 def _not_due(schedule: Schedule, action: Action, at: str) -> ScheduleError:
@@ -142,13 +142,13 @@ def _not_due(schedule: Schedule, action: Action, at: str) -> ScheduleError:
     )
 
 
-def _missing(schedule: Schedule, action: Action, other: str) -> ScheduleError:
+def _missing(schedule: Schedule, action: Action, other: Position | None) -> ScheduleError:
     rank = schedule.rank_of(action.stage)
     what = "send" if action.kind == "S" else "receive"
     return ScheduleError(
         f"the {what} {action} is missing",
         at=f"rank {rank}, which plays stage {action.stage}",
-        why=f"its other end is there: {other}"
+        why=f"its other end is there: {place(schedule, *other)}"
         if other
         else f"{action.made} is read on another rank",
         fix=f"add {action} to the row of rank {rank}",
