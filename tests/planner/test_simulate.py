@@ -17,7 +17,7 @@ from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.schedules import schedule
 from tutti.planner.simulate import Timeline, simulate
 
-# Powers of two, so that every sum is exact.
+# Multiples of a power of two, so that every sum is exact.
 F, I, W = 1.0, 1.5, 1.25  # noqa: E741
 B = I + W
 COSTS = {"F": F, "I": I, "W": W}

@@ -18,6 +18,9 @@ from tutti.errors import ScheduleError
 from tutti.pipeline.action import Action
 from tutti.pipeline.schedule import Row, Schedule
 
+# A kind, a chunk, and a micro-batch by its number among those that exist and those that do not.
+_Slot = tuple[str, int, int]
+
 
 def schedule(name: str, num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule:
     """The compute actions of the schedule `name`, for any number of ranks and micro-batches.
@@ -220,7 +223,7 @@ def _grouped(num_ranks: int, num_micro: int) -> tuple[int, dict[int, int]]:
     return size * num_groups, {number: micro for micro, number in enumerate(existing)}
 
 
-def _ahead_by(ahead: int, forwards: list, backwards: list) -> list:
+def _ahead_by(ahead: int, forwards: list[_Slot], backwards: list[_Slot]) -> list[_Slot]:
     """1F1B of two equally long lists, the forwards `ahead`."""
     paired = zip(forwards[ahead:], backwards, strict=False)
     rest = backwards[len(forwards) - ahead :]

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 from tutti.errors import ScheduleError
 from tutti.pipeline.action import WEIGHT_GRADIENTS, Action
@@ -37,9 +38,13 @@ def with_transfers(schedule: Schedule, edges: Pairs | None = None) -> Schedule:
     check_complete(schedule)
     found = Edges(schedule, edges)
     sends = [[_sends(schedule, found, a) for a in row] for row in schedule.rows]
+    streams: defaultdict[int, defaultdict[int, list[Action]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for send in (send for row in sends for after in row for send in after):
+        streams[schedule.rank_of(send.peer)][schedule.rank_of(send.stage)].append(send)
     receives = [
-        _receives(schedule, found, rank, [s for after in sends for ss in after for s in ss])
-        for rank in range(schedule.num_ranks)
+        _receives(row, found, streams[rank].values()) for rank, row in enumerate(schedule.rows)
     ]
     return Schedule(
         tuple(
@@ -63,18 +68,11 @@ def _sends(schedule: Schedule, edges: Edges, action: Action) -> list[Action]:
     ]
 
 
-def _receives(
-    schedule: Schedule, edges: Edges, rank: int, sends: list[Action]
-) -> list[list[Action]]:
-    """For each action of a rank's row the receives right before it; `sends` are in order rank by rank."""
-    row = schedule.rows[rank]
+def _receives(row: Row, edges: Edges, streams: Iterable[list[Action]]) -> list[list[Action]]:
+    """For each action of a rank's row the receives right before it; a stream holds sends in order."""
     positions = {action: i for i, action in enumerate(row)}
-    streams: defaultdict[int, list[Action]] = defaultdict(list)
-    for send in sends:
-        if schedule.rank_of(send.peer) == rank:
-            streams[schedule.rank_of(send.stage)].append(send)
     before: list[list[Action]] = [[] for _ in row]
-    for stream in streams.values():
+    for stream in streams:
         at = len(row)
         placed = []
         for send in reversed(stream):
