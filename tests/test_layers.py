@@ -19,7 +19,8 @@ LAYERS = (
     ("rules", "capture"),
     ("propagate",),
     ("partition",),
-    ("passes", "pipeline"),
+    ("passes",),
+    ("pipeline",),
     ("planner",),  # nothing up to here needs a process group
     ("comm",),
     ("replicas", "server"),

@@ -178,7 +178,8 @@ class Step:
             compiled.execution.run_checked if os.environ.get(CHECK_NAN) else compiled.execution.run
         )
         returned, updates = run(inputs, self.num_steps)
-        by_name = dict(zip(captured.updated, updates, strict=True))
+        mine = compiled.execution.program.captured.updated
+        by_name = dict(zip(mine, updates, strict=True))
         for entry, tensor in zip(captured.state, state, strict=True):
             if entry.name in by_name:
                 set_local(tensor, by_name[entry.name])
@@ -224,6 +225,7 @@ class Step:
         if not self._compiled:
             self._check_same_batch(batch)
         home = residence_of(self.model, self.layout)
+        home.device = run_device(self.model)
         create_slots(self.optimizer)
         try:
             program, guards = self._program(batch, home)
@@ -238,7 +240,7 @@ class Step:
         execution = Execution(program, self.seed, home)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
         own = own_memory(state_of(self.model, self.optimizer))
-        execution.donated = own & set(program.captured.updated)
+        execution.donated = own & set(execution.program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
         return _Compiled(program, execution, guards)
 

@@ -73,7 +73,7 @@ def test_a_batch_that_does_not_divide() -> None:
     assert error.what == 'cannot split dim 0 of "batch.0" (size 8) over axis "data" (size 3)'
     assert "batch tensor 0" in error.at
     assert error.why == 'layout "data=3 zero=1" splits the batch'
-    assert error.fix == "a batch size that 3 divides (9), or data=1, 2"
+    assert error.fix == "a batch size that 3 divides (9), or data=1, 2, 4"
 
 
 def test_axes_that_the_layout_lacks_are_ignored() -> None:

@@ -26,7 +26,7 @@ class ProcessGroups:
 
     Where ranks share memory, whoever runs a program also says: `arenas`, for its buffers, by axes;
     `wholes`, the gathered form of state whose parts lie side by side, by axes and the part's address;
-    `state`, by name, into which it gathers.
+    `state`, by name, into which it gathers. `places` carries what goes between the places of a pipeline.
 
     Args:
         groups: the groups of every tuple of axes that the program uses.
@@ -40,6 +40,7 @@ class ProcessGroups:
         self.arenas: dict[tuple[str, ...], Tensor] = {}
         self.wholes: dict[tuple[tuple[str, ...], int], Tensor] = {}
         self.state: dict[str, Tensor] = {}
+        self.places: Any = None
         self._background = Background()
         self._buffers: dict[Any, Tensor] = {}
         self._cut: dict[Any, list[Tensor]] = {}
@@ -204,6 +205,14 @@ class ProcessGroups:
         """Return when every rank of the group has come here."""
         with self._waiting("meet", axes, 0):
             self._shared(axes).barrier()
+
+    def send(self, xs: Sequence[Tensor], source: int, to: int) -> None:
+        """Send `xs` to the rank at place `to` of the pipeline."""
+        self.places.send(xs, source, to)
+
+    def receive(self, source: int, to: int, likes: Sequence[Any]) -> list[Tensor]:
+        """What the rank at place `source` has sent here."""
+        return self.places.receive(source, to, likes)
 
     def _shared(self, axes: tuple[str, ...]) -> SharedGroup:
         found = self.groups.shared(axes)

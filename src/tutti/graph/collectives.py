@@ -26,6 +26,10 @@ Where the ranks of a group share memory:
 - `gather_into(names, xs, axes, wheres)`: gathers `xs` into the state `names`, of which they are parts;
 - `part(x, axes, dim, outer)`: `shard` as a view of `x`;
 - `meet(axes)`: waits until every rank has come here.
+
+Between the places of a pipeline: `send(xs, source, to)` and, there, `receive(source, to, likes)` with a
+`(shape, dtype)` for each tensor. A place is a coordinate along `pipe`; the rank at the other place with the
+same other coordinates is meant.
 """
 
 from __future__ import annotations
@@ -113,6 +117,9 @@ gather_into = _unplayed("gather_into")
 meet = _unplayed("meet")
 part = _unplayed("part")
 
+send = _unplayed("send")
+receive = _unplayed("receive")
+
 COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)
 JOINED = (together, together_, start, gather_into, meet)
 PLAYED = (
@@ -125,6 +132,8 @@ PLAYED = (
     partialize,
     positions,
     draw_part,
+    send,
+    receive,
 )
 REDUCTIONS = (all_reduce, reduce_scatter)
 
@@ -146,4 +155,6 @@ _AXES_AT: dict[Any, int | None] = {
     meet: 0,
     positions: None,
     draw_part: None,
+    send: None,
+    receive: None,
 }

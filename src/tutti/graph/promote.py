@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from tutti.graph.loop import loop
+
 aten = torch.ops.aten
 WIDE = torch.float64
 
@@ -43,14 +45,24 @@ def promoted(
 
     Models cast to float32 inside (norms, rotary tables, losses); those casts go too.
     """
+    constants = nn.Module()
+    out, mapped = _promoted(graph, owner, constants)
+    return out, constants, {new: old for old, new in mapped.items()}
+
+
+def _promoted(
+    graph: fx.Graph, owner: nn.Module, constants: nn.Module
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     out, mapped = fx.Graph(), {}
     out.output(out.graph_copy(graph, mapped))
-    constants = nn.Module()
     for node in out.nodes:
         if node.op == "get_attr":
             constants.register_buffer(
                 str(node.target), promoted_value(getattr(owner, str(node.target)))
             )
+        elif node.target is loop:
+            body, given = node.args
+            node.args = (body.with_graphs(lambda g: _promoted(g, owner, constants)[0]), given)
         elif node.op == "call_function":
             node.args = _promoted_argument(node.args)
             node.kwargs = {k: _promoted_argument(v) for k, v in node.kwargs.items()}
@@ -59,4 +71,4 @@ def promoted(
                 node.kwargs = {**node.kwargs, "dtype": WIDE}
             if node.target in (aten._log_softmax.default, aten._softmax.default):
                 node.args = (*node.args[:2], False)
-    return out, constants, {new: old for old, new in mapped.items()}
+    return out, mapped

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import queue
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +16,14 @@ from tutti.graph import collectives, random
 from tutti.graph.boundary import IDENTITIES
 from tutti.graph.draw import draw, drawn
 from tutti.graph.liveness import last_uses
+from tutti.graph.loop import ADD, SEND, Body, Do, Part, loop, play
 from tutti.graph.segments import join, split
 from tutti.layout import Mesh, Sharding
 
 See = Callable[[fx.Node, list[Any]], None]
+# A message between virtual ranks that has not come by then never will.
+TIMEOUT_SECONDS = 120
+_CLOSED: list[Any] = []
 
 
 def _reduce(parts: Sequence[Tensor], op: str) -> Tensor:
@@ -35,15 +41,66 @@ def _each(x: Tensor, n: int) -> list[Tensor]:
     return [x, *(x.clone() for _ in range(n - 1))]
 
 
+class Post:
+    """What virtual ranks at the places of a pipeline send each other; a place runs in one thread."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[int, int], queue.SimpleQueue[list[Any]]] = {}
+        self._lock = threading.Lock()
+
+    def box(self, source: int, to: int) -> queue.SimpleQueue[list[Any]]:
+        """The queue from one place to another."""
+        with self._lock:
+            return self._boxes.setdefault((source, to), queue.SimpleQueue())
+
+    def take(self, source: int, to: int) -> list[Any]:
+        """The next message on an edge."""
+        found = self.box(source, to).get(timeout=TIMEOUT_SECONDS)
+        if found is _CLOSED:
+            raise RuntimeError(f"the message from {source} to {to} will not come")
+        return found
+
+    def close(self) -> None:
+        """Wake all who wait for a message."""
+        with self._lock:
+            for box in self._boxes.values():
+                box.put(_CLOSED)
+
+
 class VirtualRanks:
     """Runs a graph for every rank of `mesh` at once; collectives are done directly.
 
-    `seed` and `step` are what random ops depend on. On a mesh of one rank it runs a plain graph.
+    On a mesh of one rank it runs a plain graph.
+
+    Args:
+        mesh: the ranks. The axis `micro`, if it is there, counts as ranks too; it does not where `micro` is
+            given.
+        seed, step: what random ops depend on.
+        micro: the micro-batch that is run, and how many there are.
+        post: carries what goes from one place of a pipeline to another.
     """
 
-    def __init__(self, mesh: Mesh, *, seed: int = 0, step: int = 0) -> None:
-        self.mesh, self.seed, self.step = mesh, seed, step
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        seed: int = 0,
+        step: int = 0,
+        micro: tuple[int, int] | None = None,
+        post: Post | None = None,
+    ) -> None:
+        self.mesh, self.wide, self.seed, self.step, self.post = mesh, mesh, seed, step, post
         self.places = [mesh.coordinates(r) for r in range(mesh.num_ranks)]
+        if micro is not None:
+            k, count = micro
+            self.wide = Mesh((*mesh.axes, ("micro", count)))
+            self.places = [{**place, "micro": k} for place in self.places]
+
+    def at(self, micro: int, count: int) -> VirtualRanks:
+        """The same ranks at one of `count` micro-batches."""
+        return VirtualRanks(
+            self.mesh, seed=self.seed, step=self.step, micro=(micro, count), post=self.post
+        )
 
     def run(
         self,
@@ -67,16 +124,18 @@ class VirtualRanks:
                 elif node.op == "output":
                     return [map_arg(node.args[0], lambda n, r=r: values[n][r]) for r in ranks]
                 else:
-                    values[node] = self._call(node, values)
+                    values[node] = self._call(node, values, owner)
                 if watch is not None:
                     watch(node, values[node])
                 for dead in last.get(node, ()):
                     del values[dead]
         raise AssertionError("a graph without output")
 
-    def _call(self, node: fx.Node, values: dict[fx.Node, list[Any]]) -> list[Any]:
+    def _call(self, node: fx.Node, values: dict[fx.Node, list[Any]], owner: nn.Module) -> list[Any]:
         ranks = range(self.mesh.num_ranks)
         args = [map_arg(node.args, lambda n, r=r: values[n][r]) for r in ranks]
+        if node.target is loop:
+            return self._loop(node, values, owner)
         if node.target in collectives.PLAYED:
             return getattr(self, f"_{node.target.__name__}")(args)  # type: ignore[union-attr]
         if node.target in IDENTITIES:
@@ -85,6 +144,23 @@ class VirtualRanks:
             return [self._draw([a])[0] for a in args]
         kwargs = [map_arg(node.kwargs, lambda n, r=r: values[n][r]) for r in ranks]
         return [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]  # type: ignore[operator]
+
+    def _loop(self, node: fx.Node, values: dict[fx.Node, list[Any]], owner: nn.Module) -> list[Any]:
+        body: Body = node.args[0]  # type: ignore[assignment]
+        given = [values[x] for x in node.args[1]]  # type: ignore[union-attr, index]
+        results = play(body, given, _VirtualEngine(self, body, owner))
+        return [list(of_rank) for of_rank in zip(*results, strict=True)]
+
+    def _send(self, args: list[Any]) -> list[None]:
+        _, source, to = args[0]
+        assert self.post is not None
+        self.post.box(source, to).put([[x.clone() for x in a[0]] for a in args])
+        return [None] * len(args)
+
+    def _receive(self, args: list[Any]) -> list[Any]:
+        source, to, _ = args[0]
+        assert self.post is not None
+        return self.post.take(source, to)
 
     def _grouped(
         self, args: list[Any], make: Callable[[list[Tensor]], list[Tensor]]
@@ -152,9 +228,9 @@ class VirtualRanks:
 
     def _shard(self, args: list[Any]) -> list[Tensor]:
         axes, dim, outer = args[0][1:]
-        n = self.mesh.size(axes)
+        n = self.wide.size(axes)
         return [
-            split(a[0], dim, outer, n)[self.mesh.index(axes, place)].clone()
+            split(a[0], dim, outer, n)[self.wide.index(axes, place)].clone()
             for a, place in zip(args, self.places, strict=True)
         ]
 
@@ -164,21 +240,57 @@ class VirtualRanks:
             return [a[0] for a in args]
         empty = torch.ones_like if op == "prod" else torch.zeros_like
         return [
-            a[0] if self.mesh.index(axes, place) == 0 else empty(a[0])
+            a[0] if self.wide.index(axes, place) == 0 else empty(a[0])
             for a, place in zip(args, self.places, strict=True)
         ]
 
     def _positions(self, args: list[Any]) -> list[Tensor]:
         text, dim, device = args[0]
         sharding = Sharding.parse(text)
-        return [sharding.index(dim, self.mesh, place).to(device) for place in self.places]
+        return [sharding.index(dim, self.wide, place).to(device) for place in self.places]
 
     def _draw(self, args: list[Any]) -> list[Tensor]:
         out = []
         for a, place in zip(args, self.places, strict=False):
             kind, shape, params, dtype, device, stream = a[:6]
             sharding = Sharding.parse(a[6]) if len(a) > 6 else Sharding.whole(shape)
-            index = [sharding.index(d, self.mesh, place) for d in range(len(shape))]
+            index = [sharding.index(d, self.wide, place) for d in range(len(shape))]
             key = random.key(self.seed, stream, self.step)
             out.append(drawn(kind, params, dtype, device, key, index, shape))
         return out
+
+
+class _VirtualEngine:
+    """Runs the parts of a loop on virtual ranks: every value is a list, one entry a rank."""
+
+    def __init__(self, ranks: VirtualRanks, body: Body, owner: nn.Module) -> None:
+        self.ranks, self.body, self.owner = ranks, body, owner
+
+    def call(self, part: Part, inputs: list[Any], micro: int) -> tuple[list[Any], list[Any]]:
+        ranks = self.ranks.at(micro, self.body.num_micro)
+        feeds = [[x[r] for x in inputs] for r in range(self.ranks.mesh.num_ranks)]
+        outs = ranks.run(part.graph, self.owner, feeds)
+        return _by_value([o[0] for o in outs]), _by_value([o[1] for o in outs])
+
+    def add(self, total: list[Tensor], value: list[Tensor], op: str) -> list[Tensor]:
+        return [ADD[op](t.clone(), v) for t, v in zip(total, value, strict=True)]
+
+    def join(self, values: list[list[Tensor]], dim: int, outer: int) -> list[Tensor]:
+        return [join(torch.stack(of), dim, outer) for of in zip(*values, strict=True)]
+
+    def send(self, do: Do, values: list[Any]) -> None:
+        assert self.ranks.post is not None
+        self.ranks.post.box(*self._stages(do)).put(values)
+
+    def receive(self, do: Do, likes: list[Tensor]) -> list[Any]:
+        assert self.ranks.post is not None
+        return self.ranks.post.take(*self._stages(do))
+
+    def _stages(self, do: Do) -> tuple[int, int]:
+        """Messages of a loop go by stages, which are no places: below zero."""
+        source, to = (do.stage, do.other) if do.way == SEND else (do.other, do.stage)
+        return -1 - source, -1 - to
+
+
+def _by_value(of_ranks: list[list[Any]]) -> list[Any]:
+    return [list(of) for of in zip(*of_ranks, strict=True)]

@@ -16,10 +16,10 @@ AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
 # How a dim of a state tensor is split by several axes, major to minor: `data` last, so that a weight in
 # parts is gathered over `data` by one plain all-gather.
 SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 PRECISIONS = ("fp32", "bf16")
 # Words of the language whose machinery is not in this version.
-PLANNED = ("replica", "pipe", "micro", "schedule", "sync", "server")
+PLANNED = ("replica", "sync", "server")
 
 
 def split_order(axes: Iterable[str]) -> tuple[str, ...]:
@@ -35,7 +35,9 @@ class Layout:
     (how much state is sharded over `data`), `precision=fp32|bf16` (what the forward and its gradients
     compute in; weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (what the
     backward makes again: nothing, all that can be, or as much as a budget asks for; see
-    `layout.budget`), `micro=K`, `schedule=`, `sync=`, `server=`. Raises `LayoutError` with the nearest
+    `layout.budget`), `micro=K` (the batch goes through in K slices, one after the other),
+    `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (in which order the stages of `pipe` take them;
+    1f1b by default), `sync=`, `server=`. Raises `LayoutError` with the nearest
     word for anything else.
     """
 
@@ -83,8 +85,7 @@ class Layout:
                 f'zero={self.zero} shards state over the axis data, which layout "{self}" lacks',
                 fix=f"data=2 {self}, or leave zero out",
             )
-        if self.schedule and self.schedule not in SCHEDULES:
-            raise LayoutError(f'schedule="{self.schedule}" is unknown', fix=", ".join(SCHEDULES))
+        self._check_schedule()
         if self.precision not in PRECISIONS:
             raise LayoutError(
                 f'precision="{self.precision}" is unknown',
@@ -93,8 +94,32 @@ class Layout:
             )
         Budget.parse(self.remat)
 
+    def _check_schedule(self) -> None:
+        """A name, `interleaved(v)` for v chunks a rank, or a file."""
+        if not self.schedule:
+            return
+        name, _, chunks = self.schedule.removesuffix(")").partition("(")
+        fits = name == "interleaved" and chunks.isdigit() and int(chunks) > 0
+        if not self.schedule_file and (name not in SCHEDULES or (chunks and not fits)):
+            near = difflib.get_close_matches(name, SCHEDULES, n=1)
+            raise LayoutError(
+                f'schedule="{self.schedule}" is unknown',
+                why="it is none of " + ", ".join(SCHEDULES) + ", nor a file such as ./mine.txt",
+                fix=f"did you mean {near[0]}?" if near else "1f1b, interleaved(2), ./mine.txt",
+            )
+
+    @property
+    def schedule_file(self) -> str:
+        """The file that holds the schedule, or ""."""
+        return self.schedule if "/" in self.schedule or self.schedule.endswith(".txt") else ""
+
     def check_available(self) -> None:
-        """Refuse what the language has words for but this version cannot run."""
+        """Refuse what the language has words for but this version cannot run, and words without effect."""
+        if self.schedule and self.axes.get("pipe", 1) == 1:
+            raise LayoutError(
+                f'schedule="{self.schedule}" orders the stages of a pipeline, which layout "{self}" lacks',
+                fix=f"pipe=2 {self}, or leave schedule out",
+            )
         for name in PLANNED:
             given = self.axes.get(name, 1) > 1 or getattr(self, name, _DEFAULTS.get(name)) != (
                 _DEFAULTS.get(name)
@@ -102,8 +127,8 @@ class Layout:
             if given:
                 raise LayoutError(
                     f'"{name}" in layout "{self}" is not available in this version',
-                    why="this version runs the axes data, tensor, seq, expert and the options "
-                    "zero, precision, remat",
+                    why="this version runs the axes pipe, data, tensor, seq, expert and the options "
+                    "zero, micro, schedule, precision, remat",
                     fix=f'"{rest}"' if str(rest := self.without(name)) else f"leave {name} out",
                 )
 
@@ -146,6 +171,26 @@ class Layout:
     def mesh(self) -> Mesh:
         """The mesh of the layout's axes, those of size 1 left out."""
         return Mesh(tuple((a, s) for a, s in self.axes.items() if s > 1))
+
+    @property
+    def program_mesh(self) -> Mesh:
+        """What the values of a program are split over: the axes of ranks but `pipe`, and time.
+
+        `micro` is the last axis. It has no ranks of its own: each rank goes along it, one micro-batch
+        after the other.
+        """
+        axes = self.place_mesh.axes
+        return Mesh((*axes, ("micro", self.micro)) if self.micro > 1 else axes)
+
+    @property
+    def place_mesh(self) -> Mesh:
+        """The ranks at one place on the axis `pipe`."""
+        return Mesh(tuple((a, s) for a, s in self.mesh.axes if a != "pipe"))
+
+    @property
+    def in_time(self) -> bool:
+        """Whether a step is played in micro-batches, or in stages."""
+        return self.micro > 1 or self.axes.get("pipe", 1) > 1
 
     def __hash__(self) -> int:
         return hash(str(self))

@@ -28,7 +28,7 @@ from tutti.rules.rule import results_of
 
 aten = torch.ops.aten
 # What the batch is split over: values that are split so stay so.
-BATCH_AXES = frozenset({"data", "seq"})
+BATCH_AXES = frozenset({"data", "micro", "seq"})
 
 
 @dataclass
@@ -47,8 +47,8 @@ class Program:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the layout."""
-        return self.layout.mesh
+        """The mesh over which values are split; with `micro`, an axis of time."""
+        return self.layout.program_mesh
 
     @property
     def storage(self) -> dict[str, Sharding]:

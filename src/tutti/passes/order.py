@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from tutti.errors import LayoutError
 from tutti.graph.liveness import peak_with_given
+from tutti.graph.loop import loop
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.bucket import bucket
@@ -41,6 +42,9 @@ class Pass:
 
 def _remat(graph: fx.Graph, program: Program, target: Target) -> None:
     """Its budget is one of the program as it will run, with the passes that follow."""
+
+    if any(node.target is loop for node in graph.nodes):
+        return  # done before the batch was split in time
 
     def peak(candidate: fx.Graph) -> int:
         later = PASSES[[one.run for one in PASSES].index(_remat) + 1 :]
@@ -79,10 +83,39 @@ def optimized(
     for one in PASSES:
         if one.name not in left_out:
             one.run(graph, program, target)
+    for node in graph.nodes:
+        if node.target is loop:
+            body, given = node.args
+            node.args = (body.with_graphs(lambda g: _part(g, program, target, left_out)), given)
     wait_for_readers(graph)
     leave_buffers(graph)
     place_buffers(graph)
     graph.lint()
+    return graph
+
+
+# What fits a part of a loop: the others are about state, or keep buffers from one run to the next.
+IN_PARTS = ("bucket", "overlap", "in_place")
+
+
+def _part(graph: fx.Graph, program: Program, target: Target, left_out: Collection[str]) -> fx.Graph:
+    """A copy of a part's graph with the passes that fit it; all that it is given is read again."""
+    target = replace(target, donated=frozenset(), shared=frozenset())
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    for one in PASSES:
+        if one.name in IN_PARTS and one.name not in left_out:
+            one.run(copy, program, target)
+    copy.lint()
+    return copy
+
+
+def rematerialized(program: Program, target: Target, without: Collection[str]) -> fx.Graph:
+    """A copy of the program's graph with what the layout's `remat` asks for, unless that is left out."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph, {}))
+    if "remat" not in without:
+        _remat(graph, program, target)
     return graph
 
 

@@ -24,6 +24,8 @@ from tutti.rules.decompositions import DECOMPOSITIONS
 
 # Axes over which the weights themselves are split; over the others only data is.
 MODEL_AXES = frozenset({"tensor", "expert"})
+# What the first dim of the batch is split over, major to minor.
+BATCH_AXES = ("data", "micro")
 Place = Mapping[str, str]
 
 
@@ -47,8 +49,8 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the layout."""
-        return self.layout.mesh
+        """The mesh over which values are split."""
+        return self.layout.program_mesh
 
 
 def plan(
@@ -66,7 +68,7 @@ def plan(
     nothing.
     """
     boundaries = insert_boundaries(captured)
-    made = Plan(captured, layout, Spread(layout.mesh), boundaries)
+    made = Plan(captured, layout, Spread(layout.program_mesh), boundaries)
     _alias_weights(made)
     _seed_known(made, known or {})
     _seed_place(made, place or {})
@@ -194,9 +196,9 @@ def _seed_batch(made: Plan) -> None:
     for name, node in batch:
         val: Tensor = node.meta["val"]
         axes: list[tuple[str, ...]] = [()] * val.ndim
-        if val.shape[0] == num_samples and "data" in mesh:
-            _check_divides(name, val, mesh, made.layout)
-            axes[0] = ("data",)
+        if val.shape[0] == num_samples:
+            axes[0] = tuple(a for a in BATCH_AXES if a in mesh)
+            _check_divides(name, val, made)
         sequence = val.ndim == 3 or (val.ndim == 2 and not val.is_floating_point())
         if "seq" in mesh and sequence:
             if val.shape[1] % mesh.size("seq") == 0:
@@ -207,17 +209,31 @@ def _seed_batch(made: Plan) -> None:
         made.spread.seed(node, Sharding(dims), "the layout splits the batch", closed=True)
 
 
-def _check_divides(name: str, val: Tensor, mesh: Mesh, layout: Layout) -> None:
-    size, ways = val.shape[0], mesh.size("data")
-    if size % ways == 0:
-        return
-    others = [str(k) for k in range(1, ways + 1) if size % k == 0]
-    raise ShardingError(
-        f'cannot split dim 0 of "{name}" (size {size}) over axis "data" (size {ways})',
-        at=f"batch tensor {name.partition('.')[2]}",
-        why=f'layout "{layout}" splits the batch',
-        fix=f"a batch size that {ways} divides ({-(-size // ways) * ways}), or data={', '.join(others)}",
-    )
+def _check_divides(name: str, val: Tensor, made: Plan) -> None:
+    """The batch must divide by `data`, and each rank's part by `micro`."""
+    size, rest = int(val.shape[0]), int(val.shape[0])
+    for axis in (a for a in BATCH_AXES if a in made.mesh):
+        ways = made.mesh.size(axis)
+        if rest % ways == 0:
+            rest //= ways
+            continue
+        of = f'the {rest} samples of each rank of "{name}"' if rest != size else f'"{name}"'
+        shown = f"(size {size})" if rest == size else f"(size {size} in all)"
+        whole = size // rest * ways
+        raise ShardingError(
+            f'cannot split dim 0 of {of} {shown} over axis "{axis}" (size {ways})',
+            at=f"batch tensor {name.partition('.')[2]}",
+            why=f'layout "{made.layout}" splits the batch',
+            fix=f"a batch size that {whole} divides ({-(-size // whole) * whole}), "
+            f"or {axis}={', '.join(_nearest_divisors(rest, ways))}",
+        )
+
+
+def _nearest_divisors(size: int, ways: int) -> list[str]:
+    """The sizes that do divide: those below `ways`, and the next one above."""
+    divisors = [k for k in range(1, size + 1) if size % k == 0]
+    above = [k for k in divisors if k > ways][:1]
+    return [str(k) for k in divisors if k < ways] + [str(k) for k in above]
 
 
 def _seed_hints(made: Plan) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from tutti.capture.precision import computing
 from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.capture.step import Captured
 from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual import Post, VirtualRanks
 from tutti.layout import Mesh, assemble
 from tutti.partition.partition import Program
 
@@ -72,11 +74,29 @@ def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
     return scales
 
 
-class PartitionComparison:
-    """The partitioned program on virtual ranks against the captured graph on one, all in float64.
+@dataclass(frozen=True)
+class Played:
+    """What virtual ranks play: for each place on the axis `pipe` a graph, and the state whose new values
+    it returns. `mesh` are the ranks of one place, `owners` the places that keep each state tensor (all,
+    where it is not named)."""
 
-    `graph` is the program's graph as it is to run, with passes applied or as it was partitioned.
-    """
+    mesh: Mesh
+    graphs: list[fx.Graph]
+    updated: list[list[str]]
+    owners: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, graph: fx.Graph) -> Played:
+        """One graph for all ranks; an axis `micro` counts as ranks."""
+        return cls(program.mesh, [graph], [program.captured.updated])
+
+    def keeps(self, place: int, name: str) -> bool:
+        """Whether a place keeps a state tensor."""
+        return name not in self.owners or place in self.owners[name]
+
+
+class PartitionComparison:
+    """The partitioned program on virtual ranks against the captured graph on one, all in float64."""
 
     def __init__(
         self,
@@ -86,35 +106,60 @@ class PartitionComparison:
         feed: dict[str, Any],
         seed: int,
         *,
-        graph: fx.Graph,
+        played: Played,
     ) -> None:
         self.captured, self.program, self.seed = captured, program, seed
-        self.graph = graph
-        self.mesh = program.mesh
+        self.played, self.mesh = played, played.mesh
         self.feed = {n: promoted_value(x) for n, x in feed.items()}
         self.one = {n: promoted_value(x) for n, x in start.items()}
-        places = [self.mesh.coordinates(r) for r in range(self.mesh.num_ranks)]
+        ranks = [self.mesh.coordinates(r) for r in range(self.mesh.num_ranks)]
         self.many = [
-            {n: program.storage[n].cut(x, self.mesh, p).clone() for n, x in self.one.items()}
-            for p in places
+            [
+                {
+                    n: program.storage[n].cut(x, self.mesh, at).clone()
+                    for n, x in self.one.items()
+                    if played.keeps(place, n)
+                }
+                for at in ranks
+            ]
+            for place in range(len(played.graphs))
         ]
         self.errors = Errors()
 
     def run(self, steps: int) -> None:
         dense, dense_owner, _ = promoted(self.captured.graph, self.captured.owner)
-        local, local_owner, _ = promoted(self.graph, self.captured.owner)
+        local = [promoted(graph, self.captured.owner)[:2] for graph in self.played.graphs]
         for k in range(steps):
             out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
                 dense, dense_owner, [inputs_of(self.captured, self.one, self.feed)]
             )[0]
-            ranks = VirtualRanks(self.mesh, seed=self.seed, step=k).run(
-                local, local_owner, [inputs_of(self.captured, s, self.feed) for s in self.many]
-            )
-            self._returned(out, [r[0] for r in ranks], k)
             self.one |= dict(zip(self.captured.updated, new, strict=True))
-            for state, (_, update) in zip(self.many, ranks, strict=True):
-                state |= dict(zip(self.captured.updated, update, strict=True))
+            for place, ranks in enumerate(self._play(local, k)):
+                self._returned(out, [r[0] for r in ranks], k)
+                for state, (_, update) in zip(self.many[place], ranks, strict=True):
+                    state |= dict(zip(self.played.updated[place], update, strict=True))
             self._state(k)
+
+    def _play(self, local: list[tuple[fx.Graph, nn.Module]], k: int) -> list[list[Any]]:
+        """One step of every place; several at once, as they send each other what crosses."""
+        post = Post()
+
+        def play(place: int) -> list[Any]:
+            graph, owner = local[place]
+            ranks = VirtualRanks(self.mesh, seed=self.seed, step=k, post=post)
+            feeds = [inputs_of(self.captured, s, self.feed) for s in self.many[place]]
+            return ranks.run(graph, owner, feeds)
+
+        if len(local) == 1:
+            return [play(0)]
+        with ThreadPoolExecutor(len(local)) as pool:
+            waiting = [pool.submit(play, place) for place in range(len(local))]
+            wait(waiting, return_when=FIRST_EXCEPTION)
+            failed = [one for one in waiting if one.done() and one.exception() is not None]
+            if failed:
+                post.close()  # nobody may wait for what will not come
+                failed[0].result()
+            return [one.result() for one in waiting]
 
     def _returned(self, out: list[Any], ranks: list[list[Any]], k: int) -> None:
         for i, x in enumerate(out):
@@ -128,11 +173,12 @@ class PartitionComparison:
     def _state(self, k: int) -> None:
         scales = scales_of(self.one)
         floor = NOISE * scales.get("model", 0.0)
-        for name in self.captured.updated:
-            mine = assemble([s[name] for s in self.many], self.program.storage[name], self.mesh)
-            x = self.one[name]
-            scale = max(largest(x), FLOOR * scales.get(kind_of(name), 0.0), floor)
-            self.errors.add(f"{name} (step {k})", largest_difference(mine, x), scale)
+        for place, ranks in enumerate(self.many):
+            for name in self.played.updated[place]:
+                mine = assemble([s[name] for s in ranks], self.program.storage[name], self.mesh)
+                x = self.one[name]
+                scale = max(largest(x), FLOOR * scales.get(kind_of(name), 0.0), floor)
+                self.errors.add(f"{name} (step {k})", largest_difference(mine, x), scale)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> Tensor:
@@ -144,7 +190,7 @@ def largest_difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def inputs_of(captured: Captured, state: Mapping[str, Any], feed: Mapping[str, Any]) -> list[Any]:
-    return [state[n] if n in state else feed[n] for n in captured.inputs]
+    return [state[n] if n in state else feed.get(n) for n in captured.inputs]
 
 
 class CaptureComparison:

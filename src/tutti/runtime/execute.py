@@ -21,11 +21,17 @@ from tutti.comm.segment import SharedMemoryError
 from tutti.errors import CommError, TuttiError
 from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
+from tutti.graph.loop import graphs_of
 from tutti.partition.partition import Program
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
+from tutti.pipeline.moments import MICRO
+from tutti.pipeline.ready import in_time
+from tutti.pipeline.timed import Timed
 from tutti.runtime.allocator import give_back_now, keep_freed_memory
+from tutti.runtime.edges import Places, edges_of
 from tutti.runtime.generate import Generated, generate
+from tutti.runtime.loops import Loops
 from tutti.runtime.residence import Residence
 from tutti.runtime.shared_state import Lodger
 
@@ -38,15 +44,22 @@ class Execution:
     """
 
     def __init__(self, program: Program, seed: int, home: Residence) -> None:
-        self.program, self.seed, self._home = program, seed, home
+        self.seed, self._home = seed, home
         self.donated: frozenset[str] = frozenset()
         self.player: ProcessGroups | None = None
-        rank = 0
-        if program.mesh.num_ranks > 1:
+        mesh, rank = program.layout.mesh, 0
+        if mesh.num_ranks > 1:
             rank = dist.get_rank()
-            self.player = ProcessGroups(home.groups_for(axes_used(program.graph)))
+            self.player = ProcessGroups(home.groups_for(_between_ranks(program.graph)))
             check_order([describe(n) for n in program.collectives])
-        self._place = program.mesh.coordinates(rank)
+        self._place = mesh.coordinates(rank)
+        self.timed = in_time(program, homes=home.owners) if program.layout.in_time else None
+        if self.timed is not None and "pipe" in mesh:
+            home.owners.update(self.timed.owners)
+        self.program = self.timed.programs[self._place.get("pipe", 0)] if self.timed else program
+        self._loops: Loops | None = None
+        if self.timed is not None:
+            self._loops = self._stage(self.timed)
         keep_freed_memory()
         self._lodger: Lodger | None = None
         self.graph: fx.Graph | None = None
@@ -59,7 +72,7 @@ class Execution:
             self.graph = self._optimized()
             owner = self.program.captured.owner
             self._generated = generate(
-                self.graph, owner, self.player, self.program.mesh, self._place
+                self.graph, owner, self.player, self.program.mesh, self._place, loops=self._loops
             )
             gc.collect()
             give_back_now()
@@ -82,15 +95,36 @@ class Execution:
                 )
             self._lodger = None
             graph = optimized(self.program, replace(target, shared=frozenset()))
-        check_order([describe(n) for n in graph.nodes if _communicates(n)])
+        if "pipe" not in self._place:  # places on the axis pipe run different programs
+            check_order([describe(n) for n in graph.nodes if _communicates(n)])
         return graph
 
     def _target(self) -> Target:
         shared: frozenset[tuple[str, ...]] = frozenset()
         if self.player is not None:
-            groups, used = self.player.groups, axes_used(self.program.graph)
+            groups, used = self.player.groups, _between_ranks(self.program.graph)
             shared = frozenset(axes for axes in used if groups.shared(axes) is not None)
         return Target(donated=self.donated, shared=shared)
+
+    def _stage(self, made: Timed) -> Loops:
+        """What plays the loops; with stages on several ranks, the channels between them."""
+        mesh, rank_of, channels = self.program.layout.mesh, {}, {}
+        if "pipe" in mesh:
+            rank_of = {
+                stage: mesh.rank({**self._place, "pipe": made.schedule.rank_of(stage)})
+                for stage in range(made.schedule.num_stages)
+            }
+            assert self.player is not None
+            channels = edges_of(made, mesh, self.player.groups, self._home.device)
+            self.player.places = Places(mesh, self._place, channels)
+        return Loops(
+            self.program.captured.owner,
+            self.player,
+            self.program.mesh,
+            self._place,
+            rank_of,
+            channels,
+        )
 
     def run(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """(returned leaves, new local state values) for local `inputs`; `inputs` is emptied."""
@@ -113,7 +147,9 @@ class Execution:
         """The user's line that the generated code was at when it failed."""
         for frame in reversed(traceback.extract_tb(sys.exc_info()[2])):
             if frame.filename.startswith("<tutti "):
-                return self.generated.lines.get(frame.lineno or 0, "")
+                in_parts = self._loops.lines if self._loops else {}
+                lines = in_parts.get(frame.filename, self.generated.lines)
+                return lines.get(frame.lineno or 0, "")
         return ""
 
     def run_checked(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
@@ -187,6 +223,13 @@ def axes_used(graph: fx.Graph) -> list[tuple[str, ...]]:
     """Every tuple of axes over which a graph communicates or asks for its place."""
     played = [n for n in graph.nodes if n.target in collectives.PLAYED]
     return list(dict.fromkeys(axes for n in played if (axes := collectives.axes_of(n))))
+
+
+def _between_ranks(graph: fx.Graph) -> list[tuple[str, ...]]:
+    """The axes used, in its loops too; time has no ranks."""
+    used = (axes for one in graphs_of(graph) for axes in axes_used(one))
+    named = (tuple(a for a in axes if a != MICRO) for axes in used)
+    return list(dict.fromkeys(filter(None, named)))
 
 
 def _communicates(node: fx.Node) -> bool:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
+from tutti.graph.loop import Body, loop
+from tutti.graph.segments import split
 from tutti.layout import Mesh, Sharding
 
-# What a call of the generated function sees of the run: `key(stream)` for this step's random numbers.
-KEY = "key"
+# What a call of the generated function sees of the run: `key(stream)` for this step's random numbers, and
+# which micro-batch it is.
+KEY, MICRO = "key", "micro"
 INFIX = {
     operator.add: "+",
     operator.sub: "-",
@@ -28,12 +31,16 @@ INFIX = {
 }
 
 
+# The function `(values, key) -> results` for the body of a loop.
+Loops = Callable[[Body], Callable[[list[Any], Callable[[int], int]], list[Any]]]
+
+
 @dataclass
 class Generated:
-    """The function `(inputs, key) -> (returned, updates)` and its text; `lines` maps the text's lines to
-    the user's."""
+    """The function `(inputs, key, micro=0) -> (returned, updates)` and its text; `lines` maps the text's
+    lines to the user's."""
 
-    function: Callable[[list[Any], Callable[[int], int]], tuple[list[Any], list[Any]]]
+    function: Callable[..., tuple[list[Any], list[Any]]]
     text: str
     lines: dict[int, str] = field(default_factory=dict)
 
@@ -46,17 +53,32 @@ def generate(
     coordinates: Mapping[str, int],
     *,
     name: str = "step",
+    loops: Loops | None = None,
 ) -> Generated:
-    """Write and compile the function of the rank at `coordinates`."""
-    writer = _Writer(owner, player, mesh, dict(coordinates))
+    """Write and compile the function of the rank at `coordinates`.
+
+    What differs from one micro-batch to the next is worked out for all of them, where `mesh` has that axis
+    and `coordinates` has not. `loops` gives the function that plays a loop.
+    """
+    writer = _Writer(owner, player, mesh, dict(coordinates), loops)
     return writer.write(graph, name)
 
 
 class _Writer:
     def __init__(
-        self, owner: nn.Module, player: Player | None, mesh: Mesh, coordinates: dict[str, int]
+        self,
+        owner: nn.Module,
+        player: Player | None,
+        mesh: Mesh,
+        coordinates: dict[str, int],
+        loops: Loops | None,
     ) -> None:
-        self.owner, self.player, self.mesh, self.coordinates = owner, player, mesh, coordinates
+        self.owner, self.player, self.mesh, self.loops = owner, player, mesh, loops
+        in_time = MICRO in mesh and MICRO not in coordinates
+        self.moments = (
+            [{**coordinates, MICRO: k} for k in range(mesh.size(MICRO))] if in_time else []
+        )
+        self.coordinates = coordinates
         self.names: dict[fx.Node, str] = {}
         self.globals: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
@@ -80,7 +102,7 @@ class _Writer:
                 line += f"; del {', '.join(dead)}"
             self.body.append(line)
             self.lines[len(self.body) + 2] = node.meta.get("source", "")
-        head = [f"def {name}(inputs, {KEY}):"]
+        head = [f"def {name}(inputs, {KEY}, {MICRO}=0):"]
         head += [f"    [{', '.join(feeds)}] = inputs; inputs.clear()" if feeds else "    pass"]
         text = "\n".join(head + [f"    {line}" for line in self.body])
         self.globals["__tutti_lines__"] = self.lines
@@ -92,10 +114,21 @@ class _Writer:
             return self._constant(getattr(self.owner, str(node.target)))
         if node.target is collectives.positions:
             text, dim, device = node.args
-            index = Sharding.parse(str(text)).index(int(dim), self.mesh, self.coordinates)  # type: ignore[arg-type]
-            return self._constant(index.to(str(device)))
+            sharding = Sharding.parse(str(text))
+            index = self._at_each(
+                sharding.axes,
+                lambda place: sharding.index(int(dim), self.mesh, place).to(str(device)),  # type: ignore[arg-type]
+            )
+            return index
         if node.target in (collectives.draw_part, torch.ops.tutti.draw.default):
             return f"{self._drawing(node)}({KEY}({node.args[5]}))"
+        if node.target is loop:
+            body: Any = node.args[0]
+            assert self.loops is not None
+            return f"{self._constant(self.loops(body))}({self._text(node.args[1])}, {KEY})"
+        in_time = (collectives.shard, collectives.partialize)
+        if self.moments and node.target in in_time and MICRO in collectives.axes_of(node):
+            return self._in_time(node)
         if node.target in collectives.PLAYED:
             function: Any = getattr(self.player, node.target.__name__)  # type: ignore[union-attr]
         else:
@@ -109,19 +142,45 @@ class _Writer:
         arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
         return f"{self._constant(function)}({', '.join(arguments)})"
 
+    def _in_time(self, node: fx.Node) -> str:
+        """This micro-batch's part of a value; or the value at the first one, nothing at the others."""
+        x, count = self._text(node.args[0]), len(self.moments)
+        if node.target is collectives.shard:
+            _, _, dim, outer = node.args
+
+            def part(x: Tensor, k: int) -> Tensor:
+                own = split(x, dim, outer, count)[k]  # type: ignore[arg-type]
+                return own.clone(memory_format=torch.contiguous_format)
+
+            return f"{self._constant(part)}({x}, {MICRO})"
+        assert node.target is collectives.partialize, node.target
+        if node.args[2] in ("max", "min"):
+            return x
+        empty = torch.ones_like if node.args[2] == "prod" else torch.zeros_like
+        return f"{x} if {MICRO} == 0 else {self._constant(empty)}({x})"
+
+    def _at_each(self, axes: Iterable[str], make: Callable[[dict[str, int]], Any]) -> str:
+        """What `make` gives for this rank; the one of the current micro-batch where that matters."""
+        if self.moments and MICRO in axes:
+            return f"{self._constant([make(place) for place in self.moments])}[{MICRO}]"
+        return self._constant(make(self.moments[0] if self.moments else self.coordinates))
+
     def _drawing(self, node: fx.Node) -> str:
         """A function of the key alone: where this rank's block lies is worked out once, here."""
         given: Any = node.args
         kind, shape, params, dtype, device = given[:5]
         sharding = Sharding.parse(given[6]) if len(given) > 6 else Sharding.whole(shape)
-        place = self.coordinates
-        index = [sharding.index(d, self.mesh, place) for d in range(len(sharding.dims))]
-        block: Any = random.Block.of(index, sharding.shape, device)  # type: ignore[arg-type]
 
-        def draw(key: int) -> Any:
-            return drawn(kind, params, dtype, device, key, block, sharding.shape)  # type: ignore[arg-type]
+        def drawing(place: dict[str, int]) -> Callable[[int], Any]:
+            index = [sharding.index(d, self.mesh, place) for d in range(len(sharding.dims))]
+            block: Any = random.Block.of(index, sharding.shape, device)  # type: ignore[arg-type]
 
-        return self._constant(draw)
+            def draw(key: int) -> Any:
+                return drawn(kind, params, dtype, device, key, block, sharding.shape)  # type: ignore[arg-type]
+
+            return draw
+
+        return self._at_each(sharding.axes, drawing)
 
     def _text(self, x: Any) -> str:
         if isinstance(x, fx.Node):
@@ -138,7 +197,7 @@ class _Writer:
         return self._constant(x)
 
     def _constant(self, x: Any) -> str:
-        key = ("id", id(x))
+        key = ("id", id(x))  # `globals` keeps it alive
         if key not in self.known:
             self.known[key] = f"c{len(self.known)}"
             self.globals[self.known[key]] = x

@@ -25,14 +25,19 @@ from tutti.runtime.shared_state import SharedState
 
 @dataclass
 class Residence:
-    """How one model's state is kept on this rank, shared by every step on that model."""
+    """How one model's state is kept on this rank, shared by every step on that model.
+
+    `owners` are the places on the axis `pipe` that keep each state tensor; empty where there is no such axis.
+    """
 
     layout: Layout
     compute: dict[str, Sharding] = field(default_factory=dict)
     storage: dict[str, Sharding] = field(default_factory=dict)
-    mesh: DeviceMesh | None = None
+    meshes: list[DeviceMesh] = field(default_factory=list)
     groups: Groups | None = None
     shared: SharedState = field(default_factory=SharedState)
+    owners: dict[str, frozenset[int]] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def groups_for(self, used: Iterable[tuple[str, ...]]) -> Groups:
         """The groups over the axes in `used`, and those of other programs; all ranks ask together."""
@@ -41,16 +46,28 @@ class Residence:
         self.groups.add(used)
         return self.groups
 
-    def device_mesh(self, device: torch.device) -> DeviceMesh:
-        """The `DeviceMesh` of the layout, axes ordered as storage splits dims."""
-        if self.mesh is None:
-            axes = dtensor_axes(self.layout.mesh)
+    def device_mesh(self, device: torch.device, place: int = 0) -> DeviceMesh:
+        """The `DeviceMesh` of the ranks at a place, axes ordered as storage splits dims.
+
+        Without an axis `pipe` all ranks are at one place. All ranks ask together the first time.
+        """
+        if not self.meshes:
+            mesh = self.layout.place_mesh
+            axes = dtensor_axes(mesh)
+            order = [list(mesh).index(a) for a in axes]
+            num_places = self.layout.axes.get("pipe", 1)
             ranks = torch.arange(self.layout.num_ranks).reshape(
-                [size for _, size in self.layout.mesh.axes]
+                num_places, *(n for _, n in mesh.axes)
             )
-            order = [list(self.layout.mesh).index(a) for a in axes]
-            self.mesh = DeviceMesh(device.type, ranks.permute(order), mesh_dim_names=axes)
-        return self.mesh
+            for here in ranks:
+                named = (here.permute(order), axes) if axes else (here.reshape(1), ("place",))
+                self.meshes.append(DeviceMesh(device.type, named[0], mesh_dim_names=named[1]))
+        return self.meshes[place]
+
+    def keeper(self, name: str, place: int) -> int:
+        """The place whose ranks keep a state tensor: `place` itself, if it does."""
+        owners = self.owners.get(name, frozenset({place}))
+        return place if place in owners else min(owners)
 
 
 _RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDictionary()
@@ -91,7 +108,7 @@ def placements(sharding: Sharding, mesh: Mesh) -> list[Any]:
         at = [d for d, dim in enumerate(sharding.dims) if any(axis in seg.axes for seg in dim)]
         pending = [op for a, op in sharding.partial if a == axis]
         found.append(Shard(at[0]) if at else Partial(pending[0]) if pending else Replicate())
-    return found
+    return found or [Replicate()]
 
 
 def local_of(x: Tensor) -> Tensor:
@@ -186,20 +203,29 @@ def _part(
         parameter = isinstance(entry.tensor, nn.Parameter)
         return nn.Parameter(whole, entry.tensor.requires_grad) if parameter else whole
     sharding = home.storage[entry.name]
-    local = sharding.cut(whole, home.layout.mesh, place)
+    here = place.get("pipe", 0)
+    keeper = home.keeper(entry.name, here)
+    if keeper != here:
+        return as_dtensor(whole.new_empty(0), sharding, home, device, entry.tensor, keeper)
+    local = sharding.cut(whole, home.layout.place_mesh, place)
     if sharding.axes:
         local = local.clone(memory_format=torch.contiguous_format)
-    return as_dtensor(local, sharding, home, device, entry.tensor)
+    return as_dtensor(local, sharding, home, device, entry.tensor, keeper)
 
 
 def as_dtensor(
-    local: Tensor, sharding: Sharding, home: Residence, device: torch.device, like: Tensor
+    local: Tensor,
+    sharding: Sharding,
+    home: Residence,
+    device: torch.device,
+    like: Tensor,
+    place: int = 0,
 ) -> Tensor:
-    """`local` as this rank's part of a DTensor; a Parameter where `like` is one."""
+    """`local` as this rank's part of a DTensor on the ranks of a place; a Parameter where `like` is one."""
     x = DTensor.from_local(
         local,
-        home.device_mesh(device),
-        placements(sharding, home.layout.mesh),
+        home.device_mesh(device, place),
+        placements(sharding, home.layout.place_mesh),
         run_check=False,
         shape=torch.Size(sharding.shape),
         stride=_stride(sharding.shape),

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from tutti.capture.lift import create_slots
 from tutti.capture.step import capture, copied
 from tutti.errors import TuttiError
+from tutti.graph.loop import graphs_of
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.order import PASSES, left_out_by_environment, optimized
 from tutti.passes.target import Target
+from tutti.pipeline.ready import in_time
 from tutti.propagate.plan import plan
 from tutti.runtime.blame import Difference, first_difference_of
 from tutti.runtime.comparisons import (
@@ -24,11 +26,15 @@ from tutti.runtime.comparisons import (
     CaptureComparison,
     Errors,
     PartitionComparison,
+    Played,
     feed_of,
     snapshot,
 )
 from tutti.runtime.execute import axes_used
 from tutti.runtime.residence import Residence, run_device, settle
+
+# What a program is called wrong by that was right until its batch was split in time.
+IN_TIME = "micro and pipe"
 
 
 @dataclass(frozen=True)
@@ -151,15 +157,12 @@ class Subject:
     ) -> Verdict:
         """The verdict for `layout`; `program` replaces the partitioned program (to inject faults)."""
         program = program or self.program(layout, place)
-        target = Target(
-            donated=frozenset(self.captured.updated), shared=frozenset(axes_used(program.graph))
-        )
-        parts = self._compared(program, optimized(program, target))
+        parts = self._compared(program, self._played(program))
         same = parts.worst <= PARTITION_TOLERANCE
         captured = self.capture.errors
         first, wrong = None, ""
         if not same:
-            wrong = self._wrong_pass(program, target)
+            wrong = self._wrong_pass(program)
         if not same and not wrong:
             first = first_difference_of(program, self.start, self.feed, self.seed, self.steps)
         return Verdict(
@@ -175,19 +178,42 @@ class Subject:
             wrong_pass=wrong,
         )
 
-    def _compared(self, program: Program, graph: fx.Graph) -> Errors:
+    def _played(self, program: Program, without: Collection[str] | None = None) -> Played:
+        """The program as it would run, all its passes applied but those in `without`."""
+        if not program.layout.in_time:
+            return Played.of(program, optimized(program, _target(program), without=without))
+        made = in_time(program, without=without)
+        return Played(
+            program.layout.place_mesh,
+            [optimized(one, _target(one), without=without) for one in made.programs],
+            [one.captured.updated for one in made.programs],
+            made.owners,
+        )
+
+    def _compared(self, program: Program, played: Played) -> Errors:
         parts = PartitionComparison(
-            self.captured, program, self.start, self.feed, self.seed, graph=graph
+            self.captured, program, self.start, self.feed, self.seed, played=played
         )
         parts.run(self.steps)
         return parts.errors
 
-    def _wrong_pass(self, program: Program, target: Target) -> str:
+    def _wrong_pass(self, program: Program) -> str:
         """The pass after which a program that was right before it is wrong; "" where none is."""
         chosen = [p.name for p in PASSES if p.name not in left_out_by_environment()]
         every = {p.name for p in PASSES}
+        if program.layout.in_time:
+            flat = self._compared(program, Played.of(program, program.graph))
+            if not flat.worst <= PARTITION_TOLERANCE:
+                return ""
         for count in range(len(chosen) + 1):
-            graph = optimized(program, target, without=every - set(chosen[:count]))
-            if not self._compared(program, graph).worst <= PARTITION_TOLERANCE:
-                return chosen[count - 1] if count else ""
+            played = self._played(program, every - set(chosen[:count]))
+            if not self._compared(program, played).worst <= PARTITION_TOLERANCE:
+                return chosen[count - 1] if count else IN_TIME if program.layout.in_time else ""
         return ""
+
+
+def _target(program: Program) -> Target:
+    """As if all ranks shared memory and all state might be overwritten."""
+    graphs = graphs_of(program.graph)
+    shared = {axes for graph in graphs for axes in axes_used(graph)}
+    return Target(donated=frozenset(program.captured.updated), shared=frozenset(shared))

@@ -1,0 +1,79 @@
+"""How long an op takes, predicted from its shapes: its arithmetic, and the bytes that it reads and writes.
+
+    seconds = flops / rate of the arithmetic + bytes / rate of the memory
+
+The rates are those of one thread of a server CPU, or of a data-center GPU. Where work is to be shared out
+evenly only their ratio matters, and every rank must come to the same numbers: nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from tutti.graph.aliases import aliased
+from tutti.graph.edit import value_of
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second."""
+
+    flops: float
+    bytes: float
+
+
+RATES = {"cpu": Rates(6e10, 6e9), "cuda": Rates(3e14, 2e12)}
+# An op that only looks at its operand, or is carried out ahead.
+_FREE = ("getitem", "positions")
+
+
+def seconds_of(node: fx.Node) -> float:
+    """The predicted time of one node."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") in _FREE:
+        return 0.0
+    made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    if not made or aliased(node) is not None:
+        return 0.0
+    rates = RATES.get(made[0].device.type, RATES["cpu"])
+    read = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
+    nbytes = sum(x.nbytes for x in (*made, *read))
+    return flops_of(node) / rates.flops + nbytes / rates.bytes
+
+
+def flops_of(node: fx.Node) -> float:
+    """Multiplications and additions of matrix products, convolutions and attention; 0 for other ops."""
+    target: Any = node.target
+    packet = getattr(target, "overloadpacket", None)
+    count = flop_registry.get(packet)
+    if count is not None:
+        args, kwargs = value_of(node.args), value_of(node.kwargs)
+        return float(count(*args, **kwargs, out_val=node.meta["val"]))
+    name = str(packet)
+    if "attention" in name:
+        return _attention(node) * (2.5 if "backward" in name else 1.0)
+    return 0.0
+
+
+def _attention(node: fx.Node) -> float:
+    """Two products of `(s, d)` and `(t, d)` for each of the leading dims."""
+    shapes = [
+        x.meta["val"].shape
+        for x in node.all_input_nodes
+        if isinstance(x.meta.get("val"), Tensor) and x.meta["val"].ndim == 4
+    ]
+    if len(shapes) < 2:
+        return 0.0
+    q, k = shapes[-3:-1] if "backward" in str(node.target) and len(shapes) > 3 else shapes[:2]
+    leading = q[0] * q[1] if len(q) == 4 else 1
+    return 4.0 * float(leading) * float(q[2]) * float(k[2]) * float(q[3])
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of a node's value."""
+    return sum(x.nbytes for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor))

@@ -1,0 +1,294 @@
+"""Cuts what runs once a micro-batch into stages, by the order of nodes and what they cost.
+
+The forward is a list of nodes, cut at a few places; module trees play no part in it. A node of the backward
+belongs to the last stage that has what it reads:
+
+    forward   x1 = f(x0) | x2 = g(x1)          x1 crosses from stage 0 to stage 1
+    backward  stage 1: reads x1, g2 -> g1      stage 0: reads x0, g1 -> g0
+
+What depends on inputs alone (masks, positions, dropout) belongs to no stage: each works it out where it is
+needed. Where to cut is chosen so that the slowest stage, with what it sends, takes the least time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import pairwise
+
+from torch import fx
+
+from tutti.errors import LayoutError
+from tutti.graph.cost import RATES, nbytes_of, seconds_of
+from tutti.graph.edit import REMADE
+from tutti.pipeline.moments import BEFORE, Moments
+
+# How much dearer the forward of a node is with its backward.
+FORWARD_AND_BACKWARD = 3.0
+# Places to cut at that are looked at, for each stage.
+CANDIDATES = 24
+_MOVED_BYTES = RATES["cpu"].bytes
+
+
+@dataclass
+class Stages:
+    """The stage of each node that runs once a micro-batch and belongs to one.
+
+    `forward` are the nodes of the forward, `free` those that belong to no stage.
+    """
+
+    num_stages: int
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    forward: set[fx.Node] = field(default_factory=set)
+    free: set[fx.Node] = field(default_factory=set)
+
+    def seconds(self) -> list[float]:
+        """The predicted time of each stage for one micro-batch, forward and backward."""
+        total = [0.0] * self.num_stages
+        for node, stage in self.stage.items():
+            total[stage] += seconds_of(node)
+        return total
+
+
+def cut(
+    moments: Moments,
+    num_stages: int,
+    *,
+    names: Sequence[str] = (),
+    homes: Mapping[str, int] | None = None,
+) -> Stages:
+    """Cut into `num_stages` stages.
+
+    Args:
+        moments: which nodes run once a micro-batch.
+        names: where each stage but the first begins: patterns of module names. Chosen by cost if empty.
+        homes: the stage that keeps a state tensor, by name, where an earlier program has settled that.
+
+    Raises:
+        LayoutError: fewer nodes than stages, or a name that no module has.
+    """
+    cutter = _Cutter(moments, num_stages)
+    if names:
+        return cutter.stages(cutter.named(names))
+    if homes:
+        return cutter.stages(cutter.at_homes(homes))
+    return cutter.stages(cutter.balanced())
+
+
+class _Cutter:
+    def __init__(self, moments: Moments, num_stages: int) -> None:
+        self.moments, self.num_stages = moments, num_stages
+        during = moments.during()
+        self.free = {n for n in during if n not in moments.stateful}
+        self.backward = _backward(during, self.free)
+        own = [n for n in during if n not in self.free]
+        self.forward = [n for n in own if n not in self.backward]
+        self.rest = [n for n in own if n in self.backward]
+        self.place = {n: i for i, n in enumerate(self.forward)}
+        self.seconds = {n: seconds_of(n) for n in own}
+        costly = sum(1 for n in self.forward if self.seconds[n] > 0)
+        if costly < num_stages:
+            raise LayoutError(
+                f"cannot cut the step into {num_stages} stages",
+                why=f"its forward has {costly} ops that are not mere views",
+                fix=f"pipe={max(1, costly)} at most",
+            )
+
+    def stages(self, cuts: Sequence[int]) -> Stages:
+        """Every node's stage where stage k + 1 begins at forward node `cuts[k]`."""
+        found = Stages(self.num_stages, forward=set(self.forward), free=set(self.free))
+        bounds = [0, *cuts, len(self.forward)]
+        for stage, (low, high) in enumerate(pairwise(bounds)):
+            found.stage |= dict.fromkeys(self.forward[low:high], stage)
+        self._assign_rest(found.stage)
+        return found
+
+    def _assign_rest(self, stage: dict[fx.Node, int]) -> None:
+        """The backward: the last stage that has all that a node reads, behind none of its gradients."""
+        has = {n: self._places_of(n, stage) for n in self.forward}
+        for node in self.rest:
+            inputs = [x for x in node.all_input_nodes if x not in self.free]
+            grads = [stage[x] for x in inputs if x in self.backward]
+            limit = min(grads, default=self.num_stages - 1)
+            saved = [self._has(x, has, stage) for x in inputs if x not in self.backward]
+            saved = [s for s in saved if s is not None]
+            common = set(range(limit + 1)).intersection(*saved)
+            if common:
+                stage[node] = max(common)
+            else:
+                near = [max((p for p in s if p <= limit), default=limit) for s in saved]
+                stage[node] = min(near, default=limit)
+
+    def _places_of(self, node: fx.Node, stage: Mapping[fx.Node, int]) -> set[int]:
+        """The stages that have a value of the forward: the one that makes it and those that read it."""
+        return {stage[node], *(stage[u] for u in node.users if u in self.place)}
+
+    def _has(
+        self, x: fx.Node, has: Mapping[fx.Node, set[int]], stage: Mapping[fx.Node, int]
+    ) -> set[int] | None:
+        """The stages that have `x`; None where every stage can."""
+        if x in has:
+            return has[x]
+        if self.moments.when[x] != BEFORE:
+            return None
+        found = [self.readers[s] for s in self.state_behind(x)]
+        places = [{stage[r] for r in readers} for readers in found if readers]
+        return set.intersection(*places) or None if places else None
+
+    @cached_property
+    def readers(self) -> dict[fx.Node, list[fx.Node]]:
+        """The forward nodes that read each state tensor."""
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.forward:
+            for x in node.all_input_nodes:
+                for state in self.state_behind(x):
+                    found.setdefault(state, []).append(node)
+        for node in self.moments.graph.nodes:
+            if node.op == "placeholder":
+                found.setdefault(node, [])
+        return found
+
+    def state_behind(self, x: fx.Node) -> frozenset[fx.Node]:
+        """The state tensors that a value from before the micro-batches is made of."""
+        if self.moments.when.get(x) != BEFORE or x not in self.moments.stateful:
+            return frozenset()
+        if x not in self._behind:
+            inputs = [self.state_behind(y) for y in x.all_input_nodes]
+            own = frozenset({x}) if x.op == "placeholder" else frozenset[fx.Node]()
+            self._behind[x] = own.union(*inputs)
+        return self._behind[x]
+
+    @cached_property
+    def _behind(self) -> dict[fx.Node, frozenset[fx.Node]]:
+        return {}
+
+    def named(self, names: Sequence[str]) -> list[int]:
+        """The places where modules of these names begin."""
+        if len(names) != self.num_stages - 1:
+            raise LayoutError(
+                f"cut= has {len(names)} names for {self.num_stages} stages",
+                fix=f"name where each stage but the first begins: {self.num_stages - 1} names",
+            )
+        found = []
+        for name in names:
+            at = [i for i, n in enumerate(self.forward) if _belongs(n, name)]
+            if not at:
+                modules = dict.fromkeys(n.meta.get("module") or "" for n in self.forward)
+                raise LayoutError(
+                    f'cut="{name}" names no module of the forward',
+                    fix="such as " + ", ".join(list(filter(None, modules))[:6]),
+                )
+            found.append(at[0])
+        if found != sorted(set(found)) or not found[0]:
+            raise LayoutError(
+                "cut= must name modules in the order in which the forward comes to them",
+                why=f"they begin at nodes {', '.join(map(str, found))} of {len(self.forward)}",
+            )
+        return found
+
+    def at_homes(self, homes: Mapping[str, int]) -> list[int]:
+        """Cut where the state of the next stage is first read."""
+        first = [len(self.forward)] * self.num_stages
+        reached = 0
+        for i, node in enumerate(self.forward):
+            read = [s.meta["name"] for x in node.all_input_nodes for s in self.state_behind(x)]
+            stage = max((homes[n] for n in read if n in homes), default=0)
+            if stage > reached:
+                for k in range(reached + 1, stage + 1):
+                    first[k] = i
+                reached = stage
+        return first[1:]
+
+    def balanced(self) -> list[int]:
+        """The cuts after which the slowest stage takes least."""
+        places = self._thin_places()
+        if len(places) < self.num_stages - 1:
+            places = list(range(1, len(self.forward)))
+        best = self._first_guess(places)
+        least = self._slowest(best)
+        better = True
+        while better:
+            better = False
+            for k in range(len(best)):
+                for other in self._neighbors(places, best, k):
+                    tried = [*best[:k], other, *best[k + 1 :]]
+                    slowest = self._slowest(tried)
+                    if slowest < least * (1 - 1e-9):
+                        best, least, better = tried, slowest, True
+        return best
+
+    def _neighbors(self, places: list[int], cuts: list[int], k: int) -> list[int]:
+        low = cuts[k - 1] if k else 0
+        high = cuts[k + 1] if k + 1 < len(cuts) else len(self.forward)
+        at = places.index(cuts[k])
+        return [p for p in places[max(0, at - 3) : at + 4] if low < p < high and p != cuts[k]]
+
+    def _slowest(self, cuts: Sequence[int]) -> float:
+        found = self.stages(cuts).stage
+        total = [0.0] * self.num_stages
+        for node, stage in found.items():
+            total[stage] += self.seconds[node]
+        for place in cuts:
+            stage = found[self.forward[place]]
+            total[stage - 1] += 2 * self.crossing[place] / _MOVED_BYTES
+        return max(total)
+
+    @cached_property
+    def crossing(self) -> list[int]:
+        """For each forward node the bytes that cross where a stage begins with it."""
+        change = [0] * (len(self.forward) + 1)
+        for i, node in enumerate(self.forward):
+            ends = [self.place[u] for u in node.users if u in self.place]
+            if ends and max(ends) > i:
+                change[i + 1] += nbytes_of(node)
+                change[max(ends) + 1 if max(ends) + 1 < len(change) else -1] -= nbytes_of(node)
+        found, now = [], 0
+        for step in change:
+            now += step
+            found.append(now)
+        return found
+
+    def _thin_places(self) -> list[int]:
+        """Where little crosses: the thinnest place of each of many stretches of like cost."""
+        total = sum(self.seconds[n] for n in self.forward)
+        stretch = total / (CANDIDATES * self.num_stages)
+        best: dict[int, int] = {}
+        sofar = 0.0
+        for i, node in enumerate(self.forward):
+            window = int(sofar / stretch) if stretch else i
+            if i and (window not in best or self.crossing[i] < self.crossing[best[window]]):
+                best[window] = i
+            sofar += self.seconds[node]
+        return sorted(best.values())
+
+    def _first_guess(self, places: list[int]) -> list[int]:
+        """Equal shares of the forward's cost."""
+        total = sum(self.seconds[n] for n in self.forward)
+        before, sofar = [], 0.0
+        for node in self.forward:
+            before.append(sofar)
+            sofar += self.seconds[node]
+        found: list[int] = []
+        for k in range(1, self.num_stages):
+            left = self.num_stages - 1 - k
+            open_ = [p for p in places if not found or p > found[-1]]
+            open_ = open_[: len(open_) - left]
+            found.append(min(open_, key=lambda p: abs(before[p] - total * k / self.num_stages)))
+        return found
+
+
+def _backward(during: list[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
+    """What is not of the forward, or depends on what is not."""
+    found: set[fx.Node] = set()
+    for node in during:
+        inside = node.meta.get("region", "forward") == "forward" and REMADE not in node.meta
+        if node not in free and (not inside or any(x in found for x in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _belongs(node: fx.Node, name: str) -> bool:
+    module = node.meta.get("module") or ""
+    return fnmatchcase(module, name) or fnmatchcase(module, f"{name}.*")

@@ -1,0 +1,194 @@
+"""The pieces of a step that run once a micro-batch: which nodes stand in which part, and what passes between.
+
+    F   forward of a stage         B   its backward, or in two halves
+    I   what other stages wait for: gradients of the stage's inputs
+    W   the rest: gradients of its weights
+
+A step that is not cut into stages is one part, `B`, forward and backward in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from tutti.graph.loop import Part
+from tutti.pipeline.cut import Stages
+from tutti.pipeline.moments import BEFORE, DURING, Moments
+
+Key = tuple[int, str]
+
+
+@dataclass
+class Parts:
+    """The parts of all stages.
+
+    members: the nodes of each part, in order; what is free stands in each stage that needs it.
+    given: what each part reads from before the loop.
+    messages: by (sending stage, kind, receiving stage) the values that go there.
+    """
+
+    parts: dict[Key, Part] = field(default_factory=dict)
+    members: dict[Key, list[fx.Node]] = field(default_factory=dict)
+    given: dict[Key, list[fx.Node]] = field(default_factory=dict)
+    messages: dict[tuple[int, str, int], list[fx.Node]] = field(default_factory=dict)
+
+    def home_of(self, node: fx.Node) -> Key:
+        """The first part that makes `node`."""
+        return next(key for key, nodes in self.members.items() if node in nodes)
+
+
+def parts_of(moments: Moments, stages: Stages, *, halves: bool = False) -> Parts:
+    """The parts of each stage; with `halves` the backward in `I` and `W`."""
+    return _Writer(moments, stages, halves).write()
+
+
+def early_part(moments: Moments, total: fx.Node) -> tuple[Part, list[fx.Node]]:
+    """The part whose sum is `total`, which depends on inputs alone; and what it reads from before."""
+    source: fx.Node = total.args[0]  # type: ignore[assignment]
+    nodes = _with_ancestors([source], moments, lambda n: moments.when[n] == DURING)
+    given = _read_from_outside(nodes, moments)
+    return _part(nodes, given, [], [], [(total, source)]), given
+
+
+class _Writer:
+    def __init__(self, moments: Moments, stages: Stages, halves: bool) -> None:
+        self.moments, self.stages = moments, stages
+        self.order = {n: i for i, n in enumerate(moments.graph.nodes)}
+        single = stages.num_stages == 1
+        self.kinds: tuple[str, ...] = (
+            ("B",) if single else ("F", "I", "W") if halves else ("F", "B")
+        )
+        self.made = Parts()
+        self.first: dict[tuple[int, fx.Node], str] = {}  # which part of a stage makes a value
+
+    def write(self) -> Parts:
+        kind_of = self._kinds()
+        for stage in range(self.stages.num_stages):
+            self._members(stage, kind_of)
+        reads = {key: self._reads(key) for key in self.made.members}
+        outputs: dict[Key, dict[fx.Node, None]] = {key: {} for key in self.made.members}
+        for key, read in reads.items():
+            for x in read:
+                self._supply(x, key, outputs)
+        sums: dict[Key, list[tuple[fx.Node, fx.Node]]] = {key: [] for key in self.made.members}
+        for total in self.moments.sums:
+            source: fx.Node = total.args[0]  # type: ignore[assignment]
+            sums[self.made.home_of(source)].append((total, source))
+        for key, nodes in self.made.members.items():
+            given = _read_from_outside(nodes, self.moments)
+            made = _part(nodes, given, reads[key], list(outputs[key]), sums[key])
+            self.made.parts[key], self.made.given[key] = made, given
+        return self.made
+
+    def _kinds(self) -> dict[fx.Node, str]:
+        stage = self.stages.stage
+        if self.kinds == ("B",):
+            return dict.fromkeys(stage, "B")
+        found = {n: "F" if n in self.stages.forward else self.kinds[-1] for n in stage}
+        if self.kinds[-1] == "W":
+            awaited = [n for n in stage if self._is_awaited(n)]
+            for n in _with_ancestors(awaited, self.moments, lambda n: found.get(n) == "W"):
+                if any(stage[n] == stage[a] for a in awaited):
+                    found[n] = "I"
+        return found
+
+    def _is_awaited(self, node: fx.Node) -> bool:
+        """Whether the backward of another stage reads what this stage's backward makes."""
+        stage = self.stages.stage
+        mine = stage[node]
+        return node not in self.stages.forward and any(
+            stage.get(u, mine) != mine for u in node.users
+        )
+
+    def _members(self, stage: int, kind_of: dict[fx.Node, str]) -> None:
+        for kind in self.kinds:
+            own = [n for n, k in kind_of.items() if k == kind and self.stages.stage[n] == stage]
+            if stage == 0 and kind == self.kinds[0]:
+                own += [s for t in self.moments.sums if (s := t.args[0]) in self.stages.free]  # type: ignore[misc]
+            nodes = _with_ancestors(own, self.moments, lambda n: n in self.stages.free)
+            nodes = {n for n in nodes if (stage, n) not in self.first}
+            for n in nodes:
+                self.first[stage, n] = kind
+            self.made.members[stage, kind] = sorted(nodes, key=self.order.__getitem__)
+
+    def _reads(self, key: Key) -> list[fx.Node]:
+        """The values of the same micro-batch that a part takes from other parts."""
+        own = set(self.made.members[key])
+        found = dict.fromkeys(
+            x
+            for n in self.made.members[key]
+            for x in n.all_input_nodes
+            if x not in own and self.moments.when[x] == DURING
+        )
+        return list(found)
+
+    def _supply(self, x: fx.Node, key: Key, outputs: dict[Key, dict[fx.Node, None]]) -> None:
+        """Let the part that makes `x` give it out, and send it where another stage reads it."""
+        stage, kind = key
+        near = self.first.get((stage, x))
+        if near is not None:
+            outputs[stage, near][x] = None
+            return
+        source = self.stages.stage[x]
+        made = self.first[source, x]
+        outputs[source, made][x] = None
+        # What the forward of a later stage has made comes with that stage's gradients.
+        sent = made if made == "F" and (source < stage or kind == "F") else self.kinds[1]
+        names = self.made.messages.setdefault((source, sent, stage), [])
+        if x not in names:
+            names.append(x)
+
+
+def _with_ancestors(starts: Iterable[fx.Node], moments: Moments, inside: object) -> set[fx.Node]:
+    """`starts`, and what they are made of as far as `inside` holds."""
+    found, todo = set(starts), list(starts)
+    while todo:
+        for x in todo.pop().all_input_nodes:
+            if x not in found and moments.when[x] == DURING and inside(x):  # type: ignore[operator]
+                found.add(x)
+                todo.append(x)
+    return found
+
+
+def _read_from_outside(nodes: Iterable[fx.Node], moments: Moments) -> list[fx.Node]:
+    inputs = (x for n in nodes for x in n.all_input_nodes)
+    return list(dict.fromkeys(x for x in inputs if moments.when[x] == BEFORE))
+
+
+def _part(
+    nodes: Iterable[fx.Node],
+    given: list[fx.Node],
+    reads: list[fx.Node],
+    outputs: list[fx.Node],
+    sums: list[tuple[fx.Node, fx.Node]],
+) -> Part:
+    graph, mapped = fx.Graph(), dict[fx.Node, fx.Node]()
+    inputs = [*given, *reads]
+    for x in inputs:
+        mapped[x] = graph.placeholder(x.name)
+        mapped[x].meta = {k: v for k, v in x.meta.items() if k != "kind"}
+    for node in _in_order(nodes):
+        mapped[node] = graph.node_copy(node, mapped.__getitem__)
+    graph.output(([mapped[x] for x in outputs], [mapped[source] for _, source in sums]))
+    return Part(
+        graph,
+        tuple(x.name for x in inputs),
+        tuple(x.name for x in outputs),
+        tuple(total.name for total, _ in sums),
+    )
+
+
+def _in_order(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    chosen = set(nodes)
+    if chosen:
+        yield from (n for n in next(iter(chosen)).graph.nodes if n in chosen)
+
+
+def fake_of(node: fx.Node) -> Tensor:
+    """The fake value of a node that travels."""
+    val = node.meta["val"]
+    assert isinstance(val, Tensor), f"{node} is no tensor"
+    return val

@@ -1,0 +1,65 @@
+"""The graphs that ranks run: one, or with `micro` and `pipe` one for each place on the axis `pipe`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from tutti.errors import ScheduleError
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.passes.order import left_out_by_environment, refuse_unknown, rematerialized
+from tutti.passes.target import Target
+from tutti.pipeline.schedule import Schedule
+from tutti.pipeline.schedules import schedule
+from tutti.pipeline.timed import Timed, timed
+from tutti.pipeline.validate import validate
+
+
+def in_time(
+    program: Program,
+    *,
+    cut_at: Sequence[str] = (),
+    homes: Mapping[str, frozenset[int]] | None = None,
+    without: Collection[str] | None = None,
+) -> Timed:
+    """The programs of a layout with `micro` or `pipe`, one for each place.
+
+    Every rank comes to the same ones. `without` names passes to leave out, as for `passes.order.optimized`.
+    """
+    left_out = left_out_by_environment() if without is None else frozenset(without)
+    refuse_unknown(left_out)
+    target = Target(donated=frozenset(program.captured.updated))
+    graph = rematerialized(program, target, left_out)
+    rows = schedule_of(program.layout)
+    return timed(program, graph, rows, cut_at=cut_at, homes=homes)
+
+
+def schedule_of(layout: Layout) -> Schedule:
+    """The rows of compute actions that the layout asks for."""
+    num_places = layout.axes.get("pipe", 1)
+    if num_places == 1:
+        return Schedule.parse(" ".join(f"0B{k}" for k in range(layout.micro)))
+    if layout.schedule_file:
+        return _from_file(layout, num_places)
+    name, _, chunks = layout.schedule.rstrip(")").partition("(")
+    default = 2 if name == "interleaved" else 1
+    return schedule(name or "1f1b", num_places, layout.micro, int(chunks) if chunks else default)
+
+
+def _from_file(layout: Layout, num_places: int) -> Schedule:
+    """A user's own rows, which must be right before anything starts."""
+    path = Path(layout.schedule_file)
+    try:
+        rows = Schedule.parse(path.read_text(), str(path))
+    except OSError as error:
+        raise ScheduleError(f"cannot read the schedule {path}", why=str(error)) from None
+    if rows.num_ranks != num_places or rows.num_micro != layout.micro:
+        raise ScheduleError(
+            f"the schedule is for {rows.num_ranks} ranks and {rows.num_micro} micro-batches",
+            at=str(path),
+            why=f'layout "{layout}" has pipe={num_places} micro={layout.micro}',
+            fix=f"pipe={rows.num_ranks} micro={rows.num_micro}, or another schedule",
+        )
+    validate(rows)
+    return rows

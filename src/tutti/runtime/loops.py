@@ -1,0 +1,91 @@
+"""Plays the loops of a program on this rank: generated code for the parts, channels between places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.comm.channel import Channel
+from tutti.graph.collectives import Player
+from tutti.graph.loop import ADD, SEND, Body, Do, Part, play
+from tutti.graph.segments import join
+from tutti.layout import Mesh
+from tutti.runtime.generate import Generated, generate
+
+Key = Callable[[int], int]
+
+
+class Loops:
+    """Makes the function that plays a body's row on the rank at `coordinates`.
+
+    Args:
+        rank_of: the rank of this run that plays a stage, for ranks with this one's other coordinates.
+        channels: to and from those ranks, by (sending rank, receiving rank).
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        player: Player | None,
+        mesh: Mesh,
+        coordinates: Mapping[str, int],
+        rank_of: Mapping[int, int],
+        channels: Mapping[tuple[int, int], Channel],
+    ) -> None:
+        self.owner, self.player, self.mesh, self.coordinates = owner, player, mesh, coordinates
+        self.rank_of, self.channels = rank_of, channels
+        self.lines: dict[str, dict[int, str]] = {}
+
+    def __call__(self, body: Body) -> Callable[[list[Any], Key], list[Any]]:
+        written = {key: self._written(key, part) for key, part in body.parts.items()}
+        functions = {id(body.parts[key]): made.function for key, made in written.items()}
+
+        def run(values: list[Any], key: Key) -> list[Any]:
+            return play(body, values, _Engine(functions, key, self.rank_of, self.channels))
+
+        return run
+
+    def _written(self, key: tuple[int, str], part: Part) -> Generated:
+        name = f"stage {key[0]} {key[1]}".replace(" ", "_")
+        made = generate(part.graph, self.owner, self.player, self.mesh, self.coordinates, name=name)
+        self.lines[f"<tutti {name}>"] = made.lines
+        return made
+
+
+class _Engine:
+    """One pass through a row."""
+
+    def __init__(
+        self,
+        functions: Mapping[int, Callable[..., tuple[list[Any], list[Any]]]],
+        key: Key,
+        rank_of: Mapping[int, int],
+        channels: Mapping[tuple[int, int], Channel],
+    ) -> None:
+        self.functions, self.key = functions, key
+        self.rank_of, self.channels = rank_of, channels
+
+    def call(self, part: Part, inputs: list[Any], micro: int) -> tuple[list[Any], list[Any]]:
+        return self.functions[id(part)](inputs, self.key, micro)
+
+    def add(self, total: Tensor, value: Tensor, op: str) -> Tensor:
+        return ADD[op](total, value)
+
+    def join(self, values: list[Tensor], dim: int, outer: int) -> Tensor:
+        return join(torch.stack(values), dim, outer)
+
+    def send(self, do: Do, values: list[Any]) -> None:
+        channel = self._channel(do)
+        for x in values:
+            channel.send(x)
+
+    def receive(self, do: Do, likes: list[Tensor]) -> list[Any]:
+        channel = self._channel(do)
+        return [channel.recv(like.shape, like.dtype) for like in likes]
+
+    def _channel(self, do: Do) -> Channel:
+        source, to = (do.stage, do.other) if do.way == SEND else (do.other, do.stage)
+        return self.channels[self.rank_of[source], self.rank_of[to]]
