@@ -20,10 +20,14 @@ LR, BETAS, EPS, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Case(ABC):
-    """One model with its data; `per_rank` samples are the work of one rank."""
+    """One model with its data; `per_rank` samples are the work of one rank.
+
+    `in_micro`: micro-batches in which pipelines take a batch of `per_rank` samples; 0 where none do.
+    """
 
     name: str
     per_rank: int
+    in_micro: int = 0
 
     unit: ClassVar[str] = "tokens"
     # Modules that FSDP wraps one by one, as its documentation says: the repeated ones.
@@ -230,8 +234,18 @@ class ResNetCase(Case):
         return images, torch.randint(self.classes, (num_samples,), generator=generator)
 
 
-def _gpt(name: str, vocab: int, window: int, width: int, per_rank: int) -> GPTCase:
-    return GPTCase(name=name, vocab=vocab, window=window, width=width, depth=4, per_rank=per_rank)
+def _gpt(
+    name: str, vocab: int, window: int, width: int, per_rank: int, in_micro: int = 0
+) -> GPTCase:
+    return GPTCase(
+        name=name,
+        vocab=vocab,
+        window=window,
+        width=width,
+        depth=4,
+        per_rank=per_rank,
+        in_micro=in_micro,
+    )
 
 
 def module_names(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
@@ -257,6 +271,9 @@ CASES: dict[str, Case] = {
     for case in (
         _gpt("gpt-3.7M", 1024, 256, 256, 8),
         _gpt("gpt-29.5M", 16384, 128, 512, 1),
+        _gpt("gpt-3.7M pipe", 1024, 256, 256, 8, 8),
+        _gpt("gpt-29.5M pipe", 16384, 128, 512, 8, 8),
+        _gpt("gpt-51M pipe", 256, 128, 1024, 8, 8),
         _gpt("gpt-51M", 256, 128, 1024, 1),
         LlamaCase(
             name="llama-30M", vocab=8192, window=128, width=512, depth=6, hidden=1792, kv_heads=4,

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -30,6 +31,7 @@ from benchmarks.harness import Crew
 from benchmarks.worker import steps
 from tutti.runtime.execute import Execution
 from tutti.runtime.generate import Generated
+from tutti.runtime.loops import Engine
 
 NUM_STEPS, NUM_HOLLOW = 5, 20
 WHOLE_STEP = "benchmark: step"
@@ -85,6 +87,7 @@ def outside_seconds(contender: Distributed) -> float:
     visible = rewritten(execution.generated, marked)
     with (
         _function(execution, visible),
+        _messages_recorded(),
         _quiet(),
         profile(activities=[ProfilerActivity.CPU]) as seen,
     ):
@@ -132,6 +135,16 @@ def _function(execution: Execution, function: Any) -> Iterator[None]:
         yield
     finally:
         generated.function = before
+
+
+@contextmanager
+def _messages_recorded() -> Iterator[None]:
+    """What the places of a pipeline send each other counts as collectives, waiting included."""
+    with (
+        mock.patch.object(Engine, "send", _recorded(Engine.send)),
+        mock.patch.object(Engine, "receive", _recorded(Engine.receive)),
+    ):
+        yield
 
 
 @contextmanager

@@ -36,6 +36,8 @@ TARGETS = (
     Target("tutti data=2 zero=3", "fsdp2", 0.45, LARGE),
     Target("tutti data=2 zero=3", "fsdp2", 1.0, GPTS, "memory"),
     Target("tutti tensor=2", "dtensor", 0.70, GPTS),
+    Target("tutti pipe=2 micro=8", "torch 1f1b", 0.95),
+    Target("tutti pipe=2 micro=8 schedule=zb", "tutti pipe=2 micro=8", 1.0),
     Target("tutti data=2", "jax", 1.0),
 )
 # Of a step, by the larger of the two measures in `python_share`.

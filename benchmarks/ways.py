@@ -6,7 +6,16 @@ in `WAYS`.
 
 from __future__ import annotations
 
-from benchmarks.contenders import ddp, dtensor, eager, fsdp2, gloo, jax_jit, tutti_step
+from benchmarks.contenders import (
+    ddp,
+    dtensor,
+    eager,
+    fsdp2,
+    gloo,
+    jax_jit,
+    torch_pipeline,
+    tutti_step,
+)
 from benchmarks.contenders.contender import Way
 
 
@@ -17,6 +26,7 @@ def _tutti(layout: str, num_shares: int, peer: str) -> Way:
         prepare=tutti_step.prepare,
         num_shares=num_shares,
         needs_tensor="tensor" in layout,
+        pipelines="pipe" in layout,
         peer=peer,
     )
 
@@ -35,6 +45,12 @@ WAYS: dict[str, Way] = {
             needs_tensor=True,
         ),
         _tutti("tensor=2", 1, "dtensor"),
+        Way(
+            name="torch 1f1b", build=torch_pipeline.build, prepare=gloo.prepare, num_shares=1,
+            pipelines=True,
+        ),
+        _tutti("pipe=2 micro=8", 1, "torch 1f1b"),
+        _tutti("pipe=2 micro=8 schedule=zb", 1, "torch 1f1b"),
         Way(
             name="jax", build=jax_jit.build, prepare=jax_jit.prepare, num_ranks=1,
             devices_per_process=jax_jit.NUM_DEVICES,

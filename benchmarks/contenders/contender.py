@@ -48,6 +48,7 @@ class Way:
             batch, 1 where they share one.
         devices_per_process: ranks that one process stands for; its memory is divided by them.
         needs_tensor: whether it applies only to models that tensor parallelism can split.
+        pipelines: whether it cuts a model into stages, and is raced on the cases for that, alone.
         peer: the way that this one is to be compared with.
     """
 
@@ -59,10 +60,13 @@ class Way:
     num_shares: int = 2
     devices_per_process: int = 1
     needs_tensor: bool = False
+    pipelines: bool = False
     peer: str = ""
 
     def applies_to(self, case: Case) -> bool:
         """Whether the way can train this model."""
+        if self.pipelines != bool(case.in_micro):
+            return False
         return bool(case.columns) or not self.needs_tensor
 
 

@@ -19,15 +19,16 @@ from benchmarks.models import Case, optimizer
 from benchmarks.ways import WAYS
 from benchmarks.worker import steps
 from ranks import Ranks
-from tests.benchmarks.tiny import GPT, LLAMA, RESNET
+from tests.benchmarks.tiny import GPT, LLAMA, PIPE, RESNET
 
 NUM_STEPS = 3
 TOLERANCE = 5e-6  # of float32 against float64
 # BatchNorm has each rank's own statistics under the wrappers of torch: another step.
 OWN_STATISTICS = ("ddp", "fsdp2")
-REAL = [("gpt", name) for name in WAYS] + [("llama", "dtensor"), ("llama", "jax")]
+REAL = [("gpt pipe" if way.pipelines else "gpt", name) for name, way in WAYS.items()]
+REAL += [("llama", "dtensor"), ("llama", "jax")]
 REAL += [("resnet", "jax"), ("resnet", "ddp")]
-CASES: dict[str, Case] = {case.name: case for case in (GPT, LLAMA, RESNET)}
+CASES: dict[str, Case] = {case.name: case for case in (GPT, PIPE, LLAMA, RESNET)}
 
 
 @functools.cache
@@ -110,8 +111,12 @@ def test_ways_that_are_compared_train_the_same_batch() -> None:
 
 
 def test_tensor_parallelism_applies_to_models_that_it_can_split() -> None:
-    assert [w.name for w in WAYS.values() if not w.applies_to(RESNET)] == [
-        "dtensor",
-        "tutti tensor=2",
-    ]
-    assert all(w.applies_to(GPT) and w.applies_to(LLAMA) for w in WAYS.values())
+    plain = [w for w in WAYS.values() if not w.pipelines]
+    assert [w.name for w in plain if not w.applies_to(RESNET)] == ["dtensor", "tutti tensor=2"]
+    assert all(w.applies_to(GPT) and w.applies_to(LLAMA) for w in plain)
+
+
+def test_pipelines_have_cases_of_their_own() -> None:
+    assert {w.name for w in WAYS.values() if w.applies_to(PIPE)} == {
+        w.name for w in WAYS.values() if w.pipelines
+    }

@@ -11,6 +11,9 @@ from benchmarks.contenders.contender import Contender, Missing, Place, Way
 from benchmarks.models import Case, GPTCase, LlamaCase, ResNetCase
 
 GPT = GPTCase(name="gpt", vocab=32, window=8, width=16, depth=1, head_dim=4, per_rank=2)
+PIPE = GPTCase(
+    name="gpt pipe", vocab=32, window=8, width=16, depth=3, head_dim=4, per_rank=8, in_micro=8
+)
 LLAMA = LlamaCase(
     name="llama", vocab=32, window=8, width=16, depth=1, head_dim=4, hidden=24, kv_heads=2,
     per_rank=2,

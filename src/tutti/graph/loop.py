@@ -46,12 +46,18 @@ class Do:
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of a body: `graph` takes `inputs` and returns `(outputs, summed)`, all by name."""
+    """One piece of a body: `graph` takes `inputs` and returns `(outputs, summed)`, all by name.
+
+    `adding` is the same for later micro-batches: it takes the totals so far of the first `num_added` of
+    `summed` behind its inputs, adds to them in place, and returns `(outputs, the other summed)`.
+    """
 
     graph: fx.Graph
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     summed: tuple[str, ...] = ()
+    adding: fx.Graph | None = None
+    num_added: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,22 @@ class Body:
 
     def graphs(self) -> Iterator[fx.Graph]:
         """The graph of every part."""
-        return (part.graph for part in self.parts.values())
+        for part in self.parts.values():
+            yield part.graph
+            if part.adding is not None:
+                yield part.adding
 
     def with_graphs(self, change: Callable[[fx.Graph], fx.Graph]) -> Body:
-        """This body with every part's graph replaced."""
-        parts = {k: replace(p, graph=change(p.graph)) for k, p in self.parts.items()}
-        return replace(self, parts=parts)
+        """This body with every part's graphs replaced."""
+        return self.with_parts(
+            lambda p: replace(
+                p, graph=change(p.graph), adding=None if p.adding is None else change(p.adding)
+            )
+        )
+
+    def with_parts(self, change: Callable[[Part], Part]) -> Body:
+        """This body with every part replaced."""
+        return replace(self, parts={k: change(p) for k, p in self.parts.items()})
 
     @cached_property
     def stages(self) -> frozenset[int]:
@@ -135,8 +151,13 @@ class Body:
 class Engine(Protocol):
     """What runs the parts of a body: for one rank, or for several virtual ones at once."""
 
-    def call(self, part: Part, inputs: list[Any], micro: int) -> tuple[list[Any], list[Any]]:
-        """The part's outputs and what it gives to sums; `inputs` may be emptied."""
+    def call(
+        self, part: Part, inputs: list[Any], micro: int, *, adding: bool
+    ) -> tuple[list[Any], list[Any]]:
+        """The part's outputs and what it gives to sums, by its graph `adding` if that is so.
+
+        `inputs` may be emptied.
+        """
         ...
 
     def add(self, total: Any, value: Any, op: str) -> Any:
@@ -186,9 +207,14 @@ def play(body: Body, given: Sequence[Any], engine: Engine) -> list[Any]:
             common[n] if n in common else _take(values, n, n in dying and n not in handed)
             for n in part.inputs
         ]
-        outputs, summed = engine.call(part, inputs, do.micro)
+        added = part.summed[: part.num_added]
+        adding = part.adding is not None and all(n in totals for n in added)
+        if adding:
+            inputs += [totals[n] for n in added]
+        outputs, summed = engine.call(part, inputs, do.micro, adding=adding)
         values.update(zip(part.outputs, outputs, strict=True))
-        for name, value in zip(part.summed, summed, strict=True):
+        rest = part.summed[part.num_added :] if adding else part.summed
+        for name, value in zip(rest, summed, strict=True):
             _gather(totals, name, value, ops[name], engine)
         del outputs, summed, inputs
         for other, names in body.near[do.stage, do.kind]:

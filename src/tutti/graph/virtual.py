@@ -266,10 +266,14 @@ class _VirtualEngine:
     def __init__(self, ranks: VirtualRanks, body: Body, owner: nn.Module) -> None:
         self.ranks, self.body, self.owner = ranks, body, owner
 
-    def call(self, part: Part, inputs: list[Any], micro: int) -> tuple[list[Any], list[Any]]:
+    def call(
+        self, part: Part, inputs: list[Any], micro: int, *, adding: bool
+    ) -> tuple[list[Any], list[Any]]:
         ranks = self.ranks.at(micro, self.body.num_micro)
         feeds = [[x[r] for x in inputs] for r in range(self.ranks.mesh.num_ranks)]
-        outs = ranks.run(part.graph, self.owner, feeds)
+        graph = part.adding if adding else part.graph
+        assert graph is not None
+        outs = ranks.run(graph, self.owner, feeds)
         return _by_value([o[0] for o in outs]), _by_value([o[1] for o in outs])
 
     def add(self, total: list[Tensor], value: list[Tensor], op: str) -> list[Tensor]:

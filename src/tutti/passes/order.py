@@ -18,6 +18,7 @@ from tutti.graph.liveness import peak_with_given
 from tutti.graph.loop import loop
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
+from tutti.passes.accumulate import accumulate
 from tutti.passes.bucket import bucket
 from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
@@ -66,6 +67,9 @@ PASSES = (
     Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
     Pass("overlap", lambda graph, program, target: overlap(graph, target)),
     Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
+    Pass(
+        "accumulate", lambda graph, program, target: None
+    ),  # of the parts of loops, after the rest
 )
 
 
@@ -86,7 +90,8 @@ def optimized(
     for node in graph.nodes:
         if node.target is loop:
             body, given = node.args
-            node.args = (body.with_graphs(lambda g: _part(g, program, target, left_out)), given)
+            body = body.with_graphs(lambda g: _part(g, program, target, left_out))
+            node.args = (body if "accumulate" in left_out else accumulate(body), given)
     wait_for_readers(graph)
     leave_buffers(graph)
     place_buffers(graph)

@@ -77,6 +77,8 @@ class _Writer:
         for total in self.moments.sums:
             source: fx.Node = total.args[0]  # type: ignore[assignment]
             sums[self.made.home_of(source)].append((total, source))
+        for made in sums.values():  # those that may be added to in place come first
+            made.sort(key=lambda pair: pair[0].args[2:] != ("sum",))
         for key, nodes in self.made.members.items():
             given = _read_from_outside(nodes, self.moments)
             made = _part(nodes, given, reads[key], list(outputs[key]), sums[key])

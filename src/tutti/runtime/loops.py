@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tutti.comm.channel import Channel
 from tutti.graph.collectives import Player
 from tutti.graph.loop import ADD, SEND, Body, Do, Part, play
 from tutti.graph.segments import join
 from tutti.layout import Mesh
-from tutti.runtime.generate import Generated, generate
+from tutti.runtime.generate import generate
 
 Key = Callable[[int], int]
+Function = Callable[..., tuple[list[Any], list[Any]]]
 
 
 class Loops:
@@ -40,27 +41,31 @@ class Loops:
         self.lines: dict[str, dict[int, str]] = {}
 
     def __call__(self, body: Body) -> Callable[[list[Any], Key], list[Any]]:
-        written = {key: self._written(key, part) for key, part in body.parts.items()}
-        functions = {id(body.parts[key]): made.function for key, made in written.items()}
+        functions = {
+            (id(part), adding): self._written(key, graph)
+            for key, part in body.parts.items()
+            for adding, graph in ((False, part.graph), (True, part.adding))
+            if graph is not None
+        }
 
         def run(values: list[Any], key: Key) -> list[Any]:
-            return play(body, values, _Engine(functions, key, self.rank_of, self.channels))
+            return play(body, values, Engine(functions, key, self.rank_of, self.channels))
 
         return run
 
-    def _written(self, key: tuple[int, str], part: Part) -> Generated:
-        name = f"stage {key[0]} {key[1]}".replace(" ", "_")
-        made = generate(part.graph, self.owner, self.player, self.mesh, self.coordinates, name=name)
+    def _written(self, key: tuple[int, str], graph: fx.Graph) -> Function:
+        name = f"part_{key[0]}{key[1]}_{len(self.lines)}"
+        made = generate(graph, self.owner, self.player, self.mesh, self.coordinates, name=name)
         self.lines[f"<tutti {name}>"] = made.lines
-        return made
+        return made.function
 
 
-class _Engine:
+class Engine:
     """One pass through a row."""
 
     def __init__(
         self,
-        functions: Mapping[int, Callable[..., tuple[list[Any], list[Any]]]],
+        functions: Mapping[tuple[int, bool], Function],
         key: Key,
         rank_of: Mapping[int, int],
         channels: Mapping[tuple[int, int], Channel],
@@ -68,8 +73,10 @@ class _Engine:
         self.functions, self.key = functions, key
         self.rank_of, self.channels = rank_of, channels
 
-    def call(self, part: Part, inputs: list[Any], micro: int) -> tuple[list[Any], list[Any]]:
-        return self.functions[id(part)](inputs, self.key, micro)
+    def call(
+        self, part: Part, inputs: list[Any], micro: int, *, adding: bool
+    ) -> tuple[list[Any], list[Any]]:
+        return self.functions[id(part), adding](inputs, self.key, micro)
 
     def add(self, total: Tensor, value: Tensor, op: str) -> Tensor:
         return ADD[op](total, value)

@@ -1,0 +1,87 @@
+"""`accumulate`: what is summed over micro-batches is added to its total by the op that makes it.
+
+    first micro-batch     %7 = mm(%g, %x)                    -> the total
+    every later one       %7 = addmm_(%total, %g, %x)        instead of a product, and a sum after it
+
+A gradient is then written once, read once, and never lies beside its total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from tutti.graph.edit import NOTES
+from tutti.graph.loop import Body, Part
+
+aten = torch.ops.aten
+# An op and its arguments behind the total.
+Call = tuple[Any, tuple[Any, ...]]
+
+
+def accumulate(body: Body) -> Body:
+    """Give each part of `body` that sums a second graph, for later micro-batches."""
+    ops = {s.name: s.op for s in body.results}
+    if body.num_micro == 1:
+        return body
+    return body.with_parts(lambda part: _with_adding(part, ops))
+
+
+def _with_adding(part: Part, ops: dict[str, str]) -> Part:
+    """Sums come first in `summed`; what is joined, or is a maximum, follows."""
+    count = next((i for i, n in enumerate(part.summed) if ops[n] != "sum"), len(part.summed))
+    if not count:
+        return part
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(part.graph, {}))
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    both: Any = output.args[0]
+    outputs, summed = both
+    output.args = ((outputs, summed[count:]),)
+    totals = _placeholders(graph, part.summed[:count], summed)
+    for total, made in zip(totals, summed[:count], strict=True):
+        _add_to(graph, total, _uncopied(made))
+    graph.lint()
+    return replace(part, adding=graph, num_added=count)
+
+
+def _placeholders(graph: fx.Graph, names: tuple[str, ...], like: list[fx.Node]) -> list[fx.Node]:
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    found = []
+    for name, made in zip(names, like, strict=False):
+        with graph.inserting_before(first):
+            total = graph.placeholder(f"total_{name}")
+        total.meta = {k: made.meta[k] for k in ("val", "sharding") if k in made.meta}
+        found.append(total)
+    return found
+
+
+def _uncopied(made: fx.Node) -> fx.Node:
+    """A value that was copied only to be a total of its own need not be."""
+    if made.target is not aten.clone.default or made.users:
+        return made
+    source: Any = made.args[0]
+    made.graph.erase_node(made)
+    return source
+
+
+def _add_to(graph: fx.Graph, total: fx.Node, made: fx.Node) -> None:
+    """Add `made` to `total` as soon as it is there; by its own op, if nothing else reads it."""
+    fused = _FUSED.get(made.target) if not made.users else None
+    target, args = fused(made) if fused else (aten.add_.Tensor, (made,))
+    with graph.inserting_after(made):
+        added = graph.call_function(target, (total, *args))
+    added.meta = {k: total.meta[k] for k in ("val", "sharding") if k in total.meta}
+    added.meta |= {k: made.meta[k] for k in NOTES if k in made.meta}
+    if fused:
+        graph.erase_node(made)
+
+
+_FUSED: dict[Any, Callable[[fx.Node], Call]] = {
+    aten.mm.default: lambda node: (aten.addmm_.default, node.args),
+    aten.bmm.default: lambda node: (aten.baddbmm_.default, node.args),
+}

@@ -1,0 +1,96 @@
+"""`accumulate`: before and after as text, the same totals, and none added where something else reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from tutti.graph.loop import Body, Do, Part, Sum, loop
+from tutti.graph.text import text
+from tutti.graph.virtual import VirtualRanks
+from tutti.layout import Mesh
+from tutti.passes.accumulate import accumulate
+
+aten = torch.ops.aten
+NUM_MICRO = 3
+
+
+def part(*, read_later: bool = False) -> Part:
+    """g and x to the gradient of a weight, g @ x, and that of a bias, the sum of g."""
+    graph = fx.Graph()
+
+    def note(node: fx.Node, *shape: int) -> fx.Node:
+        node.meta["val"] = torch.empty(shape)
+        return node
+
+    g, x = note(graph.placeholder("g"), 4, 2), note(graph.placeholder("x"), 2, 3)
+    weight = note(graph.call_function(aten.mm.default, (g, x)), 4, 3)
+    bias = note(graph.call_function(aten.sum.dim_IntList, (g, [1])), 4)
+    double = note(graph.call_function(aten.mul.Tensor, (weight, 2.0)), 4, 3)
+    graph.output(([double] if read_later else [], [weight, bias]))
+    if not read_later:
+        graph.erase_node(double)
+    return Part(graph, ("g", "x"), ("double",) if read_later else (), ("weight", "bias"))
+
+
+def body(made: Part, *, op: str = "sum") -> Body:
+    row = tuple(Do("B", 0, k) for k in range(NUM_MICRO))
+    results = (Sum("weight", "sum"), Sum("bias", op))
+    return Body(NUM_MICRO, {(0, "B"): made}, row, ("g", "x"), results)
+
+
+def played(made: Body, g: Tensor, x: Tensor) -> list[Tensor]:
+    graph = fx.Graph()
+    given = [graph.placeholder("g"), graph.placeholder("x")]
+    args: Any = (made, given)
+    graph.output((graph.call_function(loop, args), []))
+    return VirtualRanks(Mesh()).run(graph, nn.Module(), [[g, x]])[0][0]
+
+
+def ops(graph: fx.Graph) -> list[str]:
+    return [line.partition(" = ")[2].partition("(")[0].strip() for line in text(graph).splitlines()]
+
+
+def test_before_and_after() -> None:
+    (made,) = accumulate(body(part())).parts.values()
+    assert made.adding is not None and made.num_added == 2
+    assert ops(made.graph) == ["input", "input", "mm", "sum.dim_IntList"]
+    assert ops(made.adding) == ["input"] * 4 + ["addmm_", "sum.dim_IntList", "add_.Tensor"]
+
+
+def test_a_product_that_something_else_reads_is_made_as_before() -> None:
+    (made,) = accumulate(body(part(read_later=True))).parts.values()
+    assert made.adding is not None
+    assert ops(made.adding)[4:] == [
+        "mm",
+        "add_.Tensor",
+        "sum.dim_IntList",
+        "add_.Tensor",
+        "mul.Tensor",
+    ]
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_the_same_totals(op: str) -> None:
+    g, x = torch.randn(4, 2).double(), torch.randn(2, 3).double()
+    plain = body(part(), op=op)
+    before = (g.clone(), x.clone())
+    for made in (plain, accumulate(plain)):
+        weight, bias = played(made, g, x)
+        torch.testing.assert_close(weight, NUM_MICRO * (g @ x))
+        torch.testing.assert_close(bias, g.sum(1) * (NUM_MICRO if op == "sum" else 1))
+    assert all(torch.equal(a, b) for a, b in zip(before, (g, x), strict=True))
+
+
+def test_one_micro_batch_has_nothing_to_add_to() -> None:
+    made = Body(
+        1,
+        {(0, "B"): part()},
+        (Do("B", 0, 0),),
+        ("g", "x"),
+        (Sum("weight", "sum"), Sum("bias", "sum")),
+    )
+    assert accumulate(made).parts[0, "B"].adding is None
