@@ -11,6 +11,7 @@ with its traceback, and the pool starts anew at the next call.
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import os
 import sys
@@ -136,7 +137,9 @@ def _serve(pipe: Connection, rank: int, n: int, run_dir: str) -> None:
         except EOFError:
             break
         try:
-            __import__(module)
+            if module not in sys.modules:
+                __import__(module)
+                gc.freeze()  # as in conftest.py
             pipe.send((True, getattr(sys.modules[module], name)(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
