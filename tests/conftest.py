@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +19,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(
         key=lambda item: FIRST.index(item.path.name) if item.path.name in FIRST else len(FIRST)
     )
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector, which runs at every capture, need not walk it."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_lasts() -> Iterator[None]:
+    """Nor what the tests of a module leave for all others, such as the subjects that they captured."""
+    yield
+    if subjects := sys.modules.get("subjects"):
+        subjects.program.cache_clear()  # these do not stay, and would never go once frozen
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

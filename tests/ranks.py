@@ -10,6 +10,8 @@ with its traceback, and the pool starts anew at the next call.
 
 from __future__ import annotations
 
+import functools
+import gc
 import multiprocessing
 import os
 import sys
@@ -20,7 +22,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 CALL_SECONDS = 150.0
+# What every rank would import for itself takes most of its start: where a process can be forked safely,
+# one does it for all, and the ranks are its copies. What is missing here a rank imports when it needs it.
+IMPORTED_ONCE = [
+    "torch",
+    "tutti.api",
+    "tutti.runtime.ranks",
+    "transformers.models.llama.modeling_llama",
+]
 _ROOT = Path(__file__).parent.parent
 
 
@@ -51,15 +63,24 @@ class Ranks:
         self._pools.clear()
 
 
+@functools.cache
+def context() -> Any:
+    """How ranks start; a copy of a process that has touched CUDA could not use it."""
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(IMPORTED_ONCE)
+    return forking
+
+
 class _Pool:
     def __init__(self, n: int) -> None:
-        context = multiprocessing.get_context("spawn")
         self._dir = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(n):
-            here, there = context.Pipe()
-            process = context.Process(
+            here, there = context().Pipe()
+            process = context().Process(
                 target=_serve, args=(there, rank, n, self._dir.name), daemon=True
             )
             process.start()
@@ -106,8 +127,6 @@ def _serve(pipe: Connection, rank: int, n: int, run_dir: str) -> None:
         "TUTTI_RUN_DIR": run_dir,
     }
     sys.path.append(str(_ROOT))  # test modules are known as tests.comm.test_...
-    import torch
-
     from tutti.runtime.ranks import ensure_process_group
 
     torch.set_num_threads(1)
@@ -118,7 +137,9 @@ def _serve(pipe: Connection, rank: int, n: int, run_dir: str) -> None:
         except EOFError:
             break
         try:
-            __import__(module)
+            if module not in sys.modules:
+                __import__(module)
+                gc.freeze()  # as in conftest.py
             pipe.send((True, getattr(sys.modules[module], name)(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))

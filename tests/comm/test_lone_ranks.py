@@ -6,26 +6,30 @@ import os
 import re
 import signal
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "lone_ranks.py"
+from ranks import context
+from tests.comm.lone_ranks import main
+
 ACTIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 RAISE_SECONDS = 20.0  # well before the time-out; it takes 0.3 s on an idle machine
+APART_SECONDS = 30.0
 SHM = Path("/dev/shm")
 
 
 class Lone:
-    """Processes of the script, one a rank."""
+    """Processes of `lone_ranks.main`, one a rank."""
 
-    def __init__(self, directory: Path, n: int, *args: str, delay_seconds: float = 0, **more: str):
-        self.processes: list[subprocess.Popen[str]] = []
+    def __init__(self, directory: Path, n: int, action: str, *args: str, **more: str):
+        self.processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
         settings = {
             "WORLD_SIZE": str(n),
             "OMP_NUM_THREADS": "1",
@@ -33,48 +37,64 @@ class Lone:
             "TUTTI_RUN_DIR": str(directory),
             "TUTTI_TIMEOUT": "600",
         }
-        for rank in range(n):
-            time.sleep(delay_seconds if rank else 0)
-            process = subprocess.Popen(
-                [sys.executable, str(SCRIPT), *args],
-                env={**os.environ, **settings, **more, "RANK": str(rank)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            self.processes.append(process)
+        self._args = (settings | more, action, *args)
+
+    def start(self) -> None:
+        """Start the next rank."""
+        settings, *args = self._args
+        here, there = context().Pipe(duplex=False)
+        rank = {"RANK": str(len(self.processes))}
+        process = context().Process(target=main, args=(there, settings | rank, *args), daemon=True)
+        process.start()
+        there.close()
+        self.processes.append(process)
+        self._pipes.append(here)
 
     def line(self, rank: int, seconds: float = 200.0) -> str:
-        """The next line that a rank prints; what it wrote to stderr if there is none."""
-        process = self.processes[rank]
-        assert process.stdout is not None and process.stderr is not None
-        timer = threading.Timer(seconds, process.kill)
-        timer.start()
+        """The next line that a rank says; how it ended if there is none."""
+        if not self._pipes[rank].poll(seconds):
+            return f"nothing within {seconds:g} s"
         try:
-            line = process.stdout.readline().strip()
-            return line or process.stderr.read()
-        finally:
-            timer.cancel()
+            return self._pipes[rank].recv()
+        except EOFError:
+            self.processes[rank].join()
+            return f"ended with exit code {self.processes[rank].exitcode}"
 
     def lines(self, seconds: float = 200.0) -> list[str]:
         return [self.line(rank, seconds) for rank in range(len(self.processes))]
 
     def send(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self.processes[rank].pid, number)
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, number)
 
 
 @contextmanager
-def lone(
-    directory: Path, n: int, *args: str, delay_seconds: float = 0, **more: str
-) -> Iterator[Lone]:
-    """The ranks; killed at the end, whatever they do."""
-    ranks = Lone(directory, n, *args, delay_seconds=delay_seconds, **more)
+def lone(directory: Path, n: int, *args: str, num_at_once: int = 0, **more: str) -> Iterator[Lone]:
+    """The ranks, by default all started; killed at the end, whatever they do."""
+    ranks = Lone(directory, n, *args, **more)
     try:
+        for _ in range(num_at_once or n):
+            ranks.start()
         yield ranks
     finally:
         for process in ranks.processes:
             process.kill()
-            process.communicate()
+            process.join()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Lone]]:
+    """Two ranks, the first of which waits since this module's tests began; a call starts the other."""
+    with lone(tmp_path_factory.mktemp("apart"), 2, "once", num_at_once=1) as ranks:
+        began = time.monotonic()
+
+        def both() -> Lone:
+            time.sleep(max(0.0, APART_SECONDS - (time.monotonic() - began)))
+            ranks.start()
+            return ranks
+
+        yield both
 
 
 @pytest.mark.parametrize("action", [*ACTIONS, "all_reduce_", "send", "recv"])
@@ -108,11 +128,6 @@ def test_a_rank_that_is_stopped_for_a_while_does_no_harm(tmp_path: Path) -> None
         time.sleep(2)
         ranks.send(1, signal.SIGCONT)
         assert ranks.lines() == ["ok"] * 2
-
-
-def test_ranks_that_start_half_a_minute_apart(tmp_path: Path) -> None:
-    with lone(tmp_path, 2, "once", delay_seconds=30) as ranks:
-        assert all(line.startswith("ok shared={True} warnings=0") for line in ranks.lines())
 
 
 @contextmanager
@@ -182,8 +197,13 @@ def test_nothing_is_left_when_all_ranks_are_killed(tmp_path: Path) -> None:
         for rank in range(3):
             ranks.send(rank, signal.SIGKILL)
         for process in ranks.processes:
-            process.wait()
+            process.join()
     page = os.statvfs(SHM).f_bsize
     assert held * page > 0.9 * size
     # Others may use it meanwhile; what these ranks held is far more.
     assert (free - os.statvfs(SHM).f_bfree) * page < size / 2
+
+
+def test_ranks_that_start_half_a_minute_apart(apart: Callable[[], Lone]) -> None:
+    """The last here: the first of them waits while the other tests run."""
+    assert all(line.startswith("ok shared={True} warnings=0") for line in apart().lines())

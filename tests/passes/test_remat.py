@@ -32,7 +32,7 @@ from tutti.planner.memory import predict
 from tutti.runtime.measure import peak_nbytes
 
 
-def deep_gpt(num_layers: int = 4) -> tuple[Any, ...]:
+def deep_gpt(num_layers: int = 2) -> tuple[Any, ...]:
     """A GPT whose activations are most of its memory, with dropout."""
     make = partial(zoo_models.GPT, dim=16, seq=64, num_layers=num_layers, dropout=0.1)
     return zoo.build(make, partial(zoo_steps.token_batch, seq=64), optimizer=zoo.sgd)
@@ -147,7 +147,7 @@ def test_full_falls_with_the_square_root_of_the_depth() -> None:
 
 
 def test_a_budget_of_bytes_is_kept_with_less_work_than_full() -> None:
-    step, batch = prepared("", deep_gpt(4))
+    step, batch = prepared("", deep_gpt())
     program = step.program_of(batch)
     whole = predict(program).peak_nbytes
     program.layout = Layout.parse("remat=full")
@@ -171,7 +171,7 @@ def _target(program: Program) -> Target:
     ("word", "said"), [("10kB", "at least .*B at the peak"), ("0.001", "0\\.")]
 )
 def test_a_budget_that_is_too_small_names_the_least(word: str, said: str) -> None:
-    step, batch = prepared(f"remat={word}", deep_gpt(2))
+    step, batch = prepared(f"remat={word}", deep_gpt())
     program = step.program_of(batch)
     with pytest.raises(LayoutError, match=said) as caught:
         predict(program)

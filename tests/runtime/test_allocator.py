@@ -14,7 +14,7 @@ import pytest
 SCRIPT = """
 import resource, torch, tutti
 torch.set_num_threads(1)
-widths = (256, 512, 1024, 512, 256)
+widths = (64, 128, 256, 128, 64)
 layers = [torch.nn.Linear(a, b) for a, b in zip(widths, widths[1:])]
 model = torch.nn.Sequential(*layers)
 
@@ -26,7 +26,7 @@ def train(model, optimizer, x):
     return loss
 
 step = tutti.distribute(train, model, torch.optim.SGD(model.parameters(), 0.01))
-x = torch.randn(8192, 256)
+x = torch.randn(32768, 64)
 for _ in range(3):
     step(x)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,32 +85,47 @@ def assert_refused(step: tutti.Step, path: Path, said: str) -> None:
         assert torch.equal(runs.whole(x), before[name]), name
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_a_damaged_directory_is_refused(damage: Damage, tmp_path: Path) -> None:
-    path = tmp_path / "saved"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint after two steps."""
+    path = tmp_path_factory.mktemp("checkpoint") / "saved"
     runs.train_and_save("sgd", "", 2, str(path))
-    play = runs.prepare("sgd")
-    expected = play.losses(3)
+    return path
+
+
+@pytest.fixture(scope="module")
+def play() -> runs.Play:
+    """Another run of the same program; each test that loads into it starts from `saved`."""
+    return runs.prepare("sgd")
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_a_damaged_directory_is_refused(
+    damage: Damage, tmp_path: Path, saved: Path, play: runs.Play
+) -> None:
+    path = tmp_path / "saved"
+    shutil.copytree(saved, path)
+    expected = runs.on_one_device("sgd", 4)[0]
     assert play.step.load(path)["losses"] == expected[:2]  # whole, it loads
     play.losses(1)
     damage(path)
     assert_refused(play.step, path, DAMAGES[damage])
     assert play.step.num_steps == 3
-    assert play.losses(1)[0] == pytest.approx(runs.on_one_device("sgd", 4)[0][3], rel=1e-6)
+    assert play.losses(1)[0] == pytest.approx(expected[3], rel=1e-6)
 
 
-def test_a_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused(
+    tmp_path: Path, play: runs.Play
+) -> None:
     path = tmp_path / "saved"
     runs.train_and_save("gpt", "", 1, str(path))
-    play = runs.prepare("sgd")
     play.losses(1)
     assert_refused(play.step, path, "another model or optimizer")
     runs.train_and_save("rmsprop", "", 1, str(path := tmp_path / "rmsprop"))
     assert_refused(play.step, path, "such as optim.down.bias.grad_avg")
 
 
-def test_other_shapes_are_named(tmp_path: Path) -> None:
-    play = runs.prepare("sgd")
+def test_other_shapes_are_named(play: runs.Play) -> None:
     play.losses(1)
     state = play.step.state_dict() | {"up.weight": torch.zeros(3, 5)}
     with pytest.raises(CheckpointError, match=r"up\.weight is \[3, 5\] there and \[64, 16\] here"):
@@ -117,10 +133,9 @@ def test_other_shapes_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "another", "text"])
-def test_a_wrong_safetensors_file_is_refused(damage: str, tmp_path: Path) -> None:
+def test_a_wrong_safetensors_file_is_refused(damage: str, tmp_path: Path, play: runs.Play) -> None:
     path = tmp_path / "model.safetensors"
     runs.prepare("gpt" if damage == "another" else "sgd").step.save(path)
-    play = runs.prepare("sgd")
     play.losses(1)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -54,12 +54,14 @@ def lives(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_for_pids(directory: Path, number: int) -> None:
+def wait_for_steps(process: subprocess.Popen[str], directory: Path, number: int) -> None:
+    """Until the ranks are in their steps, and so many processes have noted their pid."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "rank 0 at step 3\n"
     until = time.monotonic() + START_SECONDS
     while len(pids_of(directory)) < number:
-        assert time.monotonic() < until, "the ranks did not start"
+        assert time.monotonic() < until, "not every process started"
         time.sleep(0.05)
-    time.sleep(2)  # into the steps
 
 
 def test_only_rank_0_prints_and_nothing_is_left(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path: Path) -> None:
 
 def test_ctrl_c_lets_a_script_save(tmp_path: Path) -> None:
     process = start("save", tmp_path, num_ranks=2)
-    wait_for_pids(tmp_path, 2)
+    wait_for_steps(process, tmp_path, 2)
     process.send_signal(signal.SIGINT)
     out, err = finish(process)
     assert process.returncode == 0, err
@@ -137,7 +139,7 @@ def test_ctrl_c_lets_a_script_save(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:
     process = start("sleep", tmp_path, num_ranks=2)
-    wait_for_pids(tmp_path, 2)
+    wait_for_steps(process, tmp_path, 2)
     process.send_signal(signal.SIGINT)
     _, err = finish(process)
     assert process.returncode == 130
@@ -148,7 +150,7 @@ def test_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     process = start("sleep", tmp_path, num_ranks=2)
-    wait_for_pids(tmp_path, 2)
+    wait_for_steps(process, tmp_path, 2)
     process.send_signal(number)
     finish(process)
     until = time.monotonic() + STOP_SECONDS
@@ -159,7 +161,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
 
 def test_a_killed_rank_leaves_no_child_behind(tmp_path: Path) -> None:
     process = start("fork", tmp_path, num_ranks=2)
-    wait_for_pids(tmp_path, 4)
+    wait_for_steps(process, tmp_path, 4)
     os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGKILL)
     _, err = finish(process)
     assert "rank 1 died (signal 9)" in err

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import runs
+from ranks import Ranks
+from tests.runtime.two_hosts import total
 
-SCRIPT = Path(__file__).parent / "two_hosts.py"
 TRAINING = Path(__file__).parent / "two_hosts_train.py"
 SECONDS = 90
 PORT = 29511
@@ -26,7 +27,7 @@ def ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hosts() -> Iterator[list[tuple[str, str]]]:
     """Two namespaces joined by a cable, as (namespace, interface); 10.77.0.1 and .2."""
     if shutil.which("ip") is None:
@@ -51,18 +52,26 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
 
 
-def totals(
-    commands: list[list[str]], environments: list[dict[str, str]], word: str = "total"
-) -> list[str]:
+@pytest.fixture(scope="module")
+def found(hosts: list[tuple[str, str]]) -> list[float]:
+    """What rank 0 prints: a total and losses. The namespaces have no way but the cable between them,
+    so it carried the collectives."""
+    path = os.pathsep.join(filter(None, [str(TRAINING.parent.parent), os.getenv("PYTHONPATH")]))
     processes = [
         subprocess.Popen(
-            command,
+            ["ip", "netns", "exec", namespace, *TORCHRUN, "--nnodes=2", f"--node-rank={i}"]
+            + ["--nproc-per-node=2", "--master-addr=10.77.0.1", f"--master-port={PORT}", TRAINING],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": interface,
+                "PYTHONPATH": path,
+            },
         )
-        for command, environment in zip(commands, environments, strict=True)
+        for i, (namespace, interface) in enumerate(hosts)
     ]
     try:
         outputs = [process.communicate(timeout=SECONDS) for process in processes]
@@ -71,32 +80,14 @@ def totals(
             process.kill()
     errors = "\n".join(err for _, err in outputs)
     assert all(process.returncode == 0 for process in processes), errors
-    return [line for out, _ in outputs for line in out.splitlines() if line.startswith(word)]
+    (line,) = [x for out, _ in outputs for x in out.splitlines() if x.startswith("found")]
+    return [float(word) for word in line.split()[1:]]
 
 
-def on_both(hosts: list[tuple[str, str]], script: Path) -> list[list[str]]:
-    """The commands that start two ranks of `script` on each host."""
-    return [
-        ["ip", "netns", "exec", namespace, *TORCHRUN, "--nnodes=2", f"--node-rank={i}"]
-        + ["--nproc-per-node=2", "--master-addr=10.77.0.1", f"--master-port={PORT}", str(script)]
-        for i, (namespace, _) in enumerate(hosts)
-    ]
+def test_two_hosts_compute_what_one_computes(found: list[float], ranks: Ranks) -> None:
+    for one in ranks.run(total, n=4):
+        assert found[0] == pytest.approx(one, rel=1e-12, abs=1e-12)
 
 
-def test_two_hosts_compute_what_one_computes(hosts: list[tuple[str, str]]) -> None:
-    """The namespaces have no way but the cable between them, so it carried the collectives."""
-    two = totals(
-        on_both(hosts, SCRIPT), [{"GLOO_SOCKET_IFNAME": interface} for _, interface in hosts]
-    )
-    local = [*TORCHRUN, "--standalone", "--nproc-per-node=4", str(SCRIPT)]
-    one = totals([local], [{"GLOO_SOCKET_IFNAME": "lo"}])
-    assert len(one) == 1 and two == one
-
-
-def test_two_hosts_train_as_one_device(hosts: list[tuple[str, str]]) -> None:
-    path = os.pathsep.join(filter(None, [str(TRAINING.parent.parent), os.getenv("PYTHONPATH")]))
-    interfaces = [{"GLOO_SOCKET_IFNAME": i, "PYTHONPATH": path} for _, i in hosts]
-    two = totals(on_both(hosts, TRAINING), interfaces, "losses")
-    assert len(two) == 1
-    expected = runpy.run_path(str(TRAINING))["losses"]("")
-    runs.assert_same_losses([float(word) for word in two[0].split()[1:]], expected)
+def test_two_hosts_train_as_one_device(found: list[float]) -> None:
+    runs.assert_same_losses(found[1:], runpy.run_path(str(TRAINING))["losses"](""))
