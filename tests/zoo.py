@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from zoo_models import GPT, LSTMLM, MLP, Translator
+from zoo_models import GPT, LSTMLM, MLP, Translator, UNet
 from zoo_steps import (
     NUM_CLASSES,
     SEQ,
@@ -187,6 +187,7 @@ def _models() -> list[Case]:
         Case("mamba", lambda: build(MAMBA, step=labels_step)),
         Case("lstm", lambda: build(LSTMLM)),
         Case("resnet", lambda: build(RESNET, image_batch, labels_step, sgd), micro_ok=False),
+        Case("unet", lambda: build(UNet, image_batch)),
         Case("mlp_muon", lambda: build(muon_mlp, vector_batch, optimizer=muon), PLACE_MUON),
     ]  # fmt: skip
 
@@ -233,7 +234,7 @@ def _steps() -> list[Case]:
         Case("autocast", lambda: build(GPT, step=autocast_step), **shared),
         Case("checkpoint", lambda: build(remat), **shared, random=True),
         Case("two_losses", lambda: build(GPT, step=two_losses_step), **shared),
-        Case("accumulate", lambda: build(GPT, step=accumulate_step), **shared, micro_ok=False),
+        Case("accumulate", lambda: build(GPT, step=accumulate_step), **shared),
         Case("scheduler", lambda: build(GPT), **shared, scheduler=halve),
         Case("eval", lambda: build(GPT, step=eval_step, optimizer=None), **shared),
     ]

@@ -121,3 +121,35 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+class UNet(nn.Module):
+    """Convolutions down and up again, with skips between: [batch, 3, size, size] -> [batch, classes]."""
+
+    def __init__(self, *, width: int = 8, depth: int = 3, num_classes: int = 8) -> None:
+        super().__init__()
+        widths = [width] * (depth + 1)
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(_convolution(w, w) for w in widths[1:])
+        self.bottom = _convolution(width, width)
+        self.up = nn.ModuleList(_convolution(2 * w, w) for w in widths[1:])
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, skips = self.stem(x), []
+        for layer in self.down:
+            x = layer(x)
+            skips.append(x)
+            x = F.avg_pool2d(x, 2)
+        x = self.bottom(x)
+        for layer in self.up:
+            x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+            x = layer(torch.cat([x, skips.pop()], 1))
+        return self.head(x.mean((2, 3)))
+
+
+def _convolution(inputs: int, outputs: int) -> nn.Module:
+    """A convolution, a norm of each sample and a nonlinearity."""
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.GroupNorm(2, outputs), nn.SiLU()
+    )

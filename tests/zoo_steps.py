@@ -16,21 +16,21 @@ Batch = tuple[Tensor, ...]
 # --- batches -----------------------------------------------------------------------------------
 
 
-def lengths(seq: int, which: int) -> Tensor:
-    """Valid positions per row: a ramp `seq/8, 2 seq/8, .., seq`, falling in every other batch."""
-    ramp = seq * torch.arange(1, BATCH + 1) // BATCH
+def lengths(seq: int, which: int, rows: int = BATCH) -> Tensor:
+    """Valid positions per row: a ramp up to `seq` in equal steps, falling in every other batch."""
+    ramp = seq * torch.arange(1, rows + 1) // rows
     return ramp.flip(0) if which % 2 else ramp
 
 
-def valid(seq: int, which: int) -> Tensor:
+def valid(seq: int, which: int, rows: int = BATCH) -> Tensor:
     """Bool mask [batch, seq] that is true at the valid positions."""
-    return torch.arange(seq) < lengths(seq, which)[:, None]
+    return torch.arange(seq) < lengths(seq, which, rows)[:, None]
 
 
-def token_batch(which: int, *, seq: int = SEQ) -> Batch:
+def token_batch(which: int, *, seq: int = SEQ, rows: int = BATCH) -> Batch:
     """Random tokens and targets, both [batch, seq]; targets beyond each row's length ignored."""
-    tokens, targets = torch.randint(0, VOCAB, (2, BATCH, seq))
-    return tokens, targets.masked_fill(~valid(seq, which), IGNORED)
+    tokens, targets = torch.randint(0, VOCAB, (2, rows, seq))
+    return tokens, targets.masked_fill(~valid(seq, which, rows), IGNORED)
 
 
 def padded_batch(which: int) -> Batch:
@@ -52,11 +52,11 @@ def decoder_batch(which: int) -> Batch:
     return source, *token_batch(which, seq=SEQ // 2)
 
 
-def image_batch(which: int) -> Batch:
+def image_batch(which: int, *, rows: int = BATCH) -> Batch:
     """Images [batch, 3, 16, 16] and classes; one row of each batch is ignored."""
-    classes = torch.randint(0, NUM_CLASSES, (BATCH,))
+    classes = torch.randint(0, NUM_CLASSES, (rows,))
     classes[which] = IGNORED
-    return torch.randn(BATCH, 3, 16, 16), classes
+    return torch.randn(rows, 3, 16, 16), classes
 
 
 def vector_batch(which: int) -> Batch:

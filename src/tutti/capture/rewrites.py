@@ -167,11 +167,15 @@ def _nll_forward(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _nll_backward(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """The weight of the batch divides a mean; for a sum, or each loss apart, it is given and not read."""
     grad, logp, target, weight, reduction, ignore, total_weight = node.args
-    if reduction != 1:
+    if total_weight.target is aten.full.default:
         return None
-    scaled = emit(aten.div.Tensor, grad, total_weight)
-    return emit(node.target, scaled, logp, target, weight, 2, ignore, total_weight)
+    if reduction == 1:
+        grad, reduction = emit(aten.div.Tensor, grad, total_weight), 2
+    dtype, device = logp.meta["val"].dtype, logp.meta["val"].device
+    unread = emit(aten.full.default, [], 0.0, dtype=dtype, device=device)
+    return emit(node.target, grad, logp, target, weight, reduction, ignore, unread)
 
 
 def _nll2d_forward(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -277,7 +277,7 @@ class _VirtualEngine:
         return _by_value([o[0] for o in outs]), _by_value([o[1] for o in outs])
 
     def add(self, total: list[Tensor], value: list[Tensor], op: str) -> list[Tensor]:
-        return [ADD[op](t.clone(), v) for t, v in zip(total, value, strict=True)]
+        return [ADD[op](t, v) for t, v in zip(total, value, strict=True)]
 
     def join(self, values: list[list[Tensor]], dim: int, outer: int) -> list[Tensor]:
         return [join(torch.stack(of), dim, outer) for of in zip(*values, strict=True)]

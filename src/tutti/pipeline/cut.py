@@ -92,7 +92,7 @@ class _Cutter:
         if costly < num_stages:
             raise LayoutError(
                 f"cannot cut the step into {num_stages} stages",
-                why=f"its forward has {costly} ops that are not mere views",
+                why=f"its forward has {costly} ops that run for each micro-batch and are not mere views",
                 fix=f"pipe={max(1, costly)} at most",
             )
 

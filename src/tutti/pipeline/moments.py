@@ -29,7 +29,7 @@ from tutti.errors import ShardingError
 from tutti.graph import collectives
 from tutti.graph.edit import NOTES
 from tutti.graph.text import op_name
-from tutti.layout import Sharding
+from tutti.layout import Layout, Sharding
 
 aten = torch.ops.aten
 MICRO = "micro"
@@ -41,7 +41,8 @@ BEFORE, DURING, AFTER = "before", "during", "after"
 class Moments:
     """When each node of `graph` runs, and which nodes sum or join over the micro-batches.
 
-    `early` are the sums that depend on inputs alone, in levels: a level may read those above it.
+    `early` are the sums that depend on inputs alone, or on what is the same in every micro-batch, in levels:
+    a level may read those above it.
     """
 
     graph: fx.Graph
@@ -62,7 +63,7 @@ class Moments:
         return [n for n in self.graph.nodes if self.when[n] == DURING]
 
 
-def moments_of(graph: fx.Graph, num_micro: int, layout: object) -> Moments:
+def moments_of(graph: fx.Graph, num_micro: int, layout: Layout) -> Moments:
     """Bring `graph` into the form in which only sums and joins lead out of a micro-batch, and sort it.
 
     Raises `ShardingError` where the step couples the samples of a batch.
@@ -71,9 +72,10 @@ def moments_of(graph: fx.Graph, num_micro: int, layout: object) -> Moments:
         _mark_ends(graph)
     else:
         for node in list(graph.nodes):
-            _one_axis_at_a_time(graph, node)
+            _one_axis_at_a_time(graph, node, layout)
     while sum(_sooner(graph, node) for node in reversed(list(graph.nodes))):
         pass
+    _once(graph)
     return _Sorter(graph, num_micro, layout).sort()
 
 
@@ -83,20 +85,69 @@ def sums_over_time(node: fx.Node) -> bool:
     return node.target in moves and collectives.axes_of(node) == (MICRO,)
 
 
-def _one_axis_at_a_time(graph: fx.Graph, node: fx.Node) -> None:
-    """Split a collective over `micro` and other axes in two, time innermost."""
-    if node.target not in collectives.PLAYED or MICRO not in collectives.axes_of(node):
+def _one_axis_at_a_time(graph: fx.Graph, node: fx.Node, layout: Layout) -> None:
+    """Of a collective over `micro` leave a sum, a join or a part over `micro` alone, and the rest.
+
+    all_reduce(x, data+micro)     ->  all_reduce(all_reduce(x, micro), data)
+    all_gather(x, data+micro)     ->  all_gather(all_gather(x, micro), data)        minor axes first
+    reduce_scatter(x, micro)      ->  shard(all_reduce(x, micro), micro)
+    all_to_all(x, micro)          ->  shard(all_gather(x, micro), micro)
+    """
+    axes: Any = collectives.axes_of(node) if node.target in collectives.COLLECTIVES else ()
+    if MICRO not in axes or sums_over_time(node):
         return
-    axes = collectives.axes_of(node)
-    if axes == (MICRO,):
-        return
-    assert node.target is collectives.all_reduce, f"{op_name(node)} over {axes}"
-    rest = tuple(a for a in axes if a != MICRO)
-    x, _, op = node.args
+    given: Any = node.args
+    x, _, *rest = given
+    at = axes.index(MICRO)
     with graph.inserting_before(node):
-        first = graph.call_function(collectives.all_reduce, (x, (MICRO,), op))
-    first.meta = dict(node.meta)
-    node.args = (first, rest, op)
+        if node.target is collectives.all_reduce:
+            for some in ((MICRO,), axes[:at] + axes[at + 1 :]):
+                x = _moved(node, collectives.all_reduce, x, some, *rest)
+        elif node.target is collectives.all_gather:
+            for some in filter(None, (axes[at + 1 :], (MICRO,), axes[:at])):
+                x = _joined(node, x, some, *rest, layout=layout)
+        else:
+            assert axes == (MICRO,), f"{op_name(node)} over {axes}"
+            if node.target is collectives.reduce_scatter:
+                whole = _moved(node, collectives.all_reduce, x, axes, rest[2])
+                whole.meta["val"] = x.meta["val"]
+            else:
+                whole = _joined(node, x, axes, *rest[2:], layout=layout)
+            x = _moved(node, collectives.shard, whole, axes, *rest[:2])
+    node.replace_all_uses_with(x)
+    graph.erase_node(node)
+
+
+def _moved(
+    node: fx.Node, target: Callable[..., Any], x: fx.Node, axes: tuple[str, ...], *rest: Any
+) -> fx.Node:
+    """A collective in place of `node`, or a step on the way there."""
+    made = node.graph.call_function(target, (x, axes, *rest))
+    made.meta = dict(node.meta)
+    return made
+
+
+def _joined(
+    node: fx.Node, x: fx.Node, axes: tuple[str, ...], dim: int, outer: int, *, layout: Layout
+) -> fx.Node:
+    """`x` gathered over `axes`, in place of `node` or on the way there."""
+    made = _moved(node, collectives.all_gather, x, axes, dim, outer)
+    val: Tensor = x.meta["val"]
+    shape = list(val.shape)
+    shape[dim] *= layout.program_mesh.size(axes)
+    made.meta["val"] = val.new_empty(shape)
+    return made
+
+
+def _once(graph: fx.Graph) -> None:
+    """Add each value up once, whoever reads the sum."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if sums_over_time(node):
+            first = seen.setdefault(node.args, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
 
 
 def _mark_ends(graph: fx.Graph) -> None:
@@ -104,6 +155,10 @@ def _mark_ends(graph: fx.Graph) -> None:
     reads_batch = _dependents(graph, lambda n: n.meta.get("kind") == "batch" or _draws(n))
     inside = {n for n in reads_batch if n.meta.get("region") in ("forward", "backward")}
     inside = {n for n in inside if isinstance(n.meta.get("val"), Tensor)}
+    for node in reversed(graph.nodes):
+        # A collective bears the region of its first reader, whose readers may stand before that one.
+        if node.target in collectives.PLAYED and inside.intersection(node.users):
+            inside.update({node} & reads_batch)
     for node in list(graph.nodes):
         if node not in inside:
             continue
@@ -195,7 +250,7 @@ def _linear(node: fx.Node) -> bool:
 
 
 class _Sorter:
-    def __init__(self, graph: fx.Graph, num_micro: int, layout: object) -> None:
+    def __init__(self, graph: fx.Graph, num_micro: int, layout: Layout) -> None:
         self.moments = Moments(graph)
         self.num_micro, self.layout = num_micro, layout
         self.level: dict[fx.Node, int] = {}
@@ -235,7 +290,8 @@ class _Sorter:
         source: Any = node.args[0]
         if made.when[source] == AFTER:
             self._refuse(node, source)
-        if source in made.stateful or self.num_micro == 1:
+        # What is the same in every micro-batch needs none of them to be added up.
+        if made.when[source] == DURING and (source in made.stateful or self.num_micro == 1):
             made.sums.append(node)
             return AFTER
         level = 1 + max((self.level.get(x, -1) for x in _ancestors(source)), default=-1)

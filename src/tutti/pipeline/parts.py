@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx
 
+from tutti.graph.aliases import roots_of
 from tutti.graph.loop import Part
 from tutti.pipeline.cut import Stages
 from tutti.pipeline.moments import BEFORE, DURING, Moments
 
+aten = torch.ops.aten
 Key = tuple[int, str]
 
 
@@ -46,7 +49,7 @@ def parts_of(moments: Moments, stages: Stages, *, halves: bool = False) -> Parts
 
 
 def early_part(moments: Moments, total: fx.Node) -> tuple[Part, list[fx.Node]]:
-    """The part whose sum is `total`, which depends on inputs alone; and what it reads from before."""
+    """The part whose sum is `total`, which is early; and what it reads from before."""
     source: fx.Node = total.args[0]  # type: ignore[assignment]
     nodes = _with_ancestors([source], moments, lambda n: moments.when[n] == DURING)
     given = _read_from_outside(nodes, moments)
@@ -174,13 +177,33 @@ def _part(
         mapped[x].meta = {k: v for k, v in x.meta.items() if k != "kind"}
     for node in _in_order(nodes):
         mapped[node] = graph.node_copy(node, mapped.__getitem__)
-    graph.output(([mapped[x] for x in outputs], [mapped[source] for _, source in sums]))
+    given_up = _own_memory(graph, [mapped[x] for x in outputs], [mapped[x] for _, x in sums])
+    graph.output(([mapped[x] for x in outputs], given_up))
     return Part(
         graph,
         tuple(x.name for x in inputs),
         tuple(x.name for x in outputs),
         tuple(total.name for total, _ in sums),
     )
+
+
+def _own_memory(graph: fx.Graph, kept: list[fx.Node], summed: list[fx.Node]) -> list[fx.Node]:
+    """`summed`, each in memory of its own: the first one becomes the sum, and is added to where it lies.
+
+    A view is copied, and what is kept for other parts.
+    """
+    roots = roots_of(graph)
+    taken = {roots.get(x) for x in kept}
+    found = []
+    for x in summed:
+        own = x.op == "call_function" and roots.get(x) is x and x not in taken
+        taken.add(x)
+        if not own:
+            copy = graph.call_function(aten.clone.default, (x,))
+            copy.meta = dict(x.meta)
+            x = copy
+        found.append(x)
+    return found
 
 
 def _in_order(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:

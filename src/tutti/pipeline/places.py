@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from tutti.pipeline.moments import AFTER, BEFORE, Moments
+from tutti.pipeline.parts import early_part
 
 # Values of so many elements travel to every place rather than making one place work for all.
 SMALL = 4096
@@ -109,8 +110,9 @@ def _is_bound(node: fx.Node, moments: Moments) -> bool:
 
 def _operands(node: fx.Node, moments: Moments) -> list[fx.Node]:
     """What is read from outside to work `node` out; sums come out of loops."""
-    early = any(node in level for level in moments.early)
-    if early or node in moments.sums:
+    if any(node in level for level in moments.early):
+        return early_part(moments, node)[1]
+    if node in moments.sums:
         return []
     return list(node.all_input_nodes)
 

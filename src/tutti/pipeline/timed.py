@@ -73,9 +73,24 @@ def timed(
     while sum(_add_apart(moments, stages, total) for total in list(moments.sums)):
         pass
     halves = any(a.kind in "IW" for row in schedule.rows for a in row)
+    schedule = _in_halves(schedule) if halves else schedule
     parts = parts_of(moments, stages, halves=halves)
     owners = _owners(program, moments, parts, place_of, homes or {})
     return _Writer(program, moments, stages, parts, owners, schedule).write()
+
+
+def _in_halves(schedule: Schedule) -> Schedule:
+    """Each backward as two actions: a file may have some in one, some in halves."""
+    return Schedule(
+        tuple(
+            tuple(
+                Action(kind, a.stage, a.micro)
+                for a in row
+                for kind in ("IW" if a.kind == "B" else a.kind)
+            )
+            for row in schedule.rows
+        )
+    )
 
 
 def _add_apart(moments: Moments, stages: Stages, total: fx.Node) -> bool:

@@ -1,0 +1,186 @@
+"""Split in time and into stages it is the same step: models, schedules, awkward programs, layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+from torch import fx
+
+import stacks
+import zoo
+from subjects import program, subject
+from tutti.graph.loop import loop
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.pipeline.ready import in_time
+from tutti.runtime.verify import Subject
+from zoo_models import UNet
+from zoo_steps import image_batch, labels_step, token_batch
+
+LARGEST = 1e-9
+# A few layouts for each model; every schedule on two of the models.
+MODELS = {
+    "gpt": ("pipe=2 micro=4", "pipe=4 micro=8", "pipe=2 micro=4 remat=full schedule=zb"),
+    "gpt_tied": ("pipe=4 micro=4 schedule=interleaved", "pipe=2 micro=4 schedule=zb"),
+    "llama": ("pipe=2 micro=4", "pipe=4 micro=4 schedule=zb"),
+    "gpt2": ("pipe=2 micro=4 schedule=zb", "pipe=4 micro=4"),
+    "t5": ("pipe=4 micro=4", "pipe=2 micro=4 schedule=zbv"),
+    "vit": ("pipe=2 micro=4", "pipe=4 micro=4"),
+    "unet": ("pipe=2 micro=4 schedule=zb", "pipe=4 micro=4", "pipe=2 data=2 zero=3 micro=2"),
+    "mamba": ("pipe=2 micro=4 schedule=zb",),
+    "lstm": ("pipe=2 micro=4",),
+    "mlp_muon": ("pipe=2 micro=4",),
+    "adafactor": ("pipe=2 micro=4",),
+    "two_losses": ("pipe=2 micro=4 schedule=zb",),
+    "autocast": ("pipe=2 micro=4",),
+    "eval": ("pipe=2 micro=4",),
+    "accumulate": ("pipe=2", "pipe=2 micro=4"),
+    "checkpoint": ("pipe=2 micro=4 schedule=zb",),
+    "resnet": ("pipe=2", "pipe=2 data=2"),
+}
+MIXED = (
+    "pipe=2 data=2 tensor=2 zero=3 micro=4",
+    *("pipe=2 data=2 zero=1 micro=4", "pipe=2 seq=2 micro=4"),
+    *("data=2 micro=4", "data=2 zero=3 micro=4", "tensor=2 micro=4", "micro=4 remat=full"),
+)
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved(3)", "zb", "zbv")
+
+
+def assert_really_split(made: Program) -> None:
+    """Every place has a stage, keeps state of its own and goes through every micro-batch."""
+    timed = in_time(made)
+    layout = made.layout
+    for place, one in enumerate(timed.programs):
+        assert _micro_batches(one.graph) == set(range(layout.micro))
+        assert not one.captured.updated or any(p == {place} for p in timed.owners.values())
+    stages = set(timed.stages.stage.values())
+    assert stages == set(range(timed.schedule.num_stages))
+
+
+def _micro_batches(graph: fx.Graph) -> set[int]:
+    """The micro-batches that the loops of a graph go through."""
+    bodies = [n.args[0] for n in graph.nodes if n.target is loop]
+    return {do.micro for body in bodies for do in body.row}  # type: ignore[union-attr]
+
+
+def check(made: Subject, layout: str, written: Program | None = None) -> None:
+    """The same step in float64, split as the layout says."""
+    written = written or made.program(Layout.parse(layout))
+    assert written.fallbacks == []
+    found = made.verdict(written.layout, program=written)
+    assert found.ok, str(found)
+    assert found.max_error < LARGEST
+    assert found.num_tensors >= made.steps * len(written.captured.updated)
+    assert_really_split(written)
+
+
+def check_case(name: str, layout: str) -> None:
+    made = program(name, layout)
+    check(subject(name, made.layout.precision), layout, made)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, layout) for name, every in MODELS.items() for layout in every]
+)
+def test_models_and_steps(name: str, layout: str) -> None:
+    check_case(name, layout)
+
+
+@pytest.mark.parametrize("layout", MIXED)
+def test_with_other_axes(layout: str) -> None:
+    check_case("gpt", layout)
+
+
+def test_in_half_precision() -> None:
+    check_case("gpt", "pipe=2 micro=4 precision=bf16")
+
+
+def test_heads_split_in_every_stage() -> None:
+    check_case("llama", "pipe=2 data=2 tensor=2 zero=3 micro=2")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_schedule(schedule: str, ranks: int) -> None:
+    """Seven micro-batches, which neither the ranks nor the chunks divide."""
+    check(stacks.subject("stack"), f"pipe={ranks} micro=7 schedule={schedule}")
+
+
+@cache
+def fourteen_rows(name: str) -> Subject:
+    """A model with a batch that 7 divides."""
+    tokens, images = partial(token_batch, rows=14), partial(image_batch, rows=14)
+    step, model, optimizer, batches = {
+        "gpt2": lambda: zoo.build(zoo.GPT2, tokens, labels_step),
+        "unet": lambda: zoo.build(UNet, images),
+    }[name]()
+    return Subject(step, model, optimizer, batches[0])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb", "zbv"])
+@pytest.mark.parametrize("name", ["gpt2", "unet"])
+def test_seven_micro_batches_of_models(name: str, schedule: str) -> None:
+    check(fourteen_rows(name), f"pipe=2 micro=7 schedule={schedule}")
+
+
+def test_a_schedule_from_a_file(tmp_path: Path) -> None:
+    """All forwards of even micro-batches first; a backward in halves on one rank, in one on the other."""
+    file = tmp_path / "mine.txt"
+    file.write_text(
+        "0F0 0F2 0F1 0F3 0I0 0I2 0W2 0W0 0I1 0W1 0I3 0W3   # rank 0\n"
+        "1F0 1B0 1F2 1B2 1F1 1F3 1B1 1B3\n"
+    )
+    check(stacks.subject("thrice"), f"pipe=2 micro=4 schedule={file}")
+
+
+AWKWARD = (
+    "pipe=2 micro=7 schedule=zbv",
+    "pipe=4 micro=4 schedule=zb",
+    "pipe=2 data=2 zero=3 micro=7",
+)
+
+
+@pytest.mark.parametrize("layout", AWKWARD)
+@pytest.mark.parametrize(
+    "name", ["bare", "thrice", "common", "counting", "telling", "summed", "penalty", "decay"]
+)
+def test_awkward_programs(name: str, layout: str) -> None:
+    check(stacks.subject(name), layout)
+
+
+@pytest.mark.parametrize("name", ["normed", "contrastive"])
+@pytest.mark.parametrize("layout", ["pipe=2", "pipe=4 data=2"])
+def test_what_couples_samples_goes_through_stages_whole(name: str, layout: str) -> None:
+    check(stacks.subject(name), layout)
+
+
+@pytest.mark.parametrize("layout", ["pipe=2 micro=7 schedule=zb", "micro=2"])
+def test_gradients_accumulated_by_hand(layout: str) -> None:
+    check(stacks.subject("chunks"), layout)
+
+
+def test_a_micro_batch_of_one_row() -> None:
+    check(stacks.subject("telling"), f"micro={stacks.ROWS}")
+
+
+@pytest.mark.parametrize("name", ["thrice", "common"])
+def test_what_several_stages_read_is_really_read_by_several(name: str) -> None:
+    timed = in_time(stacks.subject(name).program(Layout.parse("pipe=4 micro=4")))
+    stages: dict[str, set[int]] = {}
+    for node in timed.stages.forward:
+        for one in _state_behind(node, timed.stages.stage):
+            stages.setdefault(one, set()).add(timed.stages.stage[node])
+    shared = {"thrice": ["layers.0.weight"], "common": ["mixing", "scale"]}[name]
+    assert all(len(stages[one]) >= 3 for one in shared)
+    # What never changes lies everywhere it is read; what is trained at one place.
+    assert all(len(timed.owners[one]) == (1 if name == "thrice" else 4) for one in shared)
+
+
+def _state_behind(node: fx.Node, inside: Mapping[fx.Node, int]) -> set[str]:
+    """The inputs that a node reads, itself or as something worked out before the micro-batches."""
+    outside = [x for x in node.all_input_nodes if x not in inside]
+    found = {x.meta["name"] for x in outside if "name" in x.meta}
+    return found.union(*(_state_behind(x, inside) for x in outside))
