@@ -73,7 +73,7 @@ class Body:
 
     given: the names of the values from before the loop, in the order of the node's operands.
     messages: by (sending stage, kind, receiving stage) the names of what goes there.
-    vals: a fake of each value that travels.
+    vals: a fake of each value that travels; sources: the user's line that made it.
     results: what the node returns, in order.
     """
 
@@ -84,6 +84,7 @@ class Body:
     results: tuple[Sum, ...]
     messages: dict[tuple[int, str, int], tuple[str, ...]] = field(default_factory=dict)
     vals: dict[str, Tensor] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
     def graphs(self) -> Iterator[fx.Graph]:
         """The graph of every part."""
@@ -93,6 +94,11 @@ class Body:
         """This body with every part's graph replaced."""
         parts = {k: replace(p, graph=change(p.graph)) for k, p in self.parts.items()}
         return replace(self, parts=parts)
+
+    def source_of(self, stage: int, kind: str, other: int) -> str:
+        """The user's line that made the first value of a message which has one; or ""."""
+        names = self.messages.get((stage, kind, other), ())
+        return next(filter(None, (self.sources.get(n, "") for n in names)), "")
 
     @cached_property
     def stages(self) -> frozenset[int]:
