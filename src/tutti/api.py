@@ -54,6 +54,7 @@ def distribute(
     layout: str | Layout | None = None,
     *,
     place: Mapping[str, str] | None = None,
+    cut: str | Sequence[str] = (),
     seed: int = 0,
 ) -> Step:
     """Play `train_step(model, optimizer, *batch)` on many ranks; the result is called with the batch.
@@ -68,6 +69,8 @@ def distribute(
         place: compute shardings by parameter-name pattern, one entry per dim:
             `{"*.q_proj.weight": "tensor, -"}`; a pattern of module names shards their outputs, as
             `tutti.shard_as` does. Axes that the layout lacks are ignored.
+        cut: names of modules, or patterns, at which the stages of a pipeline begin, one for each stage
+            but the first; chosen by predicted cost by default. Ignored without an axis `pipe`.
         seed: of dropout masks and the like, which do not depend on the layout.
 
     Returns:
@@ -77,7 +80,7 @@ def distribute(
         LayoutError: for a layout that cannot be read, or cannot work on these ranks.
         CaptureError, ShardingError: at the first call, for a step or a batch that does not fit.
     """
-    return Step(train_step, model, optimizer, layout_now(layout), place=place, seed=seed)
+    return Step(train_step, model, optimizer, layout_now(layout), place=place, cut=cut, seed=seed)
 
 
 def verify(
@@ -88,6 +91,7 @@ def verify(
     layout: str | Layout,
     *,
     place: Mapping[str, str] | None = None,
+    cut: str | Sequence[str] = (),
     steps: int = 2,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -97,7 +101,7 @@ def verify(
     Two comparisons, over everything returned, every parameter, buffer and optimizer slot after `steps`
     steps: the captured graph against the eager step in the model's own dtypes, and the partitioned
     program against one device with every floating dtype promoted to `dtype`. Model and optimizer are
-    left as they are.
+    left as they are. `place` and `cut` are those of `distribute`.
 
     Returns:
         A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
@@ -112,6 +116,7 @@ def verify(
         steps=steps,
         dtype=dtype,
         seed=seed,
+        cut=_names(cut),
     )
 
 
@@ -150,10 +155,12 @@ class Step:
         layout: Layout,
         *,
         place: Mapping[str, str] | None = None,
+        cut: str | Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
         self.layout, self.place, self.seed = layout, dict(place or {}), seed
+        self.cut = _names(cut)
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
         self._last: _Compiled | None = None
@@ -237,7 +244,7 @@ class Step:
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
         # Compares the ranks' programs, before anything is cut.
-        execution = Execution(program, self.seed, home)
+        execution = Execution(program, self.seed, home, cut=self.cut)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
         own = own_memory(state_of(self.model, self.optimizer))
         execution.donated = own & set(execution.program.captured.updated)
@@ -351,6 +358,10 @@ def layout_now(text: str | Layout | None) -> Layout:
     layout = Layout.parse(text)
     layout.check_available()
     return layout
+
+
+def _names(cut: str | Sequence[str]) -> tuple[str, ...]:
+    return (cut,) if isinstance(cut, str) else tuple(cut)
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ def verify(
             batch,
             step.layout,
             place=step.place,
+            cut=step.cut,
             steps=steps,
             seed=step.seed,
         )

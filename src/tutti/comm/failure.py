@@ -45,6 +45,11 @@ def format_nbytes(nbytes: int) -> str:
     return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
 
 
+def waiting(name: str, edge: tuple[int, int], nbytes: int) -> Wait:
+    """A message between two ranks that begins now: `waiting("recv", (0, 1), 8)`."""
+    return Wait(name, (f"{edge[0]} -> {edge[1]}",), nbytes, now_seconds())
+
+
 def lost_peer(message: str) -> bool:
     """Whether a transport's error message says that the other end of a connection has gone."""
     return _PEER_LEFT.search(message) is not None

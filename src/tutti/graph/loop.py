@@ -79,7 +79,7 @@ class Body:
 
     given: the names of the values from before the loop, in the order of the node's operands.
     messages: by (sending stage, kind, receiving stage) the names of what goes there.
-    vals: a fake of each value that travels.
+    vals: a fake of each value that travels; sources: the user's line that made it.
     results: what the node returns, in order.
     """
 
@@ -90,6 +90,7 @@ class Body:
     results: tuple[Sum, ...]
     messages: dict[tuple[int, str, int], tuple[str, ...]] = field(default_factory=dict)
     vals: dict[str, Tensor] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
 
     def graphs(self) -> Iterator[fx.Graph]:
         """The graph of every part."""
@@ -109,6 +110,11 @@ class Body:
     def with_parts(self, change: Callable[[Part], Part]) -> Body:
         """This body with every part replaced."""
         return replace(self, parts={k: change(p) for k, p in self.parts.items()})
+
+    def source_of(self, stage: int, kind: str, other: int) -> str:
+        """The user's line that made the first value of a message which has one; or ""."""
+        names = self.messages.get((stage, kind, other), ())
+        return next(filter(None, (self.sources.get(n, "") for n in names)), "")
 
     @cached_property
     def stages(self) -> frozenset[int]:

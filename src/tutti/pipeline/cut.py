@@ -12,6 +12,7 @@ needed. Where to cut is chosen so that the slowest stage, with what it sends, ta
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -175,10 +176,11 @@ class _Cutter:
         for name in names:
             at = [i for i, n in enumerate(self.forward) if _belongs(n, name)]
             if not at:
-                modules = dict.fromkeys(n.meta.get("module") or "" for n in self.forward)
+                modules = {n.meta.get("module") or "": None for n in self.forward}
+                near = difflib.get_close_matches(name, modules, n=3) or list(filter(None, modules))
                 raise LayoutError(
                     f'cut="{name}" names no module of the forward',
-                    fix="such as " + ", ".join(list(filter(None, modules))[:6]),
+                    fix="such as " + ", ".join(near[:6]),
                 )
             found.append(at[0])
         if found != sorted(set(found)) or not found[0]:

@@ -32,7 +32,8 @@ def in_time(
     target = Target(donated=frozenset(program.captured.updated))
     graph = rematerialized(program, target, left_out)
     rows = schedule_of(program.layout)
-    return timed(program, graph, rows, cut_at=cut_at, homes=homes)
+    names = cut_at if rows.num_stages > 1 else ()
+    return timed(program, graph, rows, cut_at=names, homes=homes)
 
 
 def schedule_of(layout: Layout) -> Schedule:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.lift import StateTensor, create_slots, state_of
 from tutti.errors import CheckpointError
 from tutti.layout import Layout
-from tutti.runtime.residence import local_of, set_local
+from tutti.runtime.residence import is_here, local_of, set_local
 
 FORMAT = 1
 MANIFEST = "tutti.json"
@@ -44,20 +44,24 @@ def _state(step: Holder) -> list[StateTensor]:
 
 
 def state_dict(step: Holder) -> dict[str, Any]:
-    """Every state tensor by name, without autograd, and the step count."""
-    state: dict[str, Any] = {}
-    for s in _state(step):
-        state[s.name] = s.tensor.detach()
+    """Every state tensor that this rank keeps, by name, without autograd; and the step count."""
+    state: dict[str, Any] = {n: x.detach() for n, x in _kept(_state(step)).items()}
     state[COUNT] = torch.tensor(step.num_steps)
     return state
 
 
+def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
+    """The tensors of `state` by name, without those at other places of a pipeline."""
+    return {s.name: s.tensor for s in state if is_here(s.tensor)}
+
+
 def load_state_dict(step: Holder, state: Mapping[str, Any]) -> None:
-    """Take over every tensor of `state`; all names and shapes are checked first."""
-    mine = {s.name: s.tensor for s in _state(step)}
-    _check_names(
-        {n: tuple(v.shape) for n, v in state.items() if n != COUNT}, mine, "the state given"
-    )
+    """Take over what this rank keeps; all names and shapes are checked first."""
+    every = _state(step)
+    mine = _kept(every)
+    found = {n: tuple(v.shape) for n, v in state.items() if n != COUNT}
+    elsewhere = {s.name: tuple(s.tensor.shape) for s in every if s.name not in mine}
+    _check_names(elsewhere | found, {s.name: s.tensor for s in every}, "the state given")
     for name, tensor in mine.items():
         set_local(tensor, _part_of(state[name], tensor))
     if COUNT in state:
@@ -88,6 +92,7 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
         _save_model(step, path)
         return
     state = state_dict(step)
+    every = {s.name: s.tensor for s in _state(step)} | {COUNT: state[COUNT]}
     (path / MANIFEST).unlink(missing_ok=True)
     _together()
     with _alone_without_warning():
@@ -96,7 +101,7 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
         manifest = {
             "format": FORMAT,
             "layout": str(step.layout),
-            "tensors": {n: [list(v.shape), _name(v.dtype)] for n, v in state.items()},
+            "tensors": {n: [list(v.shape), _name(v.dtype)] for n, v in every.items()},
             "files": {f.name: f.stat().st_size for f in sorted(path.iterdir()) if f.is_file()},
             "extra": dict(extra or {}),
         }
@@ -112,9 +117,10 @@ def load(step: Holder, path: Path) -> dict[str, Any]:
         _load_model(step, path)
         return {}
     manifest = _manifest(path)
-    mine = {s.name: s.tensor for s in _state(step)}
+    every = _state(step)
     shapes = {n: tuple(shape) for n, (shape, _) in manifest["tensors"].items() if n != COUNT}
-    _check_names(shapes, mine, str(path))
+    _check_names(shapes, {s.name: s.tensor for s in every}, str(path))
+    mine = _kept(every)
     fresh: dict[str, Any] = {n: torch.empty_like(t.detach()) for n, t in mine.items()}
     fresh[COUNT] = torch.tensor(0)
     try:
@@ -189,15 +195,29 @@ def _save_model(step: Holder, path: Path) -> None:
     """Parameters and buffers, whole, by name; tied ones once."""
     whole = {}
     for s in state_of(step.model, None):
-        t = s.tensor.detach()
-        full = t.full_tensor() if isinstance(t, DTensor) else t
-        if _rank() == 0:
+        full = _at_rank_0(s.tensor.detach())
+        if full is not None:
             whole[s.name] = full.cpu().contiguous().clone()
     if _rank() == 0:
         draft = path.with_suffix(".draft")
         save_file(whole, str(draft), metadata={"format": "pt"})
         draft.rename(path)
     _together()
+
+
+def _at_rank_0(x: Tensor) -> Tensor | None:
+    """All of a state tensor on rank 0, None elsewhere; it may have to come from another place."""
+    if not isinstance(x, DTensor):
+        return x if _rank() == 0 else None
+    full = x.full_tensor() if is_here(x) else None
+    source = int(x.device_mesh.mesh.flatten()[0])
+    if source != 0 and _rank() == source:
+        assert full is not None
+        dist.send(full.contiguous(), 0)
+    if source != 0 and _rank() == 0:
+        full = torch.empty(x.shape, dtype=x.dtype, device=local_of(x).device)
+        dist.recv(full, source)
+    return full if _rank() == 0 else None
 
 
 def _load_model(step: Holder, path: Path) -> None:
@@ -213,7 +233,8 @@ def _load_model(step: Holder, path: Path) -> None:
                 {n: s for n, s in shapes.items() if n in mine or n not in tied}, needed, str(path)
             )
             for name, tensor in needed.items():
-                set_local(tensor, _part_of(file.get_tensor(name), tensor))
+                if is_here(tensor):
+                    set_local(tensor, _part_of(file.get_tensor(name), tensor))
     except CheckpointError:
         raise
     except Exception as error:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from itertools import product
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from tutti.comm.channel import DEFAULT_CAPACITY, NUM_SLOTS, Channel
 from tutti.comm.channels import make_channels
+from tutti.comm.failure import Wait, waiting
 from tutti.comm.groups import Groups
 from tutti.graph import collectives
 from tutti.layout import Mesh
@@ -24,26 +27,35 @@ class Places:
     Args:
         coordinates: of this rank; the rank at another place has all but `pipe` in common.
         channels: by (sending rank, receiving rank).
+
+    `current` is the message that this rank is in, or the one that failed; None between them.
     """
 
     def __init__(
         self, mesh: Mesh, coordinates: Mapping[str, int], channels: Mapping[Edge, Channel]
     ) -> None:
         self._channels = channels
+        self.current: Wait | None = None
         self._ranks = [mesh.rank({**coordinates, "pipe": p}) for p in range(mesh.size("pipe"))]
 
     def send(self, xs: Sequence[Tensor], source: int, to: int) -> None:
         """Send each of `xs`, from this place `source` to place `to`."""
-        channel = self._channels[self._ranks[source], self._ranks[to]]
+        edge = self._ranks[source], self._ranks[to]
+        self.current = waiting("send", edge, sum(x.nbytes for x in xs))
         for x in xs:
-            channel.send(x)
+            self._channels[edge].send(x)
+        self.current = None
 
     def receive(
         self, source: int, to: int, likes: Sequence[tuple[Sequence[int], torch.dtype]]
     ) -> list[Tensor]:
         """What place `source` has sent here, of these shapes and dtypes."""
-        channel = self._channels[self._ranks[source], self._ranks[to]]
-        return [channel.recv(shape, dtype) for shape, dtype in likes]
+        edge = self._ranks[source], self._ranks[to]
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in likes)
+        self.current = waiting("recv", edge, nbytes)
+        found = [self._channels[edge].recv(shape, dtype) for shape, dtype in likes]
+        self.current = None
+        return found
 
 
 def edges_of(made: Timed, mesh: Mesh, groups: Groups, device: torch.device) -> dict[Edge, Channel]:
@@ -60,6 +72,26 @@ def edges_of(made: Timed, mesh: Mesh, groups: Groups, device: torch.device) -> d
         for rest in _others(mesh)
     ]
     return make_channels(edges, groups, device=device, capacity=capacity)
+
+
+def in_common(made: Timed) -> list[str]:
+    """What all ranks must have decided alike, a line each: rows, messages, and where state lives."""
+    found = []
+    for place, body in enumerate(made.bodies):
+        found += [f"place {place} does {do}" for do in body.row]
+        for (stage, kind, other), names in body.messages.items():
+            sizes = ", ".join(f"{n} {list(body.vals[n].shape)}" for n in names)
+            found.append(f"{stage}{kind} sends stage {other}: {sizes}")
+    for place, program in enumerate(made.programs):
+        nodes = (
+            n for n in program.graph.nodes if n.target in (collectives.send, collectives.receive)
+        )
+        found += [f"place {place}: {n.target.__name__} {n.args[-2:]} at {_line(n)}" for n in nodes]
+    return found + [f"{name} lives at {sorted(at)}" for name, at in made.owners.items()]
+
+
+def _line(node: fx.Node) -> str:
+    return os.path.basename(node.meta.get("source") or "")
 
 
 def _pairs(made: Timed) -> set[tuple[int, int]]:

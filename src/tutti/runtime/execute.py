@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,8 @@ from tutti.comm.agree import check_order
 from tutti.comm.failure import with_line
 from tutti.comm.process_groups import ProcessGroups
 from tutti.comm.segment import SharedMemoryError
-from tutti.errors import CommError, TuttiError
+from tutti.errors import CommError
 from tutti.graph import collectives, random
-from tutti.graph.collectives import Player
 from tutti.graph.loop import graphs_of
 from tutti.partition.partition import Program
 from tutti.passes.order import optimized
@@ -29,7 +29,8 @@ from tutti.pipeline.moments import MICRO
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.runtime.allocator import give_back_now, keep_freed_memory
-from tutti.runtime.edges import Places, edges_of
+from tutti.runtime.checked import Checked
+from tutti.runtime.edges import Places, edges_of, in_common
 from tutti.runtime.generate import Generated, generate
 from tutti.runtime.loops import Loops
 from tutti.runtime.residence import Residence
@@ -43,7 +44,9 @@ class Execution:
     belongs to it alone. `graph` is the program as it runs, with its passes; None before the first call.
     """
 
-    def __init__(self, program: Program, seed: int, home: Residence) -> None:
+    def __init__(
+        self, program: Program, seed: int, home: Residence, *, cut: Sequence[str] = ()
+    ) -> None:
         self.seed, self._home = seed, home
         self.donated: frozenset[str] = frozenset()
         self.player: ProcessGroups | None = None
@@ -53,7 +56,10 @@ class Execution:
             self.player = ProcessGroups(home.groups_for(_between_ranks(program.graph)))
             check_order([describe(n) for n in program.collectives])
         self._place = mesh.coordinates(rank)
-        self.timed = in_time(program, homes=home.owners) if program.layout.in_time else None
+        self.timed: Timed | None = None
+        if program.layout.in_time:
+            self.timed = in_time(program, cut_at=cut, homes=home.owners)
+            check_order(in_common(self.timed))
         if self.timed is not None and "pipe" in mesh:
             home.owners.update(self.timed.owners)
         self.program = self.timed.programs[self._place.get("pipe", 0)] if self.timed else program
@@ -140,7 +146,7 @@ class Execution:
                 return function(inputs, key)
         except CommError as error:
             # With its traceback: the report reads the collective and the line from there.
-            named = with_line(error, self._line())
+            named = error if error.at else with_line(error, self._line())
             raise named.with_traceback(error.__traceback__) from None
 
     def _line(self) -> str:
@@ -154,59 +160,8 @@ class Execution:
 
     def run_checked(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """As `run`, node by node; raises at the first node that makes NaN or infinity of finite values."""
-        checked = _Checked(self.program, self.player, self.seed, step)
-        return checked.play(inputs)
-
-
-class _Checked(fx.Interpreter):
-    def __init__(self, program: Program, player: Player | None, seed: int, step: int) -> None:
-        super().__init__(program.captured.owner, graph=program.graph)
-        self.extra_traceback = False
-        self.program, self.player, self.seed, self.number = program, player, seed, step
-        rank = dist.get_rank() if program.mesh.num_ranks > 1 else 0
-        self.place = program.mesh.coordinates(rank)
-
-    def play(self, inputs: list[Any]) -> tuple[list[Any], list[Any]]:
-        with torch.no_grad():
-            return self.run(*inputs, enable_io_processing=False)
-
-    def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_function" and (
-            n.target in collectives.PLAYED or n.target is torch.ops.tutti.draw.default
-        ):
-            value = self._played(n)
-        else:
-            value = super().run_node(n)
-        bad = isinstance(value, Tensor) and value.is_floating_point() and not _finite(value)
-        if bad and n.op == "call_function" and all(map(_finite, self._operands(n))):
-            raise TuttiError(
-                f"{n.target} made NaN or infinity of finite values at step {self.number}",
-                at=n.meta.get("forward_source") or n.meta.get("source", ""),
-                why=f"the first such node of the step ({n.meta.get('region', '')}, "
-                f"module {n.meta.get('module') or 'none'}); the state is as before this step",
-            )
-        return value
-
-    def _operands(self, n: fx.Node) -> list[Tensor]:
-        return [self.env[x] for x in n.all_input_nodes if isinstance(self.env.get(x), Tensor)]
-
-    def _played(self, n: fx.Node) -> Any:
-        graph = fx.Graph()
-        feeds = {x: graph.placeholder(x.name) for x in n.all_input_nodes}
-        graph.output(((graph.node_copy(n, feeds.__getitem__),), ()))
-        one = generate(graph, self.module, self.player, self.program.mesh, self.place)  # type: ignore[arg-type]
-
-        def key(stream: int) -> int:
-            return random.key(self.seed, stream, self.number)
-
-        return one.function([self.env[x] for x in feeds], key)[0][0]
-
-
-def _finite(x: Tensor) -> bool:
-    """Attention masks hold -inf on purpose: NaN counts, and infinities that are not negative."""
-    if not x.is_floating_point():
-        return True
-    return not bool((x.isnan() | (x == float("inf"))).any())
+        checked = Checked(self.program, self.player, self._place, self._loops, self.seed, step)
+        return checked.run(inputs)
 
 
 def describe(node: fx.Node) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from tutti.comm.channel import Channel
+from tutti.comm.failure import Wait, waiting, with_line
+from tutti.errors import CommError
 from tutti.graph.collectives import Player
 from tutti.graph.loop import ADD, SEND, Body, Do, Part, play
 from tutti.graph.segments import join
@@ -16,7 +19,9 @@ from tutti.layout import Mesh
 from tutti.runtime.generate import generate
 
 Key = Callable[[int], int]
+# The function `(inputs, key, micro) -> (outputs, summed)` of a part.
 Function = Callable[..., tuple[list[Any], list[Any]]]
+Functions = Mapping[tuple[int, bool], Function]
 
 
 class Loops:
@@ -49,9 +54,13 @@ class Loops:
         }
 
         def run(values: list[Any], key: Key) -> list[Any]:
-            return play(body, values, Engine(functions, key, self.rank_of, self.channels))
+            return self.play(body, values, functions, key)
 
         return run
+
+    def play(self, body: Body, values: list[Any], functions: Functions, key: Key) -> list[Any]:
+        """Play the row of `body` with `functions` for its parts, by the `id` of each and whether it adds."""
+        return play(body, values, Engine(body, functions, key, self.rank_of, self.channels))
 
     def _written(self, key: tuple[int, str], graph: fx.Graph) -> Function:
         name = f"part_{key[0]}{key[1]}_{len(self.lines)}"
@@ -61,16 +70,23 @@ class Loops:
 
 
 class Engine:
-    """One pass through a row."""
+    """One pass through a row.
+
+    `current` is the message that this rank waits for, or the one that failed, and `line` the user's line
+    that made its first value: what a report tells of a rank that waits.
+    """
 
     def __init__(
         self,
-        functions: Mapping[tuple[int, bool], Function],
+        body: Body,
+        functions: Functions,
         key: Key,
         rank_of: Mapping[int, int],
         channels: Mapping[tuple[int, int], Channel],
     ) -> None:
-        self.functions, self.key = functions, key
+        self.body, self.functions, self.key = body, functions, key
+        self.current: Wait | None = None
+        self.line = ""
         self.rank_of, self.channels = rank_of, channels
 
     def call(
@@ -85,14 +101,25 @@ class Engine:
         return join(torch.stack(values), dim, outer)
 
     def send(self, do: Do, values: list[Any]) -> None:
-        channel = self._channel(do)
-        for x in values:
-            channel.send(x)
+        with self._moving(do, values) as channel:
+            for x in values:
+                channel.send(x)
 
     def receive(self, do: Do, likes: list[Tensor]) -> list[Any]:
-        channel = self._channel(do)
-        return [channel.recv(like.shape, like.dtype) for like in likes]
+        with self._moving(do, likes) as channel:
+            return [channel.recv(like.shape, like.dtype) for like in likes]
 
-    def _channel(self, do: Do) -> Channel:
-        source, to = (do.stage, do.other) if do.way == SEND else (do.other, do.stage)
-        return self.channels[self.rank_of[source], self.rank_of[to]]
+    @contextmanager
+    def _moving(self, do: Do, values: list[Tensor]) -> Iterator[Channel]:
+        """The channel of a message, while this rank is in it."""
+        sends = do.way == SEND
+        source, to = (do.stage, do.other) if sends else (do.other, do.stage)
+        edge = self.rank_of[source], self.rank_of[to]
+        nbytes = sum(x.nbytes for x in values)
+        self.line = self.body.source_of(source, do.kind, to)
+        self.current = waiting("send" if sends else "recv", edge, nbytes)
+        try:
+            yield self.channels[edge]
+        except CommError as error:
+            raise with_line(error, self.line) from error
+        self.current, self.line = None, ""

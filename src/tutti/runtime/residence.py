@@ -126,6 +126,11 @@ def set_local(x: Tensor, value: Tensor) -> None:
         x.data = value
 
 
+def is_here(x: Tensor) -> bool:
+    """Whether this rank keeps a part of a state tensor; in a pipeline another place may have all of it."""
+    return not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is not None
+
+
 def own_memory(state: list[StateTensor]) -> frozenset[str]:
     """The names of the state tensors that share memory with no other: they may be overwritten."""
     ranges = sorted((*_memory(local_of(s.tensor)), s.name) for s in state)
@@ -206,7 +211,9 @@ def _part(
     here = place.get("pipe", 0)
     keeper = home.keeper(entry.name, here)
     if keeper != here:
-        return as_dtensor(whole.new_empty(0), sharding, home, device, entry.tensor, keeper)
+        # of a scalar too, as `from_local` takes the global shape of one from its local tensor
+        nothing = whole.new_empty((0,) if sharding.shape else ())
+        return as_dtensor(nothing, sharding, home, device, entry.tensor, keeper)
     local = sharding.cut(whole, home.layout.place_mesh, place)
     if sharding.axes:
         local = local.clone(memory_format=torch.contiguous_format)

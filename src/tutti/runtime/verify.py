@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,7 @@ def compare(
     steps: int,
     dtype: torch.dtype,
     seed: int,
+    cut: Sequence[str] = (),
 ) -> Verdict:
     """Both comparisons for one layout."""
     if dtype != torch.float64:
@@ -102,7 +103,7 @@ def compare(
     subject = Subject(
         train_step, model, optimizer, batch, steps=steps, seed=seed, precision=layout.precision
     )
-    return subject.verdict(layout, place)
+    return subject.verdict(layout, place, cut=cut)
 
 
 class Subject:
@@ -154,15 +155,20 @@ class Subject:
         layout: Layout,
         place: Mapping[str, str] | None = None,
         program: Program | None = None,
+        *,
+        cut: Sequence[str] = (),
     ) -> Verdict:
-        """The verdict for `layout`; `program` replaces the partitioned program (to inject faults)."""
+        """The verdict for `layout`; `program` replaces the partitioned program (to inject faults).
+
+        `cut` names the modules at which the stages of a pipeline begin, as for `tutti.distribute`.
+        """
         program = program or self.program(layout, place)
-        parts = self._compared(program, self._played(program))
+        parts = self._compared(program, self._played(program, cut))
         same = parts.worst <= PARTITION_TOLERANCE
         captured = self.capture.errors
         first, wrong = None, ""
         if not same:
-            wrong = self._wrong_pass(program)
+            wrong = self._wrong_pass(program, cut)
         if not same and not wrong:
             first = first_difference_of(program, self.start, self.feed, self.seed, self.steps)
         return Verdict(
@@ -178,11 +184,13 @@ class Subject:
             wrong_pass=wrong,
         )
 
-    def _played(self, program: Program, without: Collection[str] | None = None) -> Played:
+    def _played(
+        self, program: Program, cut: Sequence[str], without: Collection[str] | None = None
+    ) -> Played:
         """The program as it would run, all its passes applied but those in `without`."""
         if not program.layout.in_time:
             return Played.of(program, optimized(program, _target(program), without=without))
-        made = in_time(program, without=without)
+        made = in_time(program, cut_at=cut, without=without)
         return Played(
             program.layout.place_mesh,
             [optimized(one, _target(one), without=without) for one in made.programs],
@@ -197,7 +205,7 @@ class Subject:
         parts.run(self.steps)
         return parts.errors
 
-    def _wrong_pass(self, program: Program) -> str:
+    def _wrong_pass(self, program: Program, cut: Sequence[str]) -> str:
         """The pass after which a program that was right before it is wrong; "" where none is."""
         chosen = [p.name for p in PASSES if p.name not in left_out_by_environment()]
         every = {p.name for p in PASSES}
@@ -206,7 +214,7 @@ class Subject:
             if not flat.worst <= PARTITION_TOLERANCE:
                 return ""
         for count in range(len(chosen) + 1):
-            played = self._played(program, every - set(chosen[:count]))
+            played = self._played(program, cut, every - set(chosen[:count]))
             if not self._compared(program, played).worst <= PARTITION_TOLERANCE:
                 return chosen[count - 1] if count else IN_TIME if program.layout.in_time else ""
         return ""

@@ -34,6 +34,11 @@ def user_line(stack: list[tuple[FrameType, int]]) -> str:
         mapped = frame.f_globals.get(LINES, {}).get(line)
         if mapped:
             return str(mapped)
+        if frame.f_code.co_filename.startswith(_TUTTI):
+            # What plays a pipeline keeps the line behind the message it is in (`runtime.loops`).
+            line_of_message = getattr(frame.f_locals.get("self"), "line", "")
+            if line_of_message and isinstance(line_of_message, str):
+                return line_of_message
         if not _is_library(frame.f_code.co_filename):
             return f"{_short(frame.f_code.co_filename)}:{line}"
     return ""
