@@ -1,7 +1,7 @@
 """Pipelines as they run against what the simulator says, and how evenly stages are cut.
 
-    python -m tutti run -n 2 benchmarks/pipeline.py                # the three GPTs and a Llama with a large vocabulary
-    python -m tutti run -n 2 benchmarks/pipeline.py --schedule zb
+    tutti run -n 2 benchmarks/pipeline.py         # the three GPTs, and a Llama with a large vocabulary
+    tutti run -n 2 benchmarks/pipeline.py --schedule zb
 
 For each model: the time that each stage's actions take, measured while the pipeline runs; the step that the
 simulator makes of these times, with what lies outside of the loop; and the step as measured. Medians.

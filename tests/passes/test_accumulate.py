@@ -94,3 +94,23 @@ def test_one_micro_batch_has_nothing_to_add_to() -> None:
         (Sum("weight", "sum"), Sum("bias", "sum")),
     )
     assert accumulate(made).parts[0, "B"].adding is None
+
+
+@pytest.mark.parametrize("padding", [-1, 2])
+def test_rows_of_an_embedding(padding: int) -> None:
+    graph = fx.Graph()
+    grad, index = graph.placeholder("grad"), graph.placeholder("index")
+    grad.meta["val"], index.meta["val"] = torch.randn(2, 3, 4), torch.tensor([[1, 2, 1], [0, 2, 2]])
+    made = graph.call_function(
+        aten.embedding_dense_backward.default, (grad, index, 5, padding, False)
+    )
+    made.meta["val"] = torch.empty(5, 4)
+    graph.output(([], [made]))
+    part = Part(graph, ("grad", "index"), (), ("table",))
+    row = tuple(Do("B", 0, k) for k in range(NUM_MICRO))
+    plain = Body(NUM_MICRO, {(0, "B"): part}, row, ("grad", "index"), (Sum("table", "sum"),))
+    added = accumulate(plain)
+    found = ops(added.parts[0, "B"].adding or graph)
+    assert ("index_add_" in found) == (padding == -1)
+    given = (grad.meta["val"], index.meta["val"])
+    torch.testing.assert_close(played(added, *given), played(plain, *given))

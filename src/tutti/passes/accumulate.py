@@ -71,8 +71,11 @@ def _uncopied(made: fx.Node) -> fx.Node:
 
 def _add_to(graph: fx.Graph, total: fx.Node, made: fx.Node) -> None:
     """Add `made` to `total` as soon as it is there; by its own op, if nothing else reads it."""
-    fused = _FUSED.get(made.target) if not made.users else None
-    target, args = fused(made) if fused else (aten.add_.Tensor, (made,))
+    fused = None
+    if not made.users and made.target in _FUSED:
+        with graph.inserting_before(made):
+            fused = _FUSED[made.target](made)
+    target, args = fused or (aten.add_.Tensor, (made,))
     with graph.inserting_after(made):
         added = graph.call_function(target, (total, *args))
     added.meta = {k: total.meta[k] for k in ("val", "sharding") if k in total.meta}
@@ -81,7 +84,23 @@ def _add_to(graph: fx.Graph, total: fx.Node, made: fx.Node) -> None:
         graph.erase_node(made)
 
 
-_FUSED: dict[Any, Callable[[fx.Node], Call]] = {
+def _rows(node: fx.Node) -> Call | None:
+    """The gradient of an embedding goes to the rows that were read; the table is not written whole."""
+    grad, index, _, padding, scaled = node.args
+    x = grad.meta["val"]  # type: ignore[union-attr]
+    if padding != -1 or scaled or x.device.type != "cpu":  # on a GPU the order of sums would vary
+        return None
+    rows = []
+    for one, shape in ((index, [-1]), (grad, [-1, x.shape[-1]])):
+        row = node.graph.call_function(aten.reshape.default, (one, shape))
+        row.meta = {**node.meta, "val": one.meta["val"].reshape(shape)}  # type: ignore[union-attr]
+        rows.append(row)
+    return aten.index_add_.default, (0, *rows)
+
+
+# How an op adds its result to a total instead; None where it cannot.
+_FUSED: dict[Any, Callable[[fx.Node], Call | None]] = {
+    aten.embedding_dense_backward.default: _rows,
     aten.mm.default: lambda node: (aten.addmm_.default, node.args),
     aten.bmm.default: lambda node: (aten.baddbmm_.default, node.args),
 }
