@@ -201,6 +201,16 @@ def chunks_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) ->
     return total
 
 
+def twice_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    """Two updates, the second on what the first one made."""
+    for _ in range(2):
+        loss = cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss
+
+
 STACKS = {
     "stack": (Stack, plain_step),
     "bare": (Bare, plain_step),
@@ -214,6 +224,7 @@ STACKS = {
     "penalty": (Stack, penalty_step),
     "decay": (Stack, decay_step),
     "chunks": (Stack, chunks_step),
+    "twice": (Stack, twice_step),
 }
 
 

@@ -2,57 +2,25 @@
 
 from __future__ import annotations
 
-import linecache
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 import zoo
+from faults import assert_caught, drop, find, fresh, mean_of_means
 from subjects import subject, verdict
 from tutti.errors import CaptureError
 from tutti.graph import collectives
 from tutti.layout import Layout
-from tutti.partition.partition import Program
 from tutti.rules import table
 from tutti.runtime.verify import Subject, Verdict
 from zoo_models import GPT
 from zoo_steps import plain_step, token_batch
 
 aten = torch.ops.aten
-
-
-def fresh(layout: str, place: dict[str, str] | None = None, name: str = "gpt") -> Program:
-    """A program of its own, to be edited."""
-    return subject(name).program(Layout.parse(layout), place or zoo.CASES[name].place)
-
-
-def drop(made: Program, node: fx.Node) -> None:
-    """Let everyone use what goes into the collective `node`."""
-    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-    made.graph.erase_node(node)
-
-
-def find(made: Program, chosen: Callable[[fx.Node], bool]) -> fx.Node:
-    """The one collective that is `chosen`."""
-    (node,) = [n for n in made.collectives if chosen(n)]
-    return node
-
-
-def assert_caught(found: Verdict, line: str, module: str = "") -> None:
-    """Not ok, by far, and the first difference stands at a source line that holds `line`."""
-    assert not found.ok and not found
-    assert found.max_error > 1e-6
-    first = found.first_difference
-    assert first is not None and first.error > 1e-6
-    path, _, number = first.source.rpartition(":")
-    assert line in linecache.getline(path, int(number)), first
-    assert first.module == module
-    assert str(found).count("\n") == 3 and "NOT the same step" in str(found)
-    assert first.source in str(found) and f"%{first.node}" in str(found)
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, op: Any, **changes: Any) -> None:
@@ -112,36 +80,9 @@ def test_a_missing_reduction_of_a_gradient(layout: str) -> None:
     assert_caught(verdict("gpt", "", made), "clip_grad_norm_")
 
 
-def mean_of_means(made: Program) -> None:
-    """Let each rank divide by its own count of targets, and average what the ranks have."""
-    total, count = (
-        n
-        for n in made.collectives
-        if n.target is collectives.all_reduce and not n.meta["val"].ndim
-        if n.meta["user"].target is aten.div.Tensor and n.meta["user"].meta["region"] == "forward"
-    )
-    size = made.mesh.size("data")
-    (loss,) = [u for u in total.users if u.target is aten.div.Tensor and u.args[1] is count]
-    with made.graph.inserting_after(count):
-        share = made.graph.call_function(aten.mul.Tensor, (count.args[0], float(size)))
-    share.meta = dict(count.meta)
-    count.replace_all_uses_with(share, delete_user_cb=lambda u: u is not share)
-    drop(made, total)
-    with made.graph.inserting_after(loss):
-        mean = made.graph.call_function(collectives.all_reduce, (loss, ("data",), "sum"))
-    mean.meta = dict(loss.meta)
-    loss.replace_all_uses_with(mean, delete_user_cb=lambda u: u is not mean)
-    made.graph.erase_node(count)
-    # The parts of the loss make up the loss only when summed: that is what the value is now.
-    made.made = [
-        (v, n, s.with_partial((("data", "sum"),)) if n is loss else s) for v, n, s in made.made
-    ]
-    made.graph.lint()
-
-
 def test_a_mean_of_means() -> None:
     made = fresh("data=4")
-    mean_of_means(made)
+    mean_of_means(made, "data")
     assert_caught(verdict("gpt", "", made), "F.cross_entropy(")
 
 
@@ -152,7 +93,7 @@ def test_a_mean_of_means_is_the_mean_where_all_ranks_count_alike() -> None:
     model = GPT(num_layers=1)
     even = Subject(plain_step, model, zoo.adamw(model), (tokens, tokens.roll(-1, 1)))
     made = even.program(Layout.parse("data=4"))
-    mean_of_means(made)
+    mean_of_means(made, "data")
     assert even.verdict(made.layout, program=made).ok
 
 

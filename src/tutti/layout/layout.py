@@ -153,7 +153,9 @@ class Layout:
                 data = num_ranks // size
                 axes = kept | ({"data": data} if data > 1 else {})
                 zero = self.zero if data > 1 else 0
-                return replace(self, axes={a: axes[a] for a in AXES if a in axes}, zero=zero)
+                schedule = self.schedule if axes.get("pipe", 1) > 1 else ""
+                axes = {a: axes[a] for a in AXES if a in axes}
+                return replace(self, axes=axes, zero=zero, schedule=schedule)
         return Layout(axes={"data": num_ranks})
 
     def without(self, name: str) -> Layout:

@@ -58,14 +58,15 @@ def cut(
     num_stages: int,
     *,
     names: Sequence[str] = (),
-    homes: Mapping[str, int] | None = None,
+    homes: Mapping[str, frozenset[int]] | None = None,
 ) -> Stages:
     """Cut into `num_stages` stages.
 
     Args:
         moments: which nodes run once a micro-batch.
         names: where each stage but the first begins: patterns of module names. Chosen by cost if empty.
-        homes: the stage that keeps a state tensor, by name, where an earlier program has settled that.
+        homes: the stages at the place that keeps a state tensor, by name, where an earlier program has
+            settled that.
 
     Raises:
         LayoutError: fewer nodes than stages, or a name that no module has.
@@ -190,17 +191,20 @@ class _Cutter:
             )
         return found
 
-    def at_homes(self, homes: Mapping[str, int]) -> list[int]:
-        """Cut where the state of the next stage is first read."""
+    def at_homes(self, homes: Mapping[str, frozenset[int]]) -> list[int]:
+        """Cut where the state of the next stage is first read.
+
+        State lives at the first stage that reads it, so later reads say nothing.
+        """
         first = [len(self.forward)] * self.num_stages
-        reached = 0
+        reached, seen = 0, set[str]()
         for i, node in enumerate(self.forward):
-            read = [s.meta["name"] for x in node.all_input_nodes for s in self.state_behind(x)]
-            stage = max((homes[n] for n in read if n in homes), default=0)
-            if stage > reached:
-                for k in range(reached + 1, stage + 1):
-                    first[k] = i
+            read = {s.meta["name"] for x in node.all_input_nodes for s in self.state_behind(x)}
+            for name in sorted((read - seen) & homes.keys()):
+                stage = min((s for s in homes[name] if s >= reached), default=reached)
+                first[reached + 1 : stage + 1] = [i] * (stage - reached)
                 reached = stage
+            seen |= read
         return first[1:]
 
     def balanced(self) -> list[int]:

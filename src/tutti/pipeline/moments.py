@@ -308,14 +308,22 @@ class _Sorter:
         coupled = summed.meta.get("user") or node
         source = coupled.meta.get("forward_source") or coupled.meta.get("source") or ""
         module = coupled.meta.get("module") or ""
-        value = summed.meta.get("value", summed)
+        where = f" in {module}" if module else ""
+        if self.num_micro == 1:
+            raise ShardingError(
+                f"pipe= cannot cut the step: {op_name(coupled)}{where} reads what an update has made",
+                at=quoted(source) if source else "",
+                why="stages go through one forward and one backward, and the update follows them",
+                fix="one update a step: two calls of distribute, one for each, share the model",
+            )
+        value = op_name(summed.meta.get("value", summed))
+        read = value if summed.target is collectives.all_gather else f"a sum of {value}"
         raise ShardingError(
-            f"micro={self.num_micro} cannot split the batch in time: {op_name(coupled)}"
-            + (f" in {module}" if module else "")
-            + " needs all its samples at once",
+            f"micro={self.num_micro} cannot split the batch in time: {op_name(coupled)}{where} "
+            "needs all its samples at once",
             at=quoted(source) if source else "",
-            why=f"it reads a sum of {op_name(value)} over the whole batch, which would be known only "
-            "after the last micro-batch; BatchNorm in training and contrastive losses do so",
+            why=f"it reads {read} over the whole batch, which would be known only after the last "
+            "micro-batch; BatchNorm in training and contrastive losses do so",
             fix=f"leave micro={self.num_micro} out, or use a norm of each sample (GroupNorm, LayerNorm)",
         )
 

@@ -125,9 +125,15 @@ def _add_apart(moments: Moments, stages: Stages, total: fx.Node) -> bool:
     return True
 
 
-def _stages_of_homes(homes: Mapping[str, frozenset[int]], place_of: list[int]) -> dict[str, int]:
-    """The first stage at the place of each state tensor that one place keeps."""
-    return {n: place_of.index(min(p)) for n, p in homes.items() if len(p) == 1}
+def _stages_of_homes(
+    homes: Mapping[str, frozenset[int]], place_of: list[int]
+) -> dict[str, frozenset[int]]:
+    """The stages at the place of each state tensor that one place keeps."""
+    return {
+        name: frozenset(s for s, at in enumerate(place_of) if at in places)
+        for name, places in homes.items()
+        if len(places) == 1
+    }
 
 
 def _owners(

@@ -1,0 +1,150 @@
+"""What cannot be split in time or into stages is refused, by verify and by the first call of a step."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stacks
+import tutti
+from tutti.errors import LayoutError, ScheduleError, ShardingError, TuttiError
+
+
+def by_verify(name: str, layout: str) -> TuttiError:
+    """The refusal of `verify`."""
+    step, model, optimizer, batches = stacks.built(name)
+    return refused(lambda: tutti.verify(step, model, optimizer, batches[0], layout))
+
+
+def by_a_call(name: str, layout: str) -> TuttiError:
+    """The refusal of `distribute`, or of the first call on one device."""
+    step, model, optimizer, batches = stacks.built(name)
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    error = refused(lambda: tutti.distribute(step, model, optimizer, layout)(*batches[0]))
+    assert all(x.equal(before[n]) for n, x in model.state_dict().items())
+    return error
+
+
+def refused(call: Callable[[], Any]) -> TuttiError:
+    with pytest.raises(TuttiError) as caught:
+        call()
+    assert caught.value.what and caught.value.fix, caught.value
+    return caught.value
+
+
+BOTH = pytest.mark.parametrize("ask", [by_verify, by_a_call])
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "op", "read", "line"),
+    [
+        ("normed", "sub.Tensor in norms.0", "a sum of div.Tensor", "norm(layer(x))"),
+        ("contrastive", "mm", "div.Tensor over the whole batch", "features @ features.t()"),
+    ],
+)
+def test_what_couples_samples(
+    ask: Callable[[str, str], TuttiError], name: str, op: str, read: str, line: str
+) -> None:
+    error = ask(name, "micro=4")
+    assert isinstance(error, ShardingError)
+    assert (
+        error.what == f"micro=4 cannot split the batch in time: {op} needs all its samples at once"
+    )
+    path, _, number = error.at.partition("  ")[0].rpartition(":")
+    assert line in linecache.getline(path, int(number)) and line in error.at
+    assert f"it reads {read}" in error.why and "BatchNorm" in error.why
+    assert "leave micro=4 out" in error.fix
+
+
+@BOTH
+def test_micro_batches_that_do_not_divide(ask: Callable[[str, str], TuttiError]) -> None:
+    error = ask("stack", "micro=5")
+    assert isinstance(error, ShardingError)
+    assert 'size 28) over axis "micro" (size 5)' in error.what
+    assert error.fix == "a batch size that 5 divides (30), or micro=1, 2, 4, 7"
+
+
+def test_micro_batches_of_the_part_of_each_rank() -> None:
+    assert "micro=1, 2, 7" in by_verify("stack", "data=2 micro=5").fix
+
+
+def test_more_stages_than_there_is_to_do() -> None:
+    error = by_verify("stack", "pipe=40 micro=4")
+    assert isinstance(error, LayoutError) and "40 stages" in error.what
+    most = int(error.fix.removeprefix("pipe=").removesuffix(" at most"))
+    step, model, optimizer, batches = stacks.built("stack")
+    found = tutti.verify(step, model, optimizer, batches[0], f"pipe={most} micro=4", steps=1)
+    assert found.ok
+
+
+def test_a_second_update_on_what_the_first_one_made() -> None:
+    error = by_verify("twice", "pipe=2")
+    assert isinstance(error, ShardingError) and "reads what an update has made" in error.what
+    assert "needs all its samples" in by_verify("twice", "micro=4").what
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("layout", "what", "fix"),
+    [
+        ("pipe=2 schedule=zvb", 'schedule="zvb" is unknown', "did you mean zb"),
+        ("pipe=2 schedule=interleaved(0)", "is unknown", "interleaved?"),
+        ("pipe=2 schedule=zb(2)", "is unknown", "zb"),
+        ("micro=4 schedule=zb", "orders the stages of a pipeline", "pipe=2 micro=4 schedule=zb"),
+    ],
+)
+def test_schedules_that_are_none(
+    ask: Callable[[str, str], TuttiError], layout: str, what: str, fix: str
+) -> None:
+    error = ask("stack", layout)
+    assert isinstance(error, LayoutError)
+    assert what in error.what and fix in error.fix
+
+
+def test_the_way_out_of_too_few_ranks_can_be_gone() -> None:
+    error = by_a_call("stack", "pipe=2 micro=4 schedule=zb")
+    assert error.fix == 'start 2 ranks, or "micro=4"'
+
+
+RIGHT = "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "layout", "what", "at", "fix"),
+    [
+        ("0F0 0F1\n  1F0 1b0 1F1", "pipe=2 micro=2", 'read "1b0"', "line 2, column 7", "1B0"),
+        (RIGHT, "pipe=2 micro=4", "for 2 ranks and 2 micro-batches", "mine.txt", "pipe=2 micro=2"),
+        (RIGHT, "pipe=4 micro=2", "for 2 ranks and 2 micro-batches", "mine.txt", "pipe=2 micro=2"),
+        (RIGHT.replace(" 0B1", ""), "pipe=2 micro=2", "0B1 is missing", "rank 0", "add 0B1"),
+        (
+            "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0",
+            *("pipe=2 micro=2", "deadlock: 2 ranks wait", "rank 0", "change the order"),
+        ),
+    ],
+    ids=["a bad word", "other micro-batches", "other ranks", "a gap", "a deadlock"],
+)
+def test_a_file_that_is_wrong(
+    tmp_path: Path, text: str, layout: str, what: str, at: str, fix: str
+) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text(text)
+    error = by_verify("stack", f"{layout} schedule={file}")
+    assert isinstance(error, ScheduleError)
+    assert what in error.what and at in error.at and fix in error.fix
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    error = by_verify("stack", f"pipe=2 micro=2 schedule={tmp_path}/none.txt")
+    assert isinstance(error, ScheduleError) and "No such file" in error.why
+
+
+def test_two_layouts_of_one_model() -> None:
+    step, model, optimizer, batches = stacks.built("stack")
+    tutti.distribute(step, model, optimizer, "micro=4")(*batches[0])
+    error = refused(lambda: tutti.distribute(step, model, optimizer, "micro=2")(*batches[0]))
+    assert error.what == 'this model is laid out as "micro=4" already, not "micro=2"'
