@@ -11,11 +11,11 @@ at again of its inputs is nothing new. What a part reads for the last time it ma
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from tutti.graph.loop import RECEIVE, SEND, Body, Do, Part
@@ -93,27 +93,27 @@ class PartMemory:
 
     def held_at(
         self, at: fx.Node, given_back: dict[Piece, frozenset[str]]
-    ) -> tuple[set[Block], set[Piece], int]:
+    ) -> tuple[list[Block], set[Piece], int]:
         """At `at`: the blocks made and not given back, what is given back already, bytes borrowed."""
         for node, _, made, gone in self._steps(given_back):
             if node is at:
-                return set(made), set(gone), self._borrowed(at, self.storages)
+                return list(made), set(gone), self._borrowed(at, self.storages)
         raise AssertionError(f"{at} is not of this part")
 
     def _steps(
         self, given_back: dict[Piece, frozenset[str]]
-    ) -> Iterable[tuple[fx.Node, int, set[Block], set[Piece]]]:
+    ) -> Iterator[tuple[fx.Node, int, dict[Block, None], set[Piece]]]:
         ends: defaultdict[int, list[Piece]] = defaultdict(list)
         for piece, names in given_back.items():
             ends[max(self._last_reads[n] for n in names)].append(piece)
-        now, made, gone = 0, set[Block](), set[Piece]()
+        now, made, gone = 0, dict[Block, None](), set[Piece]()
         for i, node in enumerate(self.part.graph.nodes):
-            new = set(self.storages.made(node))
-            made |= new
+            new = list(self.storages.made(node))
+            made |= dict.fromkeys(new)
             now += sum(b.nbytes for b in new)
             yield node, now + self._borrowed(node, self.storages), made, gone
             for block in self._freed.get(node, ()):
-                made.discard(block)
+                made.pop(block, None)
                 now -= block.nbytes
             for piece in ends.get(i, ()):
                 gone.add(piece)
@@ -191,12 +191,21 @@ class RowWalk:
         known: dict[str, tuple[Piece, ...]],
     ) -> dict[Piece, frozenset[str]]:
         """What lies in inputs that nobody else holds, and no result lies in."""
-        ends = {b for x in (*memory.outputs.values(), *memory.summed.values()) for b in memory.storages.of[x]}
+        ends = {
+            b
+            for x in (*memory.outputs.values(), *memory.summed.values())
+            for b in memory.storages.of[x]
+        }
         names: defaultdict[Piece, set[str]] = defaultdict(set)
         for name, pieces in taken.items():
             for piece in pieces:
                 names[piece].add(name)
-        kept = {p for n, ps in known.items() if ends & set(memory.storages.of[memory.inputs[n]]) for p in ps}
+        kept = {
+            p
+            for n, ps in known.items()
+            if ends & set(memory.storages.of[memory.inputs[n]])
+            for p in ps
+        }
         return {
             piece: frozenset(n)
             for piece, n in names.items()
@@ -222,9 +231,7 @@ class RowWalk:
                 found |= dict.fromkeys(known.get(names[block.node], ()))
         return tuple(found)
 
-    def _note(
-        self, do: Do, memory: PartMemory, given_back: dict[Piece, frozenset[str]]
-    ) -> None:
+    def _note(self, do: Do, memory: PartMemory, given_back: dict[Piece, frozenset[str]]) -> None:
         more, node = memory.peak(given_back)
         if self.best is not None and self.now + more <= self.best.nbytes:
             return
