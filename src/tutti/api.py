@@ -36,6 +36,7 @@ from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.ranks import LAYOUT, ensure_process_group
 from tutti.runtime.residence import (
     Residence,
+    adopt,
     forget_values,
     local_of,
     own_memory,
@@ -235,6 +236,7 @@ class Step:
         home = residence_of(self.model, self.layout)
         home.device = run_device(self.model)
         create_slots(self.optimizer)
+        adopt(self.model, self.optimizer)
         try:
             program, guards = self._program(batch, home)
         except ShardingError as error:
