@@ -26,15 +26,17 @@ from tutti.comm.agree import check_order
 from tutti.errors import CommError, LayoutError, ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
+from tutti.pipeline.timed import Timed
 from tutti.propagate.plan import plan
-from tutti.report.explain import Record, records
 from tutti.report.explain import explain as explain_program
+from tutti.report.records import Record, records
 from tutti.runtime import checkpoint
 from tutti.runtime.execute import Execution
 from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.ranks import LAYOUT, ensure_process_group
 from tutti.runtime.residence import (
     Residence,
+    adopt,
     forget_values,
     local_of,
     own_memory,
@@ -234,6 +236,7 @@ class Step:
         home = residence_of(self.model, self.layout)
         home.device = run_device(self.model)
         create_slots(self.optimizer)
+        adopt(self.model, self.optimizer)
         try:
             program, guards = self._program(batch, home)
         except ShardingError as error:
@@ -304,13 +307,27 @@ class Step:
 
     @property
     def graph(self) -> Any:
-        """The partitioned `torch.fx` graph of the last call."""
-        return self.program.graph
+        """The partitioned `torch.fx` graph of the last call; with `micro` or `pipe`, that of this rank's
+        place, in which all that runs once a micro-batch is one node `loop`."""
+        made = self._timed
+        return made.programs[self._place].graph if made else self.program.graph
 
     @property
     def collectives(self) -> list[Record]:
-        """A record for every collective of the last call's program; see `report.explain`."""
-        return records(self.program)
+        """A record for every collective that this rank takes part in at a call like the last one.
+
+        One that runs once a micro-batch is one record, with `times`. What places of a pipeline send each
+        other is no collective: `explain` shows it.
+        """
+        return [r for r in records(self.program, self._timed) if r.place == self._place]
+
+    @property
+    def _timed(self) -> Timed | None:
+        return self._last.execution.timed if self._last else None
+
+    @property
+    def _place(self) -> int:
+        return self._last.execution.place if self._last else 0
 
     def explain(self, *, tensor: str | None = None, graph: bool = False) -> str:
         """Where every tensor lives, the predicted memory, every collective and why, as text.
@@ -319,7 +336,14 @@ class Step:
         """
         last = self._last
         measured, run = (last.measured, last.execution.graph) if last else (None, None)
-        return explain_program(self.program, tensor=tensor, graph=graph, measured=measured, run=run)
+        return explain_program(
+            self.program,
+            tensor=tensor,
+            graph=graph,
+            measured=measured,
+            run=run,
+            made=self._timed,
+        )
 
     def measure(self, *batch: Any) -> Any:
         """One step, as a call, that notes the most memory it takes (bytes above what was held before it).

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 import stacks
 from faults import assert_caught, drop, fresh, mean_of_means
@@ -14,6 +15,7 @@ from subjects import verdict
 from tutti.errors import ShardingError
 from tutti.graph import collectives, loop, virtual
 from tutti.graph.loop import Body, Do, Part
+from tutti.passes import order
 from tutti.pipeline import timed
 from tutti.pipeline.places import Plan
 from tutti.runtime.verify import IN_TIME, Verdict
@@ -42,10 +44,11 @@ def test_a_mean_of_means_over_micro_batches() -> None:
 
 
 def test_a_sum_that_keeps_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(totals: dict[str, Any], name: str, value: Any, op: str, engine: Any) -> None:
-        totals[name] = value
+    def last(totals: dict[str, Any], names: Sequence[str], values: list[Any], *_: Any) -> None:
+        totals.update(zip(names, values, strict=True))
 
     monkeypatch.setattr(loop, "_gather", last)
+    monkeypatch.setattr(order, "accumulate", lambda body: body)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
 
 
@@ -54,15 +57,32 @@ def test_what_another_micro_batch_has_saved(monkeypatch: pytest.MonkeyPatch) -> 
     call = virtual._VirtualEngine.call
     first: dict[int, list[Any]] = {}
 
-    def confused(engine: Any, part: Part, inputs: list[Any], micro: int) -> Any:
+    def confused(engine: Any, part: Part, inputs: list[Any], micro: int, *, adding: bool) -> Any:
         if micro == 0:
             first[id(part)] = list(inputs)
         backward = engine.body.parts.get((1, "B")) is part
-        mine = first[id(part)] if backward and micro == 1 else inputs
-        return call(engine, part, mine, micro)
+        saved = first[id(part)]
+        mine = saved + inputs[len(saved) :] if backward and micro == 1 else inputs
+        return call(engine, part, mine, micro, adding=adding)
 
     monkeypatch.setattr(virtual._VirtualEngine, "call", confused)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
+
+
+def test_a_pass_that_adds_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = order.accumulate
+
+    def twice(body: Body) -> Body:
+        made = fused(body)
+        for part in made.parts.values():
+            for node in list(part.adding.nodes) if part.adding else ():
+                if node.target is torch.ops.aten.add_.Tensor:
+                    node.kwargs = {"alpha": 2}
+        return made
+
+    monkeypatch.setattr(order, "accumulate", twice)
+    found = stacks.verdict("stack", "pipe=2 micro=4")
+    assert not found.ok and found.wrong_pass == "accumulate"
 
 
 def test_the_random_numbers_of_another_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,12 @@ def explain(
     Layout.parse(layout).check_available()
     from tutti import api
     from tutti.cli.look import look
+    from tutti.pipeline.ready import in_time
     from tutti.report.explain import explain as explain_program
 
     def seen(step: api.Step, batch: tuple[Any, ...]) -> None:
         program = step.program_of(batch)
-        print(explain_program(program, tensor=tensor, graph=graph), flush=True)
+        made = in_time(program, cut_at=step.cut) if program.layout.in_time else None
+        print(explain_program(program, tensor=tensor, graph=graph, made=made), flush=True)
 
     look(script, script_args or [], layout, seen)

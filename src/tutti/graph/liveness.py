@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from tutti.graph.loop import Body, loop
+from tutti.graph.loop_memory import PartMemory, Peak, RowWalk
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Block, Storages
 
@@ -47,14 +49,28 @@ def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[Bloc
 def held(graph: fx.Graph, storages: Storages) -> Iterator[tuple[fx.Node, int]]:
     """Each node with the bytes held while it runs: what is needed yet, what it makes and borrows.
 
-    Inputs and constants are not counted: whoever calls holds them.
+    Inputs and constants are not counted: whoever calls holds them. A loop holds, at its peak, what its row
+    does, the sums that it makes among it.
     """
     freed = last_holders(graph, storages)
     live = 0
     for node in graph.nodes:
+        inside = peak_inside(node, storages.mode)
+        if inside is not None:
+            yield node, live + inside.nbytes
         live += sum(block.nbytes for block in storages.made(node))
-        yield node, live + borrowed(node, storages)
+        if inside is None:
+            yield node, live + borrowed(node, storages)
         live -= sum(block.nbytes for block in freed.get(node, ()))
+
+
+def peak_inside(node: fx.Node, mode: FakeTensorMode) -> Peak | None:
+    """What a loop holds at its peak, beside what was held before it; None for any other node."""
+    if node.target is not loop:
+        return None
+    body: Body = node.args[0]  # type: ignore[assignment]
+    parts = {k: PartMemory(p, mode, borrowed, last_holders) for k, p in body.parts.items()}
+    return RowWalk(body, parts).peak()
 
 
 def peak(graph: fx.Graph, storages: Storages) -> tuple[fx.Node, int]:

@@ -15,7 +15,7 @@ pipeline lie on several ranks, the row says also what is sent and received, and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -220,8 +220,7 @@ def play(body: Body, given: Sequence[Any], engine: Engine) -> list[Any]:
         outputs, summed = engine.call(part, inputs, do.micro, adding=adding)
         values.update(zip(part.outputs, outputs, strict=True))
         rest = part.summed[part.num_added :] if adding else part.summed
-        for name, value in zip(rest, summed, strict=True):
-            _gather(totals, name, value, ops[name], engine)
+        _gather(totals, rest, summed, ops, engine)
         del outputs, summed, inputs
         for other, names in body.near[do.stage, do.kind]:
             live[other, do.micro].update((n, values[n]) for n in names)
@@ -239,13 +238,21 @@ def _take(values: dict[str, Any], name: str, last: bool) -> Any:
     return values.pop(name) if last else values[name]
 
 
-def _gather(totals: dict[str, Any], name: str, value: Any, op: str, engine: Engine) -> None:
-    if op == "join":
-        totals.setdefault(name, []).append(value)
-    elif name in totals:
-        totals[name] = engine.add(totals[name], value, op)
-    else:
-        totals[name] = value
+def _gather(
+    totals: dict[str, Any],
+    names: Sequence[str],
+    values: list[Any],
+    ops: Mapping[str, str],
+    engine: Engine,
+) -> None:
+    """Add to the totals; no name of `play` may keep the last value alive during the next part."""
+    for name, value in zip(names, values, strict=True):
+        if ops[name] == "join":
+            totals.setdefault(name, []).append(value)
+        elif name in totals:
+            totals[name] = engine.add(totals[name], value, ops[name])
+        else:
+            totals[name] = value
 
 
 ADD: dict[str, Callable[..., Tensor]] = {

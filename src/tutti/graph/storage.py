@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from tutti.graph import collectives
 from tutti.graph.draw import draw
+from tutti.graph.loop import loop
 
 # There before the call and after it: worked out when the code is written, or memory that is kept.
 _CONSTANTS = (collectives.positions, collectives.buffer)
 # What has no kernel to be run on fake tensors: it makes new, contiguous memory.
-_NAMES = frozenset({*collectives.PLAYED, draw})
+_NAMES = frozenset({*collectives.PLAYED, draw, loop})
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,7 @@ class Storages:
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.mode = mode
         self.of: dict[fx.Node, tuple[Block, ...]] = {}
         self.fakes: dict[fx.Node, Any] = {}
         known: dict[int, Block] = {}

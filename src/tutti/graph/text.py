@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.graph.loop import loop
 from tutti.layout import Sharding
 
 SHORT = {
@@ -83,10 +84,17 @@ def lines(graph: fx.Graph) -> list[Line]:
         arguments += [f"{k}={_argument(v, names)}" for k, v in node.kwargs.items()]
         if node.op == "get_attr":
             arguments = [str(node.target)]
+        if node.target is loop:
+            arguments[0] = _loop_text(node.args[0])
         kind = type_text(node.meta.get("val"), node.meta.get("sharding"))
         comment = os.path.basename(node.meta.get("source") or "")
         found.append(Line(names[node], kind, op_name(node), tuple(arguments), comment))
     return found
+
+
+def _loop_text(body: Any) -> str:
+    """The parts of a loop and how many micro-batches there are: `4 x [0F, 0B]`."""
+    return f"{body.num_micro} x [{', '.join(f'{s}{kind}' for s, kind in body.parts)}]"
 
 
 def _argument(x: Any, names: dict[fx.Node, str]) -> str:
@@ -104,18 +112,28 @@ def _argument(x: Any, names: dict[fx.Node, str]) -> str:
 
 
 def text(graph: fx.Graph) -> str:
-    """The whole graph."""
-    return "\n".join(map(str, lines(graph)))
+    """The whole graph, and below it the parts of each of its loops, with the order in which they run."""
+    blocks = [list(map(str, lines(graph)))]
+    for node in graph.nodes:
+        if node.target is loop:
+            body: Any = node.args[0]
+            blocks.append([f"# the row of {_loop_text(body)}: {' '.join(map(str, body.row))}"])
+            for (stage, kind), part in body.parts.items():
+                blocks.append([f"# part {stage}{kind}", *map(str, lines(part.graph))])
+    return "\n".join(line for block in blocks for line in block)
 
 
 _LINE = re.compile(r"%(\S+): (.*?) *= ([\w.]+)\((.*?)\)(?: +# (\S.*))?")
 
 
 def parse(source: str) -> list[Line]:
-    """The lines of a text that `text` wrote. Raises `ValueError` with the line that is no such text."""
+    """The lines of a text that `text` wrote, those of loops' parts among them; `#` begins a comment.
+
+    Raises `ValueError` with the line that is no such text.
+    """
     found = []
     for number, line in enumerate(source.splitlines(), 1):
-        if not line.strip():
+        if not line.strip() or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line.rstrip())
         if match is None:

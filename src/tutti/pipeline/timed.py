@@ -303,7 +303,7 @@ class _Graph:
         early = {t for level in moments.early for t in level}
         for node in moments.graph.nodes:
             if node.op == "placeholder":
-                self.here[node] = self.graph.node_copy(node)
+                self.here[node] = self._given(node)
         steps = {self.plan.position(n): n for n in self.plan.order}
         for at in range(self.plan.end + 1):
             for message in messages:
@@ -320,6 +320,13 @@ class _Graph:
                 self.here[node] = self.graph.node_copy(node, self.here.__getitem__)
         self._output()
         return self.graph
+
+    def _given(self, node: fx.Node) -> fx.Node:
+        """An input; of state that other places keep there is nothing here."""
+        here, name = self.graph.node_copy(node), node.meta.get("name")
+        if self.place not in self.writer.owners.get(name, {self.place}):  # type: ignore[arg-type]
+            here.meta = {**here.meta, "val": here.meta["val"].new_empty(0)}
+        return here
 
     def _exchange(self, source: int, to: int, nodes: list[fx.Node]) -> None:
         if self.place == source:

@@ -5,7 +5,7 @@
                     +  what its kernel borrows
 
 The graph is walked as it will run, after every pass. `graph.storage` finds what an op makes,
-`graph.scratch` knows what it borrows.
+`graph.scratch` knows what it borrows, `graph.loop_memory` what a loop over micro-batches holds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ from typing import Any
 from torch import Tensor, fx
 
 from tutti.graph.edit import REMADE
-from tutti.graph.liveness import last_holders, peak
+from tutti.graph.liveness import last_holders, peak, peak_inside
+from tutti.graph.loop import loop
+from tutti.graph.loop_memory import Piece
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Block, Storages
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
+from tutti.pipeline.ready import in_time
+from tutti.pipeline.timed import Timed
 
 # How many of the largest values at the peak are named.
 NUM_LARGEST = 5
@@ -72,20 +76,29 @@ def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
     """The peak of one call of `program`, on the rank that holds most.
 
     `graph` is the program's graph as it is to run; by default after every pass of `passes.order`, with
-    all state that the step updates overwritten in place.
+    all state that the step updates overwritten in place. Of a program that is yet to be split in time,
+    the place of the pipeline that holds most counts.
     """
+    if graph is None and program.layout.in_time and not _has_loop(program.graph):
+        return max(predict_places(in_time(program)), key=lambda memory: memory.peak_nbytes)
     if graph is None:
         graph = optimized(program, Target(donated=frozenset(program.captured.updated)))
     storages = Storages(graph, program.captured.mode)
     at, call_nbytes = peak(graph, storages)
     kinds = _Kinds(graph, storages)
-    live = [*storages.given(), *_live_at(at, graph, storages)]
+    inside = peak_inside(at, storages.mode)
+    made = _live_at(at, graph, storages)
+    live: list[Block | Piece] = [*storages.given(), *made]
+    if inside is not None:  # the sums that the loop returns are among the pieces
+        live = [b for b in live if b.node is not at] + list(inside.pieces)
     nbytes: Counter[str] = Counter()
     for block in live:
         nbytes[kinds.of(block)] += block.nbytes
-    nbytes["other"] += borrowed(at, storages)
+    nbytes["other"] += inside.borrowed_nbytes if inside else borrowed(at, storages)
     values = [b for b in live if kinds.of(b) != "state"]
     values.sort(key=lambda b: b.nbytes, reverse=True)
+    where = f" in {inside.do}" if inside else ""
+    at = inside.node if inside else at
     return Memory(
         peak_nbytes=nbytes.total(),
         call_nbytes=call_nbytes,
@@ -93,11 +106,20 @@ def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
         gradient_nbytes=nbytes["gradient"],
         activation_nbytes=nbytes["activation"],
         other_nbytes=nbytes["other"],
-        op=op_name(at),
+        op=op_name(at) + where,
         region=at.meta.get("region", ""),
         source=_source(at),
         largest=tuple(kinds.held(b) for b in values[:NUM_LARGEST]),
     )
+
+
+def predict_places(made: Timed) -> list[Memory]:
+    """The peak of one call at each place of a pipeline."""
+    return [predict(one) for one in made.programs]
+
+
+def _has_loop(graph: fx.Graph) -> bool:
+    return any(node.target is loop for node in graph.nodes)
 
 
 def _live_at(at: fx.Node, graph: fx.Graph, storages: Storages) -> Iterable[Block]:
@@ -127,8 +149,10 @@ class _Kinds:
                 if isinstance(node.meta.get("val"), Tensor):
                     self.values.setdefault(block, node)
 
-    def of(self, block: Block) -> str:
+    def of(self, block: Block | Piece) -> str:
         node = block.node
+        if isinstance(block, Piece):
+            return _kind_in_loop(block)
         if node.op != "call_function":
             return "state" if node.meta.get("kind") in _STATE else "other"
         if block in self.updates:
@@ -144,14 +168,23 @@ class _Kinds:
         into_update = end is not None and end.meta.get("region") == "update"
         return into_update and moved.meta.get("region") == "backward"
 
-    def held(self, block: Block) -> Held:
+    def held(self, block: Block | Piece) -> Held:
         """The first value that lies in the block, in words."""
-        node = self.values.get(block, block.node)
+        node = block.node
+        if isinstance(block, Block):
+            node = self.values.get(block, node)
         val = node.meta.get("val")
         shape = tuple(val.shape) if isinstance(val, Tensor) else ()
         module = node.meta.get("module") or ""
         name = node.meta.get("name") or op_name(block.node) + (f" of {module}" if module else "")
         return Held(name, shape, block.nbytes, self.of(block), _source(node))
+
+
+def _kind_in_loop(piece: Piece) -> str:
+    region = piece.node.meta.get("region")
+    if region == "forward" or REMADE in piece.node.meta:
+        return "activation"
+    return "gradient" if piece.summed and region == "backward" else "other"
 
 
 def _source(node: fx.Node) -> str:

@@ -4,121 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import Tensor, fx
+from torch import fx
 
 from tutti.comm.failure import format_nbytes
 from tutti.graph import text
 from tutti.graph.boundary import boundary
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
-from tutti.planner.memory import predict
+from tutti.pipeline.ready import in_time
+from tutti.pipeline.timed import Timed
+from tutti.planner.memory import predict, predict_places
 from tutti.report.memory import memory_text
+from tutti.report.pipeline import pipeline_text
+from tutti.report.records import Record, dtype_text, records, source_of
 from tutti.report.table import columns
-
-
-@dataclass(frozen=True)
-class Record:
-    """One collective: what it does to which value, for whom, and the bytes each rank sends and holds.
-
-    `dtype` is short (`f32`): what is moved, where a sum over ranks is wider than the value.
-    `nbytes` is what each rank moves by a bandwidth-optimal algorithm on its group.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    value: str
-    cause: str
-    source: str
-    region: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-
-
-def records(program: Program) -> list[Record]:
-    """Every collective of the program, in order."""
-    return [_record(program, node) for node in program.collectives]
-
-
-def _record(program: Program, node: fx.Node) -> Record:
-    value: fx.Node = node.meta["value"]
-    user: fx.Node = node.meta["user"]
-    operand: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
-    axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
-    n = program.mesh.size(axes)
-    result: Tensor = node.meta["val"]
-    full = max(operand.nbytes, result.nbytes)
-    factor = {"all_reduce": 2 * (n - 1) / n}.get(node.target.__name__, (n - 1) / n)  # type: ignore[union-attr]
-    source = user.meta.get("forward_source") or user.meta.get("source") or _source(value)
-    return Record(
-        kind=node.target.__name__,  # type: ignore[union-attr]
-        axes=axes,
-        value=_value_name(program, value, user),
-        cause=_cause(program, value, user),
-        source=source,
-        region=user.meta.get("region", "output"),
-        shape=tuple(operand.shape),
-        dtype=_dtype(operand),
-        nbytes=int(full * factor),
-    )
-
-
-def _dtype(x: Tensor) -> str:
-    return text.SHORT.get(x.dtype, str(x.dtype))
-
-
-def _source(node: fx.Node) -> str:
-    return node.meta.get("forward_source") or node.meta.get("source") or ""
-
-
-def _value_name(program: Program, value: fx.Node, user: fx.Node) -> str:
-    if value.meta.get("name"):
-        return value.meta["name"]
-    kind = program.plan.boundaries.get(user)
-    if kind is not None and kind.parameter:
-        return kind.parameter  # the weight, cast before it is gathered
-    updates = dict(zip(program.captured.output[1], program.captured.updated, strict=True))
-    if value in updates:
-        return f"new {updates[value]}"
-    module = value.meta.get("module") or ""
-    return f"{text.op_name(value)}{f' of {module}' if module else ''}"
-
-
-def _cause(program: Program, value: fx.Node, user: fx.Node) -> str:
-    """Why the value had to lie otherwise."""
-    kind = program.plan.boundaries.get(user)
-    if kind is not None and kind.parameter:
-        return f"weight for the {kind.into}"
-    if kind is not None:
-        return f"gradient into the update{_parameter_of(program, user)}"
-    if user.op == "output":
-        return "stored as the layout says" if value in program.captured.output[1] else "returned"
-    module = user.meta.get("module") or ""
-    return f"for {text.op_name(user)}{f' of {module}' if module else ''}"
-
-
-def _parameter_of(program: Program, mark: fx.Node) -> str:
-    """The parameter that a gradient belongs to: the first whose new value depends on it alone."""
-    names = dict(zip(program.captured.output[1], program.captured.updated, strict=True))
-    seen, queue = {mark}, [mark]
-    while queue:
-        node = queue.pop(0)
-        if node in names and names[node].startswith("optim."):
-            return f" ({names[node].removeprefix('optim.').rpartition('.')[0]})"
-        if node in names:
-            return f" ({names[node]})"
-        shape = mark.meta["val"].shape
-        for user in node.users:
-            val = user.meta.get("val")
-            values = val if isinstance(val, list | tuple) else [val]
-            alike = any(isinstance(x, Tensor) and x.shape == shape for x in values)
-            if user not in seen and alike:
-                seen.add(user)
-                queue.append(user)
-    return ""
 
 
 def explain(
@@ -128,48 +29,86 @@ def explain(
     graph: bool = False,
     measured: int | None = None,
     run: fx.Graph | None = None,
+    made: Timed | None = None,
 ) -> str:
-    """The layout table, the memory and the collectives; with `tensor` (a name pattern) where its sharding
-    came from, with `graph` the partitioned graph. `measured`: bytes that a call was seen to take. `run`:
-    the graph as it runs here, where that is known."""
+    """The layout table, the memory, the stages and the collectives; with `tensor` (a name pattern) where
+    its sharding came from, with `graph` the partitioned graph, of each place.
+
+    `measured`: bytes that a call was seen to take. `run`: the graph as it runs here, `made`: the program
+    split in time, where they are known.
+    """
     if tensor is not None:
         return "\n".join(_provenance(program, tensor))
-    memory = memory_text(predict(program, run), measured)
-    parts = [_header(program), _layout_table(program), memory, _collectives_table(program)]
+    if made is None and program.layout.in_time:
+        made = in_time(program)
+    parts = [_header(program), _layout_table(program, made), *_memory(program, measured, run, made)]
+    if made is not None:
+        parts.append(pipeline_text(made))
+    parts.append(_collectives_table(program, made))
     if program.fallbacks:
         parts.append("no rule, operands gathered whole:\n  " + "\n  ".join(program.fallbacks))
     if graph:
-        parts.append(text.text(program.graph))
+        graphs = [one.graph for one in made.programs] if made else [program.graph]
+        several = len(graphs) > 1
+        parts += [
+            (f"# place {i}\n" if several else "") + text.text(g) for i, g in enumerate(graphs)
+        ]
     return "\n\n".join(parts)
 
 
+def _memory(
+    program: Program, measured: int | None, run: fx.Graph | None, made: Timed | None
+) -> list[str]:
+    """The predicted memory here, where something ran, else at the place that holds most; and at each."""
+    if made is None or len(made.programs) == 1:
+        one = made.programs[0] if made else program
+        return [memory_text(predict(one, run), measured)]
+    every = predict_places(made)
+    most = max(every, key=lambda memory: memory.peak_nbytes)
+    peaks = ", ".join(format_nbytes(m.peak_nbytes) for m in every)
+    here = predict(program, run) if run is not None else most
+    return [
+        memory_text(here, measured) + f"\npredicted peaks of places 0 to {len(every) - 1}: {peaks}"
+    ]
+
+
 def _header(program: Program) -> str:
-    mesh = program.mesh
+    mesh = program.layout.mesh
     return f'layout "{program.layout}": {mesh.num_ranks} ranks, mesh {mesh or "of one rank"}'
 
 
-def _layout_table(program: Program) -> str:
-    rows, total, whole = [], 0, 0
+def _layout_table(program: Program, made: Timed | None) -> str:
+    rows, whole = [], 0
+    places = range(len(made.programs)) if made else range(1)
+    owners = made.owners if made and len(places) > 1 else {}
+    totals = dict.fromkeys(places, 0)
     for state in program.captured.state:
         storage = program.storage[state.name]
         compute = program.plan.compute.get(state.name)
         itemsize = state.tensor.element_size()
         nbytes = math.prod(storage.local_shape(program.mesh)) * itemsize
-        total += nbytes
+        kept = owners.get(state.name, places)
+        for place in kept:
+            totals[place] += nbytes
         whole += state.tensor.numel() * itemsize
         rows.append(
             (
                 state.name,
-                _dtype(state.tensor),
+                dtype_text(state.tensor),
                 str(list(state.tensor.shape)),
                 _short(storage),
                 _short(compute) if compute else "",
+                *((", ".join(map(str, sorted(kept))),) if owners else ()),
                 format_nbytes(nbytes),
                 program.plan.reasons.get(state.name, ""),
             )
         )
-    head = ("state", "dtype", "shape", "stored", "computed", "per rank", "")
-    last = f"in all {format_nbytes(total)} per rank of {format_nbytes(whole)}"
+    place = ("place",) if owners else ()
+    head = ("state", "dtype", "shape", "stored", "computed", *place, "per rank", "")
+    last = f"in all {format_nbytes(max(totals.values()))} per rank of {format_nbytes(whole)}"
+    if owners:
+        by_place = ", ".join(format_nbytes(n) for n in totals.values())
+        last = f"in all {by_place} per rank of places 0 to {places[-1]}, of {format_nbytes(whole)}"
     return f"{columns(head, rows)}\n{last}"
 
 
@@ -182,23 +121,33 @@ def _short(sharding: Sharding) -> str:
     )
 
 
-def _collectives_table(program: Program) -> str:
+def _collectives_table(program: Program, made: Timed | None) -> str:
+    found = records(program, made)
+    several = made is not None and len(made.programs) > 1
     grouped: dict[tuple[str, ...], list[Record]] = {}
-    for r in records(program):
+    for r in found:
         cause = r.cause.partition(" (")[0]
         key = (os.path.basename(r.source), r.region, r.kind, r.dtype, "+".join(r.axes), cause)
-        grouped.setdefault(key, []).append(r)
-    rows = [
-        (*key, str(len(found)), format_nbytes(sum(r.nbytes for r in found)))
-        for key, found in grouped.items()
-    ]
-    everything = [r for found in grouped.values() for r in found]
+        grouped.setdefault((str(r.place), *key) if several else key, []).append(r)
+    rows = [(*key, str(_count(of)), format_nbytes(_nbytes(of))) for key, of in grouped.items()]
     head = ("line", "region", "collective", "dtype", "over", "cause", "count", "bytes sent")
-    last = (
-        f"{len(everything)} collectives a step, "
-        f"{format_nbytes(sum(r.nbytes for r in everything))} sent by each rank"
-    )
+    last = f"{_count(found)} collectives a step, {format_nbytes(_nbytes(found))} sent by each rank"
+    if several:
+        assert made is not None
+        of = [[r for r in found if r.place == p] for p in range(len(made.programs))]
+        totals = (
+            f"{_count(r)} at place {p}, {format_nbytes(_nbytes(r))}" for p, r in enumerate(of)
+        )
+        head, last = ("place", *head), f"collectives a step: {'; '.join(totals)} sent by each rank"
     return f"{columns(head, rows)}\n{last}" if rows else "no collectives"
+
+
+def _count(found: list[Record]) -> int:
+    return sum(r.times for r in found)
+
+
+def _nbytes(found: list[Record]) -> int:
+    return sum(r.nbytes * r.times for r in found)
 
 
 def _provenance(program: Program, pattern: str) -> list[str]:
@@ -237,7 +186,7 @@ def _chain(program: Program, node: fx.Node, axis: str) -> list[str]:
             name = (mark and mark.parameter) or node.meta.get("name") or node.name
             steps.append(f"from {name}: {via or 'given'}")
             break
-        where = os.path.basename(_source(via))
+        where = os.path.basename(source_of(via))
         steps.append(f"by {text.op_name(via)} at {where}")
         following = [
             x

@@ -13,13 +13,13 @@ from tutti.planner.simulate import Span, Timeline
 _MOST_BLOCKS = 12
 
 
-def staircase(timeline: Timeline, *, width: int = 120) -> str:
+def staircase(timeline: Timeline, *, width: int = 120, label: str = "rank") -> str:
     """One row per rank, time from left to right in proportion, blanks where a rank is idle.
 
     A word stands where its action begins: `F0`, or `2F0` where a rank has several stages; dashes lead to
-    the end of a long one. What is wider than `width` columns goes on below.
+    the end of a long one. What is wider than `width` columns goes on below. Rows are called by `label`.
     """
-    labels = [f"rank {rank} " for rank in range(len(timeline.rows))]
+    labels = [f"{label} {rank} " for rank in range(len(timeline.rows))]
     margin = max(map(len, labels))
     words = [[(_word(timeline, span.action), span) for span in row] for row in timeline.rows]
     spans = [(word, span) for row in words for word, span in row if span.end > span.start]

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.lift import StateTensor, create_slots, state_of
 from tutti.errors import CheckpointError
 from tutti.layout import Layout
-from tutti.runtime.residence import is_here, local_of, set_local
+from tutti.runtime.residence import adopt, is_here, local_of, set_local
 
 FORMAT = 1
 MANIFEST = "tutti.json"
@@ -40,6 +40,7 @@ class Holder(Protocol):
 
 def _state(step: Holder) -> list[StateTensor]:
     create_slots(step.optimizer)
+    adopt(step.model, step.optimizer)
     return state_of(step.model, step.optimizer)
 
 

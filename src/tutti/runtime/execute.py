@@ -28,6 +28,7 @@ from tutti.passes.target import Target
 from tutti.pipeline.moments import MICRO
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
+from tutti.planner.stages import forecast
 from tutti.runtime.allocator import give_back_now, keep_freed_memory
 from tutti.runtime.checked import Checked
 from tutti.runtime.edges import Places, edges_of, in_common
@@ -42,6 +43,7 @@ class Execution:
 
     `donated` names the state whose old values the step may overwrite: what it updates, where its memory
     belongs to it alone. `graph` is the program as it runs, with its passes; None before the first call.
+    `timed` is the program split in time, with `micro` or `pipe`; `place` this rank's along `pipe`.
     """
 
     def __init__(
@@ -60,9 +62,13 @@ class Execution:
         if program.layout.in_time:
             self.timed = in_time(program, cut_at=cut, homes=home.owners)
             check_order(in_common(self.timed))
+            if rank == 0:
+                for text in forecast(self.timed).dear_cuts():
+                    warnings.warn(text, stacklevel=2)
         if self.timed is not None and "pipe" in mesh:
             home.owners.update(self.timed.owners)
-        self.program = self.timed.programs[self._place.get("pipe", 0)] if self.timed else program
+        self.place = self._place.get("pipe", 0)
+        self.program = self.timed.programs[self.place] if self.timed else program
         self._loops: Loops | None = None
         if self.timed is not None:
             self._loops = self._stage(self.timed)

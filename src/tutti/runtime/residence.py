@@ -28,6 +28,7 @@ class Residence:
     """How one model's state is kept on this rank, shared by every step on that model.
 
     `owners` are the places on the axis `pipe` that keep each state tensor; empty where there is no such axis.
+    `renewed` holds, by the id of a tensor that was replaced, that tensor and the one in its place.
     """
 
     layout: Layout
@@ -38,6 +39,7 @@ class Residence:
     shared: SharedState = field(default_factory=SharedState)
     owners: dict[str, frozenset[int]] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    renewed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
 
     def groups_for(self, used: Iterable[tuple[str, ...]]) -> Groups:
         """The groups over the axes in `used`, and those of other programs; all ranks ask together."""
@@ -181,6 +183,22 @@ def settle(
         dist.broadcast(whole, 0)
         replaced[id(entry.tensor)] = _part(entry, whole, home, place, device)
     _replace(model, optimizer, replaced)
+    for entry in state:
+        if id(entry.tensor) in replaced:
+            new = replaced[id(entry.tensor)]
+            home.renewed[id(entry.tensor)] = weakref.ref(entry.tensor), new
+
+
+def adopt(model: nn.Module, optimizer: Any) -> None:
+    """Let `optimizer` hold the model's parameters of now, where another step on it has replaced them."""
+    home = _RESIDENCES.get(model)
+    if home is None:
+        return
+    held = (p for one in optimizers_of(optimizer) for g in one.param_groups for p in g["params"])
+    known = {id(p): home.renewed[id(p)] for p in held if id(p) in home.renewed}
+    _replace_in_optimizer(
+        optimizer, {i: new for i, (old, new) in known.items() if old() is not None}
+    )
 
 
 def _deferred(
@@ -256,6 +274,10 @@ def _replace(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> N
             for name, old in table.items():
                 if old is not None and id(old) in replaced:
                     table[name] = replaced[id(old)]  # type: ignore[assignment]
+    _replace_in_optimizer(optimizer, replaced)
+
+
+def _replace_in_optimizer(optimizer: Any, replaced: dict[int, Tensor]) -> None:
     for one in optimizers_of(optimizer):
         state: defaultdict[Any, Any] = defaultdict(dict)
         for group in one.param_groups:

@@ -1,0 +1,172 @@
+"""What the stages of a pipeline will take, and what their places send each other, told before they run.
+
+    seconds of a part      =  sum of its nodes' (`graph.cost`)
+    seconds of a message   =  its bytes / the rate of the link
+
+Only the ratios of these count: they say whether stages are balanced, and whether a cut pays.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from tutti.graph import collectives
+from tutti.graph.cost import RATES, nbytes_of, seconds_of
+from tutti.pipeline.timed import Timed
+from tutti.planner.simulate import Timeline, simulate
+
+# Bytes a second from rank to rank: shared memory of one host; a link between GPUs.
+LINKS = {"cpu": RATES["cpu"].bytes, "cuda": 5e10}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its place along `pipe`, its modules, and the seconds of its parts for one micro-batch.
+
+    A module that several stages share in is named "part of" it. `source` is the line that begins the stage.
+    """
+
+    number: int
+    place: int
+    modules: tuple[str, ...]
+    seconds_of: dict[str, float]
+    source: str
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward of one micro-batch."""
+        return sum(self.seconds_of.values())
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one place sends another, `times` a step: how many values and bytes each time, made at which line.
+
+    edge: the sending and the receiving stage; within a loop. places: the same of places. kind: what the
+    sending stage has done, `F`, `B` or `I`; "" outside of the loop.
+    """
+
+    kind: str
+    edge: tuple[int, int] | None
+    places: tuple[int, int]
+    num_values: int
+    nbytes: int
+    times: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The stages and messages of a step, and its timeline; `bytes_per_second` is the rate of the link."""
+
+    made: Timed
+    stages: tuple[Stage, ...]
+    messages: tuple[Message, ...]
+    bytes_per_second: float
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """The schedule played with these seconds; None without stages."""
+        schedule = self.made.schedule
+        if schedule.num_stages == 1:
+            return None
+        costs = {(s.number, kind): x for s in self.stages for kind, x in s.seconds_of.items()}
+        keys = {key for body in self.made.bodies for key in body.messages}
+        transfers = {(min(a, b), max(a, b)): 0.0 for a, _, b in keys}
+        for one in self.messages:
+            if one.edge is not None:
+                edge = min(one.edge), max(one.edge)
+                transfers[edge] = max(transfers[edge], one.nbytes / self.bytes_per_second)
+        return simulate(schedule, costs, transfer_seconds=transfers, edges=sorted(transfers))
+
+    def dear_cuts(self) -> Iterator[str]:
+        """A sentence for each cut that takes longer to cross, each micro-batch, than it saves.
+
+        A cut saves at most the shorter of the stages on its two sides: without it, one place would do both.
+        """
+        for before, after in zip(self.stages, self.stages[1:], strict=False):
+            over = [
+                m for m in self.messages if m.edge and min(m.edge) < after.number <= max(m.edge)
+            ]
+            nbytes = sum(m.nbytes for m in over)
+            seconds = nbytes / self.bytes_per_second
+            saved = min(before.seconds, after.seconds)
+            if seconds > saved:
+                yield (
+                    f"the cut before stage {after.number} ({os.path.basename(after.source)}) moves "
+                    f"{nbytes} bytes a micro-batch, predicted {seconds:.2g} s, to save {saved:.2g} s of "
+                    "computing: fewer places would be faster, or another cut="
+                )
+
+
+def forecast(made: Timed) -> Forecast:
+    """What a program that is split in time will take."""
+    device = next((v.device.type for b in made.bodies for v in b.vals.values()), "cpu")
+    stages = tuple(_stage(made, s) for s in range(made.schedule.num_stages))
+    return Forecast(made, stages, tuple(_messages(made)), LINKS.get(device, LINKS["cpu"]))
+
+
+def _stage(made: Timed, number: int) -> Stage:
+    place = made.schedule.rank_of(number)
+    parts = made.bodies[place].parts
+    seconds = {
+        kind: sum(map(seconds_of, part.graph.nodes))
+        for (stage, kind), part in parts.items()
+        if stage == number
+    }
+    nodes = [n for n in made.stages.stage if _is(made, n, number)]
+    source = next((_source(n) for n in nodes if _source(n)), "")
+    return Stage(number, place, tuple(_modules(made, number)), seconds, source)
+
+
+def _is(made: Timed, node: fx.Node, number: int) -> bool:
+    return node in made.stages.forward and made.stages.stage[node] == number
+
+
+def _modules(made: Timed, number: int) -> Iterator[str]:
+    """The outermost modules that lie in a stage alone, in order; and those of which a part lies in it."""
+    stages: dict[str, set[int]] = {}
+    for node, stage in made.stages.stage.items():
+        if node in made.stages.forward:
+            for name in _prefixes(node):
+                stages.setdefault(name, set()).add(stage)
+    named: dict[str, None] = {}
+    for node in made.stages.stage:
+        if _is(made, node, number) and (names := _prefixes(node)):
+            alone = next((n for n in names if stages[n] == {number}), None)
+            named[alone or f"part of {names[-1]}"] = None
+    yield from named
+
+
+def _prefixes(node: fx.Node) -> list[str]:
+    """The modules around a node, from the outermost: `a`, `a.b`, `a.b.c`."""
+    words = (node.meta.get("module") or "").split(".")
+    return [".".join(words[: i + 1]) for i in range(len(words))] if words[0] else []
+
+
+def _messages(made: Timed) -> Iterator[Message]:
+    place_of = made.schedule.rank_of
+    seen = {key: body for body in made.bodies for key in body.messages}
+    for (stage, kind, other), body in sorted(seen.items(), key=lambda entry: entry[0]):
+        places = place_of(stage), place_of(other)
+        if places[0] != places[1]:
+            names = body.messages[stage, kind, other]
+            nbytes = sum(body.vals[n].nbytes for n in names)
+            line = body.source_of(stage, kind, other)
+            edge = stage, other
+            yield Message(kind, edge, places, len(names), nbytes, body.num_micro, line)
+    for program in made.programs:
+        for node in program.graph.nodes:
+            if node.target is collectives.send:
+                xs, source, to = node.args
+                nbytes = sum(map(nbytes_of, xs))
+                yield Message("", None, (source, to), len(xs), nbytes, 1, _source(node))
+
+
+def _source(node: fx.Node) -> str:
+    return node.meta.get("forward_source") or node.meta.get("source") or ""

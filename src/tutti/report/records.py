@@ -1,0 +1,145 @@
+"""A record for each collective of a program: what it does to which value, why, and the bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, fx
+
+from tutti.graph import collectives, text
+from tutti.graph.loop import loop
+from tutti.partition.partition import Program
+from tutti.pipeline.ready import in_time
+from tutti.pipeline.timed import Timed
+
+
+@dataclass(frozen=True)
+class Record:
+    """One collective: what it does to which value, for whom, and the bytes each rank sends and holds.
+
+    `dtype` is short (`f32`): what is moved, where a sum over ranks is wider than the value.
+    `nbytes` is what each rank moves by a bandwidth-optimal algorithm on its group, each of the `times` that
+    it runs in a step: once a micro-batch where it stands within a loop. `place` is that of the ranks that
+    run it, along the axis `pipe`.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    value: str
+    cause: str
+    source: str
+    region: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    times: int = 1
+    place: int = 0
+
+
+def records(program: Program, made: Timed | None = None) -> list[Record]:
+    """Every collective of the program, in order; with `micro` or `pipe`, those of each place in turn.
+
+    `made` is the program split in time, where it is known. Sums over micro-batches move nothing.
+    """
+    if not program.layout.in_time:
+        return [_record(program, node) for node in program.collectives]
+    found = []
+    for place, one in enumerate((made or in_time(program)).programs):
+        for node, times in _with_times(one.graph):
+            found.append(replace(_record(program, node), times=times, place=place))
+    return found
+
+
+def _with_times(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """The collectives of a graph and of its loops, and how often each runs in a step."""
+    for node in graph.nodes:
+        if node.target in collectives.COLLECTIVES:
+            yield node, 1
+        elif node.target is loop:
+            body: Any = node.args[0]
+            plays = Counter((do.stage, do.kind) for do in body.row if not do.way)
+            for key, part in body.parts.items():
+                yield from ((n, plays[key] * times) for n, times in _with_times(part.graph))
+
+
+def _record(program: Program, node: fx.Node) -> Record:
+    value: fx.Node = node.meta["value"]
+    user: fx.Node = node.meta["user"]
+    operand: Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+    axes: tuple[str, ...] = node.args[1]  # type: ignore[assignment]
+    n = program.mesh.size(axes)
+    result: Tensor = node.meta["val"]
+    full = max(operand.nbytes, result.nbytes)
+    factor = {"all_reduce": 2 * (n - 1) / n}.get(node.target.__name__, (n - 1) / n)  # type: ignore[union-attr]
+    source = user.meta.get("forward_source") or user.meta.get("source") or source_of(value)
+    return Record(
+        kind=node.target.__name__,  # type: ignore[union-attr]
+        axes=axes,
+        value=_value_name(program, value, user),
+        cause=_cause(program, value, user),
+        source=source,
+        region=user.meta.get("region", "output"),
+        shape=tuple(operand.shape),
+        dtype=dtype_text(operand),
+        nbytes=int(full * factor),
+    )
+
+
+def dtype_text(x: Tensor) -> str:
+    """Short, such as `f32`."""
+    return text.SHORT.get(x.dtype, str(x.dtype))
+
+
+def source_of(node: fx.Node) -> str:
+    """The user's line of a node, that of the forward op for a backward one; or ""."""
+    return node.meta.get("forward_source") or node.meta.get("source") or ""
+
+
+def _value_name(program: Program, value: fx.Node, user: fx.Node) -> str:
+    if value.meta.get("name"):
+        return value.meta["name"]
+    kind = program.plan.boundaries.get(user)
+    if kind is not None and kind.parameter:
+        return kind.parameter  # the weight, cast before it is gathered
+    updates = dict(zip(program.captured.output[1], program.captured.updated, strict=True))
+    if value in updates:
+        return f"new {updates[value]}"
+    module = value.meta.get("module") or ""
+    return f"{text.op_name(value)}{f' of {module}' if module else ''}"
+
+
+def _cause(program: Program, value: fx.Node, user: fx.Node) -> str:
+    """Why the value had to lie otherwise."""
+    kind = program.plan.boundaries.get(user)
+    if kind is not None and kind.parameter:
+        return f"weight for the {kind.into}"
+    if kind is not None:
+        return f"gradient into the update{_parameter_of(program, user)}"
+    if user.op == "output":
+        return "stored as the layout says" if value in program.captured.output[1] else "returned"
+    module = user.meta.get("module") or ""
+    return f"for {text.op_name(user)}{f' of {module}' if module else ''}"
+
+
+def _parameter_of(program: Program, mark: fx.Node) -> str:
+    """The parameter that a gradient belongs to: the first whose new value depends on it alone."""
+    names = dict(zip(program.captured.output[1], program.captured.updated, strict=True))
+    seen, queue = {mark}, [mark]
+    while queue:
+        node = queue.pop(0)
+        if node in names and names[node].startswith("optim."):
+            return f" ({names[node].removeprefix('optim.').rpartition('.')[0]})"
+        if node in names:
+            return f" ({names[node]})"
+        shape = mark.meta["val"].shape
+        for user in node.users:
+            val = user.meta.get("val")
+            values = val if isinstance(val, list | tuple) else [val]
+            alike = any(isinstance(x, Tensor) and x.shape == shape for x in values)
+            if user not in seen and alike:
+                seen.add(user)
+                queue.append(user)
+    return ""
