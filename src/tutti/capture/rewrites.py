@@ -168,7 +168,8 @@ def _nll_forward(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 def _nll_backward(emit: Emit, node: fx.Node) -> fx.Node | None:
     """The weight of the batch divides a mean; for a sum, or each loss apart, it is given and not read."""
-    grad, logp, target, weight, reduction, ignore, total_weight = node.args
+    given: Any = node.args
+    grad, logp, target, weight, reduction, ignore, total_weight = given
     if total_weight.target is aten.full.default:
         return None
     if reduction == 1:

@@ -54,7 +54,9 @@ def _from_file(layout: Layout, num_places: int) -> Schedule:
         rows = Schedule.parse(path.read_text(), str(path))
     except OSError as error:
         raise ScheduleError(
-            f"cannot read the schedule {path}", why=str(error), fix="the path from where the run starts"
+            f"cannot read the schedule {path}",
+            why=str(error),
+            fix="the path from where the run starts",
         ) from None
     if rows.num_ranks != num_places or rows.num_micro != layout.micro:
         raise ScheduleError(
