@@ -17,11 +17,8 @@ from tutti.pipeline import places
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 
-LAYOUTS = (
-    *("micro=4", "pipe=2 micro=4", "pipe=4 micro=7 schedule=zb", "pipe=2 micro=4 schedule=zbv"),
-    *("pipe=2 micro=7 schedule=interleaved(3)", "pipe=3"),
-)
-NAMES = ("stack", "thrice", "common", "telling", "summed", "penalty", "decay")
+LAYOUTS = ("pipe=4 micro=7 schedule=zb", "pipe=2 micro=4 schedule=zbv", "pipe=3")
+NAMES = ("thrice", "telling", "summed", "penalty")
 
 
 def cut(name: str, layout: str) -> Timed:

@@ -120,7 +120,7 @@ def fourteen_rows(name: str) -> Subject:
     return Subject(step, model, optimizer, batches[0])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb", "zbv"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("name", ["gpt2", "unet"])
 def test_seven_micro_batches_of_models(name: str, schedule: str) -> None:
     check(fourteen_rows(name), f"pipe=2 micro=7 schedule={schedule}")
@@ -136,11 +136,7 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     check(stacks.subject("thrice"), f"pipe=2 micro=4 schedule={file}")
 
 
-AWKWARD = (
-    "pipe=2 micro=7 schedule=zbv",
-    "pipe=4 micro=4 schedule=zb",
-    "pipe=2 data=2 zero=3 micro=7",
-)
+AWKWARD = ("pipe=4 micro=4 schedule=zb", "pipe=2 data=2 zero=3 micro=7 schedule=interleaved")
 
 
 @pytest.mark.parametrize("layout", AWKWARD)
