@@ -356,11 +356,18 @@ class Step:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s."""
+        """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s.
+
+        In a pipeline, the tensors that this rank keeps: those of other places are in their ranks' dicts.
+        """
         return checkpoint.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over tensors by name; whole ones are cut, `DTensor`s re-sharded as needed."""
+        """Take over tensors by name; whole ones are cut, `DTensor`s re-sharded as needed.
+
+        In a pipeline `state` may leave out what other places keep. Raises `CheckpointError` for other names
+        or shapes, before anything changes.
+        """
         checkpoint.load_state_dict(self, state)
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:

@@ -28,7 +28,8 @@ from ranks import Ranks
 from subjects import program
 from tutti.comm import transport
 from tutti.partition.partition import Program
-from tutti.planner.memory import predict
+from tutti.pipeline.ready import in_time
+from tutti.planner.memory import predict, predict_places
 from tutti.runtime.measure import peak_nbytes
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
@@ -119,7 +120,8 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
     with released_here():
         measured, _ = peak_nbytes(lambda: step(*batch))
     assert step._last is not None
-    return predict(step.program, step._last.execution.graph).call_nbytes, measured
+    execution = step._last.execution
+    return predict(execution.program, execution.graph).call_nbytes, measured
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -142,6 +144,38 @@ LAYOUTS = [f"data=2 zero={level}" for level in range(4)]
 def test_on_two_ranks(ranks: Ranks, name: str, layout: str) -> None:
     for predicted, measured in ranks.run(predicted_and_measured, name, layout, n=2):
         assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
+TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 schedule=zb"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [*itertools.product(["gpt"], TIMED), ("llama", TIMED[0])]
+)
+def test_at_each_place_of_a_pipeline(ranks: Ranks, name: str, layout: str) -> None:
+    for predicted, measured in ranks.run(predicted_and_measured, name, layout, n=2):
+        assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_in_micro_batches() -> None:
+    predicted, measured = predicted_and_measured("gpt", "micro=4")
+    assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_places_keep_all_state_once_and_the_schedule_says_what_is_under_way() -> None:
+    whole = predict(program("gpt", "")).state_nbytes
+    held = {}
+    for schedule in ("gpipe", "1f1b"):
+        made = program("gpt", f"pipe=2 micro=8 schedule={schedule}")
+        places = predict_places(in_time(made))
+        assert sum(memory.state_nbytes for memory in places) == whole
+        for memory in places:
+            kinds = (memory.state_nbytes, memory.gradient_nbytes, memory.activation_nbytes)
+            assert sum(kinds) + memory.other_nbytes == memory.peak_nbytes
+        assert predict(made).peak_nbytes == max(memory.peak_nbytes for memory in places)
+        held[schedule] = [memory.activation_nbytes for memory in places]
+    # gpipe holds 8 micro-batches at either place, 1f1b two and one.
+    assert held["gpipe"][0] > 3 * held["1f1b"][0] and held["gpipe"][1] > 6 * held["1f1b"][1]
 
 
 def test_the_kinds_add_up_and_state_is_what_the_layout_keeps() -> None:

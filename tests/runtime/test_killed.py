@@ -17,6 +17,8 @@ FIRST, LAST = (
     1 + next(i for i, line in enumerate(LINES) if f"# train_step {word}" in line)
     for word in ("begins", "ends")
 )
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "meet", "buffer")
+MESSAGES = ("send", "recv")
 STOP_SECONDS = 15.0
 START_SECONDS = 60.0
 
@@ -29,7 +31,7 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize("layout", ["data=3 zero=3"])
+@pytest.mark.parametrize("layout", ["data=3 zero=3", "pipe=2 micro=3"])
 def test_the_report_names_rank_collective_and_line(layout: str, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "tutti", "run", "--layout", layout, str(SCRIPT), str(tmp_path)],
@@ -51,19 +53,13 @@ def test_the_report_names_rank_collective_and_line(layout: str, tmp_path: Path) 
     num_ranks = int(layout[5])
     report = next(line for line in err.splitlines() if line.startswith("CommError"))
     assert f"rank {num_ranks - 1} died (signal 9)" in report
+    over, names = ("1 -> 0", MESSAGES) if "pipe" in layout else ("data", COLLECTIVES)
     waits = re.findall(
-        r"rank (\d) waited in (\w+) over data \([\d.]+ k?M?B\) at (\S+):(\d+)", report
+        rf"rank (\d) waited in (\w+) over {over} \([\d.]+ k?M?B\) at (\S+):(\d+)", report
     )
     assert [int(wait[0]) for wait in waits] == list(range(num_ranks - 1)), report
     for _, name, file, line in waits:
-        assert name in (
-            "all_reduce",
-            "all_gather",
-            "reduce_scatter",
-            "all_to_all",
-            "meet",
-            "buffer",
-        )
+        assert name in names
         assert file.endswith("killed.py") and FIRST <= int(line) <= LAST, report
     assert "Traceback" not in err
     pids = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]

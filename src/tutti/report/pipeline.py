@@ -11,8 +11,8 @@ from tutti.planner.stages import Forecast, Stage, forecast
 from tutti.report.table import columns
 from tutti.report.timeline import staircase
 
-# A step of more actions than these is not drawn.
-MOST_ACTIONS = 96
+# A step of more actions than these is not drawn, nor one so uneven that it takes more blocks of text.
+MOST_ACTIONS, MOST_BLOCKS = 96, 3
 
 
 def pipeline_text(made: Timed) -> str:
@@ -91,5 +91,7 @@ def _schedule_text(made: Timed, timeline: Timeline) -> str:
         f"micro-batches, predicted {format_seconds(timeline.seconds)}, "
         f"{timeline.idle_share:.1%} of it idle"
     )
-    small = sum(map(len, timeline.rows)) <= MOST_ACTIONS
-    return f"{staircase(timeline, label='place')}\n\n{line}" if small else line
+    if sum(map(len, timeline.rows)) > MOST_ACTIONS:
+        return line
+    drawn = staircase(timeline, label="place")
+    return f"{drawn}\n\n{line}" if drawn.count("\n\n") < MOST_BLOCKS else line
