@@ -13,11 +13,12 @@ needed. Where to cut is chosen so that the slowest stage, with what it sends, ta
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from torch import fx
 
@@ -30,6 +31,8 @@ from tutti.pipeline.moments import BEFORE, Moments
 FORWARD_AND_BACKWARD = 3.0
 # Places to cut at that are looked at, for each stage.
 CANDIDATES = 24
+# A small graph is tried in every way: so many nodes may be put into stages for that.
+TRIED_NODES = 200_000
 _MOVED_BYTES = RATES["cpu"].bytes
 
 
@@ -212,6 +215,9 @@ class _Cutter:
         places = self._thin_places()
         if len(places) < self.num_stages - 1:
             places = list(range(1, len(self.forward)))
+        ways = math.comb(len(places), self.num_stages - 1)
+        if ways * len(self.seconds) <= TRIED_NODES:
+            return list(min(combinations(places, self.num_stages - 1), key=self._slowest))
         best = self._first_guess(places)
         least = self._slowest(best)
         better = True
