@@ -27,12 +27,14 @@ from tutti.errors import CommError, LayoutError, ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.propagate.plan import plan
+from tutti.replicas import parts, strategies
 from tutti.report.explain import Record, records
 from tutti.report.explain import explain as explain_program
 from tutti.runtime import checkpoint
 from tutti.runtime.execute import Execution
 from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.ranks import LAYOUT, ensure_process_group
+from tutti.runtime.replicas import Agreeing
 from tutti.runtime.residence import (
     Residence,
     forget_values,
@@ -159,9 +161,14 @@ class Step:
         self._last: _Compiled | None = None
         self._modules = list(model.modules())
         self._optimizers = optimizers_of(optimizer)
+        # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
+        self.agreeing = Agreeing(layout) if layout.num_replicas > 1 and self._optimizers else None
 
     def __call__(self, *batch: Any) -> Any:
-        """One step on the global batch; returns what the training step returns, global values."""
+        """One step on the global batch; returns what the training step returns, global values.
+
+        With replicas: what this rank's replica returns for its rows of the batch.
+        """
         look = LOOK.get()
         if look is not None:
             return look(self, batch)
@@ -173,7 +180,7 @@ class Step:
         state = self._state(captured)
         inputs: list[Any] = [local_of(t) for t in state]
         inputs += given.values()
-        inputs += [_whole(x) for x in leaves if isinstance(x, Tensor)]
+        inputs += self._own_rows([x for x in leaves if isinstance(x, Tensor)])
         run = (
             compiled.execution.run_checked if os.environ.get(CHECK_NAN) else compiled.execution.run
         )
@@ -186,8 +193,15 @@ class Step:
         for one in self._optimizers:
             one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it stepped
         self.num_steps += 1
+        if self.agreeing is not None:
+            self.agreeing.after(self)
         self._warn_of_nan(returned)
         return tree_unflatten(returned, captured.returned)
+
+    def _own_rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The batch's tensors whole, or this replica's rows of them."""
+        whole = [_whole(x) for x in tensors]
+        return self.agreeing.rows(whole) if self.agreeing is not None else whole
 
     def _state(self, captured: Captured) -> list[Tensor]:
         """The tensors that hold the state now, in the captured order."""
@@ -237,17 +251,22 @@ class Step:
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
         # Compares the ranks' programs, before anything is cut.
-        execution = Execution(program, self.seed, home)
+        execution = Execution(program, parts.seed_of(self.seed, home.replica), home)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
         own = own_memory(state_of(self.model, self.optimizer))
         execution.donated = own & set(execution.program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
+        if self.agreeing is not None and self.agreeing.team is None:
+            self.agreeing.start(self)
         return _Compiled(program, execution, guards)
 
     def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, list[Guard]]:
         """The partitioned program for a batch like this one, and the guards of its capture."""
+        leaves, spec = tree_flatten(batch)
+        mine = iter(self._own_rows([x for x in leaves if isinstance(x, Tensor)]))
+        own = tree_unflatten([next(mine) if isinstance(x, Tensor) else x for x in leaves], spec)
         captured = capture(
-            self.train_step, self.model, self.optimizer, batch, precision=self.layout.precision
+            self.train_step, self.model, self.optimizer, own, precision=self.layout.precision
         )
         made = plan(copied(captured), self.layout, self.place, known=home.compute)
         home.compute.update(made.compute)
@@ -350,6 +369,8 @@ def layout_now(text: str | Layout | None) -> Layout:
         text = f"data={world_size}" if world_size > 1 else ""
     layout = Layout.parse(text)
     layout.check_available()
+    if layout.sync:
+        strategies.parse(layout.sync).check(layout.num_replicas)
     return layout
 
 

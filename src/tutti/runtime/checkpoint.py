@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.lift import StateTensor, create_slots, state_of
 from tutti.errors import CheckpointError
 from tutti.layout import Layout
+from tutti.runtime import replicas
 from tutti.runtime.residence import local_of, set_local
 
 FORMAT = 1
@@ -36,6 +37,7 @@ class Holder(Protocol):
     optimizer: Any
     layout: Layout
     num_steps: int
+    agreeing: replicas.Agreeing | None
 
 
 def _state(step: Holder) -> list[StateTensor]:
@@ -91,11 +93,12 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
     (path / MANIFEST).unlink(missing_ok=True)
     _together()
     with _alone_without_warning():
-        state_dict_saver.save(state, checkpoint_id=str(path))
+        state_dict_saver.save(replicas.to_save(step, state), checkpoint_id=str(path))
     if _rank() == 0:
         manifest = {
             "format": FORMAT,
             "layout": str(step.layout),
+            "replicas": replicas.described(step),
             "tensors": {n: [list(v.shape), _name(v.dtype)] for n, v in state.items()},
             "files": {f.name: f.stat().st_size for f in sorted(path.iterdir()) if f.is_file()},
             "extra": dict(extra or {}),
@@ -127,6 +130,9 @@ def load(step: Holder, path: Path) -> dict[str, Any]:
     for name, tensor in mine.items():
         set_local(tensor, local_of(fresh[name]))
     step.num_steps = int(fresh[COUNT])
+    if step.agreeing is not None:
+        with _alone_without_warning():
+            replicas.load(step, path, manifest.get("replicas", ""))
     return manifest["extra"]
 
 
