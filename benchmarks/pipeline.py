@@ -125,7 +125,9 @@ def _report(step: tutti.Step, case: Case, layout: str, found: list[Any]) -> None
     outside = max(whole - loop for _, whole, loop in found)
     step_seconds = max(whole for _, whole, _ in found)
     says = simulated.seconds + outside
-    work = [sum(t for (s, _), t in costs.items() if s == k) for k in range(made.schedule.num_stages)]
+    work = [
+        sum(t for (s, _), t in costs.items() if s == k) for k in range(made.schedule.num_stages)
+    ]
     mean = sum(work) / len(work)
     predicted = made.stages.seconds()
     print(f'{case.name}, "{layout}"')

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tutti.capture.lift import create_slots, numbers, optimizers_of, state_of
 from tutti.capture.regions import quoted, user_line
@@ -47,6 +47,7 @@ from tutti.runtime.residence import (
 )
 from tutti.runtime.signature import signature
 from tutti.runtime.verify import Verdict, compare
+from tutti.runtime.verify_replicas import compare_replicas
 
 
 def distribute(
@@ -99,17 +100,20 @@ def verify(
     Two comparisons, over everything returned, every parameter, buffer and optimizer slot after `steps`
     steps: the captured graph against the eager step in the model's own dtypes, and the partitioned
     program against one device with every floating dtype promoted to `dtype`. Model and optimizer are
-    left as they are.
+    left as they are. Replicas are compared with as many runs on one device, between which the strategy
+    is played on whole weights.
 
     Returns:
         A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
     """
-    return compare(
+    laid_out = layout_now(layout)
+    comparing = compare_replicas if laid_out.num_replicas > 1 else compare
+    return comparing(
         train_step,
         model,
         optimizer,
         tuple(batch),
-        layout_now(layout),
+        laid_out,
         place=place,
         steps=steps,
         dtype=dtype,
@@ -262,11 +266,10 @@ class Step:
 
     def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, list[Guard]]:
         """The partitioned program for a batch like this one, and the guards of its capture."""
-        leaves, spec = tree_flatten(batch)
-        mine = iter(self._own_rows([x for x in leaves if isinstance(x, Tensor)]))
-        own = tree_unflatten([next(mine) if isinstance(x, Tensor) else x for x in leaves], spec)
+        if self.agreeing is not None:
+            batch = self.agreeing.batch(tree_map_only(Tensor, _whole, batch))
         captured = capture(
-            self.train_step, self.model, self.optimizer, own, precision=self.layout.precision
+            self.train_step, self.model, self.optimizer, batch, precision=self.layout.precision
         )
         made = plan(copied(captured), self.layout, self.place, known=home.compute)
         home.compute.update(made.compute)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tutti.errors import ShardingError
 from tutti.graph import random
@@ -38,6 +40,13 @@ def rows(tensors: Sequence[Tensor], replica: int, num_replicas: int) -> list[Ten
         if x.ndim and x.shape[0] == num_samples:
             found[i] = x.narrow(0, replica * size, size)
     return found
+
+
+def of_batch(batch: Any, replica: int, num_replicas: int) -> Any:
+    """The same for the tensors in a nest of lists, tuples and dicts."""
+    leaves, spec = tree_flatten(batch)
+    own = iter(rows([x for x in leaves if isinstance(x, Tensor)], replica, num_replicas))
+    return tree_unflatten([next(own) if isinstance(x, Tensor) else x for x in leaves], spec)
 
 
 def seed_of(seed: int, replica: int) -> int:

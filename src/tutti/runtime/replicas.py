@@ -55,6 +55,10 @@ class Agreeing:
         """This replica's rows of the global batch."""
         return parts.rows(tensors, self.replica, self.layout.num_replicas)
 
+    def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same for the tensors in a batch."""
+        return parts.of_batch(batch, self.replica, self.layout.num_replicas)
+
     def start(self, step: Holder) -> None:
         """All ranks together, once the state is laid out."""
         names = [s.name for s in _trained(step)]
@@ -165,17 +169,20 @@ def _own(replica: int, name: str) -> str:
     return f"replica/{replica}/{name}"
 
 
-def _trained(step: Holder) -> list[StateTensor]:
-    """The parameters that the step's optimizers change, in the model's order."""
-    trained = {
+def trained(model: nn.Module, optimizer: Any) -> list[StateTensor]:
+    """The parameters that the optimizers change, in the model's order."""
+    given = {
         id(p)
-        for one in optimizers_of(step.optimizer)
+        for one in optimizers_of(optimizer)
         for group in one.param_groups
         for p in group["params"]
         if p.requires_grad
     }
-    state = state_of(step.model, None)
-    return [s for s in state if id(s.tensor) in trained and _floating(s)]
+    return [s for s in state_of(model, None) if id(s.tensor) in given and _floating(s)]
+
+
+def _trained(step: Holder) -> list[StateTensor]:
+    return trained(step.model, step.optimizer)
 
 
 def _here(step: Holder) -> list[StateTensor]:
