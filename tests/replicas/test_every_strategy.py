@@ -48,7 +48,7 @@ def test_equal_replicas_with_equal_gradients_stay_equal(text: str, count: int) -
 )
 def test_different_replicas_contract_to_their_mean(text: str, count: int) -> None:
     weights = [some_weights(r) for r in range(count)]
-    seen = play(text, weights, 120, still)
+    seen = play(text, weights, 240, still)
     mean = mean_of(weights)
     assert spread_of(weights) > 1
     assert max(difference(own, mean) for own in seen[-1]) < 1e-12

@@ -74,9 +74,9 @@ def test_what_is_not_said_has_its_default() -> None:
     ("text", "what", "fix"),
     [
         ("averge(every=4)", "sync=averge is unknown", "did you mean average?"),
-        ("local", "sync=local is unknown", "sync=average(every=16)"),
+        ("xyz", "sync=xyz is unknown", "sync=average(every=16)"),
         ("average(evry=4)", '"evry" is no option', "did you mean every?"),
-        ("diloco(moment=4)", '"moment" is no option', "did you mean momentum?"),
+        ("diloco(momnt=4)", '"momnt" is no option', "did you mean momentum?"),
         ("diloco(q=4)", '"q" is no option', "diloco(every=50)"),
         ("average(every=two)", "is not a whole number", "every=16"),
         ("average(every)", "is not a whole number", "every=16"),

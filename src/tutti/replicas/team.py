@@ -53,6 +53,16 @@ class Team:
         self._check_same(everything)
         self.member.start(weights)
 
+    def restart(self, weights: Weights) -> None:
+        """Begin anew from `weights`, which are known to be the same for all replicas."""
+        self._drop()
+        self.member.start(weights)
+
+    def is_due(self, step: int) -> bool:
+        """Whether anything happens after `step`."""
+        landing = any(due.lands == step for due in (*self._arrived, *self._underway))
+        return landing or bool(self.strategy.rounds(step, self.between.num_replicas))
+
     def after(self, step: int, weights: Weights, buffers: Weights) -> Weights:
         """What changes after `step`, of this rank's weights and buffers by name.
 
@@ -102,9 +112,7 @@ class Team:
 
     def load(self, state: State, step: int) -> None:
         """Go on from `state`, as it was after `step`."""
-        for due in list(self._underway):
-            self._result(due)
-        self._arrived.clear()
+        self._drop()
         self.member.state = {n: x for n, x in state.items() if not n.startswith(_ARRIVED)}
         for begins in sorted({_begins(n) for n in state if n.startswith(_ARRIVED)}):
             (due,) = (
@@ -115,7 +123,17 @@ class Team:
                 n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)
             }
 
+    def _drop(self) -> None:
+        """Forget what is under way, once it is there: the others have sent it."""
+        for due in (*self._arrived, *self._underway):
+            self._result(due)
+
     def _start(self, due: Round, sent: Message) -> None:
+        if (
+            not sent
+        ):  # this rank holds nothing of the fragment, nor do those that it would exchange with
+            self._arrived[due] = {}
+            return
         names = list(self.member.read(due, sent))
 
         def move() -> list[Tensor]:

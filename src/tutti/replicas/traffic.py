@@ -25,6 +25,7 @@ from tutti.replicas.strategy import State, Weights
 
 Message = dict[str, Tensor]
 _SIGMAS, _LEVELS = 6.0, 127
+_STEP = " step"
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,24 @@ class Coding:
 
 def _to_int8(x: Tensor) -> dict[str, Tensor]:
     wide = x.float()
-    # The root of the mean square: of a difference that is centered it is the standard deviation, and one
-    # that is not must not be clipped away. A tensor of zeros may have any scale.
-    step = wide.square().mean().sqrt() * (_SIGMAS / _LEVELS)
-    step = torch.where(step > 0, step, torch.ones_like(step))
+    step = _deviation(wide) * (_SIGMAS / _LEVELS)
+    step = torch.where(step > 0, step, torch.ones_like(step))  # zeros may have any scale
     codes = (wide / step).round().clamp(-_LEVELS, _LEVELS).to(torch.int8)
-    return {"": codes, " step": step}
+    return {"": codes, _STEP: step}
+
+
+def _deviation(x: Tensor) -> Tensor:
+    """The root of the mean square: around zero, so that values which all lie far from it are not clipped."""
+    if not x.numel():
+        return x.new_zeros(())
+    largest = (
+        x.abs().amax()
+    )  # squares of what is very large or small would leave the range of float32
+    return torch.where(largest > 0, (x / largest).square().mean().sqrt() * largest, largest)
 
 
 def _from_int8(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    return (parts[""].float() * parts[" step"]).to(dtype)
+    return (parts[""].float() * parts[_STEP]).to(dtype)
 
 
 CODINGS: dict[str, Coding] = {
@@ -86,7 +95,7 @@ def decoded(coding: str, sent: Message, dtypes: Mapping[str, torch.dtype]) -> Me
         return sent
     found: Message = {}
     for name, dtype in dtypes.items():
-        parts = {n[len(name) :]: x for n, x in sent.items() if n in (name, f"{name} step")}
+        parts = {suffix: sent[name + suffix] for suffix in ("", _STEP) if name + suffix in sent}
         coded = parts[""].dtype != dtype
         found[name] = CODINGS[coding].decode(parts, dtype) if coded else parts[""]
     return found

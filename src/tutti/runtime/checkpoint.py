@@ -64,6 +64,7 @@ def load_state_dict(step: Holder, state: Mapping[str, Any]) -> None:
         set_local(tensor, _part_of(state[name], tensor))
     if COUNT in state:
         step.num_steps = int(state[COUNT])
+    _restart(step)
 
 
 def _part_of(value: Tensor, like: Tensor) -> Tensor:
@@ -84,6 +85,12 @@ def _resharded(whole: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def _restart(step: Holder) -> None:
+    """What a strategy of replicas remembers is about other weights."""
+    if step.agreeing is not None:
+        step.agreeing.restart(step)
+
+
 def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
     """Write all of the state; the manifest comes last, so a directory with one is whole."""
     if path.suffix == ".safetensors":
@@ -98,7 +105,7 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
         manifest = {
             "format": FORMAT,
             "layout": str(step.layout),
-            "replicas": replicas.described(step),
+            "replicas": replicas.saved_as(step),
             "tensors": {n: [list(v.shape), _name(v.dtype)] for n, v in state.items()},
             "files": {f.name: f.stat().st_size for f in sorted(path.iterdir()) if f.is_file()},
             "extra": dict(extra or {}),
@@ -220,6 +227,7 @@ def _load_model(step: Holder, path: Path) -> None:
             )
             for name, tensor in needed.items():
                 set_local(tensor, _part_of(file.get_tensor(name), tensor))
+        _restart(step)
     except CheckpointError:
         raise
     except Exception as error:

@@ -65,13 +65,14 @@ class Agreeing:
         self.team = Team(self.strategy, self.layout.mesh, names, run_device(step.model))
         everything = {s.name: local_of(s.tensor) for s in _here(step)}
         self.team.start(self.weights(step), everything)
-
         if self.unread is not None:
             load(step, self.unread, described(step))
 
     def after(self, step: Holder) -> None:
         """What is due after the steps taken so far."""
         assert self.team is not None
+        if not self.team.is_due(step.num_steps):
+            return
         weights, buffers = self.weights(step), self.buffers(step)
         with torch.no_grad():
             changed = self.team.after(step.num_steps, weights, buffers)
@@ -79,6 +80,12 @@ class Agreeing:
         for name, value in changed.items():
             if value is not weights.get(name):
                 set_local(tensors[name], value)
+
+    def restart(self, step: Holder) -> None:
+        """Forget what the strategy remembers: the weights have been replaced."""
+        self.unread = None
+        if self.team is not None:
+            self.team.restart(self.weights(step))
 
     def weights(self, step: Holder) -> dict[str, Tensor]:
         """This rank's part of what replicas agree on."""
@@ -100,6 +107,11 @@ def described(step: Holder) -> str:
     if step.agreeing is None:
         return ""
     return f"replica={step.layout.num_replicas} sync={step.agreeing.strategy}"
+
+
+def saved_as(step: Holder) -> str:
+    """The same of a checkpoint; "" before the first call, when strategies remember nothing yet."""
+    return described(step) if step.agreeing is not None and step.agreeing.team is not None else ""
 
 
 def to_save(step: Holder, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,11 +139,10 @@ def load(step: Holder, path: Path, saved: str) -> None:
     team = agreeing.team
     if team is None:
         return
-    weights = agreeing.weights(step)
     if not same:
-        team.member.start(weights)
+        agreeing.restart(step)
         return
-    replica = agreeing.replica
+    weights, replica = agreeing.weights(step), agreeing.replica
     state = {s.name: s.tensor for s in state_of(step.model, step.optimizer)}
     template = team.expected(weights, agreeing.buffers(step), step.num_steps)
     remembered = _remembered(step, replica, template)
