@@ -178,3 +178,9 @@ def largest_difference(found: State, expected: State) -> float:
     """Over the tensors of `expected`."""
     assert expected.keys() <= found.keys()
     return max(float(np.abs(found[n] - x).max()) for n, x in expected.items())
+
+
+def losses_of(layout: str, steps: int) -> list[float]:
+    """The losses of a run alone."""
+    step = tutti.distribute(train_step, *make(seed=dist.get_rank()), layout)
+    return run(step, 0, steps)

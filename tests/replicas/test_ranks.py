@@ -26,7 +26,6 @@ FOUR = [
     "replica=2 data=2 zero=1 sync=diloco(every=2)",
     "replica=2 data=2 zero=3 sync=diloco(every=3, fragments=2, delay=1)",
     "replica=2 tensor=2 sync=average(every=3)",
-    "replica=2 pipe=2 micro=2 sync=average(every=2)",
 ]
 
 
@@ -135,3 +134,13 @@ def test_other_layouts_go_on_from_replica_0(ranks: Ranks, tmp_path: Path) -> Non
         for at, there, _, _ in ranks.run(training.resume, layout, 1, 6, path, n=2):
             assert at == 6
             assert training.largest_difference(there, expected) == 0
+
+
+def test_pipelines_agree_place_by_place(ranks: Ranks) -> None:
+    """Each place exchanges the weights that it keeps."""
+    found = ranks.run(
+        training.losses_of, "replica=2 pipe=2 micro=2 sync=average(every=2)", STEPS, n=4
+    )
+    expected = training.reference("average(every=2)", 2, STEPS)
+    for rank, losses in enumerate(found):
+        np.testing.assert_allclose(losses, expected[rank // 2][0], rtol=1e-6)

@@ -4,12 +4,15 @@
     replica 1   virtual ranks --+-- rounds   one device --+-- rounds       all in float64
                 of each rank's shards                of whole weights
 
-Each step that is compared stands for one period of the strategy, so that its rounds are among them, however
-far apart they are. Messages travel whole: what is rounded to few bits may round otherwise.
+The steps between rounds, when replicas are on their own, are left out: each step that is compared is followed
+by the next rounds that begin or land, however far apart they are in a run. As many are compared as it takes
+for every round of a period to have landed, and no fewer than asked for. Messages travel whole: what is rounded
+to few bits may round otherwise.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -85,7 +88,7 @@ def _verdict(subject: Subject, program: Program, found: ReplicaComparison, feed:
     return Verdict(
         ok=same and captured.worst <= subject.capture.tolerance,
         layout=str(program.layout),
-        steps=subject.steps,
+        steps=len(found.visits(subject.steps)),
         num_tensors=partition.count,
         max_error=partition.worst,
         worst=partition.name,
@@ -153,18 +156,31 @@ class ReplicaComparison:
         ]
 
     def run(self, steps: int) -> None:
-        """Take `steps` steps, each with a period of rounds behind it."""
-        period = self.strategy.period
-        for k in range(steps):
+        """Take `steps` steps or more, each followed by the next rounds."""
+        for k, passed in enumerate(self.visits(steps)):
             for part in self.parts:
                 part.advance(k)
-            begin = self.strategy.warm_up + k * period
-            for step in range(begin + 1, begin + period + 1):
+            for step in passed:
                 self._agree(step)
             for part in self.parts:
                 part.compare_state(k)
             if self.data is not None:
                 self.data.compare(k, self.parts[0].one, self.names)
+
+    def visits(self, steps: int) -> list[range]:
+        """For each step that is compared, the steps of a run that it stands for: up to the next rounds."""
+        strategy, found = self.strategy, list[range]()
+        first = begin = strategy.warm_up + 1
+        until = first + strategy.period + strategy.longest_delay
+        landing: set[int] = set()
+        for step in itertools.count(first):
+            landing |= {due.lands for due in strategy.rounds(step, len(self.parts))}
+            if strategy.rounds(step, len(self.parts)) or step in landing:
+                found.append(range(begin, step + 1))
+                begin = step + 1
+            if step + 1 >= until and len(found) >= steps:
+                return found
+        raise AssertionError("a count has no end")
 
     def _agree(self, step: int) -> None:
         for replicas, held in zip(self._replicas, self._held, strict=True):
