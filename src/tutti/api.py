@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tutti.capture.lift import create_slots, numbers, optimizers_of, state_of
 from tutti.capture.regions import quoted, user_line
@@ -28,12 +28,14 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.timed import Timed
 from tutti.propagate.plan import plan
+from tutti.replicas import parts, strategies
 from tutti.report.explain import explain as explain_program
 from tutti.report.records import Record, records
 from tutti.runtime import checkpoint
 from tutti.runtime.execute import Execution
 from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.ranks import LAYOUT, ensure_process_group
+from tutti.runtime.replicas import Agreeing
 from tutti.runtime.residence import (
     Residence,
     adopt,
@@ -47,6 +49,7 @@ from tutti.runtime.residence import (
 )
 from tutti.runtime.signature import signature
 from tutti.runtime.verify import Verdict, compare
+from tutti.runtime.verify_replicas import compare_replicas
 
 
 def distribute(
@@ -103,17 +106,20 @@ def verify(
     Two comparisons, over everything returned, every parameter, buffer and optimizer slot after `steps`
     steps: the captured graph against the eager step in the model's own dtypes, and the partitioned
     program against one device with every floating dtype promoted to `dtype`. Model and optimizer are
-    left as they are. `place` and `cut` are those of `distribute`.
+    left as they are. Replicas are compared with as many runs on one device, between which the strategy
+    is played on whole weights. `place` and `cut` are those of `distribute`.
 
     Returns:
         A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
     """
-    return compare(
+    laid_out = layout_now(layout)
+    comparing = compare_replicas if laid_out.num_replicas > 1 else compare
+    return comparing(
         train_step,
         model,
         optimizer,
         tuple(batch),
-        layout_now(layout),
+        laid_out,
         place=place,
         steps=steps,
         dtype=dtype,
@@ -168,9 +174,14 @@ class Step:
         self._last: _Compiled | None = None
         self._modules = list(model.modules())
         self._optimizers = optimizers_of(optimizer)
+        # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
+        self.agreeing = Agreeing(layout) if layout.num_replicas > 1 and self._optimizers else None
 
     def __call__(self, *batch: Any) -> Any:
-        """One step on the global batch; returns what the training step returns, global values."""
+        """One step on the global batch; returns what the training step returns, global values.
+
+        With replicas: what this rank's replica returns for its rows of the batch.
+        """
         look = LOOK.get()
         if look is not None:
             return look(self, batch)
@@ -182,7 +193,7 @@ class Step:
         state = self._state(captured)
         inputs: list[Any] = [local_of(t) for t in state]
         inputs += given.values()
-        inputs += [_whole(x) for x in leaves if isinstance(x, Tensor)]
+        inputs += self._own_rows([x for x in leaves if isinstance(x, Tensor)])
         run = (
             compiled.execution.run_checked if os.environ.get(CHECK_NAN) else compiled.execution.run
         )
@@ -195,8 +206,15 @@ class Step:
         for one in self._optimizers:
             one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it stepped
         self.num_steps += 1
+        if self.agreeing is not None:
+            self.agreeing.after(self)
         self._warn_of_nan(returned)
         return tree_unflatten(returned, captured.returned)
+
+    def _own_rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The batch's tensors whole, or this replica's rows of them."""
+        whole = [_whole(x) for x in tensors]
+        return self.agreeing.rows(whole) if self.agreeing is not None else whole
 
     def _state(self, captured: Captured) -> list[Tensor]:
         """The tensors that hold the state now, in the captured order."""
@@ -247,15 +265,20 @@ class Step:
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
         # Compares the ranks' programs, before anything is cut.
-        execution = Execution(program, self.seed, home, cut=self.cut)
+        seed = parts.seed_of(self.seed, home.replica)
+        execution = Execution(program, seed, home, cut=self.cut)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
         own = own_memory(state_of(self.model, self.optimizer))
         execution.donated = own & set(execution.program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
+        if self.agreeing is not None and self.agreeing.team is None:
+            self.agreeing.start(self)
         return _Compiled(program, execution, guards)
 
     def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, list[Guard]]:
         """The partitioned program for a batch like this one, and the guards of its capture."""
+        if self.agreeing is not None:
+            batch = self.agreeing.batch(tree_map_only(Tensor, _whole, batch))
         captured = capture(
             self.train_step, self.model, self.optimizer, batch, precision=self.layout.precision
         )
@@ -388,6 +411,8 @@ def layout_now(text: str | Layout | None) -> Layout:
         text = f"data={world_size}" if world_size > 1 else ""
     layout = Layout.parse(text)
     layout.check_available()
+    if layout.sync:
+        strategies.parse(layout.sync).check(layout.num_replicas)
     return layout
 
 

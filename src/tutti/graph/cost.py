@@ -1,6 +1,6 @@
 """How long an op takes, predicted from its shapes: its arithmetic, and the bytes that it reads and writes.
 
-    seconds = flops / rate of the arithmetic + bytes / rate of the memory + elements of an exponential / its rate
+    seconds = flops / rate + bytes / rate of the memory + elements of an exponential / their rate
 
 The rates are those of one thread of a server CPU, or of a data-center GPU; a tensor that fits a cache moves
 faster than one that does not. Where work is to be shared out evenly only their ratio matters, and every rank

@@ -19,7 +19,7 @@ SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 PRECISIONS = ("fp32", "bf16")
 # Words of the language whose machinery is not in this version.
-PLANNED = ("replica", "sync", "server")
+PLANNED = ("server",)
 
 
 def split_order(axes: Iterable[str]) -> tuple[str, ...]:
@@ -37,8 +37,8 @@ class Layout:
     backward makes again: nothing, all that can be, or as much as a budget asks for; see
     `layout.budget`), `micro=K` (the batch goes through in K slices, one after the other),
     `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (in which order the stages of `pipe` take them;
-    1f1b by default), `sync=`, `server=`. Raises `LayoutError` with the nearest
-    word for anything else.
+    1f1b by default), `sync=average(...)|diloco(...)|gossip(...)` (how replicas agree; see
+    `replicas.strategies`), `server=`. Raises `LayoutError` with the nearest word for anything else.
     """
 
     axes: dict[str, int] = field(default_factory=dict)
@@ -120,6 +120,7 @@ class Layout:
                 f'schedule="{self.schedule}" orders the stages of a pipeline, which layout "{self}" lacks',
                 fix=f"pipe=2 {self}, or leave schedule out",
             )
+        self._check_replicas()
         for name in PLANNED:
             given = self.axes.get(name, 1) > 1 or getattr(self, name, _DEFAULTS.get(name)) != (
                 _DEFAULTS.get(name)
@@ -127,10 +128,24 @@ class Layout:
             if given:
                 raise LayoutError(
                     f'"{name}" in layout "{self}" is not available in this version',
-                    why="this version runs the axes pipe, data, tensor, seq, expert and the options "
-                    "zero, micro, schedule, precision, remat",
+                    why="this version runs the axes replica, pipe, data, tensor, seq, expert and the "
+                    "options sync, zero, micro, schedule, precision, remat",
                     fix=f'"{rest}"' if str(rest := self.without(name)) else f"leave {name} out",
                 )
+
+    def _check_replicas(self) -> None:
+        """Replicas must know how to agree, and only they can."""
+        if self.num_replicas > 1 and not self.sync:
+            raise LayoutError(
+                f'layout "{self}" does not say how its replicas agree',
+                why="each replica trains on its own until they exchange weights",
+                fix=f'"{self} sync=average(every=16)", or data={self.num_replicas} for one program',
+            )
+        if self.sync and self.num_replicas == 1:
+            raise LayoutError(
+                f'sync="{self.sync}" says how replicas agree, which layout "{self}" lacks',
+                fix=f'"replica=2 {self}", or leave sync out',
+            )
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise `LayoutError` unless the sizes multiply to `num_ranks`."""
@@ -186,8 +201,13 @@ class Layout:
 
     @property
     def place_mesh(self) -> Mesh:
-        """The ranks at one place on the axis `pipe`."""
-        return Mesh(tuple((a, s) for a, s in self.mesh.axes if a != "pipe"))
+        """The ranks at one place on the axis `pipe` of one replica."""
+        return Mesh(tuple((a, s) for a, s in self.mesh.axes if a not in ("replica", "pipe")))
+
+    @property
+    def num_replicas(self) -> int:
+        """How many programs run side by side."""
+        return self.axes.get("replica", 1)
 
     @property
     def in_time(self) -> bool:

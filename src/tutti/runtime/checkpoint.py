@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.lift import StateTensor, create_slots, state_of
 from tutti.errors import CheckpointError
 from tutti.layout import Layout
-from tutti.runtime.residence import adopt, is_here, local_of, set_local
+from tutti.runtime import replicas
+from tutti.runtime.residence import adopt, is_here, local_of, residence_of, set_local
 
 FORMAT = 1
 MANIFEST = "tutti.json"
@@ -36,6 +37,7 @@ class Holder(Protocol):
     optimizer: Any
     layout: Layout
     num_steps: int
+    agreeing: replicas.Agreeing | None
 
 
 def _state(step: Holder) -> list[StateTensor]:
@@ -67,6 +69,7 @@ def load_state_dict(step: Holder, state: Mapping[str, Any]) -> None:
         set_local(tensor, _part_of(state[name], tensor))
     if COUNT in state:
         step.num_steps = int(state[COUNT])
+    _restart(step)
 
 
 def _part_of(value: Tensor, like: Tensor) -> Tensor:
@@ -87,6 +90,12 @@ def _resharded(whole: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def _restart(step: Holder) -> None:
+    """What a strategy of replicas remembers is about other weights."""
+    if step.agreeing is not None:
+        step.agreeing.restart(step)
+
+
 def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
     """Write all of the state; the manifest comes last, so a directory with one is whole."""
     if path.suffix == ".safetensors":
@@ -97,11 +106,12 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
     (path / MANIFEST).unlink(missing_ok=True)
     _together()
     with _alone_without_warning():
-        state_dict_saver.save(state, checkpoint_id=str(path))
+        state_dict_saver.save(replicas.to_save(step, state), checkpoint_id=str(path))
     if _rank() == 0:
         manifest = {
             "format": FORMAT,
             "layout": str(step.layout),
+            "replicas": replicas.saved_as(step),
             "tensors": {n: [list(v.shape), _name(v.dtype)] for n, v in every.items()},
             "files": {f.name: f.stat().st_size for f in sorted(path.iterdir()) if f.is_file()},
             "extra": dict(extra or {}),
@@ -134,6 +144,9 @@ def load(step: Holder, path: Path) -> dict[str, Any]:
     for name, tensor in mine.items():
         set_local(tensor, local_of(fresh[name]))
     step.num_steps = int(fresh[COUNT])
+    if step.agreeing is not None:
+        with _alone_without_warning():
+            replicas.load(step, path, manifest.get("replicas", ""))
     return manifest["extra"]
 
 
@@ -195,7 +208,8 @@ def _check_names(
 def _save_model(step: Holder, path: Path) -> None:
     """Parameters and buffers, whole, by name; tied ones once."""
     whole = {}
-    for s in state_of(step.model, None):
+    first = residence_of(step.model, step.layout).replica == 0
+    for s in state_of(step.model, None) if first else ():  # of replicas, the first one's
         full = _at_rank_0(s.tensor.detach())
         if full is not None:
             whole[s.name] = full.cpu().contiguous().clone()
@@ -236,6 +250,7 @@ def _load_model(step: Holder, path: Path) -> None:
             for name, tensor in needed.items():
                 if is_here(tensor):
                     set_local(tensor, _part_of(file.get_tensor(name), tensor))
+        _restart(step)
     except CheckpointError:
         raise
     except Exception as error:

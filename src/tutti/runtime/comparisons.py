@@ -125,20 +125,24 @@ class PartitionComparison:
             for place in range(len(played.graphs))
         ]
         self.errors = Errors()
+        self._dense = promoted(self.captured.graph, self.captured.owner)[:2]
+        self._local = [promoted(graph, self.captured.owner)[:2] for graph in self.played.graphs]
 
     def run(self, steps: int) -> None:
-        dense, dense_owner, _ = promoted(self.captured.graph, self.captured.owner)
-        local = [promoted(graph, self.captured.owner)[:2] for graph in self.played.graphs]
         for k in range(steps):
-            out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
-                dense, dense_owner, [inputs_of(self.captured, self.one, self.feed)]
-            )[0]
-            self.one |= dict(zip(self.captured.updated, new, strict=True))
-            for place, ranks in enumerate(self._play(local, k)):
-                self._returned(out, [r[0] for r in ranks], k)
-                for state, (_, update) in zip(self.many[place], ranks, strict=True):
-                    state |= dict(zip(self.played.updated[place], update, strict=True))
-            self._state(k)
+            self.advance(k)
+
+    def advance(self, k: int) -> None:
+        """Take step `k` on both sides, and compare."""
+        out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
+            *self._dense, [inputs_of(self.captured, self.one, self.feed)]
+        )[0]
+        self.one |= dict(zip(self.captured.updated, new, strict=True))
+        for place, ranks in enumerate(self._play(self._local, k)):
+            self._returned(out, [r[0] for r in ranks], k)
+            for state, (_, update) in zip(self.many[place], ranks, strict=True):
+                state |= dict(zip(self.played.updated[place], update, strict=True))
+        self.compare_state(k)
 
     def _play(self, local: list[tuple[fx.Graph, nn.Module]], k: int) -> list[list[Any]]:
         """One step of every place; several at once, as they send each other what crosses."""
@@ -170,7 +174,8 @@ class PartitionComparison:
                     f"returned value {i} (step {k})", largest_difference(mine[i], x), largest(x)
                 )
 
-    def _state(self, k: int) -> None:
+    def compare_state(self, k: int) -> None:
+        """Compare what is kept after step `k`."""
         scales = scales_of(self.one)
         floor = NOISE * scales.get("model", 0.0)
         for place, ranks in enumerate(self.many):

@@ -51,20 +51,28 @@ class Residence:
     def device_mesh(self, device: torch.device, place: int = 0) -> DeviceMesh:
         """The `DeviceMesh` of the ranks at a place, axes ordered as storage splits dims.
 
-        Without an axis `pipe` all ranks are at one place. All ranks ask together the first time.
+        Without an axis `pipe` all ranks are at one place; of replicas it is this rank's. All ranks ask
+        together the first time.
         """
         if not self.meshes:
             mesh = self.layout.place_mesh
             axes = dtensor_axes(mesh)
             order = [list(mesh).index(a) for a in axes]
-            num_places = self.layout.axes.get("pipe", 1)
+            num_places = self.layout.axes.get("pipe", 1) * self.layout.num_replicas
             ranks = torch.arange(self.layout.num_ranks).reshape(
                 num_places, *(n for _, n in mesh.axes)
             )
             for here in ranks:
                 named = (here.permute(order), axes) if axes else (here.reshape(1), ("place",))
                 self.meshes.append(DeviceMesh(device.type, named[0], mesh_dim_names=named[1]))
-        return self.meshes[place]
+        return self.meshes[self.replica * self.layout.axes.get("pipe", 1) + place]
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank belongs to; replicas are outermost."""
+        if self.layout.num_replicas == 1:
+            return 0
+        return dist.get_rank() * self.layout.num_replicas // self.layout.num_ranks
 
     def keeper(self, name: str, place: int) -> int:
         """The place whose ranks keep a state tensor: `place` itself, if it does."""

@@ -45,6 +45,9 @@ class Verdict:
     float64, `worst` the tensor that has it; `capture_error` that between the captured and the eager
     step in the model's own dtypes, relative to what the steps changed. `wrong_pass` names the pass that
     made a right program wrong; `first_difference` then is None.
+
+    Where replicas agree after every step, `data_error` is the largest relative difference of the weights
+    to those of one program on the whole batch; `ok` does not depend on it.
     """
 
     ok: bool
@@ -57,6 +60,7 @@ class Verdict:
     worst_capture: str
     first_difference: Difference | None = None
     wrong_pass: str = ""
+    data_error: float | None = None
 
     def __str__(self) -> str:
         word = "ok: the same step" if self.ok else "NOT the same step"
@@ -70,6 +74,12 @@ class Verdict:
             if self.capture_error
             else "  capture    exact, in the model's own dtypes",
         ]
+        if self.data_error is not None:
+            same = self.data_error <= PARTITION_TOLERANCE
+            lines.append(
+                f"  data       {self.data_error:.1e} to one program on the whole batch: "
+                + ("the same numbers" if same else "not the same, see docs/concepts/replicas.md")
+            )
         if self.first_difference is not None:
             lines.append(f"  first      {self.first_difference}")
         if self.wrong_pass:
@@ -163,7 +173,7 @@ class Subject:
         `cut` names the modules at which the stages of a pipeline begin, as for `tutti.distribute`.
         """
         program = program or self.program(layout, place)
-        parts = self._compared(program, self._played(program, cut))
+        parts = self._compared(program, self.played(program, cut))
         same = parts.worst <= PARTITION_TOLERANCE
         captured = self.capture.errors
         first, wrong = None, ""
@@ -184,8 +194,8 @@ class Subject:
             wrong_pass=wrong,
         )
 
-    def _played(
-        self, program: Program, cut: Sequence[str], without: Collection[str] | None = None
+    def played(
+        self, program: Program, cut: Sequence[str] = (), without: Collection[str] | None = None
     ) -> Played:
         """The program as it would run, all its passes applied but those in `without`."""
         if not program.layout.in_time:
@@ -214,7 +224,7 @@ class Subject:
             if not flat.worst <= PARTITION_TOLERANCE:
                 return ""
         for count in range(len(chosen) + 1):
-            played = self._played(program, cut, every - set(chosen[:count]))
+            played = self.played(program, cut, every - set(chosen[:count]))
             if not self._compared(program, played).worst <= PARTITION_TOLERANCE:
                 return chosen[count - 1] if count else IN_TIME if program.layout.in_time else ""
         return ""

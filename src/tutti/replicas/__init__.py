@@ -1,0 +1,1 @@
+"""Replicas: whole programs that agree with each other now and then."""

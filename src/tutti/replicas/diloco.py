@@ -1,0 +1,128 @@
+"""An outer optimizer with Nesterov momentum takes the mean change of the replicas as its gradient.
+
+    D     = theta - mean of x_i                 what the replicas changed in `every` steps
+    m     = mu m + D
+    theta = theta - eta (D + mu m)
+    x_i   = theta
+
+DiLoCo: Douillard et al., 2311.08105. Streaming DiLoCo (Douillard et al., 2501.18512) exchanges the weights
+in fragments, at steps of their own, and lets the result of an exchange land some steps later, when it is
+mixed into what the replica has by then:
+
+    x_i   = alpha x_i + (1 - alpha) theta
+
+    diloco(every=8, fragments=4, delay=1)       step        2  3  4  5  6  7  8  9 10
+                                                fragment 0                    o  x
+                                                         1  o  x                    o
+                                                         2        o  x
+                                                         3              o  x
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.replicas import traffic
+from tutti.replicas.strategy import Round, State, Strategy, Weights, at_least, of_kind, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(Strategy):
+    """Each replica trains with an optimizer of its own; an outer one moves what they agree on.
+
+    Args:
+        every: steps between two exchanges of the same weight.
+        lr, momentum: of the outer optimizer, eta and mu.
+        fragments: in so many parts the weights go; part k of F at steps k every / F later.
+        delay: so many steps later a result lands; meanwhile the exchange runs beside the computation.
+        alpha: of the replica's own weights so much stays where a result lands late.
+        traffic: fp32, bf16 or int8: what replicas send, with error feedback.
+
+    lr=1 and momentum=0 is `average(every=...)`.
+    """
+
+    every: int = 50
+    lr: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.5
+    traffic: str = "fp32"
+
+    def __post_init__(self) -> None:
+        for option, least in (
+            ("every", 1),
+            ("lr", 0),
+            ("momentum", 0),
+            ("fragments", 1),
+            ("delay", 0),
+        ):
+            at_least(self, option, least)
+        if self.fragments > self.every:
+            raise refuse(
+                self,
+                f"fragments={self.fragments} is more than every={self.every}",
+                f"fragments={self.every} or fewer",
+                "each fragment has a step of its own",
+            )
+        if self.delay >= self.every:
+            raise refuse(
+                self,
+                f"delay={self.delay} reaches the next exchange after every={self.every} steps",
+                f"delay={self.every - 1} or less",
+            )
+        if not 0 <= self.alpha < 1:
+            raise refuse(
+                self, f"alpha={self.alpha} is not from 0 to 1", "alpha=0.5", "1 would never agree"
+            )
+
+    @property
+    def num_fragments(self) -> int:
+        """In how many parts the weights go."""
+        return self.fragments
+
+    @property
+    def coding(self) -> str:
+        """In what messages travel."""
+        return self.traffic
+
+    @property
+    def longest_delay(self) -> int:
+        """No result lands more steps after its round begins."""
+        return self.delay
+
+    def rounds(self, step: int, num_replicas: int) -> list[Round]:
+        """One round at most: fragments have different steps."""
+        return [
+            Round(step, step + self.delay, fragment=k)
+            for k in range(self.fragments)
+            if (step - k * self.every // self.fragments) % self.every == 0
+        ]
+
+    def init(self, weights: Weights) -> State:
+        """theta, and m = 0."""
+        still = {f"momentum.{n}": torch.zeros_like(x) for n, x in weights.items()}
+        return of_kind("anchor", weights) | still | traffic.no_error(self.coding, weights)
+
+    def offer(
+        self, state: State, weights: Weights, due: Round
+    ) -> tuple[State, Weights, dict[str, Tensor]]:
+        """This replica's part of D."""
+        return {}, weights, {n: state[f"anchor.{n}"] - x for n, x in weights.items()}
+
+    def take(
+        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+    ) -> tuple[State, Weights]:
+        """The outer step."""
+        alpha = self.alpha if self.delay else 0.0
+        changed: State = {}
+        new: Weights = {}
+        for n, mean in received.items():
+            m = self.momentum * state[f"momentum.{n}"] + mean
+            anchor = state[f"anchor.{n}"] - self.lr * (mean + self.momentum * m)
+            changed |= {f"momentum.{n}": m, f"anchor.{n}": anchor}
+            new[n] = alpha * weights[n] + (1 - alpha) * anchor if alpha else anchor.clone()
+        return changed, new

@@ -1,0 +1,91 @@
+"""Each replica sends half of what it has to one other: stochastic gradient push.
+
+    x_i <- x_i / 2 + x_j / 2        w_i <- w_i / 2 + w_j / 2        weights z_i = x_i / w_i
+
+Assran et al., 1811.10792. At round k replica i sends to replica i + 2^(k mod log2 R): after log2 R rounds
+each has heard of all, where R is a power of two. The sum of x and the sum of w stay as they are, whatever
+is under way; so the z_i approach the mean also where messages land late (`delay`), when the w_i differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tutti.replicas.strategy import PUSH, Round, State, Strategy, Weights, at_least, of_kind
+
+# The mass w of a fragment stands in messages under this name, which no parameter has.
+MASS = "mass of the message"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gossip(Strategy):
+    """Nobody waits for all: a replica hears of one other per round.
+
+    Args:
+        every: steps between two rounds.
+        delay: so many steps later a message is used; a sender may be as many steps late without being
+            waited for.
+    """
+
+    every: int = 1
+    delay: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, "every", 1)
+        at_least(self, "delay", 0)
+
+    @property
+    def longest_delay(self) -> int:
+        """No result lands more steps after its round begins."""
+        return self.delay
+
+    def rounds(self, step: int, num_replicas: int) -> list[Round]:
+        """A push with a hop that doubles from round to round."""
+        if step % self.every:
+            return []
+        num_hops = max(1, (num_replicas - 1).bit_length())
+        hop = 2 ** ((step // self.every - 1) % num_hops)
+        return [Round(step, step + self.delay, PUSH, hop=hop % num_replicas)]
+
+    def init(self, weights: Weights) -> State:
+        """x = z and w = 1."""
+        first = next(iter(weights.values()), torch.ones(()))
+        return of_kind("biased", weights) | {"mass": torch.ones_like(first.new_empty(()))}
+
+    def offer(
+        self, state: State, weights: Weights, due: Round
+    ) -> tuple[State, Weights, dict[str, Tensor]]:
+        """Half of x and w goes, half stays."""
+        half = {n: x / 2 for n, x in self._biased(state, weights).items()}
+        mass = state["mass"] / 2
+        changed = {f"biased.{n}": x for n, x in half.items()} | {"mass": mass}
+        return (
+            changed,
+            _unbiased(half, mass),
+            {n: x.clone() for n, x in half.items()} | {MASS: mass},
+        )
+
+    def take(
+        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+    ) -> tuple[State, Weights]:
+        """What has come is added."""
+        biased = {n: x + received[n] for n, x in self._biased(state, weights).items()}
+        mass = state["mass"] + received[MASS]
+        changed = {f"biased.{n}": x for n, x in biased.items()} | {"mass": mass}
+        return changed, _unbiased(biased, mass)
+
+    def _biased(self, state: State, weights: Weights) -> Weights:
+        """x, with the local steps that z has taken since."""
+        mass = state["mass"]
+        found = {}
+        for n, z in weights.items():
+            x = state[f"biased.{n}"]
+            found[n] = x + (z - x / mass)
+        return found
+
+
+def _unbiased(biased: Weights, mass: Tensor) -> Weights:
+    return {n: x / mass for n, x in biased.items()}

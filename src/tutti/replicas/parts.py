@@ -1,0 +1,54 @@
+"""What each replica is given: its rows of the global batch, and a seed of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tutti.errors import ShardingError
+from tutti.graph import random
+
+_STREAM = 0x7265706C69636173  # of no random op of a program
+
+
+def rows(tensors: Sequence[Tensor], replica: int, num_replicas: int) -> list[Tensor]:
+    """Part `replica` of `num_replicas` of each tensor's dim 0, where that is the dim of samples.
+
+    As with the axis `data`, the first tensor that has dims says how many samples there are; a tensor of
+    another size is given to every replica whole.
+
+    Raises:
+        ShardingError: the samples do not divide by the replicas.
+    """
+    found = list(tensors)
+    num_samples = next((x.shape[0] for x in tensors if x.ndim), 0)
+    if num_samples % num_replicas:
+        first = next(i for i, x in enumerate(tensors) if x.ndim)
+        raise ShardingError(
+            f'cannot split dim 0 of "batch.{first}" (size {num_samples}) over axis "replica" '
+            f"(size {num_replicas})",
+            at=f"batch tensor {first}",
+            why="each replica trains on its rows of the global batch",
+            fix=f"a batch size that {num_replicas} divides "
+            f"({-(-num_samples // num_replicas) * num_replicas})",
+        )
+    size = num_samples // num_replicas
+    for i, x in enumerate(tensors):
+        if x.ndim and x.shape[0] == num_samples:
+            found[i] = x.narrow(0, replica * size, size)
+    return found
+
+
+def of_batch(batch: Any, replica: int, num_replicas: int) -> Any:
+    """The same for the tensors in a nest of lists, tuples and dicts."""
+    leaves, spec = tree_flatten(batch)
+    own = iter(rows([x for x in leaves if isinstance(x, Tensor)], replica, num_replicas))
+    return tree_unflatten([next(own) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+
+def seed_of(seed: int, replica: int) -> int:
+    """Of dropout masks and the like: replica 0 has the run's, others their own."""
+    return random.key(seed, _STREAM, replica) if replica else seed

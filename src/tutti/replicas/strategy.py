@@ -1,0 +1,139 @@
+"""What a strategy is: a value that says when replicas exchange, what they send, and what they make of it.
+
+A strategy moves nothing itself. It names its exchanges, as a partitioned graph names its collectives, and
+players answer them: `virtual.Replicas` for all replicas in one process, `member.Member` with
+`between.Between` for one rank of a run.
+
+    step        1   2   3   4   5   6   7   8
+    replica 0   .   .   .   o   .   x   .   o       o  offer: a message is made, the exchange begins
+    replica 1   .   .   .   o   .   x   .   o       x  take: its result lands, `delay` steps later
+
+Without a delay both happen after the same step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from tutti.errors import LayoutError
+
+# This rank's shards by parameter name; what a strategy remembers of them, by `kind.name`.
+Weights = dict[str, Tensor]
+State = dict[str, Tensor]
+
+# How the replicas of a round reach each other.
+MEAN, PUSH = "mean", "push"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One exchange.
+
+    begins, lands: the number of steps taken when the messages are made, and when the result is used.
+    kind: `mean` (each gets the mean of the messages) or `push` (each sends its own to the replica `hop`
+        places on, and gets that of the replica as many places back).
+    fragment: which part of the weights takes part.
+    group: of so many neighboring replicas each the mean is taken; 0: of all.
+    """
+
+    begins: int
+    lands: int
+    kind: str = MEAN
+    fragment: int = 0
+    group: int = 0
+    hop: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy(ABC):
+    """A way for replicas to agree; prints as in a layout and parses back (`strategies.parse`).
+
+    Steps are counted from 1: what is due "after step 8" follows the eighth step. All functions are pure:
+    they change nothing that they are given, and what they return shares no memory with it, unless it is
+    returned as it came.
+    """
+
+    every: int
+
+    @property
+    def period(self) -> int:
+        """After so many steps the schedule repeats."""
+        return self.every
+
+    @property
+    def warm_up(self) -> int:
+        """The step after which it begins."""
+        return 0
+
+    @property
+    def longest_delay(self) -> int:
+        """No result lands more steps after its round begins."""
+        return 0
+
+    @property
+    def num_fragments(self) -> int:
+        """In how many parts the weights go."""
+        return 1
+
+    @property
+    def coding(self) -> str:
+        """In what messages travel: a key of `traffic.CODINGS`."""
+        return "fp32"
+
+    def check(self, num_replicas: int) -> None:  # noqa: B027  # most fit any number
+        """Raise `LayoutError` where the strategy cannot work with so many replicas."""
+
+    @abstractmethod
+    def rounds(self, step: int, num_replicas: int) -> list[Round]:
+        """The exchanges that begin after `step`, in order; the same on every replica."""
+
+    @abstractmethod
+    def init(self, weights: Weights) -> State:
+        """What a replica remembers at the start."""
+
+    @abstractmethod
+    def offer(
+        self, state: State, weights: Weights, due: Round
+    ) -> tuple[State, Weights, dict[str, Tensor]]:
+        """What changed in the state, the weights, and the message, for the weights of one fragment."""
+
+    @abstractmethod
+    def take(
+        self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
+    ) -> tuple[State, Weights]:
+        """What changed in the state, and the weights, when the result of an exchange lands."""
+
+    def __str__(self) -> str:
+        """`name(every=8, option=value, ...)`, without the options that have their default value."""
+        options = [
+            f"{f.name}={_text(getattr(self, f.name))}"
+            for f in fields(self)
+            if f.name == "every" or getattr(self, f.name) != f.default
+        ]
+        return f"{type(self).__name__.lower()}({', '.join(options)})"
+
+
+def of_kind(kind: str, weights: Weights) -> State:
+    """Copies of `weights` to remember as `kind`."""
+    return {f"{kind}.{name}": x.clone() for name, x in weights.items()}
+
+
+def refuse(strategy: Strategy, what: str, fix: str, why: str = "") -> LayoutError:
+    """The error for an option with a value that cannot be."""
+    return LayoutError(f"{what} in sync={strategy}", why=why, fix=fix)
+
+
+def at_least(strategy: Strategy, option: str, least: float) -> None:
+    """Raise unless an option is a number from `least` on."""
+    value = getattr(strategy, option)
+    if not value >= least:  # NaN is not either
+        raise refuse(
+            strategy, f"{option}={value} is below {least:g}", f"{option}={least:g} or more"
+        )
+
+
+def _text(value: object) -> str:
+    return repr(value) if isinstance(value, float) else str(value)

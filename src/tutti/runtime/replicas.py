@@ -1,0 +1,207 @@
+"""A step whose replicas agree now and then: which tensors take part, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.tensor import DTensor
+
+from tutti.capture.lift import StateTensor, optimizers_of, state_of
+from tutti.layout import Layout
+from tutti.replicas import parts, strategies
+from tutti.replicas.team import Team
+from tutti.runtime.residence import local_of, residence_of, run_device, set_local
+
+
+class Holder(Protocol):
+    """What holds the state: a `tutti.Step`."""
+
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    num_steps: int
+    agreeing: Agreeing | None
+
+
+class Agreeing:
+    """How the replicas of one step agree; does nothing before the step's first call.
+
+    They agree on the parameters that the step's optimizers train. Floating buffers (running statistics) are
+    averaged where all replicas take a mean; the optimizers' slots stay each replica's own.
+
+    `unread` is a checkpoint to go on from once the first call has laid out the state.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.strategy = strategies.parse(layout.sync)
+        self.team: Team | None = None
+        self.unread: Path | None = None
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank belongs to; 0 before there are ranks."""
+        if not dist.is_initialized():
+            return 0
+        return self.layout.mesh.coordinates(dist.get_rank())["replica"]
+
+    def rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """This replica's rows of the global batch."""
+        return parts.rows(tensors, self.replica, self.layout.num_replicas)
+
+    def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same for the tensors in a batch."""
+        return parts.of_batch(batch, self.replica, self.layout.num_replicas)
+
+    def start(self, step: Holder) -> None:
+        """All ranks together, once the state is laid out."""
+        names = [s.name for s in _trained(step)]
+        self.team = Team(self.strategy, self.layout.mesh, names, run_device(step.model))
+        everything = {s.name: local_of(s.tensor) for s in _here(step)}
+        self.team.start(self.weights(step), everything)
+        if self.unread is not None:
+            load(step, self.unread, described(step))
+
+    def after(self, step: Holder) -> None:
+        """What is due after the steps taken so far."""
+        assert self.team is not None
+        if not self.team.is_due(step.num_steps):
+            return
+        weights, buffers = self.weights(step), self.buffers(step)
+        with torch.no_grad():
+            changed = self.team.after(step.num_steps, weights, buffers)
+        tensors = {s.name: s.tensor for s in state_of(step.model, None)}
+        for name, value in changed.items():
+            if value is not weights.get(name):
+                set_local(tensors[name], value)
+
+    def restart(self, step: Holder) -> None:
+        """Forget what the strategy remembers: the weights have been replaced."""
+        self.unread = None
+        if self.team is not None:
+            self.team.restart(self.weights(step))
+
+    def weights(self, step: Holder) -> dict[str, Tensor]:
+        """This rank's part of what replicas agree on."""
+        here = {s.name for s in _here(step)}
+        return {s.name: local_of(s.tensor) for s in _trained(step) if s.name in here}
+
+    def buffers(self, step: Holder) -> dict[str, Tensor]:
+        """This rank's part of the running statistics."""
+        kept = [s for s in _here(step) if s.kind == "buffer" and _floating(s)]
+        return {s.name: local_of(s.tensor) for s in kept}
+
+
+# Checkpoints: the plain names hold replica 0's state, so any layout can read it. The other replicas' state,
+# and what the strategy remembers on each, stand beside them under names that no module has.
+
+
+def described(step: Holder) -> str:
+    """What must be the same for a run to go on as it would have."""
+    if step.agreeing is None:
+        return ""
+    return f"replica={step.layout.num_replicas} sync={step.agreeing.strategy}"
+
+
+def saved_as(step: Holder) -> str:
+    """The same of a checkpoint; "" before the first call, when strategies remember nothing yet."""
+    return described(step) if step.agreeing is not None and step.agreeing.team is not None else ""
+
+
+def to_save(step: Holder, state: Mapping[str, Any]) -> dict[str, Any]:
+    """`state` under the names of this rank's replica, and what its strategy remembers."""
+    if step.layout.num_replicas == 1 or not dist.is_initialized():
+        return dict(state)
+    replica = step.layout.mesh.coordinates(dist.get_rank())["replica"]
+    found = {_own(replica, n) if replica else n: x for n, x in state.items()}
+    agreeing = step.agreeing
+    if agreeing is not None and agreeing.team is not None:
+        found |= _remembered(step, replica, agreeing.team.state())
+    return found
+
+
+def load(step: Holder, path: Path, saved: str) -> None:
+    """Read this replica's own state beside what all have read, where `saved` fits this run.
+
+    Where it does not, replicas begin anew from replica 0's state. Before the first call nothing is laid
+    out, and rank 0's state will be sent to all: `path` is kept for then.
+    """
+    agreeing = step.agreeing
+    assert agreeing is not None
+    same = saved == described(step)
+    agreeing.unread = path if same and agreeing.team is None else None
+    team = agreeing.team
+    if team is None:
+        return
+    if not same:
+        agreeing.restart(step)
+        return
+    weights, replica = agreeing.weights(step), agreeing.replica
+    state = {s.name: s.tensor for s in state_of(step.model, step.optimizer)}
+    template = team.expected(weights, agreeing.buffers(step), step.num_steps)
+    remembered = _remembered(step, replica, template)
+    fresh = {n: torch.empty_like(x) for n, x in remembered.items()}
+    if replica:
+        fresh |= {_own(replica, n): torch.empty_like(x.detach()) for n, x in state.items()}
+    state_dict_loader.load(fresh, checkpoint_id=str(path))
+    if replica:
+        for name, tensor in state.items():
+            set_local(tensor, local_of(fresh[_own(replica, name)]))
+    prefix = _own(replica, "sync/")
+    team.load({n.removeprefix(prefix): local_of(fresh[n]) for n in remembered}, step.num_steps)
+
+
+def _remembered(step: Holder, replica: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A strategy's state by the name it is saved under; it lies as the weights do that it is about."""
+    likes = {s.name: s.tensor for s in state_of(step.model, None)}
+    found: dict[str, Tensor] = {}
+    for key, x in state.items():
+        like = likes.get(key.partition(".")[2])
+        if isinstance(like, DTensor):
+            x = DTensor.from_local(
+                x,
+                like.device_mesh,
+                like.placements,
+                run_check=False,
+                shape=like.shape,
+                stride=like.stride(),
+            )
+        found[_own(replica, f"sync/{key}")] = x
+    return found
+
+
+def _own(replica: int, name: str) -> str:
+    return f"replica/{replica}/{name}"
+
+
+def trained(model: nn.Module, optimizer: Any) -> list[StateTensor]:
+    """The parameters that the optimizers change, in the model's order."""
+    given = {
+        id(p)
+        for one in optimizers_of(optimizer)
+        for group in one.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    }
+    return [s for s in state_of(model, None) if id(s.tensor) in given and _floating(s)]
+
+
+def _trained(step: Holder) -> list[StateTensor]:
+    return trained(step.model, step.optimizer)
+
+
+def _here(step: Holder) -> list[StateTensor]:
+    """The state that this rank keeps: of a pipeline, that of its place."""
+    home = residence_of(step.model, step.layout)
+    place = step.layout.mesh.coordinates(dist.get_rank()).get("pipe", 0)
+    return [s for s in state_of(step.model, step.optimizer) if home.keeper(s.name, place) == place]
+
+
+def _floating(s: StateTensor) -> bool:
+    return s.tensor.is_floating_point()

@@ -1,0 +1,216 @@
+"""`verify` for replicas: on virtual ranks against one device a replica, the strategy played beside both.
+
+    replica 0   virtual ranks --+            one device --+
+    replica 1   virtual ranks --+-- rounds   one device --+-- rounds       all in float64
+                of each rank's shards                of whole weights
+
+The steps between rounds, when replicas are on their own, are left out: each step that is compared is followed
+by the next rounds that begin or land, however far apart they are in a run. As many are compared as it takes
+for every round of a period to have landed, and no fewer than asked for. Messages travel whole: what is
+rounded to few bits may round otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.capture.step import Captured, capture
+from tutti.errors import TuttiError
+from tutti.graph.promote import promoted, promoted_value
+from tutti.graph.virtual import VirtualRanks
+from tutti.layout import Layout, Mesh
+from tutti.partition.partition import Program
+from tutti.replicas import parts, strategies
+from tutti.replicas.average import Average
+from tutti.replicas.strategy import Strategy, Weights
+from tutti.replicas.virtual import Replicas
+from tutti.runtime.blame import first_difference_of
+from tutti.runtime.comparisons import (
+    PARTITION_TOLERANCE,
+    Errors,
+    PartitionComparison,
+    feed_of,
+    inputs_of,
+    largest,
+    largest_difference,
+)
+from tutti.runtime.replicas import trained
+from tutti.runtime.verify import Subject, Verdict
+
+Feed = dict[str, Any]
+
+
+def compare_replicas(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    batch: tuple[Any, ...],
+    layout: Layout,
+    *,
+    place: Mapping[str, str] | None,
+    steps: int,
+    dtype: torch.dtype,
+    seed: int,
+    cut: Sequence[str] = (),
+    strategy: Strategy | None = None,
+) -> Verdict:
+    """Both comparisons for a layout with replicas; `strategy` replaces the layout's on the virtual ranks
+    (to inject faults)."""
+    if dtype != torch.float64:
+        raise TuttiError(f"verify compares in float64, not {dtype}", fix="leave dtype out")
+    due = whole_messages(strategies.parse(layout.sync))
+    batches = [parts.of_batch(batch, r, layout.num_replicas) for r in range(layout.num_replicas)]
+    subject = Subject(
+        train_step, model, optimizer, batches[0], steps=steps, seed=seed, precision=layout.precision
+    )
+    feeds = [feed_of(subject.captured, optimizer, own) for own in batches]
+    program = subject.program(layout, place)
+    names = [s.name for s in trained(model, optimizer)]
+    comparison = ReplicaComparison(subject, program, feeds, names, due, strategy or due, cut)
+    if isinstance(due, Average) and due.every == 1:
+        whole = capture(train_step, model, optimizer, batch, precision=layout.precision)
+        comparison.data = _OneDevice(whole, subject.start, feed_of(whole, optimizer, batch), seed)
+    comparison.run(steps)
+    return _verdict(subject, program, comparison, feeds[0])
+
+
+def _verdict(subject: Subject, program: Program, found: ReplicaComparison, feed: Feed) -> Verdict:
+    partition, captured = found.errors, subject.capture.errors
+    same = partition.worst <= PARTITION_TOLERANCE
+    first = None
+    if not same:
+        first = first_difference_of(program, subject.start, feed, subject.seed, subject.steps)
+    return Verdict(
+        ok=same and captured.worst <= subject.capture.tolerance,
+        layout=str(program.layout),
+        steps=len(found.visits(subject.steps)),
+        num_tensors=partition.count,
+        max_error=partition.worst,
+        worst=partition.name,
+        capture_error=captured.worst,
+        worst_capture=captured.name,
+        first_difference=first,
+        data_error=found.data.errors.worst if found.data is not None else None,
+    )
+
+
+def whole_messages(strategy: Strategy) -> Strategy:
+    """The same strategy, its messages uncoded."""
+    return replace(strategy, traffic="fp32") if hasattr(strategy, "traffic") else strategy  # type: ignore[call-arg]
+
+
+class ReplicaComparison:
+    """Every replica's program and its rounds, on virtual ranks and on one device a replica.
+
+    Args:
+        subject: captured with the rows of replica 0; those of others have the same shapes.
+        feeds: hyper-parameters and batch of each replica.
+        names: the weights that replicas agree on.
+        strategy: played on the whole weights.
+        ours: played on the shards.
+        cut: where the stages of a pipeline begin.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        program: Program,
+        feeds: list[Feed],
+        names: list[str],
+        strategy: Strategy,
+        ours: Strategy,
+        cut: Sequence[str] = (),
+    ) -> None:
+        self.strategy = strategy
+        self.data: _OneDevice | None = None
+        played = subject.played(program, cut)
+        self.parts = [
+            PartitionComparison(
+                subject.captured,
+                program,
+                subject.start,
+                feed,
+                parts.seed_of(subject.seed, r),
+                played=played,
+            )
+            for r, feed in enumerate(feeds)
+        ]
+        state = [s for s in subject.captured.state if s.tensor.is_floating_point()]
+        self.names, self.buffers = names, [s.name for s in state if s.kind == "buffer"]
+        self.errors = self.parts[0].errors
+        for part in self.parts:
+            part.errors = self.errors
+        # One on whole weights, and one for each virtual rank.
+        self._held = [[part.one for part in self.parts]]
+        self._held += [
+            [part.many[p][r] for part in self.parts]
+            for p, ranks in enumerate(self.parts[0].many)
+            for r in range(len(ranks))
+        ]
+        self._replicas = [
+            Replicas(ours if i else strategy, self.names, [self._of(x, self.names) for x in held])
+            for i, held in enumerate(self._held)
+        ]
+
+    def run(self, steps: int) -> None:
+        """Take `steps` steps or more, each followed by the next rounds."""
+        for k, passed in enumerate(self.visits(steps)):
+            for part in self.parts:
+                part.advance(k)
+            for step in passed:
+                self._agree(step)
+            for part in self.parts:
+                part.compare_state(k)
+            if self.data is not None:
+                self.data.compare(k, self.parts[0].one, self.names)
+
+    def visits(self, steps: int) -> list[range]:
+        """For each step that is compared, the steps of a run that it stands for: up to the next rounds."""
+        strategy, found = self.strategy, list[range]()
+        first = begin = strategy.warm_up + 1
+        until = first + strategy.period + strategy.longest_delay
+        landing: set[int] = set()
+        for step in itertools.count(first):
+            landing |= {due.lands for due in strategy.rounds(step, len(self.parts))}
+            if strategy.rounds(step, len(self.parts)) or step in landing:
+                found.append(range(begin, step + 1))
+                begin = step + 1
+            if step + 1 >= until and len(found) >= steps:
+                return found
+        raise AssertionError("a count has no end")
+
+    def _agree(self, step: int) -> None:
+        for replicas, held in zip(self._replicas, self._held, strict=True):
+            weights = [self._of(x, self.names) for x in held]
+            buffers = [self._of(x, self.buffers) for x in held]
+            for state, new in zip(held, replicas.after(step, weights, buffers), strict=True):
+                state |= new
+
+    def _of(self, state: dict[str, Tensor], names: list[str]) -> Weights:
+        return {n: state[n] for n in names if n in state}
+
+
+class _OneDevice:
+    """One program on the whole batch, with which replicas that agree after every step may be equal."""
+
+    def __init__(self, captured: Captured, start: dict[str, Tensor], feed: Feed, seed: int) -> None:
+        self.captured, self.seed = captured, seed
+        self.feed = {n: promoted_value(x) for n, x in feed.items()}
+        self.state = {n: promoted_value(x) for n, x in start.items()}
+        self._dense = promoted(captured.graph, captured.owner)[:2]
+        self.errors = Errors()
+
+    def compare(self, k: int, state: Mapping[str, Tensor], names: list[str]) -> None:
+        """Take step `k`, and compare the weights `names` of `state` with its own."""
+        inputs = [inputs_of(self.captured, self.state, self.feed)]
+        new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(*self._dense, inputs)[0][1]
+        self.state |= dict(zip(self.captured.updated, new, strict=True))
+        scale = max((largest(self.state[n]) for n in names), default=0.0)
+        for n in names:
+            self.errors.add(n, largest_difference(state[n], self.state[n]), scale)

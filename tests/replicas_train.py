@@ -1,0 +1,186 @@
+"""Short runs with replicas, to be compared: on the ranks of a pool, and written out in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+import runs
+import tutti
+from tutti.replicas.parts import rows
+from tutti.replicas.strategies import parse
+from tutti.replicas.virtual import Replicas
+
+State = dict[str, NDArray[Any]]
+PLACE = {"0.weight": "tensor, -"}
+WAIT_SECONDS = 25.0
+
+
+def train_step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    """One step on a mean of squares."""
+    loss = F.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def class_step(model: nn.Module, x: Tensor) -> Tensor:
+    """An evaluation."""
+    return model(x)
+
+
+def make(kind: str = "adamw", seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A small model in float64, and an optimizer; `norm` has running statistics."""
+    torch.manual_seed(seed)
+    norm = [nn.BatchNorm1d(16)] if kind == "norm" else []
+    model = nn.Sequential(nn.Linear(8, 16), *norm, nn.GELU(), nn.Linear(16, 4)).double()
+    if kind == "sgd":
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def batch_at(step: int) -> tuple[Tensor, Tensor]:
+    """The global batch of a step."""
+    chance = torch.Generator().manual_seed(step)
+    x, y = torch.randn(8, 8, generator=chance), torch.randn(8, 4, generator=chance)
+    return x.double(), y.double()
+
+
+def run(step: tutti.Step, begin: int, end: int) -> list[float]:
+    """The losses of some steps."""
+    return [step(*batch_at(k)).item() for k in range(begin, end)]
+
+
+def state_of(step: tutti.Step) -> State:
+    """The whole state of this rank's replica."""
+    return {n: runs.whole(x).numpy().copy() for n, x in step.state_dict().items()}
+
+
+def train(layout: str, steps: int, kind: str = "adamw") -> tuple[list[float], State]:
+    """On a rank: the losses of its replica, and the state after the run."""
+    model, optimizer = make(kind, seed=dist.get_rank())  # rank 0's weights are those that count
+    step = tutti.distribute(train_step, model, optimizer, layout, place=PLACE)
+    return run(step, 0, steps), state_of(step)
+
+
+def reference(
+    sync: str, count: int, steps: int, kind: str = "adamw"
+) -> list[tuple[list[float], State]]:
+    """Every replica's losses and model, in plain PyTorch; the strategy is played on whole weights."""
+    model, _ = make(kind)
+    models = [copy.deepcopy(model) for _ in range(count)]
+    optimizers = []
+    for one in models:
+        made = make(kind)[1]
+        options = {k: v for k, v in made.param_groups[0].items() if k in ("lr", "momentum")}
+        optimizers.append(type(made)(one.parameters(), **options))
+    names = [n for n, _ in model.named_parameters()]
+    replicas = Replicas(parse(sync), names, [weights_of(one) for one in models])
+    losses: list[list[float]] = [[] for _ in models]
+    for k in range(steps):
+        for r, (one, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            losses[r].append(train_step(one, optimizer, *rows(list(batch_at(k)), r, count)).item())
+        buffers = [statistics_of(one) for one in models]
+        changed = replicas.after(k + 1, [weights_of(one) for one in models], buffers)
+        for one, new in zip(models, changed, strict=True):
+            for name, x in one.state_dict().items():
+                x.copy_(new.get(name, x))
+    return [
+        (mine, {n: x.numpy() for n, x in one.state_dict().items()})
+        for mine, one in zip(losses, models, strict=True)
+    ]
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters."""
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+def statistics_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the floating buffers."""
+    return {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+
+
+def save_and_go_on(layout: str, before: int, steps: int, path: str) -> tuple[list[float], State]:
+    """A run that saves on its way."""
+    step = tutti.distribute(train_step, *make(), layout)
+    run(step, 0, before)
+    step.save(Path(path))
+    return run(step, before, steps), state_of(step)
+
+
+def resume(layout: str, first: int, steps: int, path: str) -> tuple[int, State, list[float], State]:
+    """A run that loads after `first` steps of its own: where it is then, and where it ends."""
+    step = tutti.distribute(train_step, *make(), layout)
+    run(step, 0, first)
+    step.load(Path(path))
+    at = step.num_steps
+    there = state_of(step)
+    return at, there, run(step, at, steps), state_of(step)
+
+
+def one_replica_is_late(sync: str, steps: int, late_at: int, seen_at: int, path: str) -> list[int]:
+    """Replica 1 takes its step `late_at` after replica 0 has taken its step `seen_at`: the steps that it
+    knows replica 0 to have taken when it goes on."""
+    step = tutti.distribute(train_step, *make(), f"replica=2 sync={sync}")
+    note, found = Path(path), []
+    for k in range(1, steps + 1):
+        if dist.get_rank() == 1 and k == late_at:
+            until = time.monotonic() + WAIT_SECONDS
+            while not note.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            found.append(int(note.read_text()) if note.exists() else -1)
+        step(*batch_at(k))
+        if dist.get_rank() == 0 and k == seen_at:
+            note.with_suffix(".draft").write_text(str(k))
+            note.with_suffix(".draft").rename(note)
+    return found
+
+
+def evaluate(layout: str) -> tuple[Any, Any, State]:
+    """What an evaluation returns for the whole batch after a step that makes replicas differ."""
+    model, optimizer = make()
+    step = tutti.distribute(train_step, model, optimizer, layout)
+    look = tutti.distribute(class_step, model, layout=layout)
+    x, y = batch_at(0)
+    step(x, y)
+    return look(x).tolist(), dist.get_rank(), state_of(step)
+
+
+def start_differently(layout: str) -> str:
+    """What a rank says when rank 0's state has not been sent."""
+    from tutti.runtime import residence
+
+    model, optimizer = make(seed=dist.get_rank())
+    step = tutti.distribute(train_step, model, optimizer, layout)
+    kept = residence.dist.broadcast
+    residence.dist.broadcast = lambda *args: None  # type: ignore[assignment]
+    try:
+        step(*batch_at(0))
+    except tutti.TuttiError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        residence.dist.broadcast = kept  # type: ignore[assignment]
+    return "nothing"
+
+
+def largest_difference(found: State, expected: State) -> float:
+    """Over the tensors of `expected`."""
+    assert expected.keys() <= found.keys()
+    return max(float(np.abs(found[n] - x).max()) for n, x in expected.items())
+
+
+def losses_of(layout: str, steps: int) -> list[float]:
+    """The losses of a run alone."""
+    step = tutti.distribute(train_step, *make(seed=dist.get_rank()), layout)
+    return run(step, 0, steps)

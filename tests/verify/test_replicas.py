@@ -1,0 +1,100 @@
+"""`verify` of replicas: every strategy, layouts inside a replica, what is data parallelism, and faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import replicas_train as training
+import tutti
+from tutti.layout import Layout
+from tutti.replicas.strategies import parse
+from tutti.runtime.verify import Verdict
+from tutti.runtime.verify_replicas import compare_replicas
+
+LAYOUTS = [
+    "replica=2 sync=average(every=1)",
+    "replica=4 sync=average(every=8, then=16, after=3)",
+    "replica=2 data=2 zero=1 sync=diloco(every=50)",
+    "replica=2 data=2 zero=3 sync=diloco(every=20, fragments=3, delay=4, traffic=int8)",
+    "replica=2 tensor=2 sync=average(every=4, traffic=bf16)",
+    "replica=2 pipe=2 micro=2 sync=diloco(every=3, fragments=2)",
+    "replica=4 data=2 sync=gossip(every=2, delay=3)",
+]
+
+
+def verdict(layout: str, kind: str = "adamw", **options: Any) -> Verdict:
+    model, optimizer = training.make(kind)
+    x, y = training.batch_at(0)
+    batch = x.repeat(2, 1), y.repeat(2, 1) + torch.arange(16.0)[:, None]
+    return tutti.verify(
+        training.train_step, model, optimizer, batch, layout, place=training.PLACE, **options
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replicas_are_as_many_runs_on_one_device(layout: str) -> None:
+    found = verdict(layout)
+    assert found.ok, found
+    assert found.max_error < 1e-12
+    assert ("data " in str(found)) == ("every=1)" in layout)
+
+
+def test_statistics_are_averaged_and_dropout_is_each_replicas_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(8, 8), torch.randn(8, 4)
+    layout = "replica=2 data=2 sync=average(every=2)"
+    assert tutti.verify(training.train_step, model, optimizer, batch, layout).ok
+
+
+@pytest.mark.parametrize("layout", ["replica=2", "replica=4 tensor=2", "replica=2 data=2 zero=3"])
+def test_averaging_every_step_of_sgd_is_data_parallelism(layout: str) -> None:
+    found = verdict(f"{layout} sync=average(every=1)", "sgd", steps=4)
+    assert found.ok and found.data_error is not None and found.data_error < 1e-14
+    assert "to one program on the whole batch: the same numbers" in str(found)
+
+
+def test_averaging_every_step_of_adam_is_not() -> None:
+    found = verdict("replica=2 sync=average(every=1)")
+    assert found.ok and found.data_error is not None and found.data_error > 1e-6
+    assert "not the same" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("sync", "other"),
+    [
+        ("diloco(every=4)", "diloco(every=4, lr=0.701)"),
+        ("diloco(every=4)", "average(every=4)"),
+        ("average(every=4)", "gossip(every=4)"),
+        ("average(every=2, then=4)", "average(every=2)"),
+        ("diloco(every=4, fragments=2, delay=1)", "diloco(every=4, fragments=2, delay=2)"),
+        ("diloco(every=4, fragments=2)", "diloco(every=4)"),
+    ],
+)
+def test_ranks_that_agree_otherwise_are_caught(sync: str, other: str) -> None:
+    model, optimizer = training.make("adamw")
+    laid_out = Layout.parse(f"replica=4 sync={sync}")
+    found = compare_replicas(
+        training.train_step,
+        model,
+        optimizer,
+        training.batch_at(0),
+        laid_out,
+        place=None,
+        steps=2,
+        dtype=torch.float64,
+        seed=0,
+        strategy=parse(other),
+    )
+    assert not found.ok and found.max_error > 1e-6
+    assert "NOT the same step" in str(found)
+
+
+def test_samples_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(tutti.TuttiError, match=r'"replica" \(size 3\)'):
+        verdict("replica=3 sync=average(every=2)")
