@@ -35,10 +35,10 @@ LLAMA = LlamaCase(
     name="llama 6 layers, vocabulary 32k",
     vocab=32768,
     window=128,
-    width=256,
+    width=512,
     depth=6,
-    hidden=688,
-    kv_heads=4,
+    hidden=1376,
+    kv_heads=8,
     per_rank=8,
     in_micro=8,
 )

@@ -143,7 +143,7 @@ def load(step: Holder, path: Path, saved: str) -> None:
         agreeing.restart(step)
         return
     weights, replica = agreeing.weights(step), agreeing.replica
-    state = {s.name: s.tensor for s in state_of(step.model, step.optimizer)}
+    state = {s.name: s.tensor for s in _here(step)}
     template = team.expected(weights, agreeing.buffers(step), step.num_steps)
     remembered = _remembered(step, replica, template)
     fresh = {n: torch.empty_like(x) for n, x in remembered.items()}
