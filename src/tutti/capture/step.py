@@ -79,7 +79,7 @@ class Captured:
     @property
     def output(self) -> tuple[list[Any], list[fx.Node]]:
         """The returned leaves and the new state values."""
-        node = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        node = self.graph.output_node()
         return node.args[0]  # type: ignore[return-value]
 
 
@@ -282,7 +282,7 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
             f"the step writes into its input {written[0]}",
             fix="clone it before changing it in place",
         )
-    output = next(n for n in graph.nodes if n.op == "output")
+    output = graph.output_node()
     returned = (
         list(output.args[0]) if isinstance(output.args[0], list | tuple) else [output.args[0]]
     )

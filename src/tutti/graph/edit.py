@@ -16,6 +16,11 @@ NOTES = ("source", "forward_source", "module", "region", "stream")
 REMADE = "remade"
 
 
+def source_of(node: fx.Node) -> str:
+    """The user's line of a node, for one of the backward that of the forward op behind it; or ""."""
+    return node.meta.get("forward_source") or node.meta.get("source") or ""
+
+
 def value_of(x: Any) -> Any:
     """The fake value of a node; anything else unchanged, containers mapped."""
     return map_arg(x, lambda n: n.meta["val"])

@@ -36,7 +36,7 @@ def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[Bloc
         for x in dead:
             for block in storages.of.get(x, ()):
                 end[block] = max(end.get(block, 0), order[node])
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    output = graph.output_node()
     kept = {block for x in output.all_input_nodes for block in storages.of[x]}
     nodes = list(graph.nodes)
     freed: dict[fx.Node, list[Block]] = {}

@@ -60,7 +60,7 @@ class PartMemory:
         self._freed = last_holders(part.graph, self.storages)
         inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
         self.inputs = dict(zip(part.inputs, inputs, strict=True))
-        output = next(n for n in reversed(part.graph.nodes) if n.op == "output")
+        output = part.graph.output_node()
         outputs, summed = output.args[0]  # type: ignore[misc]
         self.outputs: dict[str, fx.Node] = dict(zip(part.outputs, outputs, strict=True))  # type: ignore[arg-type]
         self.summed: dict[str, fx.Node] = dict(zip(part.summed, summed, strict=True))  # type: ignore[arg-type]

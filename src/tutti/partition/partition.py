@@ -16,6 +16,7 @@ from tutti.capture.step import Captured
 from tutti.errors import ShardingError
 from tutti.graph import collectives
 from tutti.graph.boundary import IDENTITIES, boundary
+from tutti.graph.edit import source_of
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.choose import Choice, Chooser, Offer
@@ -211,7 +212,7 @@ class _Writer:
         raise ShardingError(
             f'{op_name(node)} cannot take "{name}" split over {"+".join(sorted(lost))} '
             f"as {self.plan.compute[name]}",
-            at=quoted(node.meta.get("forward_source") or node.meta.get("source") or ""),
+            at=quoted(source_of(node)),
             why=f'place["{pattern}"]; the op splits as "{rule}" ("!" and "1" stay whole)',
             fix="place another dim of it, or leave it out: a weight without a place follows the rest",
         )

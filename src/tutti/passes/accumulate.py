@@ -38,7 +38,7 @@ def _with_adding(part: Part, ops: dict[str, str]) -> Part:
         return part
     graph = fx.Graph()
     graph.output(graph.graph_copy(part.graph, {}))
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    output = graph.output_node()
     both: Any = output.args[0]
     outputs, summed = both
     output.args = ((outputs, summed[count:]),)

@@ -113,7 +113,7 @@ def _cloned(graph: fx.Graph, x: fx.Node, before: fx.Node) -> fx.Node:
 
 def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:
     """Clone a new state value that is a view, or that shares its memory with another output."""
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    output = graph.output_node()
     both: Any = output.args[0]
     returned, updates = both
     taken = {roots[x] for x in returned if isinstance(x, fx.Node) and x in roots}

@@ -115,7 +115,7 @@ def _embedding(graph: fx.Graph, x: fx.Node, memory: fx.Node) -> fx.Node:
 def leave_buffers(graph: fx.Graph) -> None:
     """Clone what the program gives out of a buffer: the next call will use its memory again."""
     roots = roots_of(graph)
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    output = graph.output_node()
 
     def own(x: fx.Node) -> fx.Node:
         if x not in roots or roots[x].target is not collectives.buffer:

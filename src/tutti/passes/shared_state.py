@@ -98,7 +98,7 @@ def _wholes(graph: fx.Graph, node: fx.Node, program: Program, target: Target) ->
     order = positions_of(graph)
     given: Any = node.args
     xs, wheres = given[1], given[3]
-    output: Any = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    output: Any = graph.output_node().args[0]
     new = dict(zip(output[1], program.captured.updated, strict=True))
     state = {n.meta.get("name"): n for n in graph.nodes if n.op == "placeholder"}
     found: dict[int, fx.Node] = {}

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from tutti.capture.regions import quoted
 from tutti.errors import ShardingError
 from tutti.graph import collectives
-from tutti.graph.edit import NOTES
+from tutti.graph.edit import NOTES, source_of
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Sharding
 from tutti.pipeline.over_time import MICRO, sums_over_time, take_apart
@@ -246,7 +246,7 @@ class _Sorter:
         while self.moments.when.get(summed) == AFTER and not sums_over_time(summed):
             summed = next(x for x in summed.all_input_nodes if self.moments.when[x] == AFTER)
         coupled = summed.meta.get("user") or node
-        source = coupled.meta.get("forward_source") or coupled.meta.get("source") or ""
+        source = source_of(coupled)
         module = coupled.meta.get("module") or ""
         where = f" in {module}" if module else ""
         if self.num_micro == 1:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from tutti.graph import collectives
+from tutti.graph.edit import source_of
 from tutti.graph.loop import RECEIVE, SEND, Body, Do, Sum, loop
 from tutti.partition.partition import Program
 from tutti.pipeline.action import Action
@@ -233,7 +234,7 @@ class _Writer:
             results=tuple(sum_of(totals[n]) for n in names),
             messages={k: tuple(x.name for x in v) for k, v in messages.items()},
             vals={x.name: fake_of(x) for v in messages.values() for x in v},
-            sources={x.name: _line(x) for v in messages.values() for x in v},
+            sources={x.name: source_of(x) for v in messages.values() for x in v},
         )
 
     def _results(self) -> list[tuple[fx.Node, frozenset[int]]]:
@@ -241,10 +242,6 @@ class _Writer:
         found = [(x, frozenset(self.places)) for x in returned if isinstance(x, fx.Node)]
         named = zip(updates, self.program.captured.updated, strict=True)
         return found + [(x, self.owners[name]) for x, name in named]
-
-
-def _line(node: fx.Node) -> str:
-    return node.meta.get("forward_source") or node.meta.get("source") or ""
 
 
 def sum_of(total: fx.Node) -> Sum:
@@ -285,7 +282,7 @@ def _do(action: Action) -> Do:
 
 def output_of(graph: fx.Graph) -> tuple[list[Any], list[fx.Node]]:
     """What a program returns, and its new state."""
-    both: Any = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+    both: Any = graph.output_node().args[0]
     return both
 
 
@@ -332,12 +329,12 @@ class _Graph:
         if self.place == source:
             xs = [self.here[n] for n in nodes]
             sent = self.graph.call_function(collectives.send, (xs, source, to))
-            sent.meta = {"val": None, "source": _line(nodes[0])}
+            sent.meta = {"val": None, "source": source_of(nodes[0])}
         elif self.place == to:
             likes = [n.meta["val"] for n in nodes]
             args = (source, to, [(tuple(v.shape), v.dtype) for v in likes])
             got = self.graph.call_function(collectives.receive, args)
-            got.meta = {"val": likes, "source": _line(nodes[0])}
+            got.meta = {"val": likes, "source": source_of(nodes[0])}
             self._items(got, nodes)
 
     def _items(self, several: fx.Node, nodes: Sequence[fx.Node]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph.edit import REMADE
+from tutti.graph.edit import REMADE, source_of
 from tutti.graph.liveness import last_holders, peak, peak_inside
 from tutti.graph.loop import loop
 from tutti.graph.loop_memory import Piece
@@ -108,7 +108,7 @@ def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
         other_nbytes=nbytes["other"],
         op=op_name(at) + where,
         region=at.meta.get("region", ""),
-        source=_source(at),
+        source=source_of(at),
         largest=tuple(kinds.held(b) for b in values[:NUM_LARGEST]),
     )
 
@@ -139,7 +139,7 @@ class _Kinds:
     """Which of the four kinds a block is, and how its value is called."""
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
-        output = next(n for n in reversed(graph.nodes) if n.op == "output")
+        output = graph.output_node()
         both: Any = output.args[0]
         self.updates = {block for x in both[1] for block in storages.of[x]}
         self.ends = {b: n for n, dead in last_holders(graph, storages).items() for b in dead}
@@ -177,7 +177,7 @@ class _Kinds:
         shape = tuple(val.shape) if isinstance(val, Tensor) else ()
         module = node.meta.get("module") or ""
         name = node.meta.get("name") or op_name(block.node) + (f" of {module}" if module else "")
-        return Held(name, shape, block.nbytes, self.of(block), _source(node))
+        return Held(name, shape, block.nbytes, self.of(block), source_of(node))
 
 
 def _kind_in_loop(piece: Piece) -> str:
@@ -185,7 +185,3 @@ def _kind_in_loop(piece: Piece) -> str:
     if region == "forward" or REMADE in piece.node.meta:
         return "activation"
     return "gradient" if piece.summed and region == "backward" else "other"
-
-
-def _source(node: fx.Node) -> str:
-    return node.meta.get("forward_source") or node.meta.get("source") or ""

@@ -17,6 +17,7 @@ from torch import fx
 
 from tutti.graph import collectives
 from tutti.graph.cost import RATES, nbytes_of, seconds_of
+from tutti.graph.edit import source_of
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulate import Timeline, simulate
 
@@ -120,7 +121,7 @@ def _stage(made: Timed, number: int) -> Stage:
         if stage == number
     }
     nodes = [n for n in made.stages.stage if _is(made, n, number)]
-    source = next((_source(n) for n in nodes if _source(n)), "")
+    source = next(filter(None, map(source_of, nodes)), "")
     return Stage(number, place, tuple(_modules(made, number)), seconds, source)
 
 
@@ -165,8 +166,4 @@ def _messages(made: Timed) -> Iterator[Message]:
             if node.target is collectives.send:
                 xs, source, to = node.args
                 nbytes = sum(map(nbytes_of, xs))
-                yield Message("", None, (source, to), len(xs), nbytes, 1, _source(node))
-
-
-def _source(node: fx.Node) -> str:
-    return node.meta.get("forward_source") or node.meta.get("source") or ""
+                yield Message("", None, (source, to), len(xs), nbytes, 1, source_of(node))

@@ -11,6 +11,7 @@ from torch import fx
 from tutti.comm.failure import format_nbytes
 from tutti.graph import text
 from tutti.graph.boundary import boundary
+from tutti.graph.edit import source_of
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
@@ -18,7 +19,7 @@ from tutti.pipeline.timed import Timed
 from tutti.planner.memory import predict, predict_places
 from tutti.report.memory import memory_text
 from tutti.report.pipeline import pipeline_text
-from tutti.report.records import Record, dtype_text, records, source_of
+from tutti.report.records import Record, dtype_text, records
 from tutti.report.table import columns
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from tutti.graph import collectives, text
+from tutti.graph.edit import source_of
 from tutti.graph.loop import loop
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
@@ -74,7 +75,7 @@ def _record(program: Program, node: fx.Node) -> Record:
     result: Tensor = node.meta["val"]
     full = max(operand.nbytes, result.nbytes)
     factor = {"all_reduce": 2 * (n - 1) / n}.get(node.target.__name__, (n - 1) / n)  # type: ignore[union-attr]
-    source = user.meta.get("forward_source") or user.meta.get("source") or source_of(value)
+    source = source_of(user) or source_of(value)
     return Record(
         kind=node.target.__name__,  # type: ignore[union-attr]
         axes=axes,
@@ -91,11 +92,6 @@ def _record(program: Program, node: fx.Node) -> Record:
 def dtype_text(x: Tensor) -> str:
     """Short, such as `f32`."""
     return text.SHORT.get(x.dtype, str(x.dtype))
-
-
-def source_of(node: fx.Node) -> str:
-    """The user's line of a node, that of the forward op for a backward one; or ""."""
-    return node.meta.get("forward_source") or node.meta.get("source") or ""
 
 
 def _value_name(program: Program, value: fx.Node, user: fx.Node) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from tutti.graph.edit import source_of
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
@@ -103,7 +104,7 @@ class _Finder:
         else:
             error = float("inf")
         if not error <= PARTITION_TOLERANCE:
-            source = value.meta.get("forward_source") or value.meta.get("source", "")
+            source = source_of(value)
             self.found = Difference(
                 node=made.name,
                 op=str(getattr(made.target, "__name__", made.target)),

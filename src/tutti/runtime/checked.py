@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from tutti.errors import TuttiError
 from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
+from tutti.graph.edit import source_of
 from tutti.graph.loop import Body, loop
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
@@ -97,7 +98,7 @@ class _Nodes(fx.Interpreter):
         what = "the sum over the micro-batches" if summed else op_name(n)
         return TuttiError(
             f"{what} made NaN or infinity of finite values at step {self.step.step}",
-            at=n.meta.get("forward_source") or n.meta.get("source", ""),
+            at=source_of(n),
             why=f"the first such node of the step ({n.meta.get('region', '')}, "
             f"module {n.meta.get('module') or 'none'}{self.where}); the state is as before this step",
         )
