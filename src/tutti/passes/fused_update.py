@@ -18,6 +18,9 @@ from torch import fx
 from tutti.graph.edit import NOTES
 from tutti.graph.updates import BY_OP
 
+# Calls with other work between them are joined up to so many bytes of gradients: these wait for the last.
+GROUP_NBYTES = 4 * 2**20
+
 
 def fused_update(graph: fx.Graph) -> int:
     """Rewrite `graph`; returns how many calls went into others.
@@ -50,16 +53,28 @@ def _key(node: fx.Node) -> Any:
 def _independent(graph: fx.Graph, first: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
     """`first` and the later calls like it that need none of their results; and all that does."""
     members, after, seen, key = [first], set(), {first}, _key(first)
+    nbytes, apart = _nbytes(first), False
     node = first.next
     while node.op != "root":
         if any(x in seen for x in node.all_input_nodes):
             after.add(node)
             seen.add(node)
         elif _key(node) == key:
+            if apart and nbytes + _nbytes(node) > GROUP_NBYTES:
+                break
             members.append(node)
             seen.add(node)
+            nbytes, apart = nbytes + _nbytes(node), False
+        else:
+            apart |= node.meta.get("region") != "update"
         node = node.next
     return members, after
+
+
+def _nbytes(update: fx.Node) -> int:
+    """The bytes of the gradients that a call reads."""
+    lists: Any = update.args
+    return sum(x.meta["val"].nbytes for x in lists[1])
 
 
 def _join(graph: fx.Graph, members: list[fx.Node], after: set[fx.Node]) -> None:

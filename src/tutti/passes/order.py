@@ -20,6 +20,7 @@ from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.accumulate import accumulate
 from tutti.passes.bucket import bucket
+from tutti.passes.early_update import early_update
 from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
 from tutti.passes.in_place import in_place
@@ -60,9 +61,10 @@ def _remat(graph: fx.Graph, program: Program, target: Target) -> None:
 
 PASSES = (
     Pass("remat", _remat),
-    Pass("fused_update", lambda graph, program, target: fused_update(graph)),
     Pass("foreach", lambda graph, program, target: foreach(graph)),
     Pass("bucket", lambda graph, program, target: bucket(graph, target)),
+    Pass("early_update", lambda graph, program, target: early_update(graph, target)),
+    Pass("fused_update", lambda graph, program, target: fused_update(graph)),
     Pass("shared_state", shared_state),
     Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
     Pass("overlap", lambda graph, program, target: overlap(graph, target)),

@@ -140,23 +140,23 @@ def wait_for_readers(graph: fx.Graph) -> int:
     }
     roots = roots_of(graph)
     wholes: set[fx.Node] = set()
-    # At the beginning the others may still be in the step before.
-    watched = set(axes_of.values())
+    # Names of state that others may be reading; at the beginning, still in the step before.
+    watched = set(axes_of)
     count = 0
     for node in list(graph.nodes):
         if _views(node, wholes):
             wholes.add(node)
-        for axes in {axes_of[n] for n in _written(node, roots) & set(axes_of)} & watched:
+        for axes in {axes_of[n] for n in _written(node, roots) & watched}:
             with graph.inserting_before(node):
                 graph.call_function(collectives.meet, (axes,)).meta = {"val": None}
-            watched.discard(axes)
+            watched -= {n for n in watched if axes_of[n] == axes}
             count += 1
         if node.target in _MEETINGS:
-            watched.discard(collectives.axes_of(node))
-        looks = [x for x in node.all_input_nodes if x in wholes]
-        watched |= {axes_of[roots[x].meta["name"]] for x in looks}
+            axes = collectives.axes_of(node)
+            watched -= {n for n in watched if axes_of[n] == axes}
+        watched |= {roots[x].meta["name"] for x in node.all_input_nodes if x in wholes}
         if node.target is collectives.gather_into:
-            watched.add(collectives.axes_of(node))
+            watched |= set(node.args[0])  # type: ignore[arg-type]
     return count
 
 

@@ -1,0 +1,108 @@
+"""`early_update`: a weight is updated as soon as its gradient is there, not after the whole backward.
+
+    backward   %7 = mm(%5, %x2)                       backward   %7 = mm(%5, %x2)
+               %8 = mm(%6, %x1)              ->       update     %9 = adamw([%w2], [%7], ...)
+    update     %9 = adamw([%w2], [%7], ...)           backward   %8 = mm(%6, %x1)
+               %10 = adamw([%w1], [%8], ...)          update     %10 = adamw([%w1], [%8], ...)
+
+So a gradient is read while it is in the cache, and few of them are held at once: others take their memory.
+
+An op of the update moves up behind its last operand, and behind all that reads the old value of the state
+that it is about. What needs every gradient stays, such as what follows from a global norm. So does what waits
+for other hosts or between GPUs: there `overlap` lets the backward go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from torch import fx
+
+from tutti.graph import collectives
+from tutti.graph.aliases import aliased, written
+from tutti.graph.loop import loop
+from tutti.graph.order import positions_of
+from tutti.passes.target import Target
+
+# What all ranks of a group, or the places of a pipeline, go through in one order.
+_ORDERED = {
+    *collectives.COLLECTIVES,
+    *collectives.JOINED,
+    collectives.finish,
+    collectives.buffer,
+    collectives.send,
+    collectives.receive,
+    loop,
+}
+
+
+def early_update(graph: fx.Graph, target: Target) -> int:
+    """Reorder `graph`; returns how many nodes stand elsewhere than before.
+
+    A graph in which something is overwritten already stays as it is: its order says more than its edges.
+    """
+    if any(map(written, graph.nodes)):
+        return 0
+    order = positions_of(graph)
+    at = _places(graph, order, _movable(graph, target))
+    nodes = sorted(order, key=lambda n: (at.get(n, order[n]), n in at, order[n]))
+    for before, node in pairwise(nodes):
+        before.append(node)
+    return sum(1 for i, node in enumerate(nodes) if order[node] != i)
+
+
+def _movable(graph: fx.Graph, target: Target) -> set[fx.Node]:
+    """The ops of the update that neither meet other ranks nor wait for what comes from afar."""
+    found, waits = set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if any(x in waits for x in node.all_input_nodes) or _comes_from_afar(node, target):
+            waits.add(node)
+        elif node.target not in _ORDERED and node.meta.get("region") == "update":
+            found.add(node)
+    return found
+
+
+def _comes_from_afar(node: fx.Node, target: Target) -> bool:
+    if node.target in (collectives.receive, collectives.start):
+        return True
+    meets = node.target in (*collectives.COLLECTIVES, collectives.together)
+    return meets and collectives.axes_of(node) not in target.shared
+
+
+def _places(
+    graph: fx.Graph, order: dict[fx.Node, int], movable: set[fx.Node]
+) -> dict[fx.Node, int]:
+    """Behind which place each of `movable` is to stand.
+
+    What needs only inputs stands right before the first that reads it.
+    """
+    at: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node in movable:
+            given = [x for x in node.all_input_nodes if x.op == "placeholder"]
+            made = [at.get(x, order[x]) for x in node.all_input_nodes if x.op == "call_function"]
+            reads = [order[r] for x in given for r in _readers(x) if r not in movable]
+            at[node] = max((p for p in (*made, *reads) if p < order[node]), default=-1)
+    for node in reversed(graph.nodes):
+        if at.get(node, 0) < 0:
+            at[node] = min((at.get(u, order[u] - 1) for u in node.users), default=order[node])
+    return at
+
+
+def _readers(x: fx.Node) -> Iterator[fx.Node]:
+    """All that reads the memory of an input, if gathers of it will be views."""
+    for user in x.users:
+        yield user
+        if aliased(user) is x or user.target is collectives.all_gather:
+            yield from _readers(user)
+        elif user.target in (collectives.together, collectives.together_):
+            kind, xs = user.args[:2]
+            items: Any = user.users if kind == "all_gather" else ()
+            for item in items:
+                if xs[item.args[1]] is x:  # type: ignore[index]
+                    yield item
+                    yield from _readers(item)
