@@ -16,7 +16,7 @@ from tutti.errors import ShardingError
 from tutti.graph import collectives, loop, virtual
 from tutti.graph.loop import Body, Do, Part
 from tutti.passes import order
-from tutti.pipeline import timed
+from tutti.pipeline import place_graph, tied, timed
 from tutti.pipeline.places import Plan
 from tutti.runtime.verify import IN_TIME, Verdict
 
@@ -131,21 +131,19 @@ def test_weight_gradients_of_one_micro_batch_left_out(monkeypatch: pytest.Monkey
 
 def test_an_early_sum_over_fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count of targets that lacks those of the last micro-batch."""
-    play = timed._Graph._play
+    play = place_graph.PlaceGraph._play
 
     def fewer(graph: Any, body: Body, *rest: Any) -> None:
-        early = body.results[0].name in {
-            t.name for level in graph.writer.moments.early for t in level
-        }
+        early = body.results[0].name in {t.name for level in graph.moments.early for t in level}
         play(graph, replace(body, row=body.row[:-1]) if early else body, *rest)
 
-    monkeypatch.setattr(timed._Graph, "_play", fewer)
+    monkeypatch.setattr(place_graph.PlaceGraph, "_play", fewer)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
 
 
 def test_a_tied_gradient_that_one_place_does_not_send(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both places of the addition work with what is theirs alone."""
-    apart = timed._add_apart
+    apart = tied.add_apart
 
     def half(moments: Any, stages: Any, total: Any) -> bool:
         before = list(moments.sums)
@@ -156,7 +154,7 @@ def test_a_tied_gradient_that_one_place_does_not_send(monkeypatch: pytest.Monkey
             assert other not in before
         return done
 
-    monkeypatch.setattr(timed, "_add_apart", half)
+    monkeypatch.setattr(timed, "add_apart", half)
     assert_caught_in_time(stacks.verdict("thrice", "pipe=2 micro=4"))
 
 

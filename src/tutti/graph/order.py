@@ -1,8 +1,9 @@
-"""Where in a graph a value is ready, and where it is needed."""
+"""Where in a graph a value is ready and where it is needed, and what it is made of."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
@@ -30,3 +31,17 @@ def item(graph: fx.Graph, after: fx.Node, several: fx.Node, index: int, like: fx
         node = graph.call_function(operator.getitem, (several, index))
     node.meta = {k: like.meta[k] for k in (*NOTES, "val", "sharding") if k in like.meta}
     return node
+
+
+def ancestors(
+    starts: Iterable[fx.Node], inside: Callable[[fx.Node], bool] = lambda node: True
+) -> set[fx.Node]:
+    """`starts`, and what they are made of as far as `inside` holds."""
+    todo = list(starts)
+    found = set(todo)
+    while todo:
+        for x in todo.pop().all_input_nodes:
+            if x not in found and inside(x):
+                found.add(x)
+                todo.append(x)
+    return found

@@ -26,6 +26,7 @@ from torch import fx
 from tutti.graph import collectives
 from tutti.graph.aliases import aliased, roots_of, written
 from tutti.graph.order import positions_of
+from tutti.graph.state import is_state
 from tutti.partition.partition import Program
 from tutti.passes.joined import as_together, is_kind, take_out
 from tutti.passes.target import Target
@@ -49,7 +50,7 @@ def shared_state(graph: fx.Graph, program: Program, target: Target) -> int:
                 count += _gather_into(graph, node, into)
                 continue
             _, xs, axes, wheres, _ = given
-            lying = [i for i, x in enumerate(xs) if _is_state(x) and _side_by_side(x, wheres[i])]
+            lying = [i for i, x in enumerate(xs) if _on_cpu(x) and _side_by_side(x, wheres[i])]
             if lying:
                 args = (
                     "all_gather",
@@ -82,9 +83,8 @@ def copied_state(graph: fx.Graph) -> dict[str, tuple[Axes, fx.Node]]:
     return found
 
 
-def _is_state(x: fx.Node) -> bool:
-    state = x.op == "placeholder" and x.meta.get("kind") in ("parameter", "buffer", "slot")
-    return state and x.meta["val"].device.type == "cpu"
+def _on_cpu(x: fx.Node) -> bool:
+    return is_state(x) and x.meta["val"].device.type == "cpu"
 
 
 def _side_by_side(x: fx.Node, where: tuple[int, int]) -> bool:
@@ -105,7 +105,7 @@ def _wholes(graph: fx.Graph, node: fx.Node, program: Program, target: Target) ->
     for user in node.users:
         index: Any = user.args[1]
         old = state.get(new.get(user))
-        if old is None or not _is_state(old) or old.meta["name"] not in target.donated:
+        if old is None or not _on_cpu(old) or old.meta["name"] not in target.donated:
             continue
         only_output = all(u.op == "output" for u in user.users) and user not in output[0]
         before = all(order[u] < order[node] for u in old.users)

@@ -28,12 +28,13 @@ from tutti.capture.regions import quoted
 from tutti.errors import ShardingError
 from tutti.graph import collectives
 from tutti.graph.edit import NOTES, source_of
+from tutti.graph.order import ancestors
+from tutti.graph.state import is_state
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Sharding
 from tutti.pipeline.over_time import MICRO, sums_over_time, take_apart
 
 aten = torch.ops.aten
-_STATE = frozenset({"parameter", "buffer", "slot"})
 BEFORE, DURING, AFTER = "before", "during", "after"
 
 
@@ -199,7 +200,7 @@ class _Sorter:
         made = self.moments
         for node in made.graph.nodes:
             inputs = node.all_input_nodes
-            if node.meta.get("kind") in _STATE or any(x in made.stateful for x in inputs):
+            if is_state(node) or any(x in made.stateful for x in inputs):
                 made.stateful.add(node)
             made.when[node] = self._when(node)
         return made
@@ -234,7 +235,7 @@ class _Sorter:
         if made.when[source] == DURING and (source in made.stateful or self.num_micro == 1):
             made.sums.append(node)
             return AFTER
-        level = 1 + max((self.level.get(x, -1) for x in _ancestors(source)), default=-1)
+        level = 1 + max((self.level.get(x, -1) for x in ancestors([source])), default=-1)
         self.level[node] = level
         while len(made.early) <= level:
             made.early.append([])
@@ -266,16 +267,6 @@ class _Sorter:
             "micro-batch; BatchNorm in training and contrastive losses do so",
             fix=f"leave micro={self.num_micro} out, or use a norm of each sample (GroupNorm, LayerNorm)",
         )
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    found, todo = {node}, [node]
-    while todo:
-        for x in todo.pop().all_input_nodes:
-            if x not in found:
-                found.add(x)
-                todo.append(x)
-    return found
 
 
 def _in_time(node: fx.Node) -> bool:

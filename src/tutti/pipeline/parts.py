@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from tutti.graph.aliases import roots_of
 from tutti.graph.loop import Part
+from tutti.graph.order import ancestors
 from tutti.pipeline.cut import Stages
 from tutti.pipeline.moments import BEFORE, DURING, Moments
 
@@ -51,7 +52,7 @@ def parts_of(moments: Moments, stages: Stages, *, halves: bool = False) -> Parts
 def early_part(moments: Moments, total: fx.Node) -> tuple[Part, list[fx.Node]]:
     """The part whose sum is `total`, which is early; and what it reads from before."""
     source: fx.Node = total.args[0]  # type: ignore[assignment]
-    nodes = _with_ancestors([source], moments, lambda n: moments.when[n] == DURING)
+    nodes = ancestors([source], lambda n: moments.when[n] == DURING)
     given = _read_from_outside(nodes, moments)
     return _part(nodes, given, [], [], [(total, source)]), given
 
@@ -95,7 +96,7 @@ class _Writer:
         found = {n: "F" if n in self.stages.forward else self.kinds[-1] for n in stage}
         if self.kinds[-1] == "W":
             awaited = [n for n in stage if self._is_awaited(n)]
-            for n in _with_ancestors(awaited, self.moments, lambda n: found.get(n) == "W"):
+            for n in ancestors(awaited, lambda n: found.get(n) == "W"):
                 if any(stage[n] == stage[a] for a in awaited):
                     found[n] = "I"
         return found
@@ -113,7 +114,7 @@ class _Writer:
             own = [n for n, k in kind_of.items() if k == kind and self.stages.stage[n] == stage]
             if stage == 0 and kind == self.kinds[0]:
                 own += [s for t in self.moments.sums if (s := t.args[0]) in self.stages.free]  # type: ignore[misc]
-            nodes = _with_ancestors(own, self.moments, lambda n: n in self.stages.free)
+            nodes = ancestors(own, lambda n: n in self.stages.free)
             nodes = {n for n in nodes if (stage, n) not in self.first}
             for n in nodes:
                 self.first[stage, n] = kind
@@ -145,17 +146,6 @@ class _Writer:
         names = self.made.messages.setdefault((source, sent, stage), [])
         if x not in names:
             names.append(x)
-
-
-def _with_ancestors(starts: Iterable[fx.Node], moments: Moments, inside: object) -> set[fx.Node]:
-    """`starts`, and what they are made of as far as `inside` holds."""
-    found, todo = set(starts), list(starts)
-    while todo:
-        for x in todo.pop().all_input_nodes:
-            if x not in found and moments.when[x] == DURING and inside(x):  # type: ignore[operator]
-                found.add(x)
-                todo.append(x)
-    return found
 
 
 def _read_from_outside(nodes: Iterable[fx.Node], moments: Moments) -> list[fx.Node]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
+from tutti.graph.state import is_state
 from tutti.pipeline.moments import AFTER, BEFORE, Moments
 from tutti.pipeline.parts import early_part
 
 # Values of so many elements travel to every place rather than making one place work for all.
 SMALL = 4096
-_STATE = frozenset({"parameter", "buffer", "slot"})
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def plan_places(
 
 def _is_bound(node: fx.Node, moments: Moments) -> bool:
     """Whether a node cannot be worked out anywhere: state, and what comes after the loop."""
-    return node.meta.get("kind") in _STATE or moments.when[node] == AFTER
+    return is_state(node) or moments.when[node] == AFTER
 
 
 def _operands(node: fx.Node, moments: Moments) -> list[fx.Node]:
@@ -129,7 +129,7 @@ def _possible_places(
     for node in plan.order:
         if node in made_at:
             can[node] = frozenset({made_at[node]})
-        elif node.meta.get("kind") in _STATE and node.op == "placeholder":
+        elif is_state(node):
             can[node] = owners[node.meta["name"]]
         else:
             inputs = [x for x in _operands(node, moments) if x in can]

@@ -22,6 +22,7 @@ from tutti.graph.liveness import last_holders, peak, peak_inside
 from tutti.graph.loop import loop
 from tutti.graph.loop_memory import Piece
 from tutti.graph.scratch import borrowed
+from tutti.graph.state import is_state
 from tutti.graph.storage import Block, Storages
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
@@ -32,7 +33,6 @@ from tutti.pipeline.timed import Timed
 
 # How many of the largest values at the peak are named.
 NUM_LARGEST = 5
-_STATE = frozenset({"parameter", "buffer", "slot"})
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Kinds:
         if isinstance(block, Piece):
             return _kind_in_loop(block)
         if node.op != "call_function":
-            return "state" if node.meta.get("kind") in _STATE else "other"
+            return "state" if is_state(node) else "other"
         if block in self.updates:
             return "state"
         if node.meta.get("region") == "forward" or REMADE in node.meta:
