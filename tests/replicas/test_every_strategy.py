@@ -19,6 +19,7 @@ from replicas_every import (
     spread_of,
     still,
 )
+from tutti.errors import LayoutError
 from tutti.replicas.gossip import MASS
 from tutti.replicas.strategies import parse
 from tutti.replicas.virtual import Replicas
@@ -117,6 +118,17 @@ def test_a_schedule_repeats_and_all_of_the_weights_take_part(text: str, count: i
     seen = [r for k in range(first + 1, first + period + 1) for r in strategy.rounds(k, count)]
     assert {r.fragment for r in seen} == set(range(strategy.num_fragments))
     assert all(0 <= r.lands - r.begins <= strategy.longest_delay for r in seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("text", ["average(every=2)", "diloco(every=2)", "gossip(every=2)"])
+def test_what_cannot_be_averaged_is_refused(text: str, dtype: torch.dtype) -> None:
+    weights = some_weights(0) | {"head.weight": torch.zeros(2, 4, dtype=dtype)}
+    with pytest.raises(LayoutError) as caught:
+        Replicas(parse(text), NAMES, [weights])
+    name = str(dtype).removeprefix("torch.")
+    assert f'cannot average "head.weight" ({name}) in sync={text}' in str(caught.value)
+    assert "float64, float32, bfloat16, float16" in caught.value.why
 
 
 @pytest.mark.parametrize("count", range(2, 17))

@@ -95,6 +95,15 @@ def test_ranks_that_agree_otherwise_are_caught(sync: str, other: str) -> None:
     assert "NOT the same step" in str(found)
 
 
+def test_a_complex_parameter_is_refused_rather_than_left_to_differ() -> None:
+    model = nn.Module()
+    model.phase = nn.Parameter(torch.zeros(4, dtype=torch.complex64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch, layout = (torch.randn(4, 4), torch.randn(4, 4)), "replica=2 sync=average(every=1)"
+    with pytest.raises(tutti.TuttiError, match=r'cannot average "phase" \(complex64\)'):
+        tutti.verify(training.train_step, model, optimizer, batch, layout)
+
+
 def test_samples_that_do_not_divide_are_refused() -> None:
     with pytest.raises(tutti.TuttiError, match=r'"replica" \(size 3\)'):
         verdict("replica=3 sync=average(every=2)")

@@ -23,6 +23,7 @@ from tutti.comm.groups import Axes, Groups
 from tutti.comm.transport import Distributed, Transport
 from tutti.layout import Mesh
 from tutti.replicas import traffic
+from tutti.replicas.parts import replica_here
 from tutti.replicas.strategy import MEAN, PUSH, Round, Strategy
 from tutti.replicas.traffic import Message
 
@@ -65,7 +66,7 @@ class Between:
     @property
     def replica(self) -> int:
         """Which replica this rank belongs to."""
-        return self._place["replica"]
+        return replica_here(self.mesh)
 
     @property
     def group(self) -> Group:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutti.replicas import traffic
-from tutti.replicas.strategy import MEAN, Round, State, Strategy, Weights
+from tutti.replicas.strategy import MEAN, Round, State, Strategy, Weights, check_dtypes
 from tutti.replicas.traffic import Message
 
 
@@ -30,7 +30,8 @@ class Member:
     _dtypes: dict[Round, dict[str, torch.dtype]] = field(default_factory=dict)
 
     def start(self, weights: Weights) -> None:
-        """Begin anew from `weights`."""
+        """Begin anew from `weights`; raises `LayoutError` where they cannot be averaged."""
+        check_dtypes(self.strategy, weights)
         self.state = self.strategy.init(weights)
         self._dtypes.clear()
 

@@ -1,17 +1,25 @@
-"""What each replica is given: its rows of the global batch, and a seed of its own."""
+"""What each replica is given: its ranks, its rows of the global batch, and a seed of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tutti.errors import ShardingError
 from tutti.graph import random
+from tutti.layout import Mesh
 
 _STREAM = 0x7265706C69636173  # of no random op of a program
+
+
+def replica_here(mesh: Mesh) -> int:
+    """Which replica this rank belongs to; 0 before there are ranks, and without replicas."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return mesh.coordinates(rank).get("replica", 0)
 
 
 def rows(tensors: Sequence[Tensor], replica: int, num_replicas: int) -> list[Tensor]:

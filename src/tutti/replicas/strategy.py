@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 from tutti.errors import LayoutError
@@ -23,6 +24,9 @@ from tutti.errors import LayoutError
 # This rank's shards by parameter name; what a strategy remembers of them, by `kind.name`.
 Weights = dict[str, Tensor]
 State = dict[str, Tensor]
+
+# What replicas can take the mean of.
+AVERAGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # How the replicas of a round reach each other.
 MEAN, PUSH = "mean", "push"
@@ -124,6 +128,18 @@ def of_kind(kind: str, weights: Weights) -> State:
 def refuse(strategy: Strategy, what: str, fix: str, why: str = "") -> LayoutError:
     """The error for an option with a value that cannot be."""
     return LayoutError(f"{what} in sync={strategy}", why=why, fix=fix)
+
+
+def check_dtypes(strategy: Strategy, weights: Weights) -> None:
+    """Raise `LayoutError` for a weight of which replicas cannot take the mean."""
+    for name, x in weights.items():
+        if x.dtype not in AVERAGED:
+            raise refuse(
+                strategy,
+                f'replicas cannot average "{name}" ({str(x.dtype).removeprefix("torch.")})',
+                "parameters in a real floating dtype (torch.view_as_real), or data= instead of replica=",
+                "they average " + ", ".join(str(d).removeprefix("torch.") for d in AVERAGED),
+            )
 
 
 def at_least(strategy: Strategy, option: str, least: float) -> None:

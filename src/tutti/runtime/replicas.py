@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
 from tutti.layout import Layout
 from tutti.replicas import parts, strategies
+from tutti.replicas.strategy import AVERAGED
 from tutti.replicas.team import Team
 from tutti.runtime.residence import local_of, residence_of, run_device, set_local
 
@@ -47,9 +48,7 @@ class Agreeing:
     @property
     def replica(self) -> int:
         """Which replica this rank belongs to; 0 before there are ranks."""
-        if not dist.is_initialized():
-            return 0
-        return self.layout.mesh.coordinates(dist.get_rank())["replica"]
+        return parts.replica_here(self.layout.mesh)
 
     def rows(self, tensors: list[Tensor]) -> list[Tensor]:
         """This replica's rows of the global batch."""
@@ -94,7 +93,7 @@ class Agreeing:
 
     def buffers(self, step: Holder) -> dict[str, Tensor]:
         """This rank's part of the running statistics."""
-        kept = [s for s in _here(step) if s.kind == "buffer" and _floating(s)]
+        kept = [s for s in _here(step) if s.kind == "buffer" and _averaged(s)]
         return {s.name: local_of(s.tensor) for s in kept}
 
 
@@ -118,7 +117,7 @@ def to_save(step: Holder, state: Mapping[str, Any]) -> dict[str, Any]:
     """`state` under the names of this rank's replica, and what its strategy remembers."""
     if step.layout.num_replicas == 1 or not dist.is_initialized():
         return dict(state)
-    replica = step.layout.mesh.coordinates(dist.get_rank())["replica"]
+    replica = parts.replica_here(step.layout.mesh)
     found = {_own(replica, n) if replica else n: x for n, x in state.items()}
     agreeing = step.agreeing
     if agreeing is not None and agreeing.team is not None:
@@ -181,7 +180,7 @@ def _own(replica: int, name: str) -> str:
 
 
 def trained(model: nn.Module, optimizer: Any) -> list[StateTensor]:
-    """The parameters that the optimizers change, in the model's order."""
+    """The parameters that the optimizers change, in the model's order; not all dtypes can be averaged."""
     given = {
         id(p)
         for one in optimizers_of(optimizer)
@@ -189,7 +188,7 @@ def trained(model: nn.Module, optimizer: Any) -> list[StateTensor]:
         for p in group["params"]
         if p.requires_grad
     }
-    return [s for s in state_of(model, None) if id(s.tensor) in given and _floating(s)]
+    return [s for s in state_of(model, None) if id(s.tensor) in given]
 
 
 def _trained(step: Holder) -> list[StateTensor]:
@@ -203,5 +202,5 @@ def _here(step: Holder) -> list[StateTensor]:
     return [s for s in state_of(step.model, step.optimizer) if home.keeper(s.name, place) == place]
 
 
-def _floating(s: StateTensor) -> bool:
-    return s.tensor.is_floating_point()
+def _averaged(s: StateTensor) -> bool:
+    return s.tensor.dtype in AVERAGED

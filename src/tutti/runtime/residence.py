@@ -19,6 +19,7 @@ from tutti.comm.agree import check_order
 from tutti.comm.groups import Groups
 from tutti.errors import LayoutError
 from tutti.layout import Layout, Mesh, Sharding, split_order
+from tutti.replicas.parts import replica_here
 from tutti.runtime.deferred import initial_slots, initial_values, is_deferred
 from tutti.runtime.shared_state import SharedState
 
@@ -69,10 +70,8 @@ class Residence:
 
     @property
     def replica(self) -> int:
-        """Which replica this rank belongs to; replicas are outermost."""
-        if self.layout.num_replicas == 1:
-            return 0
-        return dist.get_rank() * self.layout.num_replicas // self.layout.num_ranks
+        """Which replica this rank belongs to."""
+        return replica_here(self.layout.mesh)
 
     def keeper(self, name: str, place: int) -> int:
         """The place whose ranks keep a state tensor: `place` itself, if it does."""

@@ -28,7 +28,7 @@ from tutti.layout import Layout, Mesh
 from tutti.partition.partition import Program
 from tutti.replicas import parts, strategies
 from tutti.replicas.average import Average
-from tutti.replicas.strategy import Strategy, Weights
+from tutti.replicas.strategy import AVERAGED, Strategy, Weights, check_dtypes
 from tutti.replicas.virtual import Replicas
 from tutti.runtime.blame import first_difference_of
 from tutti.runtime.comparisons import (
@@ -65,14 +65,15 @@ def compare_replicas(
     if dtype != torch.float64:
         raise TuttiError(f"verify compares in float64, not {dtype}", fix="leave dtype out")
     due = whole_messages(strategies.parse(layout.sync))
+    agreed = {s.name: s.tensor for s in trained(model, optimizer)}
+    check_dtypes(due, agreed)
     batches = [parts.of_batch(batch, r, layout.num_replicas) for r in range(layout.num_replicas)]
     subject = Subject(
         train_step, model, optimizer, batches[0], steps=steps, seed=seed, precision=layout.precision
     )
     feeds = [feed_of(subject.captured, optimizer, own) for own in batches]
     program = subject.program(layout, place)
-    names = [s.name for s in trained(model, optimizer)]
-    comparison = ReplicaComparison(subject, program, feeds, names, due, strategy or due, cut)
+    comparison = ReplicaComparison(subject, program, feeds, list(agreed), due, strategy or due, cut)
     if isinstance(due, Average) and due.every == 1:
         whole = capture(train_step, model, optimizer, batch, precision=layout.precision)
         comparison.data = _OneDevice(whole, subject.start, feed_of(whole, optimizer, batch), seed)
@@ -141,7 +142,7 @@ class ReplicaComparison:
             )
             for r, feed in enumerate(feeds)
         ]
-        state = [s for s in subject.captured.state if s.tensor.is_floating_point()]
+        state = [s for s in subject.captured.state if s.tensor.dtype in AVERAGED]
         self.names, self.buffers = names, [s.name for s in state if s.kind == "buffer"]
         self.errors = self.parts[0].errors
         for part in self.parts:
