@@ -14,7 +14,7 @@ each block keeps its own copy, so `update` must do the same to each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,7 +54,9 @@ class Updater(Protocol):
     variables: in one order everywhere.
     fingerprint: a hash of the update graph's text; workers with another one are refused.
     coupled: whether `scalars` needs the sums of all blocks (a global norm); else `sums` is never called.
-    rates: names of the scalars that are learning rates, which staleness may divide.
+    given: names of the numbers that come with a push and that `scalars` needs.
+    numbers: names of those that `scalars` makes of them and that `update` needs.
+    rates: those of `numbers` that are learning rates, which staleness may divide.
     """
 
     @property
@@ -65,6 +67,12 @@ class Updater(Protocol):
 
     @property
     def coupled(self) -> bool: ...
+
+    @property
+    def given(self) -> tuple[str, ...]: ...
+
+    @property
+    def numbers(self) -> tuple[str, ...]: ...
 
     @property
     def rates(self) -> tuple[str, ...]: ...
@@ -89,3 +97,11 @@ class Updater(Protocol):
     ) -> None:
         """One step of one block, in place: `state` holds `weight` and the slots, cut as `gradient` is."""
         ...
+
+
+def add_up(sums: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """The sums of each variable from (variable, sums) of its blocks, in the order in which they come."""
+    totals: dict[str, Tensor] = {}
+    for name, x in sums:
+        totals[name] = totals[name] + x if name in totals else x.to(torch.float64)
+    return totals
