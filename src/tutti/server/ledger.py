@@ -1,0 +1,294 @@
+"""What a server must never lose: an event-sourced state. Every change is a record, taken in order.
+
+    Ledger(initial) --take(record)--> ... --take(record)--> Ledger
+
+Taking is deterministic: the same records give the same bits. So a log of them, or a snapshot and those since,
+is the state; nothing here looks at a clock, a socket or a file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.server.consistency import Consistency
+from tutti.server.keys import Block
+from tutti.server.messages import Add, Done, Part, Push
+from tutti.server.update import Updater
+
+
+@dataclass(frozen=True, eq=False)
+class Entered:
+    """A worker's incarnation begins at a clock."""
+
+    worker: int
+    incarnation: int
+    clock: int
+
+
+@dataclass(frozen=True, eq=False)
+class Departed:
+    """It left, or its lease ended."""
+
+    worker: int
+    incarnation: int
+
+
+@dataclass(frozen=True, eq=False)
+class Closed:
+    """No gradient (`name` "") or part of a small sum of this clock is taken any more: whose count."""
+
+    clock: int
+    name: str
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Applied:
+    """The update of a clock, with the sums of each variable that its scalars are made from."""
+
+    clock: int
+    sums: Mapping[str, Tensor]
+
+
+Record = Entered | Departed | Closed | Applied | Push | Add
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as the server knows it.
+
+    clock: that of its next push.  sequence: its last push.  answer: what that push was answered.
+    """
+
+    incarnation: int
+    clock: int
+    active: bool = True
+    sequence: int = 0
+    answer: Done | None = None
+
+
+# Blocks by key, each with its weight and slots.
+State = dict[int, dict[str, Tensor]]
+
+
+@dataclass(eq=False)
+class Ledger:
+    """One server's state.
+
+    blocks: those that it owns, by key.
+    pending: pushes of clocks that are not applied yet, by clock and worker.
+    added: parts of small sums, by (clock, name) and worker.
+    settled: the sums of the last update; no server is more than one update ahead of another.
+    closed: whose parts count, by (clock, name); the name "" stands for the gradients.
+    borrowed: how many readers still hold the tensors of a block; it is then copied before it changes.
+    """
+
+    updater: Updater
+    blocks: Mapping[int, Block]
+    state: State
+    consistency: Consistency
+    num_workers: int
+    version: int = 0
+    members: dict[int, Member] = field(default_factory=dict)
+    pending: dict[int, dict[int, Push]] = field(default_factory=dict)
+    added: dict[tuple[int, str], dict[int, Tensor]] = field(default_factory=dict)
+    closed: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    settled: Mapping[str, Tensor] = field(default_factory=dict)
+    staleness: Counter[int] = field(default_factory=Counter)
+    borrowed: Counter[int] = field(default_factory=Counter)
+
+    def take(self, record: Record) -> None:
+        """The next record; it has been checked when it was made."""
+        _TAKE[type(record)](self, record)
+
+    @property
+    def started(self) -> bool:
+        """Whether all workers have been there: no clock ends before."""
+        return len(self.members) >= self.num_workers
+
+    def active(self) -> dict[int, Member]:
+        """The workers that are there."""
+        return {w: m for w, m in self.members.items() if m.active}
+
+    def first_clock(self, worker: int) -> int:
+        """Where a worker that joins begins: at the minimum, after what it pushed before.
+
+        A clock is closed as soon as all have pushed for it, so the minimum is the first that is not.
+        """
+        if self.consistency.bound is None:
+            return min((x.clock for w, x in self.active().items() if w != worker), default=0)
+        clock = self.version
+        while worker in self.pending.get(clock, ()) or (clock, "") in self.closed:
+            clock += 1
+        return clock
+
+    def total(self, clock: int, name: str) -> Tensor:
+        """A closed small sum, in the order of workers, scaled for those that are missing."""
+        workers, parts = self.closed[clock, name], self.added[clock, name]
+        total = parts[workers[0]].clone()
+        for worker in workers[1:]:
+            total += parts[worker]
+        return total if len(workers) == self.num_workers else total * self._scale(workers)
+
+    def sums(self, clock: int) -> dict[int, Tensor]:
+        """The sums of each block over the gradients of a closed clock."""
+        gradients = ((key, self._gradient(clock, key)) for key in sorted(self.blocks))
+        return {
+            key: self.updater.sums(self.blocks[key].variable.name, gradient)
+            for key, gradient in gradients
+        }
+
+    def lend(self, key: int, slot: str) -> Tensor:
+        """A tensor of the state that stays as it is until it is given back."""
+        self.borrowed[key] += 1
+        return self.state[key][slot]
+
+    def give_back(self, key: int, slot: str, x: Tensor) -> None:
+        """The end of a loan; one that the state has moved away from does not matter any more."""
+        if self.state[key].get(slot) is x:
+            self.borrowed[key] -= 1
+
+    def _scale(self, workers: tuple[int, ...]) -> float:
+        return self.num_workers / len(workers)
+
+    def _enter(self, record: Entered) -> None:
+        known = self.members.get(record.worker)
+        if known and known.incarnation == record.incarnation:
+            self.members[record.worker] = replace(known, clock=record.clock)
+        else:
+            self.members[record.worker] = Member(record.incarnation, record.clock)
+
+    def _depart(self, record: Departed) -> None:
+        self.members[record.worker] = replace(self.members[record.worker], active=False)
+
+    def _push(self, push: Push) -> None:
+        member = self.members[push.worker]
+        if self.consistency.bound is None:
+            staleness = self.version - push.version
+            self._apply_alone(push, max(1, staleness) if self.consistency.damped else 1)
+        else:
+            staleness = push.clock - push.version
+            self.pending.setdefault(push.clock, {})[push.worker] = push
+        self.staleness[staleness] += 1
+        answer = Done(version=self.version, sequence=push.sequence, staleness=staleness)
+        self.members[push.worker] = replace(
+            member, clock=push.clock + 1, sequence=push.sequence, answer=answer
+        )
+
+    def _apply_alone(self, push: Push, damping: int) -> None:
+        rates = self.updater.rates if damping > 1 else ()
+        scalars = {n: x / damping if n in rates else x for n, x in push.given.items()}
+        for key, block in self.blocks.items():
+            self._update(key, [push.parts[key]] if key in push.parts else [], 1.0, scalars, block)
+        self.version += 1
+
+    def _add(self, add: Add) -> None:
+        self.added.setdefault((add.clock, add.name), {})[add.worker] = add.values
+
+    def _close(self, record: Closed) -> None:
+        self.closed[record.clock, record.name] = record.workers
+
+    def _apply(self, record: Applied) -> None:
+        workers = self.closed[record.clock, ""]
+        pushes = [self.pending[record.clock][w] for w in workers]
+        scalars = self.updater.scalars(record.sums, pushes[0].given)
+        scale = self._scale(workers)
+        for key, block in self.blocks.items():
+            parts = [push.parts[key] for push in pushes if key in push.parts]
+            self._update(key, parts, scale, scalars, block)
+        self.version, self.settled = record.clock + 1, record.sums
+        del self.pending[record.clock]
+        for table in (self.added, self.closed):
+            for clock, name in [k for k in table if k[0] < self.version]:
+                del table[clock, name]
+
+    def _gradient(self, clock: int, key: int) -> Tensor:
+        """The sum over a closed clock's workers, in their order."""
+        workers, block = self.closed[clock, ""], self.blocks[key]
+        pushes = [self.pending[clock][w] for w in workers]
+        parts = [push.parts[key] for push in pushes if key in push.parts]
+        return _summed(parts, block, self._scale(workers))
+
+    def _update(
+        self,
+        key: int,
+        parts: list[Part],
+        scale: float,
+        scalars: Mapping[str, float],
+        block: Block,
+    ) -> None:
+        """One block, in place; of a lazy one only the rows that came."""
+        name = block.variable.name
+        if block.variable.lazy and not parts:
+            return
+        if self.borrowed[key]:
+            self.state[key] = {slot: x.clone() for slot, x in self.state[key].items()}
+            del self.borrowed[key]
+        state = self.state[key]
+        if not (block.variable.lazy and all(p.rows is not None for p in parts)):
+            self.updater.update(name, state, _summed(parts, block, scale), scalars)
+            return
+        rows, gradient = _summed_rows(parts, block, scale)
+        some = {slot: x[rows] if _by_row(x, block) else x for slot, x in state.items()}
+        self.updater.update(name, some, gradient, scalars)
+        for slot, x in state.items():
+            if _by_row(x, block):
+                x[rows] = some[slot]
+
+
+def initial(blocks: Mapping[int, Block], whole: Mapping[str, Mapping[str, Tensor]]) -> State:
+    """The state of some blocks, copied out of whole variables."""
+    return {
+        key: {
+            slot: block.of(x.detach().contiguous()).clone()
+            for slot, x in whole[block.variable.name].items()
+        }
+        for key, block in blocks.items()
+    }
+
+
+def _by_row(x: Tensor, block: Block) -> bool:
+    return tuple(x.shape) == block.shape
+
+
+def _summed(parts: list[Part], block: Block, scale: float) -> Tensor:
+    """The sum of dense parts and of rows, as a dense gradient; a single part is not copied."""
+    dtype = block.variable.dtype
+    if len(parts) == 1 and parts[0].rows is None:
+        only = parts[0].plain(dtype)
+        return only if scale == 1.0 else only * scale
+    total = torch.zeros(block.shape, dtype=dtype)
+    for number, part in enumerate(parts):
+        if part.rows is not None:
+            total.index_add_(0, part.rows, part.plain(dtype))
+        elif number:
+            total += part.plain(dtype)
+        else:
+            total.copy_(part.plain(dtype))
+    return total if scale == 1.0 else total.mul_(scale)
+
+
+def _summed_rows(parts: list[Part], block: Block, scale: float) -> tuple[Tensor, Tensor]:
+    """The rows that any part has, ascending, and the sum for each."""
+    found = [p.rows for p in parts if p.rows is not None]
+    rows = torch.cat(found).unique()
+    total = torch.zeros((len(rows), *block.shape[1:]), dtype=block.variable.dtype)
+    for part, own in zip(parts, found, strict=True):
+        total.index_add_(0, torch.searchsorted(rows, own), part.plain(total.dtype))
+    return rows, total if scale == 1.0 else total.mul_(scale)
+
+
+_TAKE: dict[type, Callable[[Ledger, Any], None]] = {
+    Entered: Ledger._enter,
+    Departed: Ledger._depart,
+    Closed: Ledger._close,
+    Applied: Ledger._apply,
+    Push: Ledger._push,
+    Add: Ledger._add,
+}

@@ -1,0 +1,371 @@
+"""One server's decisions, request by request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from server.updaters import (
+    LR,
+    UPDATERS,
+    ClippedAdam,
+    Sgd,
+    Whole,
+    cut,
+    gradient,
+    joined,
+    own_numbers,
+    plain_step,
+    weights_of,
+    whole_state,
+)
+from tutti.errors import LayoutError
+from tutti.server import messages as m
+from tutti.server.consistency import parse
+from tutti.server.ledger import Ledger, Record, initial
+from tutti.server.machine import LEASE_SECONDS, OBSERVER, Machine
+from tutti.server.messages import Part
+from tutti.server.update import WEIGHT, Variable
+
+
+@dataclass
+class Desk:
+    """A machine, and workers that ask it by hand."""
+
+    sync: str = "step"
+    updater: Sgd | ClippedAdam = field(default_factory=Sgd)
+    num_workers: int = 2
+    now: float = 0.0
+    journal: list[Record] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.blocks = cut(self.updater, 1)
+        own = dict(enumerate(self.blocks))
+        ledger = Ledger(
+            self.updater,
+            own,
+            initial(own, whole_state(self.updater)),
+            parse(self.sync),
+            self.num_workers,
+        )
+        self.machine = Machine(ledger, self.journal.append)
+
+    def ask(self, kind: type, worker: int, incarnation: int = 1, **rest: Any) -> Any:
+        """The answer; None if it has to wait. What others get stands in `self.others`."""
+        request = kind(worker=worker, incarnation=incarnation, **rest)
+        answers = self.machine.handle(worker, request, self.now)
+        mine = [a for s, a in answers if s == worker]
+        self.others = {s: a for s, a in answers if s != worker}
+        return mine[0] if mine else None
+
+    def join(self, worker: int, incarnation: int = 1, **rest: Any) -> Any:
+        return self.ask(m.Join, worker, incarnation, fingerprint=self.updater.fingerprint, **rest)
+
+    def pull(self, worker: int, clock: int, **rest: Any) -> Any:
+        return self.ask(m.Pull, worker, clock=clock, **rest)
+
+    def push(self, worker: int, sequence: int, clock: int | None = None, **rest: Any) -> Any:
+        clock = sequence - 1 if clock is None else clock
+        made = rest.pop("made", None) or gradient(self.weights(), worker, clock)
+        parts = {b.key: Part(b.of(made[b.variable.name])) for b in self.blocks}
+        rest = {"version": self.machine.ledger.version, "given": {"lr": LR}, "parts": parts} | rest
+        return self.ask(m.Push, worker, sequence=sequence, clock=clock, **rest)
+
+    def weights(self) -> dict[str, Tensor]:
+        found = {k: s[WEIGHT] for k, s in self.machine.ledger.state.items()}
+        return {n: x.clone() for n, x in joined(found, self.blocks).items()}
+
+
+def same(found: dict[str, Tensor], expected: Whole) -> bool:
+    return all(torch.equal(found[n], x) for n, x in weights_of(expected).items())
+
+
+@pytest.mark.parametrize("text", ["step", "async", "async(damped)", "bounded(3)"])
+def test_a_consistency_prints_and_parses_back(text: str) -> None:
+    assert str(parse(text)) == text
+    assert parse("bounded(0)") == parse("step")
+
+
+@pytest.mark.parametrize("text", ["", "bounded", "bounded(-1)", "bounded(1.5)", "average(every=2)"])
+def test_a_consistency_that_is_none(text: str) -> None:
+    with pytest.raises(LayoutError, match="sync="):
+        parse(text)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_worker_at_clock_c_has_seen_the_clocks_before_c_less_s(bound: int) -> None:
+    desk = Desk(f"bounded({bound})")
+    desk.join(0), desk.join(1)
+    for clock in range(bound + 1):  # the other has not begun
+        assert desk.pull(0, clock).version == 0
+        desk.push(0, clock + 1)
+    assert desk.pull(0, bound + 1) is None
+    assert desk.push(1, 1).version == 0
+    assert desk.others[0].version == 1  # the permit, with the pushed clock in it
+    assert desk.machine.ledger.version == 1
+
+
+def test_a_worker_that_leaves_releases_its_clock() -> None:
+    desk = Desk("step")
+    desk.join(0), desk.join(1)
+    desk.push(0, 1)
+    assert desk.pull(0, 1) is None
+    desk.ask(m.Leave, 1)
+    assert desk.others[0].version == 1
+    assert desk.ask(m.Beat, 1).reason == m.FENCED
+
+
+def test_a_worker_that_is_silent_for_its_lease_releases_its_clock() -> None:
+    desk = Desk("step")
+    desk.join(0), desk.join(1)
+    desk.push(0, 1)
+    assert desk.pull(0, 1) is None
+    desk.now = LEASE_SECONDS * 0.9
+    desk.ask(m.Beat, 0)
+    desk.now = LEASE_SECONDS
+    ((source, answer),) = desk.machine.tick(desk.now)
+    assert source == 0 and answer.version == 1  # type: ignore[union-attr]
+    late = desk.push(1, 1)
+    assert late.reason == m.FENCED and late.incarnation == 1 and late.sequence == 0
+
+
+def test_without_one_worker_the_others_stand_for_it() -> None:
+    """Sums are scaled by workers / present, so the step keeps its length."""
+    desk = Desk("step", num_workers=3)
+    for worker in range(3):
+        desk.join(worker)
+    start = whole_state(desk.updater)
+    made = [gradient(weights_of(start), w, 0) for w in range(2)]
+    for worker in range(2):
+        desk.push(worker, 1, made=made[worker])
+    desk.ask(m.Leave, 2)
+    total = {n: (made[0][n] + made[1][n]) * 1.5 for n in made[0]}
+    plain_step(desk.updater, start, total, LR)
+    assert same(desk.weights(), start)
+
+
+def test_one_that_joins_starts_at_the_minimum() -> None:
+    desk = Desk("bounded(4)", num_workers=2)
+    desk.join(0), desk.join(1)
+    for k in range(4):
+        desk.push(0, k + 1)
+    for k in range(2):
+        desk.push(1, k + 1)
+    joined = desk.join(2)
+    assert (joined.clock, joined.version, joined.num_workers) == (2, 2, 3)
+    desk.push(1, 3)
+    assert desk.machine.ledger.version == 2  # the newcomer holds the clock
+    desk.push(2, 1, 2)
+    assert desk.machine.ledger.version == 3
+
+
+def test_no_clock_ends_before_all_have_joined() -> None:
+    desk = Desk("step")
+    desk.join(0)
+    desk.push(0, 1)
+    assert desk.pull(0, 1) is None
+    assert desk.join(1).clock == 0
+    assert desk.push(1, 1) and desk.machine.ledger.version == 1
+
+
+def test_a_push_that_comes_twice_is_answered_twice_and_done_once() -> None:
+    desk = Desk("async", num_workers=1)
+    desk.join(0)
+    first = desk.push(0, 1)
+    before, length = desk.weights(), len(desk.journal)
+    assert desk.push(0, 1) is first
+    assert same_tensors(desk.weights(), before) and len(desk.journal) == length
+    desk.push(0, 2)
+    assert desk.push(0, 1).sequence == 1 and desk.machine.ledger.version == 2
+
+
+def same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_a_dead_incarnation_is_fenced() -> None:
+    desk = Desk("async", num_workers=1)
+    desk.join(0, 5)
+    assert desk.join(0, 7).sequence == 0
+    before = desk.weights()
+    late = desk.push(0, 1, incarnation=5)
+    assert (late.reason, late.incarnation) == (m.FENCED, 7)
+    assert desk.join(0, 6).reason == m.FENCED
+    assert desk.ask(m.Pull, 0, 5, clock=0).reason == m.FENCED
+    assert same_tensors(desk.weights(), before)
+
+
+def test_a_push_that_was_acknowledged_outlives_its_worker() -> None:
+    """The next life begins after it, and both count."""
+    desk = Desk("step")
+    start = whole_state(desk.updater)
+    desk.join(0), desk.join(1)
+    made = [gradient(weights_of(start), w, 0) for w in range(2)]
+    desk.push(0, 1, made=made[0])
+    assert desk.join(0, 2).clock == 1
+    desk.push(1, 1, made=made[1])
+    plain_step(desk.updater, start, {n: made[0][n] + made[1][n] for n in made[0]}, LR)
+    assert same(desk.weights(), start)
+
+
+def test_staleness_counts_updates_since_the_pull() -> None:
+    desk = Desk("async", num_workers=2)
+    desk.join(0), desk.join(1)
+    assert desk.push(0, 1, version=0).staleness == 0
+    assert desk.push(1, 1, version=0).staleness == 1
+    assert desk.push(0, 2, version=1).staleness == 1
+    assert desk.push(1, 2, version=0).staleness == 3
+    assert desk.ask(m.Status, OBSERVER).staleness == {0: 1, 1: 2, 3: 1}
+
+
+def test_staleness_divides_the_learning_rate() -> None:
+    desk, start = Desk("async(damped)", num_workers=1), whole_state(Sgd())
+    desk.join(0)
+    for sequence, (version, tau) in enumerate([(0, 0), (0, 1), (0, 2), (1, 2)], 1):
+        made = gradient(weights_of(start), 0, sequence)
+        assert desk.push(0, sequence, version=version, made=made).staleness == tau
+        plain_step(desk.updater, start, made, LR / max(1, tau))
+    assert same(desk.weights(), start)
+
+
+@pytest.mark.parametrize("name", sorted(UPDATERS))
+def test_async_is_one_update_after_the_other(name: str) -> None:
+    desk = Desk("async", UPDATERS[name](), num_workers=2)
+    start = whole_state(desk.updater)
+    desk.join(0), desk.join(1)
+    for worker, sequence in ((0, 1), (1, 1), (1, 2), (0, 2)):
+        made = gradient(desk.weights(), worker, sequence)
+        numbers = own_numbers(desk.updater, made, LR)
+        desk.push(worker, sequence, made=made, given=numbers)
+        plain_step(desk.updater, start, made, LR)
+    for n, x in weights_of(start).items():
+        torch.testing.assert_close(desk.weights()[n], x, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_are_pushed_and_pulled_alone(lazy: bool) -> None:
+    """A table in blocks of 4 rows: what is pushed by row is what a dense gradient would do."""
+    table = Variable(name="t", shape=(9, 2), dtype=torch.float64, rows=True, lazy=lazy)
+    desk = Desk("step", Sgd(variables=(table,)))
+    start = whole_state(desk.updater)
+    desk.join(0), desk.join(1)
+    assert [b.shape for b in desk.blocks] == [(3, 2)] * 3
+    rows = {0: {0: [0, 2], 1: [1]}, 1: {0: [2], 2: [0, 1, 2]}}
+    dense = torch.zeros(9, 2, dtype=torch.float64)
+    for worker, by_key in rows.items():
+        parts = {}
+        for key, own in by_key.items():
+            values, index = torch.randn(len(own), 2, dtype=torch.float64), torch.tensor(own)
+            parts[key] = Part(values, rows=index)
+            dense[index + 3 * key] += values
+        assert desk.push(worker, 1, parts=parts).sequence == 1
+    plain_step(desk.updater, start, {"t": dense}, LR)
+    assert same(desk.weights(), start)
+    pulled = desk.pull(0, 1, keys=(0, 2), rows={0: torch.tensor([0, 2]), 2: torch.tensor([1])})
+    assert torch.equal(pulled.parts[0].values, start["t"][WEIGHT][[0, 2]])
+    assert torch.equal(pulled.parts[2].values, start["t"][WEIGHT][[7]])
+
+
+def test_small_sums_over_the_workers() -> None:
+    desk = Desk("step", num_workers=3)
+    for worker in range(3):
+        desk.join(worker)
+    count = {w: torch.tensor([10.0 + w, 1.0], dtype=torch.float64) for w in range(3)}
+    assert desk.ask(m.Add, 0, clock=0, name="count", values=count[0]) is None
+    assert desk.ask(m.Add, 0, clock=0, name="count", values=count[0] + 9) is None  # asked again
+    assert desk.ask(m.Add, 1, clock=0, name="count", values=count[1]) is None
+    total = desk.ask(m.Add, 2, clock=0, name="count", values=count[2])
+    assert total.values.tolist() == [33.0, 3.0]
+    assert {w: a.values.tolist() for w, a in desk.others.items()} == {
+        0: [33.0, 3.0],
+        1: [33.0, 3.0],
+    }
+
+
+def test_a_small_sum_without_a_worker_is_scaled() -> None:
+    desk = Desk("step", num_workers=2)
+    desk.join(0), desk.join(1)
+    values = torch.tensor([10.0], dtype=torch.float64)
+    assert desk.ask(m.Add, 0, clock=0, name="count", values=values) is None
+    desk.ask(m.Leave, 1)
+    assert desk.others[0].values.tolist() == [20.0]
+
+
+def test_what_was_lent_does_not_change() -> None:
+    """A slow reader of weights sees those of one version, however many updates come meanwhile."""
+    desk = Desk("async", num_workers=1)
+    desk.join(0)
+    pulled = desk.pull(0, 0)
+    before = {k: p.values.clone() for k, p in pulled.parts.items()}
+    desk.push(0, 1), desk.push(0, 2)
+    assert all(torch.equal(p.values, before[k]) for k, p in pulled.parts.items())
+    ledger = desk.machine.ledger
+    for key, part in pulled.parts.items():
+        ledger.give_back(key, WEIGHT, part.values)
+    again = desk.pull(0, 2)
+    for key, part in again.parts.items():
+        ledger.give_back(key, WEIGHT, part.values)
+    kept = {k: s[WEIGHT] for k, s in ledger.state.items()}
+    desk.push(0, 3)  # nobody reads: in place
+    assert all(ledger.state[k][WEIGHT] is x for k, x in kept.items())
+
+
+def _bad_part(desk: Desk, part: Part, key: int = 0) -> dict[int, Part]:
+    made = gradient(desk.weights(), 0, 0)
+    return {b.key: Part(b.of(made[b.variable.name])) for b in desk.blocks} | {key: part}
+
+
+F64 = torch.float64
+BAD: dict[str, Any] = {
+    "a gap": {"sequence": 3, "clock": 0},
+    "another clock": {"clock": 1},
+    "a version to come": {"version": 1},
+    "no learning rate": {"given": {}},
+    "another number": {"given": {"lr": 1.0, "beta": 1.0}},
+    "no blocks": {"parts": {}},
+    "another shape": {"part": Part(torch.zeros(9, dtype=F64))},
+    "another dtype": {"part": Part(torch.zeros(8))},
+    "rows of a flat variable": {"part": Part(torch.zeros(1, dtype=F64), rows=torch.tensor([0]))},
+    "a row too many": {
+        "part": Part(torch.zeros(1, 2, dtype=F64), rows=torch.tensor([3])),
+        "key": -1,
+    },
+    "a negative row": {
+        "part": Part(torch.zeros(1, 2, dtype=F64), rows=torch.tensor([-1])),
+        "key": -1,
+    },
+    "a row twice": {
+        "part": Part(torch.zeros(2, 2, dtype=F64), rows=torch.tensor([1, 1])),
+        "key": -1,
+    },
+    "a block of another server": {"part": Part(torch.zeros(8, dtype=F64)), "key": 99},
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_does_not_fit_is_refused_and_changes_nothing(what: str) -> None:
+    desk = Desk("step")
+    desk.join(0), desk.join(1)
+    before, length, rest = desk.weights(), len(desk.journal), dict(BAD[what])
+    if "part" in rest:
+        key = rest.pop("key", 0)
+        rest["parts"] = _bad_part(desk, rest.pop("part"), len(desk.blocks) - 1 if key < 0 else key)
+    answer = desk.push(0, rest.pop("sequence", 1), rest.pop("clock", 0), **rest)
+    assert answer.reason == m.WRONG
+    assert len(desk.journal) == length and same_tensors(desk.weights(), before)
+    assert desk.push(0, 1).sequence == 1
+
+
+def test_who_has_not_joined_may_look_and_no_more() -> None:
+    desk = Desk("async")
+    assert desk.pull(OBSERVER, 0).version == 0
+    assert desk.push(OBSERVER, 1).reason == m.FENCED
+    assert desk.push(3, 1).reason == m.FENCED
+    assert desk.ask(m.Join, 0, fingerprint="another script").reason == m.WRONG
+    assert desk.ask(m.Pull, OBSERVER, clock=0, keys=(99,)).reason == m.WRONG
+    assert desk.ask(m.Pull, OBSERVER, clock=0, slot="momentum").reason == m.WRONG
+    assert not desk.journal
