@@ -1,0 +1,1 @@
+"""Parameter servers: they own the variables, workers push gradients and pull weights."""
