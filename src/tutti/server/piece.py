@@ -1,0 +1,111 @@
+"""A piece of a captured graph as a graph of its own: some values of the whole as inputs, some as outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from tutti.graph.edit import value_of
+from tutti.graph.promote import promoted
+
+aten = torch.ops.aten
+# What stands in a piece for a value that enters it in another form: (graph, placeholder, the value).
+Adapt = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A graph with named inputs and outputs; its constants are those of `owner`."""
+
+    graph: fx.Graph
+    owner: nn.Module
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @cached_property
+    def function(self) -> Callable[..., list[Any]]:
+        """The graph as a Python function of its inputs, in order."""
+        return fx.GraphModule(self.owner, self.graph).forward
+
+    def __call__(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The outputs by name, from inputs by name."""
+        with torch.no_grad():
+            values = self.function(*(given[n] for n in self.inputs))
+        return dict(zip(self.outputs, values, strict=True))
+
+    def promoted(self) -> Piece:
+        """The same in float64 throughout."""
+        graph, owner, _ = promoted(self.graph, self.owner)
+        return Piece(graph, owner, self.inputs, self.outputs)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Copies pieces out of one graph.
+
+    inputs: the values of the whole that pieces are given, and under which names.
+    adapt: what becomes of some of them on their way in.
+    """
+
+    owner: nn.Module
+    inputs: Mapping[fx.Node, str]
+    adapt: Mapping[fx.Node, Adapt] = field(default_factory=dict)
+
+    def piece(self, outputs: Mapping[str, fx.Node]) -> Piece:
+        """What makes `outputs`, from those of `inputs` that it needs."""
+        needed = self.ancestors(outputs.values())
+        graph, mapped = fx.Graph(), dict[fx.Node, fx.Node]()
+        given = [x for x in self.inputs if x in needed]
+        for x in given:
+            mapped[x] = graph.placeholder(
+                "".join(c if c.isalnum() else "_" for c in self.inputs[x])
+            )
+            mapped[x].meta = {"val": x.meta["val"], "name": self.inputs[x]}
+        for x in given:
+            if x in self.adapt:
+                mapped[x] = self.adapt[x](graph, mapped[x], x)
+        for node in needed:
+            if node not in mapped:
+                mapped[node] = graph.node_copy(node, mapped.__getitem__)
+        graph.output([mapped[x] for x in outputs.values()])
+        return Piece(graph, self.owner, tuple(self.inputs[x] for x in given), tuple(outputs))
+
+    def ancestors(self, starts: Iterable[fx.Node]) -> dict[fx.Node, None]:
+        """`starts` and all that makes them, as far as the inputs, in the order of the graph."""
+        found = set(starts)
+        todo = list(found)
+        while todo:
+            node = todo.pop()
+            fresh = (
+                [] if node in self.inputs else [x for x in node.all_input_nodes if x not in found]
+            )
+            found.update(fresh)
+            todo += fresh
+        nodes = next(iter(found)).graph.nodes if found else ()
+        return dict.fromkeys(n for n in nodes if n in found)
+
+
+def emitted(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call at the end of `graph`, its fake value with it."""
+    node = graph.call_function(target, args, kwargs)
+    with torch.no_grad():
+        node.meta["val"] = target(*value_of(args), **value_of(kwargs))
+    return node
+
+
+def from_number(graph: fx.Graph, number: fx.Node, like: fx.Node) -> fx.Node:
+    """A number as the tensor of one element that it was in the whole."""
+    val = like.meta["val"]
+    if not isinstance(val, Tensor):
+        return number
+    number.meta["val"] = 0.0
+    made = graph.call_function(
+        aten.full.default, (list(val.shape), number), {"dtype": val.dtype, "device": val.device}
+    )
+    made.meta = {"val": val}
+    return made
