@@ -19,6 +19,7 @@ from tutti.graph.loop import loop
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.accumulate import accumulate
+from tutti.passes.at_once import gathered_once, reduced_then_split
 from tutti.passes.bucket import bucket
 from tutti.passes.early_update import early_update
 from tutti.passes.foreach import foreach
@@ -34,12 +35,20 @@ from tutti.passes.target import Target
 WITHOUT = "TUTTI_WITHOUT"
 
 
+def _already(graph: fx.Graph, program: Program, target: Target) -> None:
+    """Nothing to do: partition has written it so."""
+
+
 @dataclass(frozen=True)
 class Pass:
-    """A named rewrite of a program's graph."""
+    """A named rewrite of a program's graph.
+
+    taken_back: where partition has done it, what undoes it when it is left out.
+    """
 
     name: str
-    run: Callable[[fx.Graph, Program, Target], object]
+    run: Callable[[fx.Graph, Program, Target], object] = _already
+    taken_back: Callable[[fx.Graph], object] | None = None
 
 
 def _remat(graph: fx.Graph, program: Program, target: Target) -> None:
@@ -60,6 +69,8 @@ def _remat(graph: fx.Graph, program: Program, target: Target) -> None:
 
 
 PASSES = (
+    Pass("reduce_scatter", taken_back=reduced_then_split),
+    Pass("regather", taken_back=gathered_once),
     Pass("remat", _remat),
     Pass("foreach", lambda graph, program, target: foreach(graph)),
     Pass("bucket", lambda graph, program, target: bucket(graph, target)),
@@ -69,9 +80,7 @@ PASSES = (
     Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
     Pass("overlap", lambda graph, program, target: overlap(graph, target)),
     Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
-    Pass(
-        "accumulate", lambda graph, program, target: None
-    ),  # of the parts of loops, after the rest
+    Pass("accumulate"),  # of the parts of loops, after the rest
 )
 
 
@@ -89,6 +98,8 @@ def optimized(
     for one in PASSES:
         if one.name not in left_out:
             one.run(graph, program, target)
+        elif one.taken_back is not None:
+            one.taken_back(graph)
     for node in graph.nodes:
         if node.target is loop:
             body, given = node.args
