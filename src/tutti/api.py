@@ -33,6 +33,7 @@ from tutti.report.explain import explain as explain_program
 from tutti.report.records import Record, records
 from tutti.runtime import checkpoint
 from tutti.runtime.execute import Execution
+from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.ranks import LAYOUT, ensure_process_group
 from tutti.runtime.replicas import Agreeing
@@ -146,6 +147,7 @@ class _Compiled:
     execution: Execution
     guards: list[Guard] = field(default_factory=list)
     measured: int | None = None
+    holders: Holders | None = None
 
 
 class Step:
@@ -190,7 +192,7 @@ class Step:
         compiled = self._find(leaves, spec, given, batch)
         self._last = compiled
         captured = compiled.program.captured
-        state = self._state(captured)
+        state = self._state(compiled)
         inputs: list[Any] = [local_of(t) for t in state]
         inputs += given.values()
         inputs += self._own_rows([x for x in leaves if isinstance(x, Tensor)])
@@ -216,10 +218,15 @@ class Step:
         whole = [_whole(x) for x in tensors]
         return self.agreeing.rows(whole) if self.agreeing is not None else whole
 
-    def _state(self, captured: Captured) -> list[Tensor]:
+    def _state(self, compiled: _Compiled) -> list[Tensor]:
         """The tensors that hold the state now, in the captured order."""
-        now = {s.name: s.tensor for s in state_of(self.model, self.optimizer)}
-        return [now[s.name] for s in captured.state]
+        now = compiled.holders.tensors() if compiled.holders is not None else None
+        if now is None:
+            wanted = compiled.program.captured.state
+            compiled.holders = Holders(self.model, self._optimizers, wanted)
+            now = compiled.holders.tensors()
+            assert now is not None
+        return now
 
     def _find(
         self, leaves: list[Any], spec: Any, given: Mapping[str, float], batch: tuple[Any, ...]

@@ -109,7 +109,7 @@ def _train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
 
 
 def test_no_more_than_two_gradients_are_held() -> None:
-    """Six equal layers of 4 MiB each, which are too many bytes to wait for one another."""
+    """Six equal layers of 4 MiB each, which is more than may wait for another."""
     size, num_layers = 1024, 6
     model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(num_layers)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)

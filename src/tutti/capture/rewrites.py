@@ -78,7 +78,18 @@ def _view(emit: Emit, node: fx.Node) -> fx.Node:
         x = x.args[0]
     if shape_list(x) == shape_list(node):
         return x
-    return emit(aten.reshape.default, x, shape_list(node))
+    return _dropped(emit, x, shape_list(node)) or emit(aten.reshape.default, x, shape_list(node))
+
+
+def _dropped(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node | None:
+    """A sum that keeps its dims, looked at without them (a bias's gradient), is a sum that drops them."""
+    if x.target is not aten.sum.dim_IntList or x.args[2:] != (True,):
+        return None
+    summed: Any = x.args[0]
+    dims: Any = x.args[1]
+    gone = {d % len(shape_list(summed)) for d in dims}
+    rest = [n for d, n in enumerate(shape_list(summed)) if d not in gone]
+    return emit(aten.sum.dim_IntList, summed, dims, False, **x.kwargs) if rest == shape else None
 
 
 def _permute(emit: Emit, node: fx.Node) -> fx.Node:

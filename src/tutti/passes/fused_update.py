@@ -18,8 +18,9 @@ from torch import fx
 from tutti.graph.edit import NOTES
 from tutti.graph.updates import BY_OP
 
-# Calls with other work between them are joined up to so many bytes of gradients: these wait for the last.
-GROUP_NBYTES = 4 * 2**20
+# Calls with other work between them are joined up to so many bytes of gradients, which wait for the last: an
+# eighth of all, and at least these. Each call costs some 40 us beside its work.
+GROUP_SHARE, GROUP_NBYTES = 8, 4 * 2**20
 
 
 def fused_update(graph: fx.Graph) -> int:
@@ -30,8 +31,9 @@ def fused_update(graph: fx.Graph) -> int:
     """
     count = 0
     left = [n for n in graph.nodes if n.target in BY_OP]
+    most = max(GROUP_NBYTES, sum(map(_nbytes, left)) // GROUP_SHARE)
     while left:
-        members, after = _independent(graph, left[0])
+        members, after = _independent(left[0], most)
         if len(members) > 1:
             _join(graph, members, after)
             count += len(members) - 1
@@ -50,8 +52,11 @@ def _key(node: fx.Node) -> Any:
     return node.target, given, val.dtype, val.device, tuple(sorted(node.kwargs.items(), key=str))
 
 
-def _independent(graph: fx.Graph, first: fx.Node) -> tuple[list[fx.Node], set[fx.Node]]:
-    """`first` and the later calls like it that need none of their results; and all that does."""
+def _independent(first: fx.Node, most: int) -> tuple[list[fx.Node], set[fx.Node]]:
+    """`first` and the later calls like it that need none of their results; and all that does.
+
+    Where other work stands between them, `most` bytes of gradients.
+    """
     members, after, seen, key = [first], set(), {first}, _key(first)
     nbytes, apart = _nbytes(first), False
     node = first.next
@@ -60,7 +65,7 @@ def _independent(graph: fx.Graph, first: fx.Node) -> tuple[list[fx.Node], set[fx
             after.add(node)
             seen.add(node)
         elif _key(node) == key:
-            if apart and nbytes + _nbytes(node) > GROUP_NBYTES:
+            if apart and nbytes + _nbytes(node) > most:
                 break
             members.append(node)
             seen.add(node)

@@ -41,6 +41,11 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     _aten.permute.default: torch.permute,
     _aten.add.Tensor: torch.add,
     _aten.mul.Tensor: torch.mul,
+    _aten.sum.dim_IntList: torch.sum,
+    _aten.native_layer_norm.default: torch.native_layer_norm,
+    _aten.mm.out: torch.mm,
+    _aten.add.out: torch.add,
+    _aten.addmm.out: torch.addmm,
 }
 
 

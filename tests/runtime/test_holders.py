@@ -1,0 +1,111 @@
+"""State is found where it hangs now, whatever was replaced since the last step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from tutti.capture.lift import state_of
+from tutti.runtime.holders import Holders
+
+
+def _model() -> nn.Sequential:
+    """A weight at two places, one of them deep inside, and buffers."""
+    inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), inner, nn.Linear(3, 3))
+    model[2].weight = model[0].weight  # type: ignore[union-attr]
+    return model
+
+
+def _inner(model: Any) -> Any:
+    return model[1]
+
+
+def _made() -> tuple[nn.Module, torch.optim.Optimizer, Holders]:
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer, Holders(model, [optimizer], state_of(model, optimizer))
+
+
+def _replace_buffer(model: Any, _: Any) -> bool:
+    model[1][1].running_mean = torch.ones(3)
+    return True
+
+
+def _load_optimizer(_: Any, optimizer: Any) -> bool:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return False
+
+
+def _replace_slots(_: Any, optimizer: Any) -> bool:
+    p = optimizer.param_groups[0]["params"][0]
+    optimizer.state[p] = {k: v.clone() for k, v in optimizer.state[p].items()}
+    return False
+
+
+def _replace_module(model: Any, _: Any) -> bool:
+    model[1] = copy.deepcopy(model[1])
+    return False
+
+
+def _replace_parameter(model: Any, _: Any) -> bool:
+    model[1][0].bias = nn.Parameter(torch.ones(3))
+    return False
+
+
+def _nothing(_model: Any, _optimizer: Any) -> bool:
+    return True
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _nothing,
+        _replace_buffer,
+        _load_optimizer,
+        _replace_slots,
+        _replace_module,
+        _replace_parameter,
+    ],
+)
+def test_what_is_replaced_is_noticed(change: Any) -> None:
+    """Either the tensors are those that a walk finds, or it is known that they may not be."""
+    model, optimizer, holders = _made()
+    known = change(model, optimizer)
+    now = holders.tensors()
+    assert (now is not None) == known
+    if now is not None:
+        walked = [s.tensor for s in state_of(model, optimizer)]
+        assert all(a is b for a, b in zip(now, walked, strict=True))
+
+
+def _train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_step_goes_on_with_what_was_replaced() -> None:
+    """A loaded optimizer and a new buffer between two steps, against the plain step."""
+    torch.manual_seed(0)
+    plain = _model().double()
+    ours = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.1) for m in (plain, ours)]
+    step = tutti.distribute(_train, ours, optimizers[1], "")
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for _ in range(3):
+        assert torch.allclose(_train(plain, optimizers[0], x), step(x), rtol=1e-12)
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            _inner(model)[1].running_mean = torch.full((3,), 0.5, dtype=torch.float64)
+            _load_optimizer(model, optimizer)
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(a, b.detach(), rtol=1e-12)
