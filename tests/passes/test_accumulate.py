@@ -38,8 +38,8 @@ def part(*, read_later: bool = False) -> Part:
 
 def body(made: Part, *, op: str = "sum") -> Body:
     row = tuple(Do("B", 0, k) for k in range(NUM_MICRO))
-    results = (Sum("weight", "sum"), Sum("bias", op))
-    return Body(NUM_MICRO, {(0, "B"): made}, row, ("g", "x"), results)
+    sums = (Sum("weight", "sum"), Sum("bias", op))
+    return Body(NUM_MICRO, {(0, "B"): made}, row, ("g", "x"), sums, ("weight", "bias"))
 
 
 def played(made: Body, g: Tensor, x: Tensor) -> list[Tensor]:
@@ -92,6 +92,7 @@ def test_one_micro_batch_has_nothing_to_add_to() -> None:
         (Do("B", 0, 0),),
         ("g", "x"),
         (Sum("weight", "sum"), Sum("bias", "sum")),
+        ("weight", "bias"),
     )
     assert accumulate(made).parts[0, "B"].adding is None
 
@@ -108,7 +109,8 @@ def test_rows_of_an_embedding(padding: int) -> None:
     graph.output(([], [made]))
     part = Part(graph, ("grad", "index"), (), ("table",))
     row = tuple(Do("B", 0, k) for k in range(NUM_MICRO))
-    plain = Body(NUM_MICRO, {(0, "B"): part}, row, ("grad", "index"), (Sum("table", "sum"),))
+    sums = (Sum("table", "sum"),)
+    plain = Body(NUM_MICRO, {(0, "B"): part}, row, ("grad", "index"), sums, ("table",))
     added = accumulate(plain)
     found = ops(added.parts[0, "B"].adding or graph)
     assert ("index_add_" in found) == (padding == -1)

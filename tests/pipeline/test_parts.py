@@ -11,7 +11,7 @@ import stacks
 import subjects
 from tutti.graph import collectives
 from tutti.graph.cost import nbytes_of
-from tutti.graph.loop import RECEIVE, SEND, Body, loop
+from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, WHOLE, Body, loop
 from tutti.layout import Layout
 from tutti.pipeline import places
 from tutti.pipeline.ready import in_time
@@ -33,6 +33,7 @@ class Names:
         self.live: list[Any] = [defaultdict(set) for _ in bodies]
         self.wires: defaultdict[tuple[int, int], deque[tuple[str, ...]]] = defaultdict(deque)
         self.added: Counter[str] = Counter()
+        self.reduced: Counter[str] = Counter()
 
     def play(self) -> None:
         at, rows = [0] * len(self.bodies), [body.row for body in self.bodies]
@@ -59,10 +60,15 @@ class Names:
             names = body.messages[do.stage, do.kind, do.other]
             assert set(names) <= live[do.stage, do.micro], do
             self.wires[do.stage, do.other].append(names)
+        elif do.kind == REDUCE:
+            part = body.parts[do.stage, do.kind]
+            assert all(self.added[n] == body.num_micro for n in part.inputs), do
+            self.reduced.update(part.inputs)
         else:
             part = body.parts[do.stage, do.kind]
-            assert set(part.inputs) <= live[do.stage, do.micro] | set(body.given), do
-            live[do.stage, do.micro] |= set(part.outputs)
+            here = live[do.stage, do.micro] | live[do.stage, WHOLE]
+            assert set(part.inputs) <= here | set(body.given), do
+            live[do.stage, WHOLE if do.kind == GATHER else do.micro] |= set(part.outputs)
             for other, names in body.near[do.stage, do.kind]:
                 live[other, do.micro] |= set(names)
             self.added.update(part.summed)
@@ -76,7 +82,7 @@ def test_every_part_reads_what_is_there(name: str, layout: str) -> None:
     names = Names(made.bodies)
     names.play()
     assert names.added and set(names.added.values()) == {Layout.parse(layout).micro}
-    assert set(names.added) == {s.name for body in made.bodies for s in body.results}
+    assert set(names.added) == {s.name for body in made.bodies for s in body.sums}
 
 
 @pytest.mark.parametrize("name", ["gpt_tied", "t5", "unet"])

@@ -79,6 +79,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gpt": partial(gpt_case, 256, 64, 64, 3, 8),
     "wide vocabulary": partial(gpt_case, 4096, 32, 64, 2, 2),
     "wide": partial(gpt_case, 256, 32, 256, 2, 2),
+    "wide in time": partial(gpt_case, 256, 32, 256, 2, 8),
     "llama": partial(zoo_case, LLAMA, _tokens, zoo.adamw),
     "resnet": partial(zoo_case, RESNET, _images, zoo.sgd),
 }
@@ -154,6 +155,21 @@ TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 sche
 )
 def test_at_each_place_of_a_pipeline(ranks: Ranks, name: str, layout: str) -> None:
     for predicted, measured in ranks.run(predicted_and_measured, name, layout, n=2):
+        assert predicted == pytest.approx(measured, rel=TOLERANCE)
+
+
+# Whole gradients, and parts of them, in the parts of a loop and after them.
+SHARDED = [
+    ("data=2 zero=1 micro=2", 2),
+    ("data=2 zero=3 micro=2", 2),
+    ("pipe=2 data=2 zero=3 micro=2", 4),
+]
+
+
+@pytest.mark.parametrize(("layout", "num_ranks"), SHARDED)
+def test_sharded_state_in_micro_batches(ranks: Ranks, layout: str, num_ranks: int) -> None:
+    measurements = ranks.run(predicted_and_measured, "wide in time", layout, n=num_ranks)
+    for predicted, measured in measurements:
         assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 

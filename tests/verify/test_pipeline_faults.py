@@ -13,7 +13,7 @@ import stacks
 from faults import assert_caught, drop, fresh, mean_of_means
 from subjects import verdict
 from tutti.errors import ShardingError
-from tutti.graph import collectives, loop, virtual
+from tutti.graph import collectives, playing, virtual
 from tutti.graph.loop import Body, Do, Part
 from tutti.passes import order
 from tutti.pipeline import place_graph, tied, timed
@@ -44,10 +44,10 @@ def test_a_mean_of_means_over_micro_batches() -> None:
 
 
 def test_a_sum_that_keeps_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(totals: dict[str, Any], names: Sequence[str], values: list[Any], *_: Any) -> None:
-        totals.update(zip(names, values, strict=True))
+    def last(play: Any, names: Sequence[str], values: list[Any]) -> None:
+        play.totals.update(zip(names, values, strict=True))
 
-    monkeypatch.setattr(loop, "_gather", last)
+    monkeypatch.setattr(playing._Playing, "_gather", last)
     monkeypatch.setattr(order, "accumulate", lambda body: body)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
 
@@ -134,7 +134,7 @@ def test_an_early_sum_over_fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) 
     play = place_graph.PlaceGraph._play
 
     def fewer(graph: Any, body: Body, *rest: Any) -> None:
-        early = body.results[0].name in {t.name for level in graph.moments.early for t in level}
+        early = body.results[0] in {t.name for level in graph.moments.early for t in level}
         play(graph, replace(body, row=body.row[:-1]) if early else body, *rest)
 
     monkeypatch.setattr(place_graph.PlaceGraph, "_play", fewer)

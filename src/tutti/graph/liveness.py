@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from tutti.graph.loop import Body, loop
-from tutti.graph.loop_memory import PartMemory, Peak, RowWalk
+from tutti.graph.loop import Body, Part, loop
+from tutti.graph.loop_memory import Peak, RowWalk
+from tutti.graph.part_memory import PartMemory
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Block, Storages
 
@@ -69,8 +70,11 @@ def peak_inside(node: fx.Node, mode: FakeTensorMode) -> Peak | None:
     if node.target is not loop:
         return None
     body: Body = node.args[0]  # type: ignore[assignment]
-    parts = {k: PartMemory(p, mode, borrowed, last_holders) for k, p in body.parts.items()}
-    return RowWalk(body, parts).peak()
+
+    def memory_of(part: Part, adding: bool) -> PartMemory:
+        return PartMemory(part, mode, borrowed, last_holders, adding=adding)
+
+    return RowWalk(body, memory_of).peak()
 
 
 def peak(graph: fx.Graph, storages: Storages) -> tuple[fx.Node, int]:

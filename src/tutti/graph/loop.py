@@ -5,31 +5,36 @@
     after    clipping, update, what the step returns        once a step
 
 A *part* is a graph of its own. What a part makes is kept, by (stage, micro-batch), until the last action
-that reads it; what is to be summed over the micro-batches is added up as it comes. Where the stages of a
-pipeline lie on several ranks, the row says also what is sent and received, and when.
+that reads it; what is to be summed over the micro-batches is added up as it comes. Two parts of a stage stand
+outside of its micro-batches: `G` gathers its weights, which are kept until the last action that reads them,
+or the last one before they are gathered again; `A` reduces, over ranks, what has been added up.
+Where the stages of a pipeline lie on several ranks, the row says also what is sent and received, and when.
 
-`play` goes through a row for whatever runs the parts: real ranks (`runtime.timed`) and virtual ones
+`playing.play` goes through a row for whatever runs the parts: real ranks (`runtime.loops`) and virtual ones
 (`graph.virtual`) share it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 SEND, RECEIVE = ">", "<"
+GATHER, REDUCE = "G", "A"
+# What a stage has gathered is kept as if it belonged to this micro-batch.
+WHOLE = -1
 
 
 @dataclass(frozen=True)
 class Do:
-    """One entry of a row: a part of `stage` (`F`, `I`, `W`, `B`), or a message to or from stage `other`.
+    """One entry of a row: a part of `stage`, or a message to or from stage `other`.
 
+    A part is `F`, `I`, `W` or `B` of a micro-batch, or `G` or `A` of none.
     A message is what `kind` of the sending stage has made: `Do("F", 0, 3, SEND, 1)`.
     """
 
@@ -40,7 +45,8 @@ class Do:
     other: int = -1
 
     def __str__(self) -> str:
-        text = f"{self.stage}{self.kind}{self.micro}"
+        text = f"{self.stage}{self.kind}"
+        text += "" if self.kind in (GATHER, REDUCE) else str(self.micro)
         return f"{text}{self.way}{self.other}" if self.way else text
 
 
@@ -78,16 +84,18 @@ class Body:
     """What one rank does over all micro-batches.
 
     given: the names of the values from before the loop, in the order of the node's operands.
+    sums: what becomes of the values that parts give out to be summed.
+    results: the names of what the node returns, in order: of sums, and of what is reduced of them.
     messages: by (sending stage, kind, receiving stage) the names of what goes there.
     vals: a fake of each value that travels; sources: the user's line that made it.
-    results: what the node returns, in order.
     """
 
     num_micro: int
     parts: dict[tuple[int, str], Part]
     row: tuple[Do, ...]
     given: tuple[str, ...]
-    results: tuple[Sum, ...]
+    sums: tuple[Sum, ...]
+    results: tuple[str, ...]
     messages: dict[tuple[int, str, int], tuple[str, ...]] = field(default_factory=dict)
     vals: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
@@ -99,13 +107,14 @@ class Body:
             if part.adding is not None:
                 yield part.adding
 
-    def with_graphs(self, change: Callable[[fx.Graph], fx.Graph]) -> Body:
-        """This body with every part's graphs replaced."""
-        return self.with_parts(
-            lambda p: replace(
-                p, graph=change(p.graph), adding=None if p.adding is None else change(p.adding)
-            )
-        )
+    def with_graphs(self, change: Callable[[str, fx.Graph], fx.Graph]) -> Body:
+        """This body with the graphs of every part replaced, by the part's kind and the graph."""
+
+        def changed(kind: str, part: Part) -> Part:
+            adding = None if part.adding is None else change(kind, part.adding)
+            return replace(part, graph=change(kind, part.graph), adding=adding)
+
+        return replace(self, parts={k: changed(k[1], p) for k, p in self.parts.items()})
 
     def with_parts(self, change: Callable[[Part], Part]) -> Body:
         """This body with every part replaced."""
@@ -123,15 +132,31 @@ class Body:
 
     @cached_property
     def last_reads(self) -> list[frozenset[str]]:
-        """For each entry of the row the values of its stage and micro-batch that nothing reads after it."""
+        """For each entry of the row the values of its stage and micro-batch that nothing reads after it.
+
+        Those that the stage has gathered are among them; what is gathered again is another value.
+        """
         seen: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
         found: list[frozenset[str]] = []
         for do in reversed(self.row):
-            at = (do.stage, do.micro)
-            new = {n for n in self._reads(do) if n not in seen[at]}
-            seen[at] |= new
+            if do.kind == GATHER:
+                seen[do.stage, WHOLE].clear()
+            new = {n for n in self._reads(do) if n not in seen[self.scope_of(do, n)]}
+            for name in new:
+                seen[self.scope_of(do, name)].add(name)
             found.append(frozenset(new))
         return found[::-1]
+
+    @cached_property
+    def gathered(self) -> dict[int, frozenset[str]]:
+        """By stage the names of what it gathers."""
+        parts = self.parts.items()
+        return {stage: frozenset(p.outputs) for (stage, kind), p in parts if kind == GATHER}
+
+    def scope_of(self, do: Do, name: str) -> tuple[int, int]:
+        """The stage and the micro-batch that `name` belongs to where `do` reads or makes it."""
+        whole = name in self.gathered.get(do.stage, ())
+        return do.stage, WHOLE if whole else do.micro
 
     def _reads(self, do: Do) -> tuple[str, ...]:
         """What an entry reads of its own stage's values."""
@@ -154,113 +179,9 @@ class Body:
         return {k: list(self._near(Do(k[1], k[0], 0))) for k in self.parts}
 
 
-class Engine(Protocol):
-    """What runs the parts of a body: for one rank, or for several virtual ones at once."""
-
-    def call(
-        self, part: Part, inputs: list[Any], micro: int, *, adding: bool
-    ) -> tuple[list[Any], list[Any]]:
-        """The part's outputs and what it gives to sums, by its graph `adding` if that is so.
-
-        `inputs` may be emptied.
-        """
-        ...
-
-    def add(self, total: Any, value: Any, op: str) -> Any:
-        """`total` and one value more; `total` may be overwritten."""
-        ...
-
-    def join(self, values: list[Any], dim: int, outer: int) -> Any:
-        """The values of all micro-batches as one."""
-        ...
-
-    def send(self, do: Do, values: list[Any]) -> None:
-        """Send what `do` says."""
-        ...
-
-    def receive(self, do: Do, likes: list[Tensor]) -> list[Any]:
-        """The tensors that `do` waits for, like `likes`."""
-        ...
-
-
 def loop(*_args: Any) -> Any:
-    """The name of a loop in a graph; whoever runs the graph calls `play`."""
-    raise AssertionError("loop is a name in a graph; `play` runs it")
-
-
-def play(body: Body, given: Sequence[Any], engine: Engine) -> list[Any]:
-    """Go through the row of `body`; returns its results in order."""
-    common = dict(zip(body.given, given, strict=True))
-    live: dict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
-    totals: dict[str, Any] = {}
-    ops = {s.name: s.op for s in body.results}
-    for do, dying in zip(body.row, body.last_reads, strict=True):
-        values = live[do.stage, do.micro]
-        if do.way == RECEIVE:
-            names = body.messages.get((do.other, do.kind, do.stage), ())
-            likes = [body.vals[n] for n in names]
-            values.update(zip(names, engine.receive(do, likes), strict=True))
-            continue
-        if do.way == SEND:
-            names = body.messages.get((do.stage, do.kind, do.other), ())
-            engine.send(do, [_take(values, n, n in dying) for n in names])
-            continue
-        part = body.parts[do.stage, do.kind]
-        if not part.outputs and not part.summed:
-            continue
-        handed = {n for _, names in body.near[do.stage, do.kind] for n in names}
-        inputs = [
-            common[n] if n in common else _take(values, n, n in dying and n not in handed)
-            for n in part.inputs
-        ]
-        added = part.summed[: part.num_added]
-        adding = part.adding is not None and all(n in totals for n in added)
-        if adding:
-            inputs += [totals[n] for n in added]
-        outputs, summed = engine.call(part, inputs, do.micro, adding=adding)
-        values.update(zip(part.outputs, outputs, strict=True))
-        rest = part.summed[part.num_added :] if adding else part.summed
-        _gather(totals, rest, summed, ops, engine)
-        del outputs, summed, inputs
-        for other, names in body.near[do.stage, do.kind]:
-            live[other, do.micro].update((n, values[n]) for n in names)
-        for name in handed & dying:
-            del values[name]
-        if not values:
-            live.pop((do.stage, do.micro), None)
-    return [
-        engine.join(totals.pop(s.name), s.dim, s.outer) if s.op == "join" else totals.pop(s.name)
-        for s in body.results
-    ]
-
-
-def _take(values: dict[str, Any], name: str, last: bool) -> Any:
-    return values.pop(name) if last else values[name]
-
-
-def _gather(
-    totals: dict[str, Any],
-    names: Sequence[str],
-    values: list[Any],
-    ops: Mapping[str, str],
-    engine: Engine,
-) -> None:
-    """Add to the totals; no name of `play` may keep the last value alive during the next part."""
-    for name, value in zip(names, values, strict=True):
-        if ops[name] == "join":
-            totals.setdefault(name, []).append(value)
-        elif name in totals:
-            totals[name] = engine.add(totals[name], value, ops[name])
-        else:
-            totals[name] = value
-
-
-ADD: dict[str, Callable[..., Tensor]] = {
-    "sum": torch.Tensor.add_,
-    "max": lambda a, b: torch.maximum(a, b, out=a),
-    "min": lambda a, b: torch.minimum(a, b, out=a),
-    "prod": torch.Tensor.mul_,
-}
+    """The name of a loop in a graph; whoever runs the graph calls `playing.play`."""
+    raise AssertionError("loop is a name in a graph; `playing.play` runs it")
 
 
 def graphs_of(graph: fx.Graph) -> Iterator[fx.Graph]:

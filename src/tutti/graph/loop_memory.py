@@ -11,24 +11,14 @@ at again of its inputs is nothing new. What a part reads for the last time it ma
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
-from tutti.graph.loop import RECEIVE, SEND, Body, Do, Part
-from tutti.graph.storage import Block, Storages
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Memory that is held: what made it, its bytes, and whether it is a sum over the micro-batches."""
-
-    node: fx.Node
-    nbytes: int
-    summed: bool = False
+from tutti.graph.loop import RECEIVE, REDUCE, SEND, Body, Do, Part
+from tutti.graph.part_memory import PartMemory, Piece
+from tutti.graph.storage import Block
 
 
 @dataclass(frozen=True)
@@ -45,92 +35,19 @@ class Peak:
     borrowed_nbytes: int
 
 
-Borrowed = Callable[[fx.Node, Storages], int]
-LastHolders = Callable[[fx.Graph, Storages], dict[fx.Node, list[Block]]]
-
-
-class PartMemory:
-    """The memory of one part: what it makes and gives back, node by node."""
-
-    def __init__(
-        self, part: Part, mode: FakeTensorMode, borrowed: Borrowed, last_holders: LastHolders
-    ) -> None:
-        self.part, self.storages = part, Storages(part.graph, mode)
-        self._borrowed = borrowed
-        self._freed = last_holders(part.graph, self.storages)
-        inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
-        self.inputs = dict(zip(part.inputs, inputs, strict=True))
-        output = part.graph.output_node()
-        outputs, summed = output.args[0]  # type: ignore[misc]
-        self.outputs: dict[str, fx.Node] = dict(zip(part.outputs, outputs, strict=True))  # type: ignore[arg-type]
-        self.summed: dict[str, fx.Node] = dict(zip(part.summed, summed, strict=True))  # type: ignore[arg-type]
-        self._known: dict[frozenset[frozenset[str]], tuple[int, fx.Node]] = {}
-
-    @cached_property
-    def _last_reads(self) -> dict[str, int]:
-        """The place of the last node that reads an input, or looks at it through a view."""
-        order = {n: i for i, n in enumerate(self.part.graph.nodes)}
-        found: dict[str, int] = {}
-        for name, node in self.inputs.items():
-            own = set(self.storages.of[node])
-            views = [n for n, blocks in self.storages.of.items() if own & set(blocks)]
-            reads = (order[u] for n in views for u in n.users if u.op != "output")
-            found[name] = max(reads, default=-1)
-        return found
-
-    def peak(self, given_back: dict[Piece, frozenset[str]]) -> tuple[int, fx.Node]:
-        """The most bytes above those held when it begins, and where.
-
-        given_back: what no one needs after it, each with the names under which the part reads it.
-        """
-        key = frozenset(given_back.values())
-        if key not in self._known:
-            steps = self._steps(given_back)
-            self._known[key] = max(
-                ((now, node) for node, now, _, _ in steps), key=lambda entry: entry[0]
-            )
-        return self._known[key]
-
-    def held_at(
-        self, at: fx.Node, given_back: dict[Piece, frozenset[str]]
-    ) -> tuple[list[Block], set[Piece], int]:
-        """At `at`: the blocks made and not given back, what is given back already, bytes borrowed."""
-        for node, _, made, gone in self._steps(given_back):
-            if node is at:
-                return list(made), set(gone), self._borrowed(at, self.storages)
-        raise AssertionError(f"{at} is not of this part")
-
-    def _steps(
-        self, given_back: dict[Piece, frozenset[str]]
-    ) -> Iterator[tuple[fx.Node, int, dict[Block, None], set[Piece]]]:
-        ends: defaultdict[int, list[Piece]] = defaultdict(list)
-        for piece, names in given_back.items():
-            ends[max(self._last_reads[n] for n in names)].append(piece)
-        now, made, gone = 0, dict[Block, None](), set[Piece]()
-        for i, node in enumerate(self.part.graph.nodes):
-            new = list(self.storages.made(node))
-            made |= dict.fromkeys(new)
-            now += sum(b.nbytes for b in new)
-            yield node, now + self._borrowed(node, self.storages), made, gone
-            for block in self._freed.get(node, ()):
-                made.pop(block, None)
-                now -= block.nbytes
-            for piece in ends.get(i, ()):
-                gone.add(piece)
-                now -= piece.nbytes
-
-
 class RowWalk:
     """Goes through the row of a body as `loop.play` does, with pieces of memory for values."""
 
-    def __init__(self, body: Body, parts: dict[tuple[int, str], PartMemory]) -> None:
-        self.body, self.parts = body, parts
+    def __init__(self, body: Body, memory_of: Callable[[Part, bool], PartMemory]) -> None:
+        self.body, self._memory_of = body, memory_of
+        self.parts = {key: memory_of(part, False) for key, part in body.parts.items()}
+        self.adding: dict[tuple[int, str], PartMemory] = {}
         self.live: defaultdict[tuple[int, int], dict[str, tuple[Piece, ...]]] = defaultdict(dict)
         self.totals: dict[str, tuple[Piece, ...]] = {}
         self.refs: Counter[Piece] = Counter()
         self.now = 0
         self.best: Peak | None = None
-        self.ops = {s.name: s.op for s in body.results}
+        self.ops = {s.name: s.op for s in body.sums}
 
     def peak(self) -> Peak | None:
         """The entry at which most is held; None where nothing is done."""
@@ -140,7 +57,9 @@ class RowWalk:
             elif do.way == SEND:
                 for name in self.body.messages.get((do.stage, do.kind, do.other), ()):
                     if name in dying:
-                        self._drop(self.live[do.stage, do.micro].pop(name))
+                        self._drop(self._live(do, name).pop(name))
+            elif do.kind == REDUCE:
+                self._reduce(do)
             else:
                 self._part(do, dying)
         return self.best
@@ -157,20 +76,16 @@ class RowWalk:
         return next((x for x in found if x is not None), None)
 
     def _part(self, do: Do, dying: frozenset[str]) -> None:
-        memory = self.parts[do.stage, do.kind]
-        if not memory.outputs and not memory.summed:
+        memory = self._memory(do)
+        if memory is None:
             return
-        values = self.live[do.stage, do.micro]
         handed = {n for _, names in self.body.near[do.stage, do.kind] for n in names}
-        taken = {n: values.pop(n) for n in memory.inputs if n in dying - handed and n in values}
-        known = {n: values[n] for n in memory.inputs if n in values} | taken
-        given_back = self._given_back(memory, taken, known)
-        self._note(do, memory, given_back)
-        made: dict[Block, Piece] = {}
-        results = {n: self._pieces(memory, x, known, made) for n, x in memory.outputs.items()}
-        sums = {n: self._pieces(memory, x, known, made, True) for n, x in memory.summed.items()}
+        held = [n for n in memory.inputs if n in self._live(do, n)]
+        known = {n: self._live(do, n)[n] for n in held}
+        taken = {n: self._live(do, n).pop(n) for n in held if n in dying - handed}
+        results, sums = self._results(do, memory, known, taken)
         for name, pieces in results.items():
-            self._keep(values, name, pieces)
+            self._keep(self._live(do, name), name, pieces)
         for name, pieces in sums.items():
             if self.ops[name] == "join":
                 self._keep(self.totals, f"{name} {do.micro}", pieces)
@@ -180,9 +95,52 @@ class RowWalk:
             self._drop(pieces)
         for other, names in self.body.near[do.stage, do.kind]:
             for name in names:
-                self._keep(self.live[other, do.micro], name, values[name])
+                self._keep(self.live[other, do.micro], name, self._live(do, name)[name])
         for name in handed & dying:
-            self._drop(values.pop(name))
+            self._drop(self._live(do, name).pop(name))
+
+    def _memory(self, do: Do) -> PartMemory | None:
+        """That of the part; None of one that makes nothing."""
+        key = do.stage, do.kind
+        part = self.body.parts[key]
+        if not part.outputs and not part.summed:
+            return None
+        added = part.summed[: part.num_added]
+        if part.adding is None or not all(n in self.totals for n in added):
+            return self.parts[key]
+        if key not in self.adding:
+            self.adding[key] = self._memory_of(part, True)
+        return self.adding[key]
+
+    def _reduce(self, do: Do) -> None:
+        memory = self.parts[do.stage, do.kind]
+        taken = {n: self.totals.pop(n) for n in memory.inputs}
+        results, _ = self._results(do, memory, taken, taken)
+        for name, pieces in results.items():
+            self._keep(self.totals, name, pieces)
+        for pieces in taken.values():
+            self._drop(pieces)
+
+    def _live(self, do: Do, name: str) -> dict[str, tuple[Piece, ...]]:
+        """What is held for the micro-batch of `do`, or for its stage as a whole, where `name` is."""
+        return self.live[self.body.scope_of(do, name)]
+
+    def _results(
+        self,
+        do: Do,
+        memory: PartMemory,
+        known: dict[str, tuple[Piece, ...]],
+        taken: dict[str, tuple[Piece, ...]],
+    ) -> tuple[dict[str, tuple[Piece, ...]], dict[str, tuple[Piece, ...]]]:
+        """What a part gives out, and to sums, once it has run; nobody else reads what is `taken`."""
+        self._note(do, memory, self._given_back(memory, taken, known))
+        summed = memory.outputs if do.kind == REDUCE else memory.summed
+        made: dict[Block, Piece] = {}
+
+        def pieces(values: dict[str, fx.Node]) -> dict[str, tuple[Piece, ...]]:
+            return {n: self._pieces(memory, x, known, made, n in summed) for n, x in values.items()}
+
+        return pieces(memory.outputs), pieces(memory.summed)
 
     def _given_back(
         self,
@@ -236,7 +194,8 @@ class RowWalk:
         if self.best is not None and self.now + more <= self.best.nbytes:
             return
         made, gone, borrowed = memory.held_at(node, given_back)
-        sums = {b for x in memory.summed.values() for b in memory.storages.of[x]}
+        summed = memory.outputs if do.kind == REDUCE else memory.summed
+        sums = {b for x in summed.values() for b in memory.storages.of[x]}
         pieces = [p for p in self.refs if p not in gone]
         pieces += [Piece(b.node, b.nbytes, b in sums) for b in made]
         self.best = Peak(self.now + more, node, do, tuple(pieces), borrowed)

@@ -62,7 +62,7 @@ def _promoted(
             )
         elif node.target is loop:
             body, given = node.args
-            node.args = (body.with_graphs(lambda g: _promoted(g, owner, constants)[0]), given)
+            node.args = (body.with_graphs(lambda _, g: _promoted(g, owner, constants)[0]), given)
         elif node.op == "call_function":
             node.args = _promoted_argument(node.args)
             node.kwargs = {k: _promoted_argument(v) for k, v in node.kwargs.items()}

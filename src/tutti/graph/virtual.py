@@ -16,7 +16,8 @@ from tutti.graph import collectives, random
 from tutti.graph.boundary import IDENTITIES
 from tutti.graph.draw import draw, drawn
 from tutti.graph.liveness import last_uses
-from tutti.graph.loop import ADD, SEND, Body, Do, Part, loop, play
+from tutti.graph.loop import SEND, Body, Do, Part, loop
+from tutti.graph.playing import ADD, play
 from tutti.graph.segments import join, split
 from tutti.layout import Mesh, Sharding
 

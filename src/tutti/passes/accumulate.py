@@ -25,7 +25,7 @@ Call = tuple[Any, tuple[Any, ...]]
 
 def accumulate(body: Body) -> Body:
     """Give each part of `body` that sums a second graph, for later micro-batches."""
-    ops = {s.name: s.op for s in body.results}
+    ops = {s.name: s.op for s in body.sums}
     if body.num_micro == 1:
         return body
     return body.with_parts(lambda part: _with_adding(part, ops))

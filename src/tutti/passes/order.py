@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
 from tutti.errors import LayoutError
 from tutti.graph.liveness import peak_with_given
-from tutti.graph.loop import loop
+from tutti.graph.loop import REDUCE, loop
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.accumulate import accumulate
@@ -28,7 +28,7 @@ from tutti.passes.in_place import in_place
 from tutti.passes.overlap import overlap
 from tutti.passes.remat import remat
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
-from tutti.passes.shared_state import shared_state, wait_for_readers
+from tutti.passes.shared_state import shared_state, viewed_in_part, wait_for_readers
 from tutti.passes.target import Target
 
 # Names of passes to leave out, with commas.
@@ -103,7 +103,7 @@ def optimized(
     for node in graph.nodes:
         if node.target is loop:
             body, given = node.args
-            body = body.with_graphs(lambda g: _part(g, program, target, left_out))
+            body = body.with_graphs(lambda kind, g: _part(kind, g, target, left_out))
             node.args = (body if "accumulate" in left_out else accumulate(body), given)
     wait_for_readers(graph)
     leave_buffers(graph)
@@ -112,18 +112,30 @@ def optimized(
     return graph
 
 
-# What fits a part of a loop: the others are about state, or keep buffers from one run to the next.
-IN_PARTS = ("bucket", "overlap", "in_place")
+# What lies in buffers is overwritten in the next micro-batch: what is scattered is new, the rest may be kept.
+IN_BUFFERS = {REDUCE: ("all_reduce", "reduce_scatter")}
+SCATTERED = ("reduce_scatter",)
 
 
-def _part(graph: fx.Graph, program: Program, target: Target, left_out: Collection[str]) -> fx.Graph:
-    """A copy of a part's graph with the passes that fit it; all that it is given is read again."""
-    target = replace(target, donated=frozenset(), shared=frozenset())
+def _part(kind: str, graph: fx.Graph, target: Target, left_out: Collection[str]) -> fx.Graph:
+    """A copy of a part's graph with the passes that fit it; the others are about the update.
+
+    All that it is given is read again.
+    """
+    passes: dict[str, Callable[[fx.Graph], object]] = {
+        "bucket": lambda g: bucket(g, target),
+        "shared_state": lambda g: viewed_in_part(g, target),
+        "shared_buffers": lambda g: shared_buffers(g, target, IN_BUFFERS.get(kind, SCATTERED)),
+        "overlap": lambda g: overlap(g, target),
+        "in_place": lambda g: in_place(g, ()),
+    }
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     for one in PASSES:
-        if one.name in IN_PARTS and one.name not in left_out:
-            one.run(copy, program, target)
+        if one.name not in left_out and one.name in passes:
+            passes[one.name](copy)
+        elif one.name in left_out and one.taken_back is not None:
+            one.taken_back(copy)
     copy.lint()
     return copy
 

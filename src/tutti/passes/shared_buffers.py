@@ -12,6 +12,7 @@ same memory. What cannot be written in place (no `out=`, other users) is copied 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from tutti.graph import collectives
 from tutti.graph.aliases import roots_of
 from tutti.graph.edit import NOTES
 from tutti.graph.liveness import last_uses
+from tutti.graph.loop import graphs_of
 from tutti.passes.joined import as_together, is_kind, take_out
 from tutti.passes.target import Target
 
 aten = torch.ops.aten
+Axes = tuple[str, ...]
 # Smaller values travel through mailboxes, packed.
 LEAST_NBYTES = 2**16
 ALIGNMENT = 64
@@ -39,14 +42,13 @@ _OUT: dict[Any, Any] = {
 }
 
 
-def shared_buffers(graph: fx.Graph, target: Target) -> int:
+def shared_buffers(
+    graph: fx.Graph, target: Target, kinds: Sequence[str] = ("all_reduce", "reduce_scatter")
+) -> int:
     """Rewrite reductions over axes whose ranks share memory; returns how many values got a buffer."""
     count = 0
     for node in list(graph.nodes):
-        if (
-            is_kind(node, "all_reduce", "reduce_scatter")
-            and collectives.axes_of(node) in target.shared
-        ):
+        if is_kind(node, *kinds) and collectives.axes_of(node) in target.shared:
             count += _move(graph, as_together(graph, node))
     return count
 
@@ -128,11 +130,29 @@ def leave_buffers(graph: fx.Graph) -> None:
     output.args = fx.map_arg(output.args, own)  # type: ignore[assignment]
 
 
-def place_buffers(graph: fx.Graph) -> dict[tuple[str, ...], int]:
+def place_buffers(graph: fx.Graph) -> dict[Axes, int]:
     """Give every buffer its offset among those over the same axes; returns the bytes that they take.
 
-    First fit, in the order in which they are needed: a buffer may lie where another lay that is done.
+    First fit, in the order in which they are needed: a buffer may lie where another lay that is done. Those
+    of a loop's parts lie apart from those of `graph`, and from each other where a part gives one out.
     """
+    _, *parts = graphs_of(graph)
+    apart = any(map(_gives_buffer, parts))
+    ends: dict[Axes, int] = {}
+    for one in (*parts, graph):
+        for axes, end in _place(one, ends if apart or one is graph else {}).items():
+            ends[axes] = max(end, ends.get(axes, 0))
+    return ends
+
+
+def _gives_buffer(graph: fx.Graph) -> bool:
+    roots = roots_of(graph)
+    given = graph.output_node().all_input_nodes
+    return any(x in roots and roots[x].target is collectives.buffer for x in given)
+
+
+def _place(graph: fx.Graph, bases: Mapping[Axes, int]) -> dict[Axes, int]:
+    """The same for one graph, from `bases` on; returns where the last of its buffers ends."""
     roots = roots_of(graph)
     dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -141,8 +161,8 @@ def place_buffers(graph: fx.Graph) -> dict[tuple[str, ...], int]:
         if root.target is collectives.buffer:
             end = order[dies[x]] if x in dies else len(order)
             until[root] = max(until.get(root, 0), end)
-    taken: dict[tuple[str, ...], list[tuple[int, int, int]]] = {}
-    needed: dict[tuple[str, ...], int] = {}
+    taken: dict[Axes, list[tuple[int, int, int]]] = {}
+    needed: dict[Axes, int] = {}
     for node in graph.nodes:
         if node.target is not collectives.buffer:
             continue
@@ -151,8 +171,9 @@ def place_buffers(graph: fx.Graph) -> dict[tuple[str, ...], int]:
         busy = sorted(t for t in taken.get(axes, []) if t[2] >= order[node])
         offset = _first_fit(busy, nbytes)
         taken[axes] = [*busy, (offset, offset + nbytes, until[node])]
-        needed[axes] = max(needed.get(axes, 0), offset + nbytes)
-        node.args = (axes, offset, *node.args[2:])
+        base = bases.get(axes, 0)
+        needed[axes] = max(needed.get(axes, 0), base + offset + nbytes)
+        node.args = (axes, base + offset, *node.args[2:])
     return needed
 
 

@@ -25,6 +25,7 @@ from torch import fx
 
 from tutti.graph import collectives
 from tutti.graph.aliases import aliased, roots_of, written
+from tutti.graph.loop import graphs_of, loop
 from tutti.graph.order import positions_of
 from tutti.graph.state import is_state
 from tutti.partition.partition import Program
@@ -42,32 +43,38 @@ def shared_state(graph: fx.Graph, program: Program, target: Target) -> int:
     """Rewrite gathers of state over axes whose ranks share memory; returns how many gathers."""
     count = 0
     for node in list(graph.nodes):
-        if is_kind(node, "all_gather") and collectives.axes_of(node) in target.shared:
+        if _gathers_nearby(node, target):
             node = as_together(graph, node)
-            given: Any = node.args
             into = _wholes(graph, node, program, target)
-            if into:
-                count += _gather_into(graph, node, into)
-                continue
-            _, xs, axes, wheres, _ = given
-            lying = [i for i, x in enumerate(xs) if _on_cpu(x) and _side_by_side(x, wheres[i])]
-            if lying:
-                args = (
-                    "all_gather",
-                    [xs[i] for i in lying],
-                    axes,
-                    [wheres[i] for i in lying],
-                    "",
-                )
-                take_out(graph, node, lying, collectives.together_, args)
-            count += len(lying)
+            count += _gather_into(graph, node, into) if into else _view(graph, node)
     return count
+
+
+def viewed_in_part(graph: fx.Graph, target: Target) -> int:
+    """The same of a part of a loop, in which state is only read."""
+    found = [node for node in graph.nodes if _gathers_nearby(node, target)]
+    return sum(_view(graph, as_together(graph, node)) for node in found)
+
+
+def _gathers_nearby(node: fx.Node, target: Target) -> bool:
+    return is_kind(node, "all_gather") and collectives.axes_of(node) in target.shared
+
+
+def _view(graph: fx.Graph, node: fx.Node) -> int:
+    """Let a gather look at the state whose parts lie side by side; returns how many."""
+    given: Any = node.args
+    _, xs, axes, wheres, _ = given
+    lying = [i for i, x in enumerate(xs) if _on_cpu(x) and _side_by_side(x, wheres[i])]
+    if lying:
+        args = ("all_gather", [xs[i] for i in lying], axes, [wheres[i] for i in lying], "")
+        take_out(graph, node, lying, collectives.together_, args)
+    return len(lying)
 
 
 def viewed_state(graph: fx.Graph) -> dict[str, tuple[Axes, fx.Node]]:
     """The state whose parts must lie side by side: its axes and placeholder by name."""
     found: dict[str, tuple[Axes, fx.Node]] = {}
-    for node in graph.nodes:
+    for node in (n for one in graphs_of(graph) for n in one.nodes):
         if node.target is collectives.together_ and node.args[0] == "all_gather":
             found |= {x.meta["name"]: (node.args[2], x) for x in node.args[1]}
     return found
@@ -154,10 +161,17 @@ def wait_for_readers(graph: fx.Graph) -> int:
         if node.target in _MEETINGS:
             axes = collectives.axes_of(node)
             watched -= {n for n in watched if axes_of[n] == axes}
+        if node.target is loop:
+            watched |= set(_viewed_in_loop(node))
         watched |= {roots[x].meta["name"] for x in node.all_input_nodes if x in wholes}
         if node.target is collectives.gather_into:
             watched |= set(node.args[0])  # type: ignore[arg-type]
     return count
+
+
+def _viewed_in_loop(node: fx.Node) -> dict[str, tuple[Axes, fx.Node]]:
+    body: Any = node.args[0]
+    return {k: v for graph in body.graphs() for k, v in viewed_state(graph).items()}
 
 
 def _views(node: fx.Node, wholes: set[fx.Node]) -> bool:

@@ -36,6 +36,8 @@ from tutti.pipeline.over_time import MICRO, sums_over_time, take_apart
 
 aten = torch.ops.aten
 BEFORE, DURING, AFTER = "before", "during", "after"
+# From this level of `zero` on a rank adds up its part of the gradients, below it whole ones.
+GRADIENTS_FROM = 2
 
 
 @dataclass
@@ -74,7 +76,8 @@ def moments_of(graph: fx.Graph, num_micro: int, layout: Layout) -> Moments:
     else:
         for node in list(graph.nodes):
             take_apart(node, layout)
-    while sum(_sooner(graph, node) for node in reversed(list(graph.nodes))):
+    linear = _linear_in_parts if layout.zero >= GRADIENTS_FROM else is_linear
+    while sum(_sooner(graph, node, linear) for node in reversed(list(graph.nodes))):
         pass
     _once(graph)
     return _Sorter(graph, num_micro, layout).sort()
@@ -130,7 +133,7 @@ def _dependents(graph: fx.Graph, starts: Callable[[fx.Node], bool]) -> set[fx.No
     return found
 
 
-def _sooner(graph: fx.Graph, node: fx.Node) -> bool:
+def _sooner(graph: fx.Graph, node: fx.Node, linear: Callable[[fx.Node], bool]) -> bool:
     """Add up before a linear op instead of after it: the op then runs once, after the micro-batches.
 
     sum(transpose(x))  ->  transpose(sum(x))        sum(all_reduce(x, data))  ->  all_reduce(sum(x), data)
@@ -147,7 +150,7 @@ def _sooner(graph: fx.Graph, node: fx.Node) -> bool:
         return True
     if made.target is aten.add.Tensor and any(_pending(x) for x in made.all_input_nodes):
         return _add_after(graph, node, made)
-    if not _linear(made):
+    if not linear(made):
         return False
     x: Any = made.args[0]
     with graph.inserting_before(made):
@@ -183,11 +186,16 @@ def _add_after(graph: fx.Graph, node: fx.Node, made: fx.Node) -> bool:
 _MOVES = (collectives.all_reduce, collectives.reduce_scatter)
 
 
-def _linear(node: fx.Node) -> bool:
+def is_linear(node: fx.Node) -> bool:
     """Whether a sum may as well come before `node`, and costs no more there."""
     if node.target in _MOVES:
         return node.args[-1] == "sum" and MICRO not in collectives.axes_of(node)
     return node.target in (aten.permute.default, aten.reshape.default)
+
+
+def _linear_in_parts(node: fx.Node) -> bool:
+    """The same where no rank is to hold whole gradients: they are cut before they are added up."""
+    return node.target is not collectives.reduce_scatter and is_linear(node)
 
 
 class _Sorter:

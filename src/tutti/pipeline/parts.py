@@ -4,22 +4,29 @@
     I   what other stages wait for: gradients of the stage's inputs
     W   the rest: gradients of its weights
 
+and of those that run once a step, for all of them:
+
+    G   gathers the stage's weights         A   reduces its gradients over ranks
+
 A step that is not cut into stages is one part, `B`, forward and backward in one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, fx
 
 from tutti.graph.aliases import roots_of
-from tutti.graph.loop import Part
+from tutti.graph.loop import GATHER, REDUCE, Part
 from tutti.graph.order import ancestors
+from tutti.graph.state import is_state
 from tutti.pipeline.cut import Stages
+from tutti.pipeline.gathers import gather_once, gathered
 from tutti.pipeline.moments import BEFORE, DURING, Moments
+from tutti.pipeline.reductions import reductions
 
 aten = torch.ops.aten
 Key = tuple[int, str]
@@ -32,12 +39,14 @@ class Parts:
     members: the nodes of each part, in order; what is free stands in each stage that needs it.
     given: what each part reads from before the loop.
     messages: by (sending stage, kind, receiving stage) the values that go there.
+    results: what comes out of each stage: sums over the micro-batches, or what is reduced of them.
     """
 
     parts: dict[Key, Part] = field(default_factory=dict)
     members: dict[Key, list[fx.Node]] = field(default_factory=dict)
     given: dict[Key, list[fx.Node]] = field(default_factory=dict)
     messages: dict[tuple[int, str, int], list[fx.Node]] = field(default_factory=dict)
+    results: dict[int, list[fx.Node]] = field(default_factory=dict)
 
     def home_of(self, node: fx.Node) -> Key:
         """The first part that makes `node`."""
@@ -60,12 +69,16 @@ def early_part(moments: Moments, total: fx.Node) -> tuple[Part, list[fx.Node]]:
 class _Writer:
     def __init__(self, moments: Moments, stages: Stages, halves: bool) -> None:
         self.moments, self.stages = moments, stages
-        self.order = {n: i for i, n in enumerate(moments.graph.nodes)}
         single = stages.num_stages == 1
         self.kinds: tuple[str, ...] = (
             ("B",) if single else ("F", "I", "W") if halves else ("F", "B")
         )
         self.made = Parts()
+        self.single = single
+        if not single:
+            gather_once(moments)
+        self.gathered = gathered(moments)
+        self.order = {n: i for i, n in enumerate(moments.graph.nodes)}
         self.first: dict[tuple[int, fx.Node], str] = {}  # which part of a stage makes a value
 
     def write(self) -> Parts:
@@ -83,11 +96,37 @@ class _Writer:
             sums[self.made.home_of(source)].append((total, source))
         for made in sums.values():  # those that may be added to in place come first
             made.sort(key=lambda pair: pair[0].args[2:] != ("sum",))
+        whole: dict[int, dict[fx.Node, None]] = {}
         for key, nodes in self.made.members.items():
-            given = _read_from_outside(nodes, self.moments)
-            made = _part(nodes, given, reads[key], list(outputs[key]), sums[key])
+            found = _read_from_outside(nodes, self.moments)
+            kept = [x for x in found if x in self.gathered]
+            given = [x for x in found if x not in self.gathered]
+            whole.setdefault(key[0], {}).update(dict.fromkeys(kept))
+            made = _part(nodes, given, [*kept, *reads[key]], list(outputs[key]), sums[key])
             self.made.parts[key], self.made.given[key] = made, given
+        for stage, kept in whole.items():
+            self._gathers(stage, list(kept))
+            self._reductions(
+                stage, [t for k, made in sums.items() if k[0] == stage for t, _ in made]
+            )
         return self.made
+
+    def _gathers(self, stage: int, kept: list[fx.Node]) -> None:
+        if kept:
+            nodes = ancestors(kept, self.gathered.__contains__)
+            given = _read_from_outside(nodes, self.moments)
+            self.made.parts[stage, GATHER] = _part(nodes, given, [], kept, [])
+            self.made.given[stage, GATHER] = given
+
+    def _reductions(self, stage: int, totals: list[fx.Node]) -> None:
+        chains = {} if self.single else reductions(self.moments)
+        mine = [t for t in totals if t in chains]
+        ends = [chains[t][-1] for t in mine]
+        self.made.results[stage] = [t for t in totals if t not in chains] + ends
+        if mine:
+            nodes = [n for t in mine for n in chains[t]]
+            self.made.parts[stage, REDUCE] = _part(nodes, [], mine, ends, [])
+            self.made.given[stage, REDUCE] = []
 
     def _kinds(self) -> dict[fx.Node, str]:
         stage = self.stages.stage
@@ -115,6 +154,8 @@ class _Writer:
             if stage == 0 and kind == self.kinds[0]:
                 own += [s for t in self.moments.sums if (s := t.args[0]) in self.stages.free]  # type: ignore[misc]
             nodes = ancestors(own, lambda n: n in self.stages.free)
+            if self.single:  # each micro-batch gathers its weights where it needs them
+                nodes = ancestors(nodes, self.gathered.__contains__)
             nodes = {n for n in nodes if (stage, n) not in self.first}
             for n in nodes:
                 self.first[stage, n] = kind
@@ -148,8 +189,9 @@ class _Writer:
             names.append(x)
 
 
-def _read_from_outside(nodes: Iterable[fx.Node], moments: Moments) -> list[fx.Node]:
-    inputs = (x for n in nodes for x in n.all_input_nodes)
+def _read_from_outside(nodes: Collection[fx.Node], moments: Moments) -> list[fx.Node]:
+    own = set(nodes)
+    inputs = (x for n in nodes for x in n.all_input_nodes if x not in own)
     return list(dict.fromkeys(x for x in inputs if moments.when[x] == BEFORE))
 
 
@@ -164,7 +206,7 @@ def _part(
     inputs = [*given, *reads]
     for x in inputs:
         mapped[x] = graph.placeholder(x.name)
-        mapped[x].meta = {k: v for k, v in x.meta.items() if k != "kind"}
+        mapped[x].meta = {k: v for k, v in x.meta.items() if k != "kind" or is_state(x)}
     for node in _in_order(nodes):
         mapped[node] = graph.node_copy(node, mapped.__getitem__)
     given_up = _own_memory(graph, [mapped[x] for x in outputs], [mapped[x] for _, x in sums])

@@ -22,7 +22,7 @@ class PlaceGraph:
     Args:
         updated: the names of the state that the step updates, at any place.
         owners: the places that keep each state tensor.
-        body: what the loop of this place does; `given`, what it reads.
+        body: what the loop of this place does; `given`, what it reads; `made`, what comes out of it.
     """
 
     def __init__(
@@ -35,9 +35,11 @@ class PlaceGraph:
         owners: Mapping[str, frozenset[int]],
         body: Body,
         given: list[fx.Node],
+        made: list[fx.Node],
     ) -> None:
         self.moments, self.plan, self.place = moments, plan, place
-        self.updated, self.owners, self.body, self.given = updated, owners, body, given
+        self.updated, self.owners = updated, owners
+        self.body, self.given, self.made = body, given, made
         self.graph = fx.Graph()
         self.here: dict[fx.Node, fx.Node] = {}
 
@@ -93,16 +95,16 @@ class PlaceGraph:
             self.here[node] = item
 
     def _loop(self) -> None:
-        totals = {t.name: t for t in self.moments.sums}
         if self.body.row:
-            self._play(self.body, self.given, [totals[s.name] for s in self.body.results])
+            self._play(self.body, self.given, self.made)
 
     def _early(self, total: fx.Node) -> None:
         part, given = early_part(self.moments, total)
         num_micro = self.body.num_micro
         row = tuple(Do("F", 0, k) for k in range(num_micro))
         names = tuple(x.name for x in given)
-        body = Body(num_micro, {(0, "F"): part}, row, names, (sum_of(total),))
+        parts = {(0, "F"): part}
+        body = Body(num_micro, parts, row, names, (sum_of(total),), (total.name,))
         self._play(body, given, [total])
 
     def _play(self, body: Body, given: list[fx.Node], results: list[fx.Node]) -> None:

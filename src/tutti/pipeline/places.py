@@ -68,7 +68,7 @@ def plan_places(
 
     Args:
         owners: the places that keep each state tensor.
-        made_at: the place whose loop makes each sum.
+        made_at: the place whose loop makes each of what comes out of a loop.
         given: what the loop of each place reads.
         results: nodes that are needed in the end, and where.
     """
@@ -98,7 +98,7 @@ def plan_places(
         for place in own:
             if node in needs[place]:
                 plan.works[place].add(node)
-                for x in _operands(node, moments):
+                for x in [] if node in made_at else _operands(node, moments):
                     need(place, x, here)
     return plan
 
@@ -109,11 +109,9 @@ def _is_bound(node: fx.Node, moments: Moments) -> bool:
 
 
 def _operands(node: fx.Node, moments: Moments) -> list[fx.Node]:
-    """What is read from outside to work `node` out; sums come out of loops."""
+    """What is read from outside to work `node` out."""
     if any(node in level for level in moments.early):
         return early_part(moments, node)[1]
-    if node in moments.sums:
-        return []
     return list(node.all_input_nodes)
 
 

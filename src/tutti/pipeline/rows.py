@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tutti.graph.loop import RECEIVE, SEND, Do
+from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, Do
 from tutti.pipeline.action import Action
 from tutti.pipeline.parts import Parts
 from tutti.pipeline.schedule import Schedule
-from tutti.pipeline.transfers import with_transfers
+from tutti.pipeline.transfers import with_gathers, with_reductions, with_transfers
 
 
 def in_halves(schedule: Schedule) -> Schedule:
@@ -21,6 +21,14 @@ def in_halves(schedule: Schedule) -> Schedule:
             for row in schedule.rows
         )
     )
+
+
+def completed(schedule: Schedule, parts: Parts) -> Schedule:
+    """The schedule with the gathers and reductions that there are; those it has stay where they are."""
+    having = {kind: {s for s, k in parts.parts if k == kind} for kind in (GATHER, REDUCE)}
+    rows = ([a for a in row if a.stage in having.get(a.kind, (a.stage,))] for row in schedule.rows)
+    schedule = Schedule(tuple(map(tuple, rows)))
+    return with_reductions(with_gathers(schedule, having[GATHER]), having[REDUCE])
 
 
 def rows_of(schedule: Schedule, parts: Parts) -> list[list[Do]]:

@@ -18,6 +18,7 @@ from torch import fx
 
 from tutti.graph.edit import source_of
 from tutti.graph.loop import Body, Do
+from tutti.graph.state import is_state
 from tutti.partition.partition import Program
 from tutti.pipeline.cut import Stages, cut
 from tutti.pipeline.moments import Moments, moments_of
@@ -25,7 +26,7 @@ from tutti.pipeline.owners import owners_of, stages_of_homes
 from tutti.pipeline.parts import Parts, fake_of, parts_of
 from tutti.pipeline.place_graph import PlaceGraph, output_of, sum_of
 from tutti.pipeline.places import Plan, plan_places
-from tutti.pipeline.rows import in_halves, rows_of
+from tutti.pipeline.rows import completed, in_halves, rows_of
 from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.tied import add_apart
 
@@ -35,7 +36,7 @@ class Timed:
     """What the ranks at each place run, and where state lives.
 
     programs: by place; each returns the new values of the state that its place keeps. owners: the places that
-    keep each state tensor. schedule: the rows of compute actions.
+    keep each state tensor. schedule: the rows of actions, without sends and receives.
     """
 
     programs: list[Program]
@@ -71,8 +72,8 @@ def timed(
     while sum(add_apart(moments, stages, total) for total in list(moments.sums)):
         pass
     halves = any(a.kind in "IW" for row in schedule.rows for a in row)
-    schedule = in_halves(schedule) if halves else schedule
     parts = parts_of(moments, stages, halves=halves)
+    schedule = completed(in_halves(schedule) if halves else schedule, parts)
     owners = owners_of(program, parts, place_of, homes or {})
     return _Writer(program, moments, stages, parts, owners, schedule).write()
 
@@ -97,8 +98,7 @@ class _Writer:
         self.bodies = [self._body(p, rows[p]) for p in self.places]
         self.given = [self._given(p) for p in self.places]
         made_at = {
-            total: self.schedule.rank_of(self.parts.home_of(total.args[0])[0])  # type: ignore[arg-type]
-            for total in self.moments.sums
+            x: self.schedule.rank_of(stage) for stage, xs in self.parts.results.items() for x in xs
         }
         plan = plan_places(
             self.moments, self.num_places, self.owners, made_at, self.given, self._results()
@@ -116,6 +116,7 @@ class _Writer:
             owners=self.owners,
             body=self.bodies[place],
             given=self.given[place],
+            made=self._made(place),
         ).write()
         mine = [name for name in captured.updated if place in self.owners[name]]
         return replace(self.program, graph=graph, captured=replace(captured, updated=mine))
@@ -127,8 +128,15 @@ class _Writer:
         mine = self._mine(place)
         return list(dict.fromkeys(x for k in mine for x in self.parts.given[k]))
 
+    def _made(self, place: int) -> list[fx.Node]:
+        """What comes out of the loop of a place."""
+        stages = self.parts.results.items()
+        return [x for stage, xs in stages if self.schedule.rank_of(stage) == place for x in xs]
+
     def _body(self, place: int, row: list[Do]) -> Body:
         mine = self._mine(place)
+        for key in mine:
+            self._forget_others_state(place, self.parts.parts[key].graph)
         stages = {s for s, _ in mine}
         messages = {k: v for k, v in self.parts.messages.items() if {k[0], k[2]} & stages}
         totals = {t.name: t for t in self.moments.sums}
@@ -138,11 +146,18 @@ class _Writer:
             parts={k: self.parts.parts[k] for k in mine},
             row=tuple(row),
             given=tuple(x.name for x in self._given(place)),
-            results=tuple(sum_of(totals[n]) for n in names),
+            sums=tuple(sum_of(totals[n]) for n in names),
+            results=tuple(x.name for x in self._made(place)),
             messages={k: tuple(x.name for x in v) for k, v in messages.items()},
             vals={x.name: fake_of(x) for v in messages.values() for x in v},
             sources={x.name: source_of(x) for v in messages.values() for x in v},
         )
+
+    def _forget_others_state(self, place: int, graph: fx.Graph) -> None:
+        """What another place keeps comes here as any value does."""
+        for node in filter(is_state, graph.nodes):
+            if place not in self.owners.get(node.meta["name"], {place}):
+                node.meta = {k: v for k, v in node.meta.items() if k != "kind"}
 
     def _results(self) -> list[tuple[fx.Node, frozenset[int]]]:
         returned, updates = output_of(self.moments.graph)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tutti.errors import ScheduleError
 from tutti.pipeline.action import WEIGHT_GRADIENTS, Action
@@ -83,13 +83,23 @@ def _receives(row: Row, edges: Edges, streams: Iterable[list[Action]]) -> list[l
     return before
 
 
-def with_reductions(schedule: Schedule) -> Schedule:
-    """`schedule` with a reduction `A` right after what makes the last weight gradients of each stage."""
-    return Schedule(tuple(_with_reductions(row) for row in schedule.rows))
+def with_reductions(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
+    """`schedule` with a reduction `A` right after what makes the last weight gradients of each stage.
+
+    `stages` are those that need one, by default all; one that has its own already keeps it.
+    """
+    chosen = _lacking(schedule, "A", stages)
+    return Schedule(tuple(_with_reductions(row, chosen) for row in schedule.rows))
 
 
-def _with_reductions(row: Row) -> Row:
-    last = {a.stage: i for i, a in enumerate(row) if a.kind in WEIGHT_GRADIENTS}
+def _lacking(schedule: Schedule, kind: str, stages: Collection[int] | None) -> set[int]:
+    every = range(schedule.num_stages) if stages is None else stages
+    return set(every) - {a.stage for row in schedule.rows for a in row if a.kind == kind}
+
+
+def _with_reductions(row: Row, stages: set[int]) -> Row:
+    ends = [(a.stage, i) for i, a in enumerate(row) if a.kind in WEIGHT_GRADIENTS]
+    last = {stage: i for stage, i in ends if stage in stages}
     return tuple(
         b
         for i, a in enumerate(row)
@@ -97,13 +107,18 @@ def _with_reductions(row: Row) -> Row:
     )
 
 
-def with_gathers(schedule: Schedule) -> Schedule:
-    """`schedule` with a gather `G` right before the first compute action of each stage."""
-    return Schedule(tuple(_with_gathers(row) for row in schedule.rows))
+def with_gathers(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
+    """`schedule` with a gather `G` right before the first compute action of each stage.
+
+    `stages` are those that need one, by default all; one that has its own already keeps it.
+    """
+    chosen = _lacking(schedule, "G", stages)
+    return Schedule(tuple(_with_gathers(row, chosen) for row in schedule.rows))
 
 
-def _with_gathers(row: Row) -> Row:
-    first = {a.stage: i for i, a in reversed(list(enumerate(row))) if a.computes}
+def _with_gathers(row: Row, stages: set[int]) -> Row:
+    starts = [(a.stage, i) for i, a in reversed(list(enumerate(row))) if a.computes]
+    first = {stage: i for stage, i in starts if stage in stages}
     return tuple(
         b
         for i, a in enumerate(row)

@@ -18,6 +18,7 @@ from torch import fx
 from tutti.graph import collectives
 from tutti.graph.cost import RATES, nbytes_of, seconds_of
 from tutti.graph.edit import source_of
+from tutti.pipeline.action import COMPUTE
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulate import Timeline, simulate
 
@@ -29,7 +30,8 @@ LINKS = {"cpu": RATES["cpu"].bytes, "cuda": 5e10}
 class Stage:
     """One stage: its place along `pipe`, its modules, and the seconds of its parts for one micro-batch.
 
-    A module that several stages share in is named "part of" it. `source` is the line that begins the stage.
+    `G` and `A`, where there are such parts, are those of a step. A module that several stages share in is
+    named "part of" it. `source` is the line that begins the stage.
     """
 
     number: int
@@ -41,7 +43,7 @@ class Stage:
     @property
     def seconds(self) -> float:
         """Forward and backward of one micro-batch."""
-        return sum(self.seconds_of.values())
+        return sum(x for kind, x in self.seconds_of.items() if kind in COMPUTE)
 
 
 @dataclass(frozen=True)

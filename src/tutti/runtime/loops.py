@@ -13,7 +13,8 @@ from tutti.comm.channel import Channel
 from tutti.comm.failure import Wait, waiting, with_line
 from tutti.errors import CommError
 from tutti.graph.collectives import Player
-from tutti.graph.loop import ADD, SEND, Body, Do, Part, play
+from tutti.graph.loop import SEND, Body, Do, Part
+from tutti.graph.playing import ADD, play
 from tutti.graph.segments import join
 from tutti.layout import Mesh
 from tutti.runtime.generate import generate

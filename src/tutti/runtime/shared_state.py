@@ -9,6 +9,7 @@ in its place since, the values are taken over before the step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups
 from tutti.graph import collectives
+from tutti.graph.loop import graphs_of
 from tutti.passes.shared_state import copied_state, viewed_state
 
 Axes = tuple[str, ...]
@@ -129,12 +131,17 @@ class Lodger:
 def _buffers(graph: fx.Graph) -> dict[Axes, int]:
     """The bytes of a graph's buffers by axes."""
     needed: dict[Axes, int] = {}
-    for node in graph.nodes:
+    for node in _nodes(graph):
         if node.target is collectives.buffer:
             axes: Any = node.args[0]
             offset: Any = node.args[1]
             needed[axes] = max(needed.get(axes, 0), offset + node.meta["val"].nbytes)
     return needed
+
+
+def _nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The nodes of a graph, and of the parts of its loops."""
+    return (node for one in graphs_of(graph) for node in one.nodes)
 
 
 def _arena(groups: Groups, axes: Axes, nbytes: int) -> Tensor:
@@ -146,7 +153,7 @@ def _arena(groups: Groups, axes: Axes, nbytes: int) -> Tensor:
 def _gathered_dims(graph: fx.Graph) -> dict[str, torch.Size]:
     """The shape of each viewed state when it is gathered."""
     found: dict[str, torch.Size] = {}
-    for node in graph.nodes:
+    for node in _nodes(graph):
         if node.target is collectives.together_ and node.args[0] == "all_gather":
             for x, value in zip(node.args[1], node.meta["val"], strict=True):  # type: ignore[arg-type]
                 found[x.meta["name"]] = value.shape
