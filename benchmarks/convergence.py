@@ -24,7 +24,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from tutti.replicas import parts, traffic
+from tutti.replicas import parts
+from tutti.replicas.mean import mean_of
 from tutti.replicas.strategies import parse
 from tutti.replicas.strategy import Weights
 from tutti.replicas.virtual import Replicas
@@ -97,7 +98,7 @@ def trained(gpt: ModuleType, text: Tensor, sizes: Sizes, sync: str) -> torch.nn.
             for trainer, new in zip(trainers, changed, strict=True):
                 for name, x in trainer.weights().items():
                     x.copy_(new.get(name, x))
-    mean = traffic.mean([t.weights() for t in trainers])
+    mean = mean_of([t.weights() for t in trainers])
     with torch.no_grad():
         for name, p in trainers[0].model.named_parameters():
             p.copy_(mean[name])

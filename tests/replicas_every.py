@@ -22,11 +22,21 @@ EXACT = [
     ("diloco(every=4, lr=1.0, momentum=0.0)", 3),
     ("diloco(every=4, fragments=3, momentum=0.5)", 4),
     ("diloco(every=4, fragments=2, delay=3)", 2),
+    ("diloco(every=4, fragments=2, delay=1, after=3)", 3),
     ("gossip(every=1)", 2),
     ("gossip(every=2)", 3),
     ("gossip(every=1, delay=2)", 4),
     ("gossip(every=1)", 5),
     ("gossip(every=3, delay=1)", 8),
+]
+# Without waiting; played here in the order of replicas.
+CALLED = [
+    ("elastic(every=1)", 2),
+    ("elastic(every=3, beta=0.5)", 3),
+    ("elastic(every=2)", 5),
+    ("pairs(every=1)", 2),
+    ("pairs(every=2)", 3),
+    ("pairs(every=1)", 5),
 ]
 CODED = [
     ("average(every=2, traffic=bf16)", 2),

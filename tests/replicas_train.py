@@ -184,3 +184,29 @@ def losses_of(layout: str, steps: int) -> list[float]:
     """The losses of a run alone."""
     step = tutti.distribute(train_step, *make(seed=dist.get_rank()), layout)
     return run(step, 0, steps)
+
+
+def train_with_calls(
+    layout: str, steps: int, slow: int
+) -> tuple[list[tuple[Any, ...]], list[NDArray[Any]]]:
+    """What happened on this rank, (step, event), and its weights after every step; replica `slow` is."""
+    step = tutti.distribute(train_step, *make(), layout)
+    events: list[tuple[Any, ...]] = []
+    step(*batch_at(0))  # before the first round
+    assert step.agreeing is not None and step.agreeing.team is not None
+    step.agreeing.team.calls.note = lambda event: events.append((step.num_steps, *event))
+    dist.barrier()
+    seen = []
+    for k in range(1, steps):
+        if dist.get_rank() == slow:
+            time.sleep(0.02)
+        step(*batch_at(k))
+        seen.append(flat({n: x.detach() for n, x in step.state_dict().items()}, step.model))
+    dist.barrier()
+    return events, seen
+
+
+def flat(state: Any, model: nn.Module) -> NDArray[Any]:
+    """All parameters in one row."""
+    names = [n for n, _ in model.named_parameters()]
+    return np.concatenate([runs.whole(state[n]).numpy().reshape(-1) for n in names])

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from replicas_every import (
+    CALLED,
     CODED,
     EXACT,
     NAMES,
@@ -18,23 +19,28 @@ from replicas_every import (
     some_weights,
     spread_of,
     still,
+    sum_of,
 )
 from tutti.errors import LayoutError
 from tutti.replicas.gossip import MASS
+from tutti.replicas.pieces import cut
 from tutti.replicas.strategies import parse
 from tutti.replicas.virtual import Replicas
 
 STEPS = 40
 
 
-@pytest.mark.parametrize(("text", "count"), EXACT + CODED)
+@pytest.mark.parametrize(("text", "count"), EXACT + CODED + CALLED)
 def test_equal_replicas_without_a_gradient_stay_as_they_are(text: str, count: int) -> None:
     start = some_weights(0)
     seen = play(text, [dict(start) for _ in range(count)], STEPS, still)
     assert max(difference(own, start) for after in seen for own in after) < 1e-13
 
 
-@pytest.mark.parametrize(("text", "count"), EXACT + CODED)
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [case for case in EXACT + CODED + CALLED if not case[0].startswith("elastic")],
+)
 def test_equal_replicas_with_equal_gradients_stay_equal(text: str, count: int) -> None:
     start = some_weights(0)
     seen = play(
@@ -88,7 +94,7 @@ def test_gossip_keeps_the_sums_of_weights_and_of_mass(text: str, count: int) -> 
     assert mass_differs == ("delay" in text)
 
 
-@pytest.mark.parametrize(("text", "count"), EXACT + CODED)
+@pytest.mark.parametrize(("text", "count"), EXACT + CODED + CALLED)
 def test_functions_change_nothing_that_they_are_given(text: str, count: int) -> None:
     strategy = parse(text)
     weights, received = some_weights(0), some_weights(1)
@@ -107,7 +113,7 @@ def test_functions_change_nothing_that_they_are_given(text: str, count: int) -> 
             assert not remembered & {x.data_ptr() for x in landed.values()}
 
 
-@pytest.mark.parametrize(("text", "count"), EXACT + CODED)
+@pytest.mark.parametrize(("text", "count"), EXACT + CODED + CALLED)
 def test_a_schedule_repeats_and_all_of_the_weights_take_part(text: str, count: int) -> None:
     strategy = parse(text)
     first, period = strategy.warm_up, strategy.period
@@ -121,7 +127,9 @@ def test_a_schedule_repeats_and_all_of_the_weights_take_part(text: str, count: i
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-@pytest.mark.parametrize("text", ["average(every=2)", "diloco(every=2)", "gossip(every=2)"])
+@pytest.mark.parametrize(
+    "text", ["average(every=2)", "diloco(every=2)", "gossip(every=2)", "pairs(every=2)"]
+)
 def test_what_cannot_be_averaged_is_refused(text: str, dtype: torch.dtype) -> None:
     weights = some_weights(0) | {"head.weight": torch.zeros(2, 4, dtype=dtype)}
     with pytest.raises(LayoutError) as caught:
@@ -129,6 +137,34 @@ def test_what_cannot_be_averaged_is_refused(text: str, dtype: torch.dtype) -> No
     name = str(dtype).removeprefix("torch.")
     assert f'cannot average "head.weight" ({name}) in sync={text}' in str(caught.value)
     assert "float64, float32, bfloat16, float16" in caught.value.why
+
+
+@pytest.mark.parametrize(("text", "count"), CALLED)
+def test_calls_keep_the_sum_of_all_that_they_touch(text: str, count: int) -> None:
+    """Elastic: all weights and the centre; pairs: what replicas share. So both settle on known means."""
+    weights = [some_weights(r) for r in range(count)]
+    replicas = Replicas(parse(text), NAMES, weights)
+    elastic = text.startswith("elastic")
+    owner = {p.key: i for i, part in enumerate(cut(weights[0], count)) for p in part}
+    pieces = [p for part in cut(weights[0], count) for p in part]
+
+    def total() -> dict[str, torch.Tensor]:
+        held = [m.state for m in replicas.members]
+        if not elastic:
+            return {n: sum_of([h[f"shared.{n}"] for h in held]) for n in NAMES}
+        sums = {n: sum_of([own[n] for own in weights]) for n in NAMES}
+        for p in pieces:
+            centre = {p.name: held[owner[p.key]][f"centre.{p.name}"]}
+            p.of(sums).add_(p.of(centre))
+        return sums
+
+    first = total()
+    for step in range(1, 400):
+        changed = replicas.after(step, weights)
+        weights = [own | new for own, new in zip(weights, changed, strict=True)]
+        assert difference(total(), first) < 1e-11
+    places = count + 1 if elastic else count
+    assert max(difference({n: x * places for n, x in own.items()}, first) for own in weights) < 1e-8
 
 
 @pytest.mark.parametrize("count", range(2, 17))

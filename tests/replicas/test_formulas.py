@@ -13,6 +13,7 @@ from replicas_every import (
     play,
     some_weights,
 )
+from tutti.replicas.strategies import parse
 
 COUNT = 4
 
@@ -126,6 +127,45 @@ def test_stochastic_gradient_push(name: str, delay: int) -> None:
     assert_same(play(text, starts(), 12, descending), name, expected)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_elastic_averaging(name: str) -> None:
+    """Replicas come to the centre one after the other, as servers take what comes."""
+    x = [own[name] for own in starts()]
+    centre, expected = x[0].clone(), [torch.stack(x)]
+    for step in range(1, 13):
+        x = list(local(torch.stack(x), name))
+        for i in range(COUNT) if step % 3 == 0 else ():
+            d = 0.8 / COUNT * (x[i] - centre)
+            x[i], centre = x[i] - d, centre + d
+        expected.append(torch.stack(x))
+    assert_same(play("elastic(every=3, beta=0.8)", starts(), 12, descending), name, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pairs(name: str) -> None:
+    """AD-PSGD's steps: all show what they have changed, then pairs average; who has been asked sees it
+    when it looks the next time."""
+    strategy = parse("pairs(every=2)")
+    x = stacked(starts(), name)
+    y, base, expected = x.clone(), x.clone(), [x.clone()]
+    met = set()
+    for step in range(1, 25):
+        x = local(x, name)
+        if step % 2 == 0:
+            y = y + (x - base)
+            x, base = y.clone(), y.clone()
+            for i in range(COUNT):
+                j = strategy.partner(step, i, range(COUNT))
+                assert (j is None) == (i % 2 == 1)
+                if j is not None:
+                    met.add((i, j))
+                    mean = (y[i] + y[j]) / 2
+                    y[i], y[j], x[i], base[i] = mean, mean, mean, mean
+        expected.append(x.clone())
+    assert met == {(0, 1), (0, 3), (2, 1), (2, 3)}
+    assert_same(play("pairs(every=2)", starts(), 24, descending), name, expected)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -133,6 +173,8 @@ def test_stochastic_gradient_push(name: str, delay: int) -> None:
         ("diloco(every=1, lr=1.0, momentum=0.0)", "average(every=1)"),
         ("diloco(every=4, fragments=1, delay=0, alpha=0.9)", "diloco(every=4)"),
         ("average(every=5, after=40)", "average(every=1)"),
+        ("diloco(every=5, after=40)", "average(every=1)"),
+        ("elastic(every=7, beta=0.9)", "elastic(every=7)"),
     ],
 )
 def test_what_is_the_same(one: str, other: str) -> None:

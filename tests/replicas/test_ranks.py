@@ -70,6 +70,8 @@ def test_averaging_every_step_of_sgd_is_data_parallelism(ranks: Ranks) -> None:
         ("average(every=6)", 6, 2, 5),
         ("diloco(every=6, delay=3)", 9, 6, 8),
         ("gossip(every=1, delay=3)", 6, 2, 4),
+        ("elastic(every=1)", 8, 2, 8),
+        ("pairs(every=1)", 8, 2, 8),
     ],
 )
 def test_a_late_replica_stops_nobody_between_rounds(

@@ -11,7 +11,9 @@ from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.replicas.average import Average
 from tutti.replicas.diloco import DiLoCo
+from tutti.replicas.elastic import Elastic
 from tutti.replicas.gossip import Gossip
+from tutti.replicas.pairs import Pairs
 from tutti.replicas.strategies import STRATEGIES, parse
 from tutti.replicas.strategy import Strategy
 
@@ -34,6 +36,10 @@ def strategies(draw: st.DrawFn) -> Strategy:
             )
         case "gossip":
             return Gossip(every=every, delay=draw(st.integers(0, 5)))
+        case "pairs":
+            return Pairs(every=every)
+        case "elastic":
+            return Elastic(every=every, beta=draw(st.floats(0.001, 1)))
         case name:
             assert name == "diloco"
             return DiLoCo(
@@ -43,6 +49,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
                 fragments=draw(st.integers(1, every)),
                 delay=draw(st.integers(0, every - 1)),
                 alpha=draw(st.floats(0, 0.999)),
+                after=draw(st.integers(0, 100)),
                 traffic=draw(TRAFFIC),
             )
 
@@ -92,6 +99,9 @@ def test_what_is_not_said_has_its_default() -> None:
         ("diloco(every=4, delay=4)", "reaches the next exchange", "delay=3"),
         ("diloco(every=4, fragments=5)", "more than every=4", "fragments=4"),
         ("diloco(alpha=1.0)", "not from 0 to 1", "alpha=0.5"),
+        ("elastic(beta=1.5)", "not above 0 and up to 1", "beta=0.9"),
+        ("elastc(every=2)", "sync=elastc is unknown", "did you mean elastic?"),
+        ("pairs(delay=2)", '"delay" is no option', "pairs(every=1)"),
         ("average((every=2))", "cannot read", "sync=average(every=16)"),
     ],
 )

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tutti.replicas import traffic
+from tutti.replicas.mean import Mean, mean_of
+from tutti.replicas.pieces import cut, joined
 from tutti.replicas.traffic import CODINGS
 
 CODED = pytest.mark.parametrize("coding", sorted(CODINGS))
@@ -21,26 +23,40 @@ def message(seed: int, scale: float = 1.0) -> traffic.Message:
     }
 
 
-def dtypes(x: traffic.Message) -> dict[str, torch.dtype]:
-    return {n: v.dtype for n, v in x.items()}
+def means(
+    coding: str, messages: list[traffic.Message], states: list[traffic.State]
+) -> list[traffic.Message]:
+    """What each replica takes of a mean; `states` then has what was lost."""
+    count = len(messages)
+    sides = [
+        Mean(coding, message, state, i, count)
+        for i, (message, state) in enumerate(zip(messages, states, strict=True))
+    ]
+    parts = [side.combine(j, [s.parts[j] for s in sides]) for j, side in enumerate(sides)]
+    for side, state in zip(sides, states, strict=True):
+        state |= side.errors
+    return [side.assemble(parts) for side in sides]
 
 
 @CODED
-def test_what_was_sent_is_what_was_to_be_sent_less_the_last_error(coding: str) -> None:
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_was_taken_is_what_was_to_be_sent_less_the_last_errors(
+    coding: str, count: int
+) -> None:
     """After any number of rounds, so nothing is ever lost: the mean error falls as 1 / rounds."""
-    state = traffic.no_error(coding, message(0))
+    states = [traffic.no_error(coding, message(0)) for _ in range(count)]
     wanted = {n: torch.zeros_like(x, dtype=torch.float64) for n, x in message(0).items()}
     arrived = {n: x.clone() for n, x in wanted.items()}
-    for k in range(200):
-        x = message(k, 1.0 + k % 3)
-        errors, sent = traffic.encoded(coding, x, state)
-        state |= errors
-        for n, y in traffic.decoded(coding, sent, dtypes(x)).items():
-            wanted[n] += x[n]
-            arrived[n] += y
+    for k in range(100):
+        xs = [message(k * count + i, 1.0 + (k + i) % 3) for i in range(count)]
+        taken = means(coding, xs, states)
+        for n in wanted:
+            assert all(torch.equal(one[n], taken[0][n]) for one in taken)
+            wanted[n] += sum(x[n] for x in xs) / count
+            arrived[n] += taken[0][n]
     for n, x in wanted.items():
-        left = state[f"error.{n}"].double()
-        assert 0 < left.abs().max() < 0.2
+        left = torch.stack([state[f"error.{n}"].double() for state in states]).mean(0)
+        assert 0 < left.abs().max() < 0.4
         torch.testing.assert_close(arrived[n] + left, x, rtol=0, atol=2e-4)
 
 
@@ -48,27 +64,32 @@ def test_what_was_sent_is_what_was_to_be_sent_less_the_last_error(coding: str) -
 def test_without_feedback_a_small_constant_beside_large_values_never_arrives(coding: str) -> None:
     """What the feedback is for: the same message again and again."""
     x = {"a": torch.tensor([1000.0, 1.0009765625, 1e-4])}
-    state = traffic.no_error(coding, x)
+    states = [traffic.no_error(coding, x) for _ in range(2)]
     with_it, without = torch.zeros(3), torch.zeros(3)
     for _ in range(512):
-        errors, sent = traffic.encoded(coding, x, state)
-        with_it += traffic.decoded(coding, sent, dtypes(x))["a"] / 512
-        _, alone = traffic.encoded(coding, x, traffic.no_error(coding, x))
-        without += traffic.decoded(coding, alone, dtypes(x))["a"] / 512
-        state |= errors
+        with_it += means(coding, [x, x], states)[0]["a"] / 512
+        fresh = [traffic.no_error(coding, x) for _ in range(2)]
+        without += means(coding, [x, x], fresh)[0]["a"] / 512
     relative = ((with_it - x["a"]) / x["a"]).abs()
     assert relative[:2].max() < 0.05
     assert ((without - x["a"]) / x["a"]).abs()[1] > relative[1]
 
 
 @pytest.mark.parametrize(("coding", "nbytes"), [("fp32", 4), ("bf16", 2), ("int8", 1)])
-def test_bytes_on_the_way(coding: str, nbytes: int) -> None:
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_bytes_on_the_way(coding: str, nbytes: int, count: int) -> None:
+    """2 (R - 1) / R of a message, so few bits save at any number of replicas."""
     x = message(0)
-    _, sent = traffic.encoded(coding, x, traffic.no_error(coding, x))
-    steps = 4 * len(x) if coding == "int8" else 0
-    assert (
-        sum(v.nbytes for v in sent.values()) == nbytes * sum(v.numel() for v in x.values()) + steps
-    )
+    total = sum(v.numel() for v in x.values())
+    state = traffic.no_error(coding, x)
+    sides = [Mean(coding, x, dict(state), i, count) for i in range(count)]
+    for i, side in enumerate(sides):
+        sent = [v for j, part in enumerate(side.parts) if j != i for v in part.values()]
+        sent += [*side.combine(i, [s.parts[i] for s in sides]).values()] * (count - 1)
+        scales = sum(v.numel() == 1 and v.ndim == 0 for v in sent)
+        assert scales == (coding == "int8") * (len(sent) // 2)
+        numbers = sum(v.nbytes for v in sent) - 4 * scales
+        assert numbers == pytest.approx(2 * (count - 1) / count * total * nbytes, abs=16 * count)
 
 
 def test_int8_clips_at_six_standard_deviations() -> None:
@@ -88,23 +109,35 @@ def test_int8_clips_at_six_standard_deviations() -> None:
 )
 def test_any_finite_numbers_come_back_finite(values: list[float], coding: str) -> None:
     x = {"a": torch.tensor(values, dtype=torch.float32)}
-    errors, sent = traffic.encoded(coding, x, traffic.no_error(coding, x))
-    back = traffic.decoded(coding, sent, dtypes(x))["a"]
+    state = traffic.no_error(coding, x)
+    (taken,) = means(coding, [x], [state])
+    back = taken["a"]
     assert back.shape == x["a"].shape and back.isfinite().all()
-    torch.testing.assert_close(back + errors["error.a"], x["a"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(back + state["error.a"], x["a"], rtol=1e-6, atol=0)
 
 
 @CODED
 def test_what_has_no_error_goes_as_it_is(coding: str) -> None:
     x = message(0) | {"statistics": torch.randn(5)}
     state = traffic.no_error(coding, message(0))
-    errors, sent = traffic.encoded(coding, x, state)
-    assert "error.statistics" not in errors and sent["statistics"] is x["statistics"]
-    back = traffic.decoded(coding, sent, dtypes(x))
-    assert torch.equal(back["statistics"], x["statistics"]) and back.keys() == x.keys()
+    taken = means(coding, [x, x], [state, dict(state)])
+    assert "error.statistics" not in state
+    assert torch.equal(taken[0]["statistics"], x["statistics"]) and taken[0].keys() == x.keys()
 
 
 def test_the_mean_of_half_types_is_taken_in_float32() -> None:
     parts = [{"a": torch.full((4,), 1.0, dtype=torch.bfloat16)} for _ in range(3)]
     parts[1]["a"] += 2**-7
-    assert torch.equal(traffic.mean(parts)["a"], torch.full((4,), 1 + 2**-7 / 3).bfloat16())
+    assert torch.equal(mean_of(parts)["a"], torch.full((4,), 1 + 2**-7 / 3).bfloat16())
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 7))
+def test_pieces_are_equal_parts_of_all_numbers(sizes: list[int], count: int) -> None:
+    tensors = {f"t{i}": torch.arange(float(n)) + 100 * i for i, n in enumerate(sizes)}
+    parts = cut(tensors, count)
+    lengths = [sum(p.end - p.begin for p in part) for part in parts]
+    assert len(parts) == count and max(lengths) - min(lengths) <= 1
+    pieces = [p for part in parts for p in part]
+    assert len({p.key for p in pieces}) == len(pieces)
+    back = joined(pieces, {p.key: p.of(tensors) for p in pieces}, tensors)
+    assert all(torch.equal(back[n], x) for n, x in tensors.items())

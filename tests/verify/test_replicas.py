@@ -23,6 +23,9 @@ LAYOUTS = [
     "replica=2 tensor=2 sync=average(every=4, traffic=bf16)",
     "replica=2 pipe=2 micro=2 sync=diloco(every=3, fragments=2)",
     "replica=4 data=2 sync=gossip(every=2, delay=3)",
+    "replica=4 data=2 zero=3 sync=elastic(every=10)",
+    "replica=2 tensor=2 sync=pairs(every=4)",
+    "replica=2 pipe=2 micro=2 sync=elastic(every=3)",
 ]
 
 
@@ -71,6 +74,8 @@ def test_averaging_every_step_of_adam_is_not() -> None:
         ("diloco(every=4)", "diloco(every=4, lr=0.701)"),
         ("diloco(every=4)", "average(every=4)"),
         ("average(every=4)", "gossip(every=4)"),
+        ("elastic(every=4)", "elastic(every=4, beta=0.8)"),
+        ("pairs(every=4)", "average(every=4)"),
         ("average(every=2, then=4)", "average(every=2)"),
         ("diloco(every=4, fragments=2, delay=1)", "diloco(every=4, fragments=2, delay=2)"),
         ("diloco(every=4, fragments=2)", "diloco(every=4)"),

@@ -37,8 +37,9 @@ class Layout:
     backward makes again: nothing, all that can be, or as much as a budget asks for; see
     `layout.budget`), `micro=K` (the batch goes through in K slices, one after the other),
     `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (in which order the stages of `pipe` take them;
-    1f1b by default), `sync=average(...)|diloco(...)|gossip(...)` (how replicas agree; see
-    `replicas.strategies`), `server=`. Raises `LayoutError` with the nearest word for anything else.
+    1f1b by default), `sync=average(...)|diloco(...)|gossip(...)|pairs(...)|elastic(...)` (how
+    replicas agree; see `replicas.strategies`), `server=`. Raises `LayoutError` with the nearest word for
+    anything else.
     """
 
     axes: dict[str, int] = field(default_factory=dict)

@@ -3,139 +3,184 @@
 replica=2 data=2        replica 0   rank 0   rank 1
                                        |        |         each pair exchanges what both hold
                         replica 1   rank 2   rank 3
+
+They go as letters (`comm.post`), which reach whoever is left when a replica is lost.
 """
 
 from __future__ import annotations
 
-import math
+import functools
+import time
+import weakref
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from tutti.comm import together
-from tutti.comm.channel import DEFAULT_CAPACITY, Channel
-from tutti.comm.channels import make_channels
-from tutti.comm.failure import naming
 from tutti.comm.group import Group
-from tutti.comm.groups import Axes, Groups
-from tutti.comm.transport import Distributed, Transport
+from tutti.comm.groups import Groups
+from tutti.comm.letters import Letter
+from tutti.comm.lines import connect_lines
+from tutti.comm.post import Post, lease_seconds
+from tutti.errors import CommError
 from tutti.layout import Mesh
-from tutti.replicas import traffic
+from tutti.replicas.mean import Mean
+from tutti.replicas.meeting import Meeting
 from tutti.replicas.parts import replica_here
-from tutti.replicas.strategy import MEAN, PUSH, Round, Strategy
+from tutti.replicas.strategy import Round
 from tutti.replicas.traffic import Message
 
-NEAR, FAR = "replica", "groups of replicas"
-Read = Callable[[Message], Message]
+# What a replica answers to another's call: (caller, what it says of the call, the call) -> reply.
+Answer = Callable[[int, str, Message], Message]
+_LOOK_SECONDS = 0.5
 
 
 class Between:
-    """The exchanges of one rank; all ranks of the run make theirs together.
+    """The exchanges of one rank with its like in the other replicas; all ranks make theirs together.
 
     Args:
-        strategy: says which exchanges there will be.
         mesh: of the run; its axis `replica` is the outermost.
         device: where the weights lie.
+        answer: what to reply to calls; a method, called by other threads.
     """
 
-    def __init__(self, strategy: Strategy, mesh: Mesh, device: torch.device) -> None:
-        self.mesh, self.device = mesh, device
-        self.num_replicas = mesh.size("replica")
-        self._coded = strategy.coding in traffic.CODINGS
-        # Rounds of a few periods show every kind there is: hops repeat after the logarithm of replicas.
-        begin, count = strategy.warm_up + 1, strategy.period * self.num_replicas.bit_length()
-        known = [
-            r for k in range(begin, begin + count) for r in strategy.rounds(k, self.num_replicas)
+    def __init__(self, mesh: Mesh, device: torch.device, answer: Answer) -> None:
+        self.mesh, self.device, self._answer = mesh, device, weakref.WeakMethod(answer)
+        self.num_replicas, self.replica = mesh.size("replica"), replica_here(mesh)
+        axes: tuple[str, ...] = ("replica",)
+        groups = Groups(dict(mesh.axes), [axes])
+        self.group: Group = groups[axes]
+        self._ranks = self.group.ranks
+        self._timeout = groups.timeout.total_seconds()
+        self._meeting = Meeting(self._ranks, self.replica, self._timeout)
+        self._pushed: dict[str, dict[int, Message]] = {}
+        self._replies: list[tuple[int, str, Message]] = []
+        self.post = Post(connect_lines(self._ranks, groups), self._take)
+        self._meeting.post = self.post
+
+    def _take(self, rank: int, letter: Letter) -> Callable[[], None] | None:
+        """A letter; what takes longer is returned, to be done by the thread that received it."""
+        replica = self._ranks.index(rank)
+        word, key = letter.topic.split(" ")[:2]
+        message = dict(letter.tensors)
+        if word == "push":
+            self._pushed.setdefault(key, {})[replica] = message
+        elif word == "reply":
+            self._replies.append((replica, key, message))
+        elif word == "call":
+            return functools.partial(self._reply, replica, key, message)
+        else:
+            self._meeting.handle(replica, letter)
+        return None
+
+    def _reply(self, replica: int, key: str, message: Message) -> None:
+        answer = self._answer()
+        if answer is not None:
+            self.post.send(self._ranks[replica], f"reply {key}", answer(replica, key, message))
+
+    def here(self) -> list[int]:
+        """The replicas that are not lost, this one among them."""
+        return [
+            i for i, rank in enumerate(self._ranks) if i == self.replica or self.post.is_here(rank)
         ]
-        size = max((r.group for r in known), default=0) or self.num_replicas
-        axes = {FAR: self.num_replicas // size, NEAR: size}
-        axes |= {a: n for a, n in mesh.axes if a != "replica"}
-        self._all: Axes = (FAR, NEAR)
-        self.groups = Groups(axes, [self._all, (NEAR,)])
-        self._far: dict[Axes, Transport] = {}
-        for used in (self._all, (NEAR,)):
-            self._own_transport(used)
-        self._place = mesh.coordinates(self.groups.rank)
-        hops = sorted({r.hop for r in known if r.kind == PUSH})
-        self._channels = (
-            make_channels(self._edges(hops), self.groups, device=device) if hops else {}
-        )
+
+    def lost(self) -> dict[int, str]:
+        """The replicas that are lost, in this order, and why."""
+        return {self._ranks.index(rank): why for rank, why in self.post.lost.items()}
 
     @property
-    def replica(self) -> int:
-        """Which replica this rank belongs to."""
-        return replica_here(self.mesh)
+    def speaks(self) -> bool:
+        """Whether this is the first rank of the replicas that are left."""
+        place = self.mesh.coordinates(self._ranks[self.replica])
+        first = not any(n for axis, n in place.items() if axis != "replica")
+        return first and self.replica == self.here()[0]
 
-    @property
-    def group(self) -> Group:
-        """The ranks of all replicas that hold what this one holds."""
-        return self.groups[self._all]
-
-    def exchange(self, due: Round, sent: Message, read: Read) -> Message:
-        """What comes of a round in which this rank sends `sent`; waits for the others of the round.
+    def mean(self, due: Round, side: Mean) -> Message:
+        """What comes of a mean; waits for the replicas of the round that are left.
 
         Raises:
-            CommError: a replica of the round is gone, or does not come in time.
+            CommError: one that lives does not come in time, or the others have given this one up.
         """
-        if due.kind == MEAN:
-            return self._mean(due, sent, read)
-        return self._push(due.hop, sent)
+        members = range(self.num_replicas)
+        if due.group:
+            first = self.replica // due.group * due.group
+            members = range(first, first + due.group)
+        key = f"{due.begins}.{due.fragment}"
+        found = self._meeting.mean(key, members, side.parts, side.combine)
+        self.post.flush()  # what was sent may be views of the weights
+        return {n: x.to(self.device) for n, x in side.assemble(found).items()}
 
-    def _mean(self, due: Round, sent: Message, read: Read) -> Message:
-        axes: Axes = (NEAR,) if due.group else self._all
-        group, via = self.groups[axes], self._transport(axes)
-        names, xs = list(sent), list(sent.values())
-        with naming("mean", ("replica",), sum(x.nbytes for x in xs), group):
-            if not self._coded:
-                totals = together.all_reduce([traffic.wide(x) for x in xs], "sum", via)
-                return traffic.shares(dict(zip(names, totals, strict=True)), group.size, sent)
-            # What comes in few bits cannot be summed on the way.
-            rows = together.all_gather(xs, via)
-        of_each = [
-            {n: row[i] for n, row in zip(names, rows, strict=True)} for i in range(group.size)
-        ]
-        return traffic.mean([read(message) for message in of_each])
+    def push(self, due: Round, sent: Message) -> Message:
+        """Send to the replica `hop` places on, or the next after it that is left; what comes, summed.
 
-    def _push(self, hop: int, sent: Message) -> Message:
-        """Send and receive chunk by chunk: all may send first, as a channel holds two of them."""
-        to, source = self._channels[self._edge(hop, 0)], self._channels[self._edge(hop, -hop)]
-        return {n: _swap(x, to, source) for n, x in sent.items()}
+        A message that reaches nobody comes back.
+        """
+        to = self._target(self.replica, due.hop)
+        if to is not None:
+            self.post.send(self._ranks[to], f"push {due.begins}", sent)
+        self._await_pushes(due)
+        with self.post.changed:
+            messages = list(self._pushed.pop(str(due.begins), {}).values())
+        if to is None:
+            messages.append(sent)
+        self.post.flush()
+        return {
+            n: sum((m[n].to(x.device) for m in messages), torch.zeros_like(x))
+            for n, x in sent.items()
+        }
 
-    def _edge(self, hop: int, back: int) -> tuple[int, int]:
-        """From this replica's rank (or that of the one `back` places away) by a hop."""
-        begin = (self.replica + back) % self.num_replicas
-        end = (begin + hop) % self.num_replicas
-        a, b = (self.mesh.rank({**self._place, "replica": r}) for r in (begin, end))
-        return a, b
+    def _await_pushes(self, due: Round) -> None:
+        """Until all have come whose next is this replica; after a loss no longer than the lease."""
+        begun = until = time.monotonic()
+        until += self._timeout
+        view = self._not_lost()
+        while True:
+            with self.post.changed:
+                self.post.check()
+                if view != self._not_lost():
+                    view, until = self._not_lost(), min(until, time.monotonic() + lease_seconds())
+                came = self._pushed.get(str(due.begins), {})
+                missing = [
+                    i
+                    for i in view
+                    if i != self.replica
+                    and i not in came
+                    and self.post.is_here(self._ranks[i])
+                    and self._target(i, due.hop) == self.replica
+                ]
+                if not missing:
+                    return
+                self.post.changed.wait(_LOOK_SECONDS)
+            if time.monotonic() > until:
+                if until < begun + self._timeout:
+                    return
+                raise CommError(
+                    f"replica {missing[0]} sent nothing after step {due.begins} within {self._timeout:g} s",
+                    fix="if it is only slow, set TUTTI_TIMEOUT to more seconds",
+                )
 
-    def _edges(self, hops: list[int]) -> list[tuple[int, int]]:
-        edges = []
-        for hop in hops:
-            for ranks in self.mesh.groups(["replica"]):
-                edges += [(r, ranks[(i + hop) % len(ranks)]) for i, r in enumerate(ranks)]
-        return edges
+    def _target(self, replica: int, hop: int) -> int | None:
+        here = self._not_lost()
+        steps = range(hop, hop + self.num_replicas)
+        after = ((replica + k) % self.num_replicas for k in steps)
+        return next((i for i in after if i in here and i != replica), None)
 
-    def _transport(self, axes: Axes) -> Transport:
-        near = self.groups.shared(axes) if self.device.type == "cpu" else None
-        return near or self._far.get(axes) or self.groups.transport(axes, self.device)
+    def _not_lost(self) -> list[int]:
+        """Of who has left in good order all knew whom he sends to."""
+        lost = self.post.lost
+        return [i for i, rank in enumerate(self._ranks) if rank not in lost]
 
-    def _own_transport(self, axes: Axes) -> None:
-        """A communicator of its own for what may run beside the program's collectives over all ranks."""
-        group = self.groups[axes]
-        if group.size == dist.get_world_size():
-            handle = dist.new_group(list(group.ranks), timeout=self.groups.timeout)
-            assert isinstance(handle, dist.ProcessGroup)
-            self._far[axes] = Distributed(Group.of(handle, group.ranks, self.groups.rank))
+    def call(self, replica: int, key: str, message: Message) -> None:
+        """Ask another replica; `replies` has what it answers, once it has."""
+        self.post.send(self._ranks[replica], f"call {key}", message)
 
+    @property
+    def has_replies(self) -> bool:
+        """Whether `replies` has any."""
+        return bool(self._replies)
 
-def _swap(x: Tensor, to: Channel, source: Channel) -> Tensor:
-    flat = x.contiguous().view(-1)
-    size = max(1, DEFAULT_CAPACITY // 2 // flat.element_size())
-    parts = []
-    for i in range(max(1, math.ceil(flat.numel() / size))):
-        chunk = flat[i * size : (i + 1) * size]
-        to.send(chunk)
-        parts.append(source.recv(chunk.shape, chunk.dtype))
-    return (torch.cat(parts) if len(parts) > 1 else parts[0]).view(x.shape)
+    def replies(self) -> list[tuple[int, str, Message]]:
+        """(replica, key, reply) for the calls answered since the last look."""
+        with self.post.changed:
+            self.post.check()
+            found, self._replies = self._replies, []
+        return [(i, key, {n: x.to(self.device) for n, x in m.items()}) for i, key, m in found]

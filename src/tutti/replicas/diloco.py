@@ -39,6 +39,8 @@ class DiLoCo(Strategy):
         fragments: in so many parts the weights go; part k of F at steps k every / F later.
         delay: so many steps later a result lands; meanwhile the exchange runs beside the computation.
         alpha: of the replica's own weights so much stays where a result lands late.
+        after: for the first so many steps all replicas average after each, as papers begin from a model
+            that has been trained by other means; the outer optimizer begins then.
         traffic: fp32, bf16 or int8: what replicas send, with error feedback.
 
     lr=1 and momentum=0 is `average(every=...)`.
@@ -50,6 +52,7 @@ class DiLoCo(Strategy):
     fragments: int = 1
     delay: int = 0
     alpha: float = 0.5
+    after: int = 0
     traffic: str = "fp32"
 
     def __post_init__(self) -> None:
@@ -59,6 +62,7 @@ class DiLoCo(Strategy):
             ("momentum", 0),
             ("fragments", 1),
             ("delay", 0),
+            ("after", 0),
         ):
             at_least(self, option, least)
         if self.fragments > self.every:
@@ -85,6 +89,11 @@ class DiLoCo(Strategy):
         return self.fragments
 
     @property
+    def warm_up(self) -> int:
+        """The step after which the outer optimizer begins."""
+        return self.after
+
+    @property
     def coding(self) -> str:
         """In what messages travel."""
         return self.traffic
@@ -95,11 +104,14 @@ class DiLoCo(Strategy):
         return self.delay
 
     def rounds(self, step: int, num_replicas: int) -> list[Round]:
-        """One round at most: fragments have different steps."""
+        """One round at most, as fragments have different steps; in the warm-up all go at once."""
+        since = step - self.after
+        if since <= 0:
+            return [Round(step, step, fragment=k) for k in range(self.fragments)]
         return [
             Round(step, step + self.delay, fragment=k)
             for k in range(self.fragments)
-            if (step - k * self.every // self.fragments) % self.every == 0
+            if (since - k * self.every // self.fragments) % self.every == 0
         ]
 
     def init(self, weights: Weights) -> State:
@@ -116,7 +128,10 @@ class DiLoCo(Strategy):
     def take(
         self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
     ) -> tuple[State, Weights]:
-        """The outer step."""
+        """The outer step; in the warm-up the mean."""
+        if due.begins <= self.after:
+            means = {n: state[f"anchor.{n}"] - mean for n, mean in received.items()}
+            return of_kind("anchor", means), means
         alpha = self.alpha if self.delay else 0.0
         changed: State = {}
         new: Weights = {}

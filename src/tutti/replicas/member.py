@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from tutti.replicas import traffic
-from tutti.replicas.strategy import MEAN, Round, State, Strategy, Weights, check_dtypes
+from tutti.replicas.mean import Mean
+from tutti.replicas.pieces import Piece
+from tutti.replicas.strategy import (
+    CALLS,
+    MEAN,
+    Round,
+    State,
+    Strategy,
+    Weights,
+    check_dtypes,
+)
 from tutti.replicas.traffic import Message
 
 
@@ -20,20 +30,23 @@ class Member:
     Args:
         strategy: the same for all replicas.
         names: every weight that replicas agree on, in the model's order; this rank may hold fewer.
+        num_replicas: of the run.
         state: what the strategy remembers, by `kind.name`.
-        dtypes: of the tensors of each message under way, which coded ones do not tell.
+
+    `answer` may be called by another thread; `lock` keeps what happens whole.
     """
 
     strategy: Strategy
     names: Sequence[str]
+    num_replicas: int
     state: State = field(default_factory=dict)
-    _dtypes: dict[Round, dict[str, torch.dtype]] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.RLock)
 
     def start(self, weights: Weights) -> None:
         """Begin anew from `weights`; raises `LayoutError` where they cannot be averaged."""
         check_dtypes(self.strategy, weights)
-        self.state = self.strategy.init(weights)
-        self._dtypes.clear()
+        with self.lock:
+            self.state = self.strategy.init(weights)
 
     def part(self, due: Round) -> Sequence[str]:
         """The names of a fragment: every n-th weight, so that each has some of every depth."""
@@ -44,29 +57,56 @@ class Member:
 
         `buffers` (running statistics) go with the first fragment of a mean, as they are.
         """
-        own = self._own(due, weights)
-        changed, own, message = self.strategy.offer(self.state, own, due)
+        with self.lock:
+            changed, own, message = self.strategy.offer(self.state, self._own(due, weights), due)
+            self.state |= changed
         if due.kind == MEAN and due.fragment == 0:
             message = message | buffers
-        self._dtypes[due] = {n: x.dtype for n, x in message.items()}
-        errors, sent = traffic.encoded(self.strategy.coding, message, self.state)
-        self.state |= changed | errors
-        return own, sent
+        return own, message
 
-    def read(self, due: Round, sent: Message) -> Message:
-        """The message of any replica in a round that this one has begun."""
-        return traffic.decoded(self.strategy.coding, sent, self._dtypes[due])
+    def mean(self, message: Message, place: int, count: int) -> Mean:
+        """This rank's side of a mean over `count` replicas; `settle` when it has been taken."""
+        return Mean(self.strategy.coding, message, self.state, place, count)
+
+    def settle(self, mean: Mean) -> None:
+        """Remember what coding has lost."""
+        with self.lock:
+            self.state |= mean.errors
+
+    def answer(self, pieces: Sequence[Piece], call: Message) -> Message:
+        """The reply to another replica's call about these pieces of the weights."""
+        with self.lock:
+            kind = self.strategy.answers_from
+            held = {
+                n.partition(".")[2]: x for n, x in self.state.items() if n.startswith(f"{kind}.")
+            }
+            asked = {p.key: p for p in pieces if p.key in call and p.name in held}
+            theirs = {key: call[key].to(held[p.name].device) for key, p in asked.items()}
+            mine = {key: p.of(held) for key, p in asked.items()}
+            new, reply = self.strategy.answer(mine, theirs, self.num_replicas)
+            for key, value in new.items():
+                mine[key].copy_(value)
+            return reply
+
+    def replace(self, pieces: Sequence[Piece], call: Message) -> None:
+        """Let these pieces of what others ask for be as in `call`: who had them is lost."""
+        with self.lock:
+            for p in pieces:
+                held = {p.name: self.state[f"{self.strategy.answers_from}.{p.name}"]}
+                p.of(held).copy_(call[p.key])
 
     def land(self, due: Round, weights: Weights, received: Message) -> Weights:
         """What changes, weights and buffers, now that the result of a round is there."""
         own = self._own(due, weights)
+        if due.kind in CALLS:  # the reply may be about a part
+            own = {n: own[n] for n in received}
         buffers: dict[str, Tensor] = {
             n: x for n, x in received.items() if n not in own and due.kind == MEAN
         }
         theirs = {n: x for n, x in received.items() if n not in buffers}
-        changed, own = self.strategy.take(self.state, own, theirs, due)
-        self.state |= changed
-        self._dtypes.pop(due, None)
+        with self.lock:
+            changed, own = self.strategy.take(self.state, own, theirs, due)
+            self.state |= changed
         return own | buffers
 
     def _own(self, due: Round, weights: Weights) -> Weights:

@@ -11,11 +11,13 @@ from tutti.errors import LayoutError
 from tutti.replicas import traffic
 from tutti.replicas.average import Average
 from tutti.replicas.diloco import DiLoCo
+from tutti.replicas.elastic import Elastic
 from tutti.replicas.gossip import Gossip
+from tutti.replicas.pairs import Pairs
 from tutti.replicas.strategy import Strategy
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    made.__name__.lower(): made for made in (Average, DiLoCo, Gossip)
+    made.__name__.lower(): made for made in (Average, DiLoCo, Gossip, Pairs, Elastic)
 }
 _READ = {"int": int, "float": float, "str": str}
 

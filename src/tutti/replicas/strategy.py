@@ -14,6 +14,7 @@ Without a delay both happen after the same step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -30,6 +31,9 @@ AVERAGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 # How the replicas of a round reach each other.
 MEAN, PUSH = "mean", "push"
+# Without waiting: a call that a thread of another replica answers.
+CENTRE, PAIR = "centre", "pair"
+CALLS = (CENTRE, PAIR)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class Round:
 
     begins, lands: the number of steps taken when the messages are made, and when the result is used.
     kind: `mean` (each gets the mean of the messages) or `push` (each sends its own to the replica `hop`
-        places on, and gets that of the replica as many places back).
+        places on, and gets that of the replica as many places back); without waiting `centre` (each
+        part goes to the replica that looks after it) or `pair` (all goes to one partner): the reply
+        lands when it has come.
     fragment: which part of the weights takes part.
     group: of so many neighboring replicas each the mean is taken; 0: of all.
     """
@@ -109,6 +115,21 @@ class Strategy(ABC):
         self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
     ) -> tuple[State, Weights]:
         """What changed in the state, and the weights, when the result of an exchange lands."""
+
+    @property
+    def answers_from(self) -> str:
+        """The kind of state that `answer` is about."""
+        raise NotImplementedError(f"{self} is not called")
+
+    def answer(
+        self, mine: dict[str, Tensor], theirs: dict[str, Tensor], num_replicas: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What `mine`, pieces of this replica's state, become by another's call, and the reply."""
+        raise NotImplementedError(f"{self} is not called")
+
+    def partner(self, step: int, replica: int, here: Sequence[int]) -> int | None:
+        """Whom `replica` calls in a `pair` after `step`, of the replicas that are `here`."""
+        return None
 
     def __str__(self) -> str:
         """`name(every=8, option=value, ...)`, without the options that have their default value."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from tutti.comm.agree import check_order
-from tutti.comm.background import Background, Underway
 from tutti.errors import CommError
 from tutti.layout import Mesh
 from tutti.replicas.between import Between
+from tutti.replicas.calls import Calls
+from tutti.replicas.mean import Mean
 from tutti.replicas.member import Member
-from tutti.replicas.strategy import Round, State, Strategy, Weights
+from tutti.replicas.strategy import CALLS, MEAN, Round, State, Strategy, Weights
 from tutti.replicas.traffic import Message
 
 # Results that have come but not landed, in a checkpoint: "arrived 96 2.weight".
@@ -25,7 +28,7 @@ class Team:
     """Plays a strategy on this rank; all ranks of the run make theirs together.
 
     Between rounds no rank waits for another replica. An exchange whose result lands later runs beside the
-    computation.
+    computation. A replica that is lost is left out from then on, with one line by the first that is left.
 
     Args:
         strategy: how replicas agree.
@@ -38,11 +41,13 @@ class Team:
         self, strategy: Strategy, mesh: Mesh, names: Sequence[str], device: torch.device
     ) -> None:
         self.strategy = strategy
-        self.between = Between(strategy, mesh, device)
-        self.member = Member(strategy, names)
-        self._background = Background()
-        self._underway: dict[Round, tuple[list[str], Underway]] = {}
+        self.member = Member(strategy, names, mesh.size("replica"))
+        self.calls = Calls(self.member)
+        self.between = Between(mesh, device, self.calls.answer)
+        self._thread: ThreadPoolExecutor | None = None
+        self._underway: dict[Round, Future[Message]] = {}
         self._arrived: dict[Round, Message] = {}
+        self._told: set[int] = set()
 
     def start(self, weights: Weights, everything: Mapping[str, Tensor]) -> None:
         """Begin from `weights`, after all replicas have shown that they have the same state.
@@ -51,23 +56,26 @@ class Team:
             CommError: on every rank, where replicas differ in `everything`, with the first such tensor.
         """
         self._check_same(everything)
-        self.member.start(weights)
+        self.restart(weights)
 
     def restart(self, weights: Weights) -> None:
         """Begin anew from `weights`, which are known to be the same for all replicas."""
         self._drop()
         self.member.start(weights)
+        self.calls.start(weights, self.between)
 
     def is_due(self, step: int) -> bool:
         """Whether anything happens after `step`."""
         landing = any(due.lands == step for due in (*self._arrived, *self._underway))
-        return landing or bool(self.strategy.rounds(step, self.between.num_replicas))
+        rounds = self.strategy.rounds(step, self.between.num_replicas)
+        return landing or bool(rounds) or self.between.has_replies
 
     def after(self, step: int, weights: Weights, buffers: Weights) -> Weights:
         """What changes after `step`, of this rank's weights and buffers by name.
 
         Raises:
-            CommError: a replica that takes part in a round is gone, or does not come in time.
+            CommError: a replica that lives does not come to a round in time, or the others have gone on
+                without this one.
         """
         now, changed = dict(weights), dict[str, Tensor]()
 
@@ -77,15 +85,46 @@ class Team:
 
         for due in [due for due in (*self._arrived, *self._underway) if due.lands == step]:
             note(self.member.land(due, now, self._result(due)))
+        for new in self.calls.landed(now, self.between):
+            note(new)
         for due in self.strategy.rounds(step, self.between.num_replicas):
+            if due.kind in CALLS:
+                note(self.calls.begin(due, now, self.between))
+                continue
             own, sent = self.member.begin(due, now, buffers)
             note(own)
             if due.lands == step:
-                received = self.between.exchange(due, sent, lambda m, d=due: self.member.read(d, m))
-                note(self.member.land(due, now, received))
+                note(self.member.land(due, now, self._exchange(due, sent)))
             else:
                 self._start(due, sent)
+        self._tell()
         return changed
+
+    def _exchange(self, due: Round, sent: Message) -> Message:
+        if due.kind != MEAN:
+            return self.between.push(due, sent)
+        side = self._side(due, sent)
+        received = self.between.mean(due, side)
+        self.member.settle(side)
+        return received
+
+    def _side(self, due: Round, sent: Message) -> Mean:
+        count = due.group or self.between.num_replicas
+        return self.member.mean(sent, self.between.replica % count, count)
+
+    def _tell(self) -> None:
+        """One line for each replica that is lost, by the first rank of those that are left."""
+        lost = {i: why for i, why in self.between.lost().items() if i not in self._told}
+        self._told |= set(lost)
+        for replica, why in lost.items():
+            if self.between.speaks:
+                left = ", ".join(map(str, self.between.here()))
+                print(
+                    f"replica {replica} is lost: {why}; of {self.between.num_replicas} replicas "
+                    f"{left} go on",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def state(self) -> State:
         """All that a run must know to go on as it would have; waits for what is under way."""
@@ -105,14 +144,17 @@ class Team:
         for k in range(max(1, step - self.strategy.longest_delay), step + 1):
             for due in self.strategy.rounds(k, self.between.num_replicas):
                 if due.lands > step:
-                    member = Member(self.strategy, self.member.names, dict(begin))
-                    message = member.read(due, member.begin(due, weights, buffers)[1])
+                    member = Member(
+                        self.strategy, self.member.names, self.between.num_replicas, dict(begin)
+                    )
+                    message = member.begin(due, weights, buffers)[1]
                     found |= {f"{_ARRIVED} {k}.{n}": x for n, x in message.items()}
         return found
 
     def load(self, state: State, step: int) -> None:
         """Go on from `state`, as it was after `step`."""
         self._drop()
+        self.calls.drop()
         self.member.state = {n: x for n, x in state.items() if not n.startswith(_ARRIVED)}
         for begins in sorted({_begins(n) for n in state if n.startswith(_ARRIVED)}):
             (due,) = (
@@ -129,24 +171,20 @@ class Team:
             self._result(due)
 
     def _start(self, due: Round, sent: Message) -> None:
+        """In the background; what rounds have been started go one after the other."""
         if (
             not sent
         ):  # this rank holds nothing of the fragment, nor do those that it would exchange with
             self._arrived[due] = {}
             return
-        names = list(self.member.read(due, sent))
-
-        def move() -> list[Tensor]:
-            received = self.between.exchange(due, sent, lambda m: self.member.read(due, m))
-            return [received[n] for n in names]
-
-        self._underway[due] = names, self._background.start(move, list(sent.values()))
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="tutti-rounds")
+        self._underway[due] = self._thread.submit(torch.no_grad()(self._exchange), due, sent)
 
     def _result(self, due: Round) -> Message:
         if due in self._arrived:
             return self._arrived.pop(due)
-        names, underway = self._underway.pop(due)
-        return dict(zip(names, self._background.finish(underway), strict=True))
+        return self._underway.pop(due).result()
 
     def _check_same(self, everything: Mapping[str, Tensor]) -> None:
         entries = [f"{n}: sha256 {_digest(x)}" for n, x in everything.items()]

@@ -72,50 +72,19 @@ def no_error(coding: str, weights: Weights) -> State:
     return {f"error.{n}": torch.zeros_like(x) for n, x in weights.items()}
 
 
-def encoded(coding: str, message: Message, state: State) -> tuple[State, Message]:
-    """The errors that remain, and the message as it travels; what has no error goes as it is."""
-    if coding not in CODINGS:
-        return {}, message
-    errors: State = {}
-    sent: Message = {}
-    for name, x in message.items():
-        if f"error.{name}" not in state:
-            sent[name] = x
-            continue
-        due = x + state[f"error.{name}"]
-        parts = CODINGS[coding].encode(due)
-        errors[f"error.{name}"] = due - CODINGS[coding].decode(parts, due.dtype)
-        sent |= {name + suffix: part for suffix, part in parts.items()}
-    return errors, sent
+def encoded(coding: str, name: str, x: Tensor) -> Message:
+    """The tensors that stand for `x` in a message, under `name` and names that begin with it."""
+    return {name + suffix: part for suffix, part in CODINGS[coding].encode(x).items()}
 
 
-def decoded(coding: str, sent: Message, dtypes: Mapping[str, torch.dtype]) -> Message:
-    """The message again; `dtypes` are those of its tensors before they were coded."""
-    if coding not in CODINGS:
-        return sent
-    found: Message = {}
-    for name, dtype in dtypes.items():
-        parts = {suffix: sent[name + suffix] for suffix in ("", _STEP) if name + suffix in sent}
-        coded = parts[""].dtype != dtype
-        found[name] = CODINGS[coding].decode(parts, dtype) if coded else parts[""]
-    return found
-
-
-def mean(messages: list[Message]) -> Message:
-    """The mean of each tensor over the messages, summed in their order."""
-    totals: Message = {}
-    for name, first in messages[0].items():
-        totals[name] = wide(first).clone()
-        for other in messages[1:]:
-            totals[name] += wide(other[name])
-    return shares(totals, len(messages), messages[0])
+def decoded(coding: str, name: str, message: Message, dtype: torch.dtype) -> Tensor:
+    """The tensor `name` of a message again; one that went as it is stays so."""
+    if name + _STEP not in message and message[name].dtype == dtype:
+        return message[name]
+    parts = {s: message[name + s] for s in ("", _STEP) if name + s in message}
+    return CODINGS[coding].decode(parts, dtype)
 
 
 def wide(x: Tensor) -> Tensor:
     """`x` in a dtype to sum in: half types would lose what replicas differ by."""
     return x.float() if x.dtype.itemsize < 4 else x
-
-
-def shares(totals: Message, count: int, like: Message) -> Message:
-    """The means from the sums, in the dtypes of `like`."""
-    return {n: (x / count).to(like[n].dtype) for n, x in totals.items()}

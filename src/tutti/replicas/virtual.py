@@ -1,12 +1,15 @@
-"""All replicas of one rank's weights in one process: the oracle of tests and of `verify`."""
+"""All replicas of one rank's weights in one process: the oracle of tests and of `verify`.
+
+Calls, which replicas make without waiting, are answered here in the order of replicas, and land at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tutti.replicas import traffic
 from tutti.replicas.member import Member
-from tutti.replicas.strategy import MEAN, Round, Strategy, Weights
+from tutti.replicas.pieces import Piece, cut, joined
+from tutti.replicas.strategy import CALLS, CENTRE, MEAN, Round, Strategy, Weights
 from tutti.replicas.traffic import Message
 
 
@@ -23,7 +26,7 @@ class Replicas:
         self, strategy: Strategy, names: Sequence[str], weights: Sequence[Weights]
     ) -> None:
         self.strategy = strategy
-        self.members = [Member(strategy, names) for _ in weights]
+        self.members = [Member(strategy, names, len(weights)) for _ in weights]
         for member, own in zip(self.members, weights, strict=True):
             member.start(own)
         self.underway: dict[Round, list[Message]] = {}
@@ -62,10 +65,33 @@ class Replicas:
         ]
 
     def _exchange(self, due: Round, sent: list[Message]) -> list[Message]:
-        read = [m.read(due, message) for m, message in zip(self.members, sent, strict=True)]
+        if due.kind in CALLS:
+            return [self._called(due, i, message) for i, message in enumerate(sent)]
         if due.kind != MEAN:
-            return [read[i - due.hop] for i in range(len(read))]
-        size = due.group or len(read)
-        groups = [read[i : i + size] for i in range(0, len(read), size)]
-        means = [traffic.mean(group) for group in groups for _ in group]
-        return [{n: x.clone() for n, x in one.items()} for one in means]
+            return [{n: x.clone() for n, x in sent[i - due.hop].items()} for i in range(len(sent))]
+        size = due.group or len(sent)
+        found: list[Message] = []
+        for begin in range(0, len(sent), size):
+            members = self.members[begin : begin + size]
+            sides = [
+                m.mean(message, i, size)
+                for i, (m, message) in enumerate(zip(members, sent[begin:], strict=False))
+            ]
+            parts = [side.combine(j, [s.parts[j] for s in sides]) for j, side in enumerate(sides)]
+            for member, side in zip(members, sides, strict=True):
+                member.settle(side)
+                found.append(side.assemble(parts))
+        return found
+
+    def _called(self, due: Round, replica: int, message: Message) -> Message:
+        """The replies to one replica's calls, made one after the other."""
+        parts = cut(message, len(self.members))
+        pieces = [p for part in parts for p in part]
+        calls: list[tuple[int, list[Piece]]] = list(enumerate(parts))
+        if due.kind != CENTRE:
+            partner = self.strategy.partner(due.begins, replica, range(len(self.members)))
+            calls = [] if partner is None else [(partner, pieces)]
+        replies: Message = {}
+        for holder, asked in calls:
+            replies |= self.members[holder].answer(asked, {p.key: p.of(message) for p in asked})
+        return joined(pieces, replies, message) if replies else {}

@@ -1,0 +1,193 @@
+"""A mean among the replicas that are left: rounds that close though a replica is lost in their midst.
+
+Everybody sends his numbers of part j to the replica that looks after part j, its owner, who sends back the
+mean (`mean.Mean`). The owner of part j is replica j, or the next after it that is not lost. It takes the mean
+of those who have sent theirs and of none who is lost before. Who becomes an owner in the midst of a round
+asks the others for their numbers, or for the mean if one of them has it already; and who has not got the mean
+asks the new owner for it. So all go on with the same mean, also when the owner was lost while sending it.
+
+    replica 0      part 1 -> 1    1 lost                           <- mean of part 1 from 2
+    replica 2      part 1 -> 1    1 lost   ask 0    <- part 1 of 0  -> mean of part 1
+
+Who has been asked hears nothing more of the lost owner. Results are kept for one round more than they are
+used: nobody can be further behind, as a round needs a message of all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tutti.comm.letters import Letter
+from tutti.comm.post import Post
+from tutti.errors import CommError
+from tutti.replicas.traffic import Message
+
+Combine = Callable[[int, list[Message]], Message]
+_KEPT = 4
+_ASK_SECONDS = 0.3
+
+
+@dataclass
+class _Round:
+    """What is known of one mean: `members` and `parts` once this replica has come to it."""
+
+    members: tuple[int, ...] = ()
+    parts: list[Message] | None = None
+    sent: dict[int, dict[int, Message]] = field(default_factory=dict)  # part -> replica -> numbers
+    means: dict[int, Message] = field(default_factory=dict)
+    asked: set[tuple[int, int]] = field(default_factory=set)  # (replica, part)
+
+
+class Meeting:
+    """The means that one rank takes with those that hold what it holds.
+
+    Args:
+        ranks: the rank of each replica.
+        replica: this one.
+        timeout_seconds: how long a replica that lives is waited for.
+    """
+
+    def __init__(self, ranks: Sequence[int], replica: int, timeout_seconds: float) -> None:
+        self._ranks, self._replica, self._timeout = list(ranks), replica, timeout_seconds
+        self._rounds: OrderedDict[str, _Round] = OrderedDict()
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self.post: Post | None = None
+
+    def handle(self, replica: int, letter: Letter) -> None:
+        """A letter of this protocol; the post's lock is held."""
+        word, key, part = letter.topic.split(" ")
+        if key in self._closed and key not in self._rounds:
+            return
+        now, j = self._rounds.setdefault(key, _Round()), int(part)
+        if word == "part":
+            now.sent.setdefault(j, {})[replica] = dict(letter.tensors)
+        elif word == "mean":
+            now.means.setdefault(j, dict(letter.tensors))
+        elif word == "want":
+            if j in now.means:
+                self._send(replica, f"mean {key} {j}", now.means[j])
+        elif now.parts is None:
+            now.asked.add((replica, j))
+        else:
+            self._answer(key, now, replica, j)
+
+    def mean(
+        self, key: str, members: Sequence[int], parts: list[Message], combine: Combine
+    ) -> list[Message]:
+        """The mean of every part over the `members` that are left.
+
+        Raises:
+            CommError: one that lives does not come in time, or the others have given this one up.
+        """
+        post = self._the_post()
+        with post.changed:
+            now = self._rounds.setdefault(key, _Round())
+            now.members, now.parts = tuple(members), parts
+            for replica, j in now.asked:
+                self._answer(key, now, replica, j)
+            for j, part in enumerate(parts):
+                if (owner := self._owner(now, j)) != self._replica:
+                    self._send(owner, f"part {key} {j}", part)
+        self._carry_out(key, now, combine)
+        with post.changed:
+            self._closed[key] = None
+            while len(self._closed) > _KEPT:
+                self._rounds.pop(self._closed.popitem(last=False)[0], None)
+        return [now.means[j] for j in range(len(parts))]
+
+    def _carry_out(self, key: str, now: _Round, combine: Combine) -> None:
+        post = self._the_post()
+        deadline = time.monotonic() + self._timeout
+        ask_at = 0.0
+        while True:
+            with post.changed:
+                post.check()
+                ready = self._ready(now)
+                if not ready and len(now.means) == len(now.members):
+                    return
+                if not ready:
+                    post.changed.wait(_ASK_SECONDS)
+                    if time.monotonic() > ask_at:
+                        self._ask(key, now)
+                        ask_at = time.monotonic() + _ASK_SECONDS
+            for j, messages in ready:
+                self._publish(key, now, j, combine(j, messages))
+            if time.monotonic() > deadline:
+                raise self._late(key, now)
+
+    def _ready(self, now: _Round) -> list[tuple[int, list[Message]]]:
+        """The parts that this replica looks after, of which all messages that will come have come."""
+        assert now.parts is not None
+        found = []
+        for j in range(len(now.members)):
+            if j in now.means or self._owner(now, j) != self._replica:
+                continue
+            sent = now.sent.get(j, {}) | {self._replica: now.parts[j]}
+            if all(i in sent or not self._is_here(i) for i in now.members):
+                found.append((j, [sent[i] for i in now.members if i in sent]))
+        return found
+
+    def _publish(self, key: str, now: _Round, j: int, mean: Message) -> None:
+        with self._the_post().changed:
+            if j in now.means:
+                return
+            now.means[j] = mean
+            for i in now.members:
+                if i != self._replica:
+                    self._send(i, f"mean {key} {j}", mean)
+
+    def _ask(self, key: str, now: _Round) -> None:
+        """For what went to an owner that is lost: its heir the others, and these the heir, who may have
+        the mean already and have closed the round."""
+        for j, first in enumerate(now.members):
+            owner = self._owner(now, j)
+            if j in now.means or owner == first:
+                continue
+            if owner != self._replica:
+                self._send(owner, f"want {key} {j}", {})
+                continue
+            for i in now.members:
+                if i != self._replica and i not in now.sent.get(j, {}):
+                    self._send(i, f"ask {key} {j}", {})
+
+    def _answer(self, key: str, now: _Round, replica: int, j: int) -> None:
+        """Numbers or mean of part j, to who looks after it now; who did before is lost."""
+        assert now.parts is not None
+        for i in self._after(now, j):
+            if i == replica:
+                break
+            if self._is_here(i) and i != self._replica:
+                self._the_post().give_up(self._ranks[i], f"replica {replica} has lost it")
+        if j in now.means:
+            self._send(replica, f"mean {key} {j}", now.means[j])
+        else:
+            self._send(replica, f"part {key} {j}", now.parts[j])
+
+    def _owner(self, now: _Round, j: int) -> int:
+        return next(i for i in self._after(now, j) if self._is_here(i))
+
+    def _after(self, now: _Round, j: int) -> tuple[int, ...]:
+        return now.members[j:] + now.members[:j]
+
+    def _is_here(self, replica: int) -> bool:
+        return replica == self._replica or self._the_post().is_here(self._ranks[replica])
+
+    def _send(self, replica: int, topic: str, message: Message) -> None:
+        self._the_post().send(self._ranks[replica], topic, message)
+
+    def _the_post(self) -> Post:
+        assert self.post is not None
+        return self.post
+
+    def _late(self, key: str, now: _Round) -> CommError:
+        missing = {now.members[j] for j in range(len(now.members)) if j not in now.means}
+        missing |= {i for i in now.members for sent in now.sent.values() if i not in sent}
+        names = ", ".join(str(i) for i in sorted(missing - {self._replica}) if self._is_here(i))
+        return CommError(
+            f"replicas {names} did not join the mean after step {key.split('.')[0]} within "
+            f"{self._timeout:g} s",
+            fix="if a replica is only slow, set TUTTI_TIMEOUT to more seconds",
+        )
