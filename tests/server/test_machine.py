@@ -101,12 +101,13 @@ def test_a_worker_at_clock_c_has_seen_the_clocks_before_c_less_s(bound: int) -> 
     desk = Desk(f"bounded({bound})")
     desk.join(0), desk.join(1)
     for clock in range(bound + 1):  # the other has not begun
-        assert desk.pull(0, clock).version == 0
+        assert desk.pull(0, clock).version == clock
         desk.push(0, clock + 1)
     assert desk.pull(0, bound + 1) is None
-    assert desk.push(1, 1).version == 0
-    assert desk.others[0].version == 1  # the permit, with the pushed clock in it
-    assert desk.machine.ledger.version == 1
+    desk.push(1, 1)
+    assert desk.others[0].version == desk.machine.ledger.version  # the permit, with what was pushed
+    assert desk.machine.ledger.version == (bound + 2 if bound else 1)
+    assert desk.pull(0, bound + 2) is None
 
 
 def test_a_worker_that_leaves_releases_its_clock() -> None:
@@ -156,11 +157,38 @@ def test_one_that_joins_starts_at_the_minimum() -> None:
     for k in range(2):
         desk.push(1, k + 1)
     joined = desk.join(2)
-    assert (joined.clock, joined.version, joined.num_workers) == (2, 2, 3)
+    assert (joined.clock, joined.num_workers) == (2, 3)
+    for k in range(4, 6):
+        desk.push(0, k + 1)
     desk.push(1, 3)
-    assert desk.machine.ledger.version == 2  # the newcomer holds the clock
-    desk.push(2, 1, 2)
-    assert desk.machine.ledger.version == 3
+    assert desk.pull(0, 7) is None  # the newcomer holds the others
+    assert desk.push(2, 1, 2) and desk.others[0].version == 6 + 3 + 1
+
+
+def test_one_that_joins_a_step_takes_part_in_the_clock_that_is_open() -> None:
+    desk = Desk("step")
+    desk.join(0), desk.join(1)
+    desk.push(0, 1), desk.push(1, 1)
+    desk.push(0, 2)
+    assert desk.join(2).clock == 1
+    desk.push(1, 2)
+    assert desk.machine.ledger.version == 1
+    desk.push(2, 1, 1)
+    assert desk.machine.ledger.version == 2
+
+
+def test_other_values_are_loaded_once() -> None:
+    desk = Desk("async", ClippedAdam(), num_workers=1)
+    desk.join(0)
+    parts = {b.key: Part(torch.full(b.shape, 3.0, dtype=torch.float64)) for b in desk.blocks}
+    assert desk.ask(m.Load, 0, sequence=1, slot="second", parts=parts).sequence == 1
+    assert all((s["second"] == 3).all() for s in desk.machine.ledger.state.values())
+    assert desk.push(0, 2, 0, given={"lr": LR, "clip": 1.0}).sequence == 2
+    assert desk.ask(m.Load, 0, sequence=1, slot="second", parts=parts).sequence == 1
+    assert not any((s["second"] == 3).all() for s in desk.machine.ledger.state.values())
+    steps = {b.key: Part(torch.zeros(())) for b in desk.blocks}
+    assert desk.ask(m.Load, 0, sequence=3, slot="step", parts=steps).reason == m.WRONG
+    assert desk.pull(0, 1).numbers == {"lr": LR, "clip": 1.0}
 
 
 def test_no_clock_ends_before_all_have_joined() -> None:
@@ -284,6 +312,19 @@ def test_small_sums_over_the_workers() -> None:
         0: [33.0, 3.0],
         1: [33.0, 3.0],
     }
+
+
+def test_small_maxima_and_minima() -> None:
+    desk = Desk("step")
+    desk.join(0), desk.join(1)
+    a, b = (torch.tensor(x, dtype=torch.float64) for x in ([1.0, 5.0], [3.0, 2.0]))
+    for operation, expected in (("max", [3.0, 5.0]), ("min", [1.0, 2.0])):
+        desk.ask(m.Add, 0, clock=0, name=operation, values=a, operation=operation)
+        last = desk.ask(m.Add, 1, clock=0, name=operation, values=b, operation=operation)
+        assert last.values.tolist() == expected
+    desk.ask(m.Add, 0, clock=0, name="mixed", values=a)
+    mixed = desk.ask(m.Add, 1, clock=0, name="mixed", values=b, operation="max")
+    assert mixed.reason == m.WRONG
 
 
 def test_a_small_sum_without_a_worker_is_scaled() -> None:

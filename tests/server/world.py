@@ -209,7 +209,7 @@ class World:
             mine = (session.worker, session.incarnation, session.sequence + 1)
             self.made[mine] = made
             parts = {b.key: Part(b.of(made[b.variable.name])) for b in self.blocks}
-            alone = self.consistency.bound is None
+            alone = self.consistency.alone
             numbers = own_numbers(self.updater, made, LR) if alone else {"lr": LR}
             result = yield from session.push(parts, numbers)
             if result.taken:

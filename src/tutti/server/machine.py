@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.server import messages as m
-from tutti.server.check import check_add, check_push, check_rows, check_settle
+from tutti.server.check import check_add, check_load, check_push, check_rows, check_settle
 from tutti.server.keys import named
 from tutti.server.ledger import Applied, Closed, Departed, Entered, Ledger, Member, Record
 from tutti.server.messages import FENCED, WRONG, Part, Refused, Reply, Request
@@ -183,23 +183,26 @@ class Machine:
         refused = check_rows(ledger, pull.slot, keys, pull.rows)
         if refused:
             return refused
-        if pull.worker != OBSERVER and not ledger.consistency.permits(pull.clock, ledger.version):
+        if pull.worker != OBSERVER and not ledger.consistency.permits(pull.clock, ledger.floor):
             return None
         parts = {key: self._lent(key, pull.slot, pull.rows.get(key)) for key in keys}
-        return m.Weights(version=ledger.version, parts=parts)
+        return m.Weights(version=ledger.version, numbers=ledger.numbers, parts=parts)
 
     def _lent(self, key: int, slot: str, rows: Tensor | None) -> Part:
         if rows is None:
             return Part(self.ledger.lend(key, slot))
         return Part(self.ledger.state[key][slot][rows], rows=rows)
 
-    def _push(self, push: m.Push) -> Reply:
+    def _push(self, push: m.Push | m.Load) -> Reply:
         ledger, member = self.ledger, self.ledger.members[push.worker]
         if push.sequence == member.sequence and member.answer:
             return member.answer
         if push.sequence <= member.sequence:
             return m.Done(version=ledger.version, sequence=push.sequence)
-        refused = check_push(ledger, push, member)
+        if isinstance(push, m.Push):
+            refused = check_push(ledger, push, member)
+        else:
+            refused = check_load(ledger, push, member)
         if refused:
             return refused
         self._decide(push)
@@ -267,6 +270,7 @@ _HANDLE: dict[type, Callable[[Machine, Any], Reply | None]] = {
     m.Join: Machine._join,
     m.Pull: Machine._pull,
     m.Push: Machine._push,
+    m.Load: Machine._push,
     m.Sums: Machine._sums,
     m.Settle: Machine._settle,
     m.Add: Machine._add,

@@ -88,7 +88,7 @@ class Session:
         """Weights for the next clock, by server: those of `keys` by server, and `rows` by key."""
         while True:
             try:
-                yield from self._settle(self.clock - (self.consistency.bound or 0))
+                yield from self._settle(self.clock)
                 replies = yield from self._ask(lambda s: self._pull(s, keys, rows, slot))
                 break
             except Fenced as fenced:
@@ -100,9 +100,7 @@ class Session:
     def push(self, parts: Mapping[int, Part], given: Mapping[str, float]) -> Asking[Pushed]:
         """A gradient for each key; it is the servers' when this returns."""
         self.sequence += 1
-        split = {s: {} for s in range(self.num_servers)}
-        for key, part in parts.items():
-            split[self.blocks[key].server][key] = part
+        split = self._split(parts)
         try:
             replies = yield from self._ask(lambda s: self._push(s, split[s], given))
         except Fenced as fenced:
@@ -111,7 +109,18 @@ class Session:
         self.clock += 1
         return Pushed(True, max(r.staleness for r in replies.values() if isinstance(r, m.Done)))
 
-    def add(self, name: str, values: Tensor) -> Asking[Tensor]:
+    def load(self, slot: str, parts: Mapping[int, Part]) -> Asking[Pushed]:
+        """Other values for a slot of some blocks."""
+        self.sequence += 1
+        split = self._split(parts)
+        try:
+            yield from self._ask(lambda s: self._load(s, slot, split[s]))
+        except Fenced as fenced:
+            yield from self._again(fenced)
+            return Pushed(False)
+        return Pushed(True)
+
+    def add(self, name: str, values: Tensor, operation: str = "sum") -> Asking[Tensor]:
         """The sum of `values` over the workers of this clock; the first server has it."""
         while True:
             add = m.Add(
@@ -120,6 +129,7 @@ class Session:
                 clock=self.clock,
                 name=name,
                 values=values,
+                operation=operation,
             )
             try:
                 reply = (yield from self._ask_some({0: add}))[0]
@@ -177,7 +187,7 @@ class Session:
 
     def _settle(self, until: int) -> Asking[None]:
         """Bring the sums of clocks before `until` from all servers to all, where they need that."""
-        if not self.coupled or self.num_servers == 1 or self.consistency.bound is None:
+        if not self.coupled or self.num_servers == 1 or self.consistency.alone:
             return
         while self.settled < until:
             clock = self.settled
@@ -185,7 +195,7 @@ class Session:
                 lambda _, c=clock: m.Sums(worker=self.worker, incarnation=self.incarnation, clock=c)
             )
             sums = self._sums([r for r in replies.values() if isinstance(r, m.Partial)])
-            yield from self._ask(lambda _, c=clock, x=sums: self._settled(c, x))
+            yield from self._ask(lambda _, c=clock, x=sums: self._settle_with(c, x))
             self.settled += 1
 
     def _sums(self, partial: list[m.Partial]) -> Mapping[str, Tensor]:
@@ -195,7 +205,7 @@ class Session:
             return known[0]
         return add_up(named(self.blocks, {k: x for p in partial for k, x in p.sums.items()}))
 
-    def _settled(self, clock: int, sums: Mapping[str, Tensor]) -> Request:
+    def _settle_with(self, clock: int, sums: Mapping[str, Tensor]) -> Request:
         return m.Settle(worker=self.worker, incarnation=self.incarnation, clock=clock, sums=sums)
 
     def _pull(
@@ -213,6 +223,22 @@ class Session:
             keys=keys[server] if keys else (),
             rows=own,
             slot=slot,
+        )
+
+    def _split(self, parts: Mapping[int, Part]) -> list[dict[int, Part]]:
+        """By server."""
+        split: list[dict[int, Part]] = [{} for _ in range(self.num_servers)]
+        for key, part in parts.items():
+            split[self.blocks[key].server][key] = part
+        return split
+
+    def _load(self, server: int, slot: str, parts: Mapping[int, Part]) -> Request:
+        return m.Load(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            slot=slot,
+            parts=parts,
         )
 
     def _push(self, server: int, parts: Mapping[int, Part], given: Mapping[str, float]) -> Request:
