@@ -66,7 +66,8 @@ class Desk:
         return self.ask(m.Join, worker, incarnation, fingerprint=self.updater.fingerprint, **rest)
 
     def pull(self, worker: int, clock: int, **rest: Any) -> Any:
-        return self.ask(m.Pull, worker, clock=clock, **rest)
+        keys = rest.pop("keys", tuple(range(len(self.blocks))))
+        return self.ask(m.Pull, worker, clock=clock, keys=keys, **rest)
 
     def push(self, worker: int, sequence: int, clock: int | None = None, **rest: Any) -> Any:
         clock = sequence - 1 if clock is None else clock
@@ -223,7 +224,7 @@ def test_a_dead_incarnation_is_fenced() -> None:
     late = desk.push(0, 1, incarnation=5)
     assert (late.reason, late.incarnation) == (m.FENCED, 7)
     assert desk.join(0, 6).reason == m.FENCED
-    assert desk.ask(m.Pull, 0, 5, clock=0).reason == m.FENCED
+    assert desk.pull(0, 0, incarnation=5).reason == m.FENCED
     assert same_tensors(desk.weights(), before)
 
 
@@ -346,10 +347,10 @@ def test_what_was_lent_does_not_change() -> None:
     assert all(torch.equal(p.values, before[k]) for k, p in pulled.parts.items())
     ledger = desk.machine.ledger
     for key, part in pulled.parts.items():
-        ledger.give_back(key, WEIGHT, part.values)
+        ledger.give_back(key, part.values)
     again = desk.pull(0, 2)
     for key, part in again.parts.items():
-        ledger.give_back(key, WEIGHT, part.values)
+        ledger.give_back(key, part.values)
     kept = {k: s[WEIGHT] for k, s in ledger.state.items()}
     desk.push(0, 3)  # nobody reads: in place
     assert all(ledger.state[k][WEIGHT] is x for k, x in kept.items())
@@ -408,5 +409,5 @@ def test_who_has_not_joined_may_look_and_no_more() -> None:
     assert desk.push(3, 1).reason == m.FENCED
     assert desk.ask(m.Join, 0, fingerprint="another script").reason == m.WRONG
     assert desk.ask(m.Pull, OBSERVER, clock=0, keys=(99,)).reason == m.WRONG
-    assert desk.ask(m.Pull, OBSERVER, clock=0, slot="momentum").reason == m.WRONG
+    assert desk.pull(OBSERVER, 0, slot="momentum").reason == m.WRONG
     assert not desk.journal

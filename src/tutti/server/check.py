@@ -9,12 +9,23 @@ from torch import Tensor
 
 from tutti.server.keys import Block
 from tutti.server.ledger import Ledger, Member
-from tutti.server.messages import WRONG, Add, Load, Part, Push, Refused, Settle
+from tutti.server.messages import WRONG, Add, Join, Load, Part, Push, Refused, Settle
 from tutti.server.update import WEIGHT
 
+MOST_WORKERS = 4096
+_LAST_CLOCK = 2**53
 _OPERATIONS = ("sum", "max", "min")
 # How a gradient may travel: as it is, or coded.
 _CODED = (torch.bfloat16, torch.int8)
+
+
+def check_join(ledger: Ledger, join: Join) -> Refused | None:
+    """A worker's number and clock must be some that can be; the script must be the same."""
+    if join.fingerprint != ledger.updater.fingerprint:
+        return wrong("another update: the worker runs another script")
+    if not 0 <= join.worker < MOST_WORKERS or join.incarnation < 1 or join.clock > _LAST_CLOCK:
+        return wrong(f"worker {join.worker}, incarnation {join.incarnation}, clock {join.clock}")
+    return None
 
 
 def check_push(ledger: Ledger, push: Push, member: Member) -> Refused | None:
@@ -36,8 +47,7 @@ def check_load(ledger: Ledger, load: Load, member: Member) -> Refused | None:
     problem = _sequence(load, member)
     for key, part in load.parts.items():
         there = ledger.state.get(key, {}).get(load.slot)
-        same = there is not None and there.shape == part.values.shape
-        if not same or part.rows is not None or there.dtype != part.values.dtype:
+        if there is None or part.rows is not None or _kind(there) != _kind(part.values):
             problem = problem or f"{load.slot} of block {key}"
     return wrong(problem) if problem else None
 
@@ -65,6 +75,11 @@ def check_settle(ledger: Ledger, settle: Settle) -> Refused | None:
     plain = all(x.dtype == torch.float64 and x.dim() == 1 for x in settle.sums.values())
     if not ledger.updater.coupled or settle.sums.keys() != names or not plain:
         return wrong("sums of other variables")
+    lowest = ledger.pending[settle.clock][ledger.closed[settle.clock, ""][0]]
+    try:  # before it is written down: what cannot be applied must not be in the log
+        ledger.updater.scalars(settle.sums, lowest.given)
+    except Exception as error:
+        return wrong(f"sums that the update does not take: {error}")
     return None
 
 
@@ -86,6 +101,10 @@ def check_add(ledger: Ledger, add: Add, most: int) -> Refused | None:
 def wrong(text: str) -> Refused:
     """The answer to what can never be right."""
     return Refused(reason=WRONG, text=text)
+
+
+def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return x.shape, x.dtype
 
 
 def _sequence(request: Push | Load, member: Member) -> str:

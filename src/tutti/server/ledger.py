@@ -162,9 +162,9 @@ class Ledger:
         self.borrowed[key] += 1
         return self.state[key][slot]
 
-    def give_back(self, key: int, slot: str, x: Tensor) -> None:
+    def give_back(self, key: int, x: Tensor) -> None:
         """The end of a loan; one that the state has moved away from does not matter any more."""
-        if self.state[key].get(slot) is x:
+        if any(x is own for own in self.state[key].values()):
             self.borrowed[key] -= 1
 
     def _scale(self, workers: tuple[int, ...]) -> float:

@@ -17,10 +17,17 @@ from typing import Any
 from torch import Tensor
 
 from tutti.server import messages as m
-from tutti.server.check import check_add, check_load, check_push, check_rows, check_settle
+from tutti.server.check import (
+    check_add,
+    check_join,
+    check_load,
+    check_push,
+    check_rows,
+    check_settle,
+)
 from tutti.server.keys import named
 from tutti.server.ledger import Applied, Closed, Departed, Entered, Ledger, Member, Record
-from tutti.server.messages import FENCED, WRONG, Part, Refused, Reply, Request
+from tutti.server.messages import FENCED, Part, Refused, Reply, Request
 from tutti.server.update import add_up
 
 LEASE_SECONDS = 5.0
@@ -81,14 +88,18 @@ class Machine:
             self._decide(Departed(worker, member.incarnation))
         return self._go_on() if ended else []
 
-    def forget(self, source: Any) -> None:
-        """`source` has gone: nothing that it waits for is answered."""
-        self._waiting = [(s, r) for s, r in self._waiting if s != source]
+    def forget(self, gone: Callable[[Any], bool]) -> None:
+        """Sources that have `gone`: nothing that they wait for is answered."""
+        self._waiting = [(s, r) for s, r in self._waiting if not gone(s)]
 
-    def recover(self, records: list[Record]) -> None:
-        """Take what an earlier process had written; leases begin anew with the first tick."""
-        for record in records:
-            self.ledger.take(record)
+    def returned(self, reply: Reply) -> None:
+        """A reply has left, or never will: what it lent may change again."""
+        if isinstance(reply, m.Weights):
+            for key, part in reply.parts.items():
+                self.ledger.give_back(key, part.values)
+
+    def recover(self) -> None:
+        """Go on where the ledger's records end; leases begin anew with the first tick."""
         self._go_on()
 
     def _wait(self, source: Any, request: Request) -> None:
@@ -157,8 +168,8 @@ class Machine:
 
     def _join(self, join: m.Join) -> Reply:
         ledger, known = self.ledger, self.ledger.members.get(join.worker)
-        if join.fingerprint != ledger.updater.fingerprint:
-            return Refused(reason=WRONG, text="another update: the worker runs another script")
+        if refused := check_join(ledger, join):
+            return refused
         if known and join.incarnation < known.incarnation:
             return _refused(FENCED, f"worker {join.worker} has been replaced", known)
         if known and join.incarnation == known.incarnation:
@@ -179,13 +190,12 @@ class Machine:
 
     def _pull(self, pull: m.Pull) -> Reply | None:
         ledger = self.ledger
-        keys = pull.keys or tuple(ledger.blocks)
-        refused = check_rows(ledger, pull.slot, keys, pull.rows)
+        refused = check_rows(ledger, pull.slot, pull.keys, pull.rows)
         if refused:
             return refused
         if pull.worker != OBSERVER and not ledger.consistency.permits(pull.clock, ledger.floor):
             return None
-        parts = {key: self._lent(key, pull.slot, pull.rows.get(key)) for key in keys}
+        parts = {key: self._lent(key, pull.slot, pull.rows.get(key)) for key in pull.keys}
         return m.Weights(version=ledger.version, numbers=ledger.numbers, parts=parts)
 
     def _lent(self, key: int, slot: str, rows: Tensor | None) -> Part:

@@ -57,13 +57,10 @@ class Join(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pull(Request):
-    """Weights (or a slot) to compute the gradient of `clock` with; `rows`: only these, by key.
-
-    `keys`: the blocks; () for all that the server has.
-    """
+    """The blocks `keys` to compute the gradient of `clock` with (or a slot); `rows`: only these, by key."""
 
     clock: int
-    keys: tuple[int, ...] = ()
+    keys: tuple[int, ...]
     rows: Mapping[int, Tensor] = field(default_factory=dict)
     slot: str = WEIGHT
 

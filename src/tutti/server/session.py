@@ -8,7 +8,7 @@ takes. Requests may arrive twice, since a server acts once.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -61,7 +61,6 @@ class Session:
     sequence: int = 0
     num_workers: int = 0
     settled: int = 0
-    versions: dict[int, int] = field(default_factory=dict)
 
     def join(self, *, again: bool = False) -> Asking[None]:
         """Begin, or begin anew after the lease ended: at one clock on all servers.
@@ -84,25 +83,30 @@ class Session:
         rows: Mapping[int, Tensor] | None = None,
         *,
         slot: str = WEIGHT,
+        ahead: int = 0,
     ) -> Asking[dict[int, m.Weights]]:
-        """Weights for the next clock, by server: those of `keys` by server, and `rows` by key."""
+        """Weights for the next clock (or one `ahead` of it), by server: the blocks `keys` of each server, and
+        of some of them only the `rows`, by key."""
         while True:
             try:
                 yield from self._settle(self.clock)
-                replies = yield from self._ask(lambda s: self._pull(s, keys, rows, slot))
+                replies = yield from self._ask(lambda s: self._pull(s, keys, rows, slot, ahead))
                 break
             except Fenced as fenced:
                 yield from self._again(fenced)
-        found = {s: reply for s, reply in replies.items() if isinstance(reply, m.Weights)}
-        self.versions = {s: reply.version for s, reply in found.items()}
-        return found
+        return {s: reply for s, reply in replies.items() if isinstance(reply, m.Weights)}
 
-    def push(self, parts: Mapping[int, Part], given: Mapping[str, float]) -> Asking[Pushed]:
-        """A gradient for each key; it is the servers' when this returns."""
+    def push(
+        self, parts: Mapping[int, Part], given: Mapping[str, float], versions: Mapping[int, int]
+    ) -> Asking[Pushed]:
+        """A gradient for each key, computed with these `versions` of the servers' weights; it is the
+        servers' when this returns."""
         self.sequence += 1
         split = self._split(parts)
         try:
-            replies = yield from self._ask(lambda s: self._push(s, split[s], given))
+            replies = yield from self._ask(
+                lambda s: self._push(split[s], given, versions.get(s, 0))
+            )
         except Fenced as fenced:
             yield from self._again(fenced)
             return Pushed(False)
@@ -114,7 +118,7 @@ class Session:
         self.sequence += 1
         split = self._split(parts)
         try:
-            yield from self._ask(lambda s: self._load(s, slot, split[s]))
+            yield from self._ask(lambda s: self._load(slot, split[s]))
         except Fenced as fenced:
             yield from self._again(fenced)
             return Pushed(False)
@@ -214,16 +218,20 @@ class Session:
         keys: Mapping[int, tuple[int, ...]] | None,
         rows: Mapping[int, Tensor] | None,
         slot: str,
+        ahead: int,
     ) -> Request:
         own = {k: x for k, x in (rows or {}).items() if self.blocks[k].server == server}
         return m.Pull(
             worker=self.worker,
             incarnation=self.incarnation,
-            clock=self.clock,
-            keys=keys[server] if keys else (),
+            clock=self.clock + ahead,
+            keys=keys[server] if keys is not None else self._own(server),
             rows=own,
             slot=slot,
         )
+
+    def _own(self, server: int) -> tuple[int, ...]:
+        return tuple(block.key for block in self.blocks if block.server == server)
 
     def _split(self, parts: Mapping[int, Part]) -> list[dict[int, Part]]:
         """By server."""
@@ -232,7 +240,7 @@ class Session:
             split[self.blocks[key].server][key] = part
         return split
 
-    def _load(self, server: int, slot: str, parts: Mapping[int, Part]) -> Request:
+    def _load(self, slot: str, parts: Mapping[int, Part]) -> Request:
         return m.Load(
             worker=self.worker,
             incarnation=self.incarnation,
@@ -241,13 +249,13 @@ class Session:
             parts=parts,
         )
 
-    def _push(self, server: int, parts: Mapping[int, Part], given: Mapping[str, float]) -> Request:
+    def _push(self, parts: Mapping[int, Part], given: Mapping[str, float], version: int) -> Request:
         return m.Push(
             worker=self.worker,
             incarnation=self.incarnation,
             sequence=self.sequence,
             clock=self.clock,
-            version=self.versions.get(server, 0),
+            version=version,
             given=given,
             parts=parts,
         )
