@@ -27,7 +27,7 @@ from tutti.errors import LayoutError
 from tutti.server import messages as m
 from tutti.server.consistency import parse
 from tutti.server.ledger import Ledger, Record, initial
-from tutti.server.machine import LEASE_SECONDS, OBSERVER, Machine
+from tutti.server.machine import GATHER_SECONDS, LEASE_SECONDS, OBSERVER, Machine
 from tutti.server.messages import Part
 from tutti.server.update import WEIGHT, Variable
 
@@ -199,6 +199,20 @@ def test_no_clock_ends_before_all_have_joined() -> None:
     assert desk.pull(0, 1) is None
     assert desk.join(1).clock == 0
     assert desk.push(1, 1) and desk.machine.ledger.version == 1
+
+
+def test_one_that_never_joins_is_waited_for_a_minute() -> None:
+    desk = Desk("step")
+    desk.join(0)
+    desk.push(0, 1)
+    assert desk.pull(0, 1) is None
+    desk.machine.tick(0.0)
+    for now in range(0, int(GATHER_SECONDS) + 1):
+        desk.now = float(now)
+        desk.ask(m.Beat, 0)
+        assert not desk.machine.tick(desk.now)
+    ((source, answer),) = desk.machine.tick(GATHER_SECONDS + 1)
+    assert source == 0 and answer.version == 1  # type: ignore[union-attr]
 
 
 def test_a_push_that_comes_twice_is_answered_twice_and_done_once() -> None:

@@ -75,7 +75,10 @@ def check_settle(ledger: Ledger, settle: Settle) -> Refused | None:
     plain = all(x.dtype == torch.float64 and x.dim() == 1 for x in settle.sums.values())
     if not ledger.updater.coupled or settle.sums.keys() != names or not plain:
         return wrong("sums of other variables")
-    lowest = ledger.pending[settle.clock][ledger.closed[settle.clock, ""][0]]
+    workers = ledger.closed[settle.clock, ""]
+    if not workers:
+        return None
+    lowest = ledger.pending[settle.clock][workers[0]]
     try:  # before it is written down: what cannot be applied must not be in the log
         ledger.updater.scalars(settle.sums, lowest.given)
     except Exception as error:

@@ -47,6 +47,7 @@ KINDS: tuple[type, ...] = (
     records.Departed,
     records.Closed,
     records.Applied,
+    records.Begun,
 )
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 REQUESTS = frozenset(NUMBERS[kind] for kind in KINDS if issubclass(kind, m.Request))

@@ -40,6 +40,11 @@ class Departed:
 
 
 @dataclass(frozen=True, eq=False)
+class Begun:
+    """Enough was waited for workers that have not joined yet."""
+
+
+@dataclass(frozen=True, eq=False)
 class Closed:
     """No gradient (`name` "") or part of a small sum of this clock is taken any more: whose count."""
 
@@ -56,7 +61,7 @@ class Applied:
     sums: Mapping[str, Tensor]
 
 
-Record = Entered | Departed | Closed | Applied | Push | Load | Add
+Record = Entered | Departed | Begun | Closed | Applied | Push | Load | Add
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Ledger:
     consistency: Consistency
     num_workers: int
     version: int = 0
+    begun: bool = False
     members: dict[int, Member] = field(default_factory=dict)
     pending: dict[int, dict[int, Push]] = field(default_factory=dict)
     added: dict[tuple[int, str], dict[int, Add]] = field(default_factory=dict)
@@ -111,8 +117,8 @@ class Ledger:
 
     @property
     def started(self) -> bool:
-        """Whether all workers have been there: no clock ends before."""
-        return len(self.members) >= self.num_workers
+        """Whether all workers have been there, or were waited for: no clock ends before."""
+        return self.begun or len(self.members) >= self.num_workers
 
     def active(self) -> dict[int, Member]:
         """The workers that are there."""
@@ -168,7 +174,7 @@ class Ledger:
             self.borrowed[key] -= 1
 
     def _scale(self, workers: tuple[int, ...]) -> float:
-        return self.num_workers / len(workers)
+        return self.num_workers / len(workers) if workers else 1.0
 
     def _enter(self, record: Entered) -> None:
         known = self.members.get(record.worker)
@@ -176,6 +182,9 @@ class Ledger:
             self.members[record.worker] = replace(known, clock=record.clock)
         else:
             self.members[record.worker] = Member(record.incarnation, record.clock)
+
+    def _begin(self, record: Begun) -> None:
+        self.begun = True
 
     def _depart(self, record: Departed) -> None:
         self.members[record.worker] = replace(self.members[record.worker], active=False)
@@ -217,15 +226,10 @@ class Ledger:
 
     def _apply(self, record: Applied) -> None:
         workers = self.closed[record.clock, ""]
-        pushes = [self.pending[record.clock][w] for w in workers]
-        scalars = self.updater.scalars(record.sums, pushes[0].given)
-        scale = self._scale(workers)
-        for key, block in self.blocks.items():
-            parts = [push.parts[key] for push in pushes if key in push.parts]
-            self._update(key, parts, scale, scalars, block)
+        if workers:
+            self._apply_together(record, workers)
         self.version, self.settled = record.clock + 1, record.sums
-        self.numbers = dict(scalars)
-        del self.pending[record.clock]
+        self.pending.pop(record.clock, None)
         for table in (self.added, self.closed):
             for clock, name in [k for k in table if k[0] < self.version]:
                 del table[clock, name]
@@ -235,6 +239,14 @@ class Ledger:
         if self.borrowed[key]:
             self.state[key] = {slot: x.clone() for slot, x in self.state[key].items()}
             del self.borrowed[key]
+
+    def _apply_together(self, record: Applied, workers: tuple[int, ...]) -> None:
+        pushes = [self.pending[record.clock][w] for w in workers]
+        self.numbers = dict(self.updater.scalars(record.sums, pushes[0].given))
+        scale = self._scale(workers)
+        for key, block in self.blocks.items():
+            parts = [push.parts[key] for push in pushes if key in push.parts]
+            self._update(key, parts, scale, self.numbers, block)
 
     def _gradient(self, clock: int, key: int) -> Tensor:
         """The sum over a closed clock's workers, in their order."""
@@ -313,6 +325,7 @@ def _summed_rows(parts: list[Part], block: Block, scale: float) -> tuple[Tensor,
 _TAKE: dict[type, Callable[[Ledger, Any], None]] = {
     Entered: Ledger._enter,
     Departed: Ledger._depart,
+    Begun: Ledger._begin,
     Closed: Ledger._close,
     Applied: Ledger._apply,
     Push: Ledger._push,

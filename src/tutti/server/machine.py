@@ -26,12 +26,13 @@ from tutti.server.check import (
     check_settle,
 )
 from tutti.server.keys import named
-from tutti.server.ledger import Applied, Closed, Departed, Entered, Ledger, Member, Record
+from tutti.server.ledger import Applied, Begun, Closed, Departed, Entered, Ledger, Member, Record
 from tutti.server.messages import FENCED, Part, Refused, Reply, Request
 from tutti.server.update import add_up
 
 LEASE_SECONDS = 5.0
 BEAT_SECONDS = 1.0
+GATHER_SECONDS = 60.0
 OBSERVER = -1
 _MOST_NAMES = 1024  # small sums of one clock
 
@@ -48,12 +49,15 @@ class Machine:
         journal: keeps a record where it survives this process; called before the record is taken.
         num_servers: with several, the sums of a coupled update come from the workers (`Settle`).
         lease_seconds: a worker that is not heard of for so long has left.
+        gather_seconds: so long after the first worker all others are waited for.
     """
 
     ledger: Ledger
     journal: Callable[[Record], None]
     num_servers: int = 1
     lease_seconds: float = LEASE_SECONDS
+    gather_seconds: float = GATHER_SECONDS
+    _begun_at: float | None = None
     _leases: dict[int, float] = field(default_factory=dict)
     _waiting: list[tuple[Any, Request]] = field(default_factory=list)
 
@@ -86,7 +90,18 @@ class Machine:
         ]
         for worker, member in ended:
             self._decide(Departed(worker, member.incarnation))
-        return self._go_on() if ended else []
+        if self._gathered(now):
+            self._decide(Begun())
+        elif not ended:
+            return []
+        return self._go_on()
+
+    def _gathered(self, now: float) -> bool:
+        """Whether the workers that never joined have been waited for long enough."""
+        if self.ledger.started or not self.ledger.members:
+            return False
+        self._begun_at = now if self._begun_at is None else self._begun_at
+        return now - self._begun_at > self.gather_seconds
 
     def forget(self, gone: Callable[[Any], bool]) -> None:
         """Sources that have `gone`: nothing that they wait for is answered."""
@@ -141,14 +156,18 @@ class Machine:
         return answers
 
     def _close(self) -> bool:
-        """Close the clock that is due if every worker has pushed for it; whether it is closed."""
+        """Close the clock that is due if every worker has pushed for it; whether it is closed.
+
+        Of several servers one may have been cut off from all workers for a clock: they begin anew after it,
+        and here it is closed with nobody's gradient.
+        """
         ledger, clock = self.ledger, self.ledger.version
         if (clock, "") in ledger.closed:
             return True
-        pushes = ledger.pending.get(clock)
-        if not pushes or not ledger.started:
+        pushes, active = ledger.pending.get(clock, {}), ledger.active().values()
+        if ledger.consistency.alone or not ledger.started or not (pushes or active):
             return False
-        if any(member.clock <= clock for member in ledger.active().values()):
+        if any(member.clock <= clock for member in active):
             return False
         self._decide(Closed(clock, "", tuple(sorted(pushes))))
         return True

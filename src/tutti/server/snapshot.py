@@ -80,6 +80,7 @@ def _take(ledger: Ledger, text: dict[str, Any], body: Tensor, slabs: list[Slab])
 def _numbers(ledger: Ledger) -> dict[str, Any]:
     return {
         "version": ledger.version,
+        "begun": ledger.begun,
         "members": [_member(w, x) for w, x in ledger.members.items()],
         "closed": [[clock, name, list(ws)] for (clock, name), ws in ledger.closed.items()],
         "settled": {n: x.tolist() for n, x in ledger.settled.items()},
@@ -89,7 +90,7 @@ def _numbers(ledger: Ledger) -> dict[str, Any]:
 
 
 def _restore_numbers(ledger: Ledger, found: dict[str, Any]) -> None:
-    ledger.version = found["version"]
+    ledger.version, ledger.begun = found["version"], found["begun"]
     ledger.members = dict(_of_member(x) for x in found["members"])
     ledger.closed = {(clock, name): tuple(ws) for clock, name, ws in found["closed"]}
     ledger.settled = {n: torch.tensor(x, dtype=torch.float64) for n, x in found["settled"].items()}
