@@ -27,7 +27,7 @@ from tutti.errors import LayoutError
 from tutti.server import messages as m
 from tutti.server.consistency import parse
 from tutti.server.ledger import Ledger, Record, initial
-from tutti.server.machine import LEASE_SECONDS, OBSERVER, Machine
+from tutti.server.machine import GATHER_SECONDS, LEASE_SECONDS, OBSERVER, Machine
 from tutti.server.messages import Part
 from tutti.server.update import WEIGHT, Variable
 
@@ -66,7 +66,8 @@ class Desk:
         return self.ask(m.Join, worker, incarnation, fingerprint=self.updater.fingerprint, **rest)
 
     def pull(self, worker: int, clock: int, **rest: Any) -> Any:
-        return self.ask(m.Pull, worker, clock=clock, **rest)
+        keys = rest.pop("keys", tuple(range(len(self.blocks))))
+        return self.ask(m.Pull, worker, clock=clock, keys=keys, **rest)
 
     def push(self, worker: int, sequence: int, clock: int | None = None, **rest: Any) -> Any:
         clock = sequence - 1 if clock is None else clock
@@ -101,12 +102,13 @@ def test_a_worker_at_clock_c_has_seen_the_clocks_before_c_less_s(bound: int) -> 
     desk = Desk(f"bounded({bound})")
     desk.join(0), desk.join(1)
     for clock in range(bound + 1):  # the other has not begun
-        assert desk.pull(0, clock).version == 0
+        assert desk.pull(0, clock).version == clock
         desk.push(0, clock + 1)
     assert desk.pull(0, bound + 1) is None
-    assert desk.push(1, 1).version == 0
-    assert desk.others[0].version == 1  # the permit, with the pushed clock in it
-    assert desk.machine.ledger.version == 1
+    desk.push(1, 1)
+    assert desk.others[0].version == desk.machine.ledger.version  # the permit, with what was pushed
+    assert desk.machine.ledger.version == (bound + 2 if bound else 1)
+    assert desk.pull(0, bound + 2) is None
 
 
 def test_a_worker_that_leaves_releases_its_clock() -> None:
@@ -156,11 +158,38 @@ def test_one_that_joins_starts_at_the_minimum() -> None:
     for k in range(2):
         desk.push(1, k + 1)
     joined = desk.join(2)
-    assert (joined.clock, joined.version, joined.num_workers) == (2, 2, 3)
+    assert (joined.clock, joined.num_workers) == (2, 3)
+    for k in range(4, 6):
+        desk.push(0, k + 1)
     desk.push(1, 3)
-    assert desk.machine.ledger.version == 2  # the newcomer holds the clock
-    desk.push(2, 1, 2)
-    assert desk.machine.ledger.version == 3
+    assert desk.pull(0, 7) is None  # the newcomer holds the others
+    assert desk.push(2, 1, 2) and desk.others[0].version == 6 + 3 + 1
+
+
+def test_one_that_joins_a_step_takes_part_in_the_clock_that_is_open() -> None:
+    desk = Desk("step")
+    desk.join(0), desk.join(1)
+    desk.push(0, 1), desk.push(1, 1)
+    desk.push(0, 2)
+    assert desk.join(2).clock == 1
+    desk.push(1, 2)
+    assert desk.machine.ledger.version == 1
+    desk.push(2, 1, 1)
+    assert desk.machine.ledger.version == 2
+
+
+def test_other_values_are_loaded_once() -> None:
+    desk = Desk("async", ClippedAdam(), num_workers=1)
+    desk.join(0)
+    parts = {b.key: Part(torch.full(b.shape, 3.0, dtype=torch.float64)) for b in desk.blocks}
+    assert desk.ask(m.Load, 0, sequence=1, slot="second", parts=parts).sequence == 1
+    assert all((s["second"] == 3).all() for s in desk.machine.ledger.state.values())
+    assert desk.push(0, 2, 0, given={"lr": LR, "clip": 1.0}).sequence == 2
+    assert desk.ask(m.Load, 0, sequence=1, slot="second", parts=parts).sequence == 1
+    assert not any((s["second"] == 3).all() for s in desk.machine.ledger.state.values())
+    steps = {b.key: Part(torch.zeros(())) for b in desk.blocks}
+    assert desk.ask(m.Load, 0, sequence=3, slot="step", parts=steps).reason == m.WRONG
+    assert desk.pull(0, 1).numbers == {"lr": LR, "clip": 1.0}
 
 
 def test_no_clock_ends_before_all_have_joined() -> None:
@@ -170,6 +199,20 @@ def test_no_clock_ends_before_all_have_joined() -> None:
     assert desk.pull(0, 1) is None
     assert desk.join(1).clock == 0
     assert desk.push(1, 1) and desk.machine.ledger.version == 1
+
+
+def test_one_that_never_joins_is_waited_for_a_minute() -> None:
+    desk = Desk("step")
+    desk.join(0)
+    desk.push(0, 1)
+    assert desk.pull(0, 1) is None
+    desk.machine.tick(0.0)
+    for now in range(0, int(GATHER_SECONDS) + 1):
+        desk.now = float(now)
+        desk.ask(m.Beat, 0)
+        assert not desk.machine.tick(desk.now)
+    ((source, answer),) = desk.machine.tick(GATHER_SECONDS + 1)
+    assert source == 0 and answer.version == 1  # type: ignore[union-attr]
 
 
 def test_a_push_that_comes_twice_is_answered_twice_and_done_once() -> None:
@@ -195,7 +238,7 @@ def test_a_dead_incarnation_is_fenced() -> None:
     late = desk.push(0, 1, incarnation=5)
     assert (late.reason, late.incarnation) == (m.FENCED, 7)
     assert desk.join(0, 6).reason == m.FENCED
-    assert desk.ask(m.Pull, 0, 5, clock=0).reason == m.FENCED
+    assert desk.pull(0, 0, incarnation=5).reason == m.FENCED
     assert same_tensors(desk.weights(), before)
 
 
@@ -286,6 +329,19 @@ def test_small_sums_over_the_workers() -> None:
     }
 
 
+def test_small_maxima_and_minima() -> None:
+    desk = Desk("step")
+    desk.join(0), desk.join(1)
+    a, b = (torch.tensor(x, dtype=torch.float64) for x in ([1.0, 5.0], [3.0, 2.0]))
+    for operation, expected in (("max", [3.0, 5.0]), ("min", [1.0, 2.0])):
+        desk.ask(m.Add, 0, clock=0, name=operation, values=a, operation=operation)
+        last = desk.ask(m.Add, 1, clock=0, name=operation, values=b, operation=operation)
+        assert last.values.tolist() == expected
+    desk.ask(m.Add, 0, clock=0, name="mixed", values=a)
+    mixed = desk.ask(m.Add, 1, clock=0, name="mixed", values=b, operation="max")
+    assert mixed.reason == m.WRONG
+
+
 def test_a_small_sum_without_a_worker_is_scaled() -> None:
     desk = Desk("step", num_workers=2)
     desk.join(0), desk.join(1)
@@ -305,10 +361,10 @@ def test_what_was_lent_does_not_change() -> None:
     assert all(torch.equal(p.values, before[k]) for k, p in pulled.parts.items())
     ledger = desk.machine.ledger
     for key, part in pulled.parts.items():
-        ledger.give_back(key, WEIGHT, part.values)
+        ledger.give_back(key, part.values)
     again = desk.pull(0, 2)
     for key, part in again.parts.items():
-        ledger.give_back(key, WEIGHT, part.values)
+        ledger.give_back(key, part.values)
     kept = {k: s[WEIGHT] for k, s in ledger.state.items()}
     desk.push(0, 3)  # nobody reads: in place
     assert all(ledger.state[k][WEIGHT] is x for k, x in kept.items())
@@ -367,5 +423,5 @@ def test_who_has_not_joined_may_look_and_no_more() -> None:
     assert desk.push(3, 1).reason == m.FENCED
     assert desk.ask(m.Join, 0, fingerprint="another script").reason == m.WRONG
     assert desk.ask(m.Pull, OBSERVER, clock=0, keys=(99,)).reason == m.WRONG
-    assert desk.ask(m.Pull, OBSERVER, clock=0, slot="momentum").reason == m.WRONG
+    assert desk.pull(OBSERVER, 0, slot="momentum").reason == m.WRONG
     assert not desk.journal

@@ -63,11 +63,11 @@ def check(world: World) -> None:
 
 def check_updates(world: World, server: int, pushes: list[Push]) -> None:
     """Each acknowledged push is in exactly one update, and no worker was further ahead than allowed."""
-    bound = world.consistency.bound
     ledger = world.hosts[server].machine.ledger  # type: ignore[union-attr]
     assert sum(ledger.staleness.values()) == len(pushes)
-    if bound is None:
+    if world.consistency.alone:
         assert ledger.version == len(pushes)
+        check_permits(world, server)
         return
     disk = world.hosts[server].disk
     closed = {r.clock: r.workers for r in disk if isinstance(r, Closed) and not r.name}
@@ -75,8 +75,17 @@ def check_updates(world: World, server: int, pushes: list[Push]) -> None:
     assert applied == list(range(ledger.version))
     by_clock = {c: tuple(sorted(p.worker for p in pushes if p.clock == c)) for c in applied}
     assert by_clock == {c: closed[c] for c in applied}
-    assert all(0 <= push.clock - push.version <= bound for push in pushes)
-    assert max(ledger.staleness, default=0) <= bound
+    assert all(push.clock == push.version for push in pushes)
+    assert set(ledger.staleness) <= {0}
+
+
+def check_permits(world: World, server: int) -> None:
+    """At no push was its worker further ahead of the slowest than it may be."""
+    again, bound = world.new_machine(server, lambda record: None).ledger, world.consistency.bound
+    for record in world.hosts[server].disk:
+        if isinstance(record, Push) and bound is not None:
+            assert record.clock - min(x.clock for x in again.active().values()) <= bound
+        again.take(record)
 
 
 def states(world: World) -> dict[str, torch.Tensor]:

@@ -133,7 +133,9 @@ class World:
         host = self.hosts[server]
         machine = self.new_machine(server, lambda record: self._write(server, record))
         host.machine = machine
-        self._guarded(server, lambda: machine.recover(list(host.disk)))
+        for record in list(host.disk):
+            machine.ledger.take(record)
+        self._guarded(server, machine.recover)
         self._at(0.5, lambda: self._tick(server, machine))
 
     def _write(self, server: int, record: Record) -> None:
@@ -174,7 +176,7 @@ class World:
                 machine = self.hosts[server].machine
                 if machine is not None:
                     for key, part in reply.parts.items():
-                        machine.ledger.give_back(key, "weight", part.values)
+                        machine.ledger.give_back(key, part.values)
                 reply = replace(reply, parts=parts)
 
             def arrive(actor: Actor = actor, number: int = number, reply: m.Reply = reply) -> None:
@@ -205,13 +207,14 @@ class World:
         while (session.clock if self.consistency.bound is not None else taken) < self.steps:
             pulled = yield from session.pull()
             found = {k: p.values for reply in pulled.values() for k, p in reply.parts.items()}
+            versions = {s: reply.version for s, reply in pulled.items()}
             made = gradient(joined(found, self.blocks), session.worker, session.clock)
             mine = (session.worker, session.incarnation, session.sequence + 1)
             self.made[mine] = made
             parts = {b.key: Part(b.of(made[b.variable.name])) for b in self.blocks}
-            alone = self.consistency.bound is None
+            alone = self.consistency.alone
             numbers = own_numbers(self.updater, made, LR) if alone else {"lr": LR}
-            result = yield from session.push(parts, numbers)
+            result = yield from session.push(parts, numbers, versions)
             if result.taken:
                 self.acknowledged.append(mine)
                 taken += 1

@@ -9,24 +9,46 @@ from torch import Tensor
 
 from tutti.server.keys import Block
 from tutti.server.ledger import Ledger, Member
-from tutti.server.messages import WRONG, Add, Part, Push, Refused, Settle
+from tutti.server.messages import WRONG, Add, Join, Load, Part, Push, Refused, Settle
 from tutti.server.update import WEIGHT
 
+MOST_WORKERS = 4096
+_LAST_CLOCK = 2**53
+_OPERATIONS = ("sum", "max", "min")
 # How a gradient may travel: as it is, or coded.
 _CODED = (torch.bfloat16, torch.int8)
 
 
+def check_join(ledger: Ledger, join: Join) -> Refused | None:
+    """A worker's number and clock must be some that can be; the script must be the same."""
+    if join.fingerprint != ledger.updater.fingerprint:
+        return wrong("another update: the worker runs another script")
+    if not 0 <= join.worker < MOST_WORKERS or join.incarnation < 1 or join.clock > _LAST_CLOCK:
+        return wrong(f"worker {join.worker}, incarnation {join.incarnation}, clock {join.clock}")
+    return None
+
+
 def check_push(ledger: Ledger, push: Push, member: Member) -> Refused | None:
     """A push must follow the last one, be of the worker's clock, and hold each block once."""
-    problem = ""
-    if push.sequence != member.sequence + 1:
-        problem = f"sequence {push.sequence} after {member.sequence}"
+    problem = _sequence(push, member)
+    if problem:
+        pass
     elif push.clock != member.clock:
         problem = f"clock {push.clock}, where {member.clock} is due"
     elif push.version > ledger.version or push.version < 0:
         problem = f"computed with version {push.version}, which is not there yet"
     else:
         problem = _given(ledger, push) or _parts(ledger.blocks, push.parts)
+    return wrong(problem) if problem else None
+
+
+def check_load(ledger: Ledger, load: Load, member: Member) -> Refused | None:
+    """Values of one slot, in the shapes and dtypes that it has."""
+    problem = _sequence(load, member)
+    for key, part in load.parts.items():
+        there = ledger.state.get(key, {}).get(load.slot)
+        if there is None or part.rows is not None or _kind(there) != _kind(part.values):
+            problem = problem or f"{load.slot} of block {key}"
     return wrong(problem) if problem else None
 
 
@@ -53,19 +75,28 @@ def check_settle(ledger: Ledger, settle: Settle) -> Refused | None:
     plain = all(x.dtype == torch.float64 and x.dim() == 1 for x in settle.sums.values())
     if not ledger.updater.coupled or settle.sums.keys() != names or not plain:
         return wrong("sums of other variables")
+    workers = ledger.closed[settle.clock, ""]
+    if not workers:
+        return None
+    lowest = ledger.pending[settle.clock][workers[0]]
+    try:  # before it is written down: what cannot be applied must not be in the log
+        ledger.updater.scalars(settle.sums, lowest.given)
+    except Exception as error:
+        return wrong(f"sums that the update does not take: {error}")
     return None
 
 
 def check_add(ledger: Ledger, add: Add, most: int) -> Refused | None:
     """A small sum of the worker's own clock, of one length for all."""
-    if ledger.consistency.bound is None:
-        return wrong("sums over workers do not go with sync=async")
+    if ledger.consistency.alone:
+        return wrong(f"sums over workers do not go with sync={ledger.consistency}")
     if not add.name or add.clock != ledger.members[add.worker].clock:
         return wrong(f"a sum for clock {add.clock}")
     there = ledger.added.get((add.clock, add.name), {})
-    shapes = {x.shape for x in there.values()} | {add.values.shape}
+    kinds = {(x.values.shape, x.operation) for x in (*there.values(), add)}
     names = sum(clock == add.clock for clock, _ in ledger.added)
-    if len(shapes) > 1 or add.values.dtype != torch.float64 or names > most:
+    plain = add.values.dtype == torch.float64 and add.values.dim() == 1
+    if len(kinds) > 1 or not plain or names > most or add.operation not in _OPERATIONS:
         return wrong(f'sum "{add.name}" is not what others add')
     return None
 
@@ -75,10 +106,19 @@ def wrong(text: str) -> Refused:
     return Refused(reason=WRONG, text=text)
 
 
+def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return x.shape, x.dtype
+
+
+def _sequence(request: Push | Load, member: Member) -> str:
+    right = request.sequence == member.sequence + 1
+    return "" if right else f"sequence {request.sequence} after {member.sequence}"
+
+
 def _given(ledger: Ledger, push: Push) -> str:
     """A worker that is alone in its update has made the numbers itself."""
     updater = ledger.updater
-    names = updater.numbers if ledger.consistency.bound is None else updater.given
+    names = updater.numbers if ledger.consistency.alone else updater.given
     return "" if set(names) == push.given.keys() else f"numbers {sorted(push.given)}"
 
 

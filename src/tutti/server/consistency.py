@@ -1,10 +1,10 @@
 """How far workers may run apart: `step`, `bounded(s)` or `async`.
 
 step         each clock makes one update from the sum of all workers' gradients; all wait for it
-bounded(s)   the same update, but a worker at clock c needs only those of the clocks before c - s
-             (stale synchronous parallel: Ho et al., NIPS 2013); bounded(0) is step
 async        each push is an update of its own, as it comes; with `async(damped)` its learning rates are
              divided by max(1, tau), tau the updates since the pull (Zhang et al., 1511.05950)
+bounded(s)   as async, but a worker at clock c waits until the slowest is at c - s: it has seen all updates
+             up to clock c - s - 1 (stale synchronous parallel: Ho et al., NIPS 2013); bounded(0) is step
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ class Consistency:
     bound: int | None = 0
     damped: bool = False
 
-    def permits(self, clock: int, version: int) -> bool:
-        """Whether a worker at `clock` may compute with what is left after `version` updates."""
-        return self.bound is None or version >= clock - self.bound
+    @property
+    def alone(self) -> bool:
+        """Whether each push is an update of its own."""
+        return self.bound != 0
+
+    def permits(self, clock: int, floor: int) -> bool:
+        """Whether a worker at `clock` may go on when all updates of the clocks before `floor` are made."""
+        return self.bound is None or floor >= clock - self.bound
 
     def __str__(self) -> str:
         if self.bound is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tutti.server.consistency import Consistency
 from tutti.server.keys import Block
-from tutti.server.messages import Add, Done, Part, Push
+from tutti.server.messages import Add, Done, Load, Part, Push
 from tutti.server.update import Updater
 
 
@@ -40,6 +40,11 @@ class Departed:
 
 
 @dataclass(frozen=True, eq=False)
+class Begun:
+    """Enough was waited for workers that have not joined yet."""
+
+
+@dataclass(frozen=True, eq=False)
 class Closed:
     """No gradient (`name` "") or part of a small sum of this clock is taken any more: whose count."""
 
@@ -56,7 +61,7 @@ class Applied:
     sums: Mapping[str, Tensor]
 
 
-Record = Entered | Departed | Closed | Applied | Push | Add
+Record = Entered | Departed | Begun | Closed | Applied | Push | Load | Add
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Ledger:
     pending: pushes of clocks that are not applied yet, by clock and worker.
     added: parts of small sums, by (clock, name) and worker.
     settled: the sums of the last update; no server is more than one update ahead of another.
+    numbers: those of the last update.
     closed: whose parts count, by (clock, name); the name "" stands for the gradients.
     borrowed: how many readers still hold the tensors of a block; it is then copied before it changes.
     """
@@ -95,11 +101,13 @@ class Ledger:
     consistency: Consistency
     num_workers: int
     version: int = 0
+    begun: bool = False
     members: dict[int, Member] = field(default_factory=dict)
     pending: dict[int, dict[int, Push]] = field(default_factory=dict)
-    added: dict[tuple[int, str], dict[int, Tensor]] = field(default_factory=dict)
+    added: dict[tuple[int, str], dict[int, Add]] = field(default_factory=dict)
     closed: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     settled: Mapping[str, Tensor] = field(default_factory=dict)
+    numbers: Mapping[str, float] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
     borrowed: Counter[int] = field(default_factory=Counter)
 
@@ -109,19 +117,26 @@ class Ledger:
 
     @property
     def started(self) -> bool:
-        """Whether all workers have been there: no clock ends before."""
-        return len(self.members) >= self.num_workers
+        """Whether all workers have been there, or were waited for: no clock ends before."""
+        return self.begun or len(self.members) >= self.num_workers
 
     def active(self) -> dict[int, Member]:
         """The workers that are there."""
         return {w: m for w, m in self.members.items() if m.active}
+
+    @property
+    def floor(self) -> int:
+        """All updates of the clocks before this one are made."""
+        if not self.consistency.alone:
+            return self.version
+        return min((x.clock for x in self.active().values()), default=0) if self.started else 0
 
     def first_clock(self, worker: int) -> int:
         """Where a worker that joins begins: at the minimum, after what it pushed before.
 
         A clock is closed as soon as all have pushed for it, so the minimum is the first that is not.
         """
-        if self.consistency.bound is None:
+        if self.consistency.alone:
             return min((x.clock for w, x in self.active().items() if w != worker), default=0)
         clock = self.version
         while worker in self.pending.get(clock, ()) or (clock, "") in self.closed:
@@ -131,9 +146,13 @@ class Ledger:
     def total(self, clock: int, name: str) -> Tensor:
         """A closed small sum, in the order of workers, scaled for those that are missing."""
         workers, parts = self.closed[clock, name], self.added[clock, name]
-        total = parts[workers[0]].clone()
-        for worker in workers[1:]:
-            total += parts[worker]
+        stacked = torch.stack([parts[worker].values for worker in workers])
+        operation = parts[workers[0]].operation
+        if operation != "sum":
+            return stacked.amax(0) if operation == "max" else stacked.amin(0)
+        total = stacked[0]
+        for x in stacked[1:]:
+            total = total + x
         return total if len(workers) == self.num_workers else total * self._scale(workers)
 
     def sums(self, clock: int) -> dict[int, Tensor]:
@@ -149,13 +168,13 @@ class Ledger:
         self.borrowed[key] += 1
         return self.state[key][slot]
 
-    def give_back(self, key: int, slot: str, x: Tensor) -> None:
+    def give_back(self, key: int, x: Tensor) -> None:
         """The end of a loan; one that the state has moved away from does not matter any more."""
-        if self.state[key].get(slot) is x:
+        if any(x is own for own in self.state[key].values()):
             self.borrowed[key] -= 1
 
     def _scale(self, workers: tuple[int, ...]) -> float:
-        return self.num_workers / len(workers)
+        return self.num_workers / len(workers) if workers else 1.0
 
     def _enter(self, record: Entered) -> None:
         known = self.members.get(record.worker)
@@ -164,12 +183,15 @@ class Ledger:
         else:
             self.members[record.worker] = Member(record.incarnation, record.clock)
 
+    def _begin(self, record: Begun) -> None:
+        self.begun = True
+
     def _depart(self, record: Departed) -> None:
         self.members[record.worker] = replace(self.members[record.worker], active=False)
 
     def _push(self, push: Push) -> None:
         member = self.members[push.worker]
-        if self.consistency.bound is None:
+        if self.consistency.alone:
             staleness = self.version - push.version
             self._apply_alone(push, max(1, staleness) if self.consistency.damped else 1)
         else:
@@ -186,27 +208,45 @@ class Ledger:
         scalars = {n: x / damping if n in rates else x for n, x in push.given.items()}
         for key, block in self.blocks.items():
             self._update(key, [push.parts[key]] if key in push.parts else [], 1.0, scalars, block)
-        self.version += 1
+        self.version, self.numbers = self.version + 1, scalars
+
+    def _load(self, load: Load) -> None:
+        for key, part in load.parts.items():
+            self._detach(key)
+            self.state[key][load.slot].copy_(part.plain(part.values.dtype))
+        answer = Done(version=self.version, sequence=load.sequence)
+        member = self.members[load.worker]
+        self.members[load.worker] = replace(member, sequence=load.sequence, answer=answer)
 
     def _add(self, add: Add) -> None:
-        self.added.setdefault((add.clock, add.name), {})[add.worker] = add.values
+        self.added.setdefault((add.clock, add.name), {})[add.worker] = add
 
     def _close(self, record: Closed) -> None:
         self.closed[record.clock, record.name] = record.workers
 
     def _apply(self, record: Applied) -> None:
         workers = self.closed[record.clock, ""]
-        pushes = [self.pending[record.clock][w] for w in workers]
-        scalars = self.updater.scalars(record.sums, pushes[0].given)
-        scale = self._scale(workers)
-        for key, block in self.blocks.items():
-            parts = [push.parts[key] for push in pushes if key in push.parts]
-            self._update(key, parts, scale, scalars, block)
+        if workers:
+            self._apply_together(record, workers)
         self.version, self.settled = record.clock + 1, record.sums
-        del self.pending[record.clock]
+        self.pending.pop(record.clock, None)
         for table in (self.added, self.closed):
             for clock, name in [k for k in table if k[0] < self.version]:
                 del table[clock, name]
+
+    def _detach(self, key: int) -> None:
+        """Before a block changes: leave what was lent to those that read it."""
+        if self.borrowed[key]:
+            self.state[key] = {slot: x.clone() for slot, x in self.state[key].items()}
+            del self.borrowed[key]
+
+    def _apply_together(self, record: Applied, workers: tuple[int, ...]) -> None:
+        pushes = [self.pending[record.clock][w] for w in workers]
+        self.numbers = dict(self.updater.scalars(record.sums, pushes[0].given))
+        scale = self._scale(workers)
+        for key, block in self.blocks.items():
+            parts = [push.parts[key] for push in pushes if key in push.parts]
+            self._update(key, parts, scale, self.numbers, block)
 
     def _gradient(self, clock: int, key: int) -> Tensor:
         """The sum over a closed clock's workers, in their order."""
@@ -227,9 +267,7 @@ class Ledger:
         name = block.variable.name
         if block.variable.lazy and not parts:
             return
-        if self.borrowed[key]:
-            self.state[key] = {slot: x.clone() for slot, x in self.state[key].items()}
-            del self.borrowed[key]
+        self._detach(key)
         state = self.state[key]
         if not (block.variable.lazy and all(p.rows is not None for p in parts)):
             self.updater.update(name, state, _summed(parts, block, scale), scalars)
@@ -287,8 +325,10 @@ def _summed_rows(parts: list[Part], block: Block, scale: float) -> tuple[Tensor,
 _TAKE: dict[type, Callable[[Ledger, Any], None]] = {
     Entered: Ledger._enter,
     Departed: Ledger._depart,
+    Begun: Ledger._begin,
     Closed: Ledger._close,
     Applied: Ledger._apply,
     Push: Ledger._push,
+    Load: Ledger._load,
     Add: Ledger._add,
 }

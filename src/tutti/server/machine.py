@@ -17,14 +17,22 @@ from typing import Any
 from torch import Tensor
 
 from tutti.server import messages as m
-from tutti.server.check import check_add, check_push, check_rows, check_settle
+from tutti.server.check import (
+    check_add,
+    check_join,
+    check_load,
+    check_push,
+    check_rows,
+    check_settle,
+)
 from tutti.server.keys import named
-from tutti.server.ledger import Applied, Closed, Departed, Entered, Ledger, Member, Record
-from tutti.server.messages import FENCED, WRONG, Part, Refused, Reply, Request
+from tutti.server.ledger import Applied, Begun, Closed, Departed, Entered, Ledger, Member, Record
+from tutti.server.messages import FENCED, Part, Refused, Reply, Request
 from tutti.server.update import add_up
 
 LEASE_SECONDS = 5.0
 BEAT_SECONDS = 1.0
+GATHER_SECONDS = 60.0
 OBSERVER = -1
 _MOST_NAMES = 1024  # small sums of one clock
 
@@ -41,12 +49,15 @@ class Machine:
         journal: keeps a record where it survives this process; called before the record is taken.
         num_servers: with several, the sums of a coupled update come from the workers (`Settle`).
         lease_seconds: a worker that is not heard of for so long has left.
+        gather_seconds: so long after the first worker all others are waited for.
     """
 
     ledger: Ledger
     journal: Callable[[Record], None]
     num_servers: int = 1
     lease_seconds: float = LEASE_SECONDS
+    gather_seconds: float = GATHER_SECONDS
+    _begun_at: float | None = None
     _leases: dict[int, float] = field(default_factory=dict)
     _waiting: list[tuple[Any, Request]] = field(default_factory=list)
 
@@ -79,16 +90,31 @@ class Machine:
         ]
         for worker, member in ended:
             self._decide(Departed(worker, member.incarnation))
-        return self._go_on() if ended else []
+        if self._gathered(now):
+            self._decide(Begun())
+        elif not ended:
+            return []
+        return self._go_on()
 
-    def forget(self, source: Any) -> None:
-        """`source` has gone: nothing that it waits for is answered."""
-        self._waiting = [(s, r) for s, r in self._waiting if s != source]
+    def _gathered(self, now: float) -> bool:
+        """Whether the workers that never joined have been waited for long enough."""
+        if self.ledger.started or not self.ledger.members:
+            return False
+        self._begun_at = now if self._begun_at is None else self._begun_at
+        return now - self._begun_at > self.gather_seconds
 
-    def recover(self, records: list[Record]) -> None:
-        """Take what an earlier process had written; leases begin anew with the first tick."""
-        for record in records:
-            self.ledger.take(record)
+    def forget(self, gone: Callable[[Any], bool]) -> None:
+        """Sources that have `gone`: nothing that they wait for is answered."""
+        self._waiting = [(s, r) for s, r in self._waiting if not gone(s)]
+
+    def returned(self, reply: Reply) -> None:
+        """A reply has left, or never will: what it lent may change again."""
+        if isinstance(reply, m.Weights):
+            for key, part in reply.parts.items():
+                self.ledger.give_back(key, part.values)
+
+    def recover(self) -> None:
+        """Go on where the ledger's records end; leases begin anew with the first tick."""
         self._go_on()
 
     def _wait(self, source: Any, request: Request) -> None:
@@ -130,14 +156,18 @@ class Machine:
         return answers
 
     def _close(self) -> bool:
-        """Close the clock that is due if every worker has pushed for it; whether it is closed."""
+        """Close the clock that is due if every worker has pushed for it; whether it is closed.
+
+        Of several servers one may have been cut off from all workers for a clock: they begin anew after it,
+        and here it is closed with nobody's gradient.
+        """
         ledger, clock = self.ledger, self.ledger.version
         if (clock, "") in ledger.closed:
             return True
-        pushes = ledger.pending.get(clock)
-        if not pushes or not ledger.started:
+        pushes, active = ledger.pending.get(clock, {}), ledger.active().values()
+        if ledger.consistency.alone or not ledger.started or not (pushes or active):
             return False
-        if any(member.clock <= clock for member in ledger.active().values()):
+        if any(member.clock <= clock for member in active):
             return False
         self._decide(Closed(clock, "", tuple(sorted(pushes))))
         return True
@@ -157,8 +187,8 @@ class Machine:
 
     def _join(self, join: m.Join) -> Reply:
         ledger, known = self.ledger, self.ledger.members.get(join.worker)
-        if join.fingerprint != ledger.updater.fingerprint:
-            return Refused(reason=WRONG, text="another update: the worker runs another script")
+        if refused := check_join(ledger, join):
+            return refused
         if known and join.incarnation < known.incarnation:
             return _refused(FENCED, f"worker {join.worker} has been replaced", known)
         if known and join.incarnation == known.incarnation:
@@ -179,27 +209,29 @@ class Machine:
 
     def _pull(self, pull: m.Pull) -> Reply | None:
         ledger = self.ledger
-        keys = pull.keys or tuple(ledger.blocks)
-        refused = check_rows(ledger, pull.slot, keys, pull.rows)
+        refused = check_rows(ledger, pull.slot, pull.keys, pull.rows)
         if refused:
             return refused
-        if pull.worker != OBSERVER and not ledger.consistency.permits(pull.clock, ledger.version):
+        if pull.worker != OBSERVER and not ledger.consistency.permits(pull.clock, ledger.floor):
             return None
-        parts = {key: self._lent(key, pull.slot, pull.rows.get(key)) for key in keys}
-        return m.Weights(version=ledger.version, parts=parts)
+        parts = {key: self._lent(key, pull.slot, pull.rows.get(key)) for key in pull.keys}
+        return m.Weights(version=ledger.version, numbers=ledger.numbers, parts=parts)
 
     def _lent(self, key: int, slot: str, rows: Tensor | None) -> Part:
         if rows is None:
             return Part(self.ledger.lend(key, slot))
         return Part(self.ledger.state[key][slot][rows], rows=rows)
 
-    def _push(self, push: m.Push) -> Reply:
+    def _push(self, push: m.Push | m.Load) -> Reply:
         ledger, member = self.ledger, self.ledger.members[push.worker]
         if push.sequence == member.sequence and member.answer:
             return member.answer
         if push.sequence <= member.sequence:
             return m.Done(version=ledger.version, sequence=push.sequence)
-        refused = check_push(ledger, push, member)
+        if isinstance(push, m.Push):
+            refused = check_push(ledger, push, member)
+        else:
+            refused = check_load(ledger, push, member)
         if refused:
             return refused
         self._decide(push)
@@ -267,6 +299,7 @@ _HANDLE: dict[type, Callable[[Machine, Any], Reply | None]] = {
     m.Join: Machine._join,
     m.Pull: Machine._pull,
     m.Push: Machine._push,
+    m.Load: Machine._push,
     m.Sums: Machine._sums,
     m.Settle: Machine._settle,
     m.Add: Machine._add,

@@ -4,6 +4,7 @@
     Join         ->  <-           Joined
     Pull         ->  <-           Weights     waits for its permit
     Push         ->  <-           Done        once it can no longer be lost
+    Load         ->  <-           Done
     Sums         ->  <-           Partial     waits until the clock is closed        } only with a coupled
     Settle       ->  <-           Done        the update is made                     } update, several servers
     Add          ->  <-           Total       waits for the others
@@ -56,13 +57,10 @@ class Join(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pull(Request):
-    """Weights (or a slot) to compute the gradient of `clock` with; `rows`: only these, by key.
-
-    `keys`: the blocks; () for all that the server has.
-    """
+    """The blocks `keys` to compute the gradient of `clock` with (or a slot); `rows`: only these, by key."""
 
     clock: int
-    keys: tuple[int, ...] = ()
+    keys: tuple[int, ...]
     rows: Mapping[int, Tensor] = field(default_factory=dict)
     slot: str = WEIGHT
 
@@ -83,6 +81,15 @@ class Push(Request):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Load(Request):
+    """Other values for the state, by key; it has a sequence as a push has, but no clock."""
+
+    sequence: int
+    slot: str
+    parts: Mapping[int, Part]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Sums(Request):
     """Asks for the sums of each block over the gradients of a clock."""
 
@@ -99,11 +106,12 @@ class Settle(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Add(Request):
-    """One worker's part of a small sum (float64, 1-D)."""
+    """One worker's part of a small sum (float64, 1-D), or of a `max` or `min`."""
 
     clock: int
     name: str
     values: Tensor
+    operation: str = "sum"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,9 +150,10 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """Blocks by key, as they are after `version` updates."""
+    """Blocks by key, as they are after `version` updates; `numbers` are those of the last one."""
 
     version: int
+    numbers: Mapping[str, float]
     parts: Mapping[int, Part]
 
 

@@ -8,7 +8,7 @@ takes. Requests may arrive twice, since a server acts once.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -61,7 +61,6 @@ class Session:
     sequence: int = 0
     num_workers: int = 0
     settled: int = 0
-    versions: dict[int, int] = field(default_factory=dict)
 
     def join(self, *, again: bool = False) -> Asking[None]:
         """Begin, or begin anew after the lease ended: at one clock on all servers.
@@ -84,34 +83,48 @@ class Session:
         rows: Mapping[int, Tensor] | None = None,
         *,
         slot: str = WEIGHT,
+        ahead: int = 0,
     ) -> Asking[dict[int, m.Weights]]:
-        """Weights for the next clock, by server: those of `keys` by server, and `rows` by key."""
+        """Weights for the next clock (or one `ahead` of it), by server: the blocks `keys` of each server, and
+        of some of them only the `rows`, by key."""
         while True:
             try:
-                yield from self._settle(self.clock - (self.consistency.bound or 0))
-                replies = yield from self._ask(lambda s: self._pull(s, keys, rows, slot))
+                yield from self._settle(self.clock)
+                replies = yield from self._ask(lambda s: self._pull(s, keys, rows, slot, ahead))
                 break
             except Fenced as fenced:
                 yield from self._again(fenced)
-        found = {s: reply for s, reply in replies.items() if isinstance(reply, m.Weights)}
-        self.versions = {s: reply.version for s, reply in found.items()}
-        return found
+        return {s: reply for s, reply in replies.items() if isinstance(reply, m.Weights)}
 
-    def push(self, parts: Mapping[int, Part], given: Mapping[str, float]) -> Asking[Pushed]:
-        """A gradient for each key; it is the servers' when this returns."""
+    def push(
+        self, parts: Mapping[int, Part], given: Mapping[str, float], versions: Mapping[int, int]
+    ) -> Asking[Pushed]:
+        """A gradient for each key, computed with these `versions` of the servers' weights; it is the
+        servers' when this returns."""
         self.sequence += 1
-        split = {s: {} for s in range(self.num_servers)}
-        for key, part in parts.items():
-            split[self.blocks[key].server][key] = part
+        split = self._split(parts)
         try:
-            replies = yield from self._ask(lambda s: self._push(s, split[s], given))
+            replies = yield from self._ask(
+                lambda s: self._push(split[s], given, versions.get(s, 0))
+            )
         except Fenced as fenced:
             yield from self._again(fenced)
             return Pushed(False)
         self.clock += 1
         return Pushed(True, max(r.staleness for r in replies.values() if isinstance(r, m.Done)))
 
-    def add(self, name: str, values: Tensor) -> Asking[Tensor]:
+    def load(self, slot: str, parts: Mapping[int, Part]) -> Asking[Pushed]:
+        """Other values for a slot of some blocks."""
+        self.sequence += 1
+        split = self._split(parts)
+        try:
+            yield from self._ask(lambda s: self._load(slot, split[s]))
+        except Fenced as fenced:
+            yield from self._again(fenced)
+            return Pushed(False)
+        return Pushed(True)
+
+    def add(self, name: str, values: Tensor, operation: str = "sum") -> Asking[Tensor]:
         """The sum of `values` over the workers of this clock; the first server has it."""
         while True:
             add = m.Add(
@@ -120,6 +133,7 @@ class Session:
                 clock=self.clock,
                 name=name,
                 values=values,
+                operation=operation,
             )
             try:
                 reply = (yield from self._ask_some({0: add}))[0]
@@ -177,7 +191,7 @@ class Session:
 
     def _settle(self, until: int) -> Asking[None]:
         """Bring the sums of clocks before `until` from all servers to all, where they need that."""
-        if not self.coupled or self.num_servers == 1 or self.consistency.bound is None:
+        if not self.coupled or self.num_servers == 1 or self.consistency.alone:
             return
         while self.settled < until:
             clock = self.settled
@@ -185,7 +199,7 @@ class Session:
                 lambda _, c=clock: m.Sums(worker=self.worker, incarnation=self.incarnation, clock=c)
             )
             sums = self._sums([r for r in replies.values() if isinstance(r, m.Partial)])
-            yield from self._ask(lambda _, c=clock, x=sums: self._settled(c, x))
+            yield from self._ask(lambda _, c=clock, x=sums: self._settle_with(c, x))
             self.settled += 1
 
     def _sums(self, partial: list[m.Partial]) -> Mapping[str, Tensor]:
@@ -195,7 +209,7 @@ class Session:
             return known[0]
         return add_up(named(self.blocks, {k: x for p in partial for k, x in p.sums.items()}))
 
-    def _settled(self, clock: int, sums: Mapping[str, Tensor]) -> Request:
+    def _settle_with(self, clock: int, sums: Mapping[str, Tensor]) -> Request:
         return m.Settle(worker=self.worker, incarnation=self.incarnation, clock=clock, sums=sums)
 
     def _pull(
@@ -204,24 +218,44 @@ class Session:
         keys: Mapping[int, tuple[int, ...]] | None,
         rows: Mapping[int, Tensor] | None,
         slot: str,
+        ahead: int,
     ) -> Request:
         own = {k: x for k, x in (rows or {}).items() if self.blocks[k].server == server}
         return m.Pull(
             worker=self.worker,
             incarnation=self.incarnation,
-            clock=self.clock,
-            keys=keys[server] if keys else (),
+            clock=self.clock + ahead,
+            keys=keys[server] if keys is not None else self._own(server),
             rows=own,
             slot=slot,
         )
 
-    def _push(self, server: int, parts: Mapping[int, Part], given: Mapping[str, float]) -> Request:
+    def _own(self, server: int) -> tuple[int, ...]:
+        return tuple(block.key for block in self.blocks if block.server == server)
+
+    def _split(self, parts: Mapping[int, Part]) -> list[dict[int, Part]]:
+        """By server."""
+        split: list[dict[int, Part]] = [{} for _ in range(self.num_servers)]
+        for key, part in parts.items():
+            split[self.blocks[key].server][key] = part
+        return split
+
+    def _load(self, slot: str, parts: Mapping[int, Part]) -> Request:
+        return m.Load(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            slot=slot,
+            parts=parts,
+        )
+
+    def _push(self, parts: Mapping[int, Part], given: Mapping[str, float], version: int) -> Request:
         return m.Push(
             worker=self.worker,
             incarnation=self.incarnation,
             sequence=self.sequence,
             clock=self.clock,
-            version=self.versions.get(server, 0),
+            version=version,
             given=given,
             parts=parts,
         )

@@ -1,0 +1,64 @@
+"""Addresses as text, `host:port`, and sockets that listen or connect there."""
+
+from __future__ import annotations
+
+import socket
+
+from tutti.errors import ServerError
+
+_BACKLOG = 128
+
+
+def parsed(address: str) -> tuple[str, int]:
+    """Host and port; an IPv6 address stands in brackets.
+
+    Raises:
+        ServerError: the text is no address.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ServerError(f'"{address}" is no address', fix="host:port, such as 127.0.0.1:29600")
+    return host.strip("[]"), int(port)
+
+
+def listener(address: str) -> socket.socket:
+    """A socket that listens at `address` and does not block.
+
+    Raises:
+        ServerError: it cannot be used.
+    """
+    host, port = parsed(address)
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ServerError(
+            f"cannot listen at {address}",
+            why=str(error),
+            fix="an address of this host, a free port",
+        ) from error
+    sock.setblocking(False)
+    return sock
+
+
+def connected(address: str, *, seconds: float = 5.0) -> socket.socket:
+    """A socket connected to `address`, which notices when the other host is gone.
+
+    Raises:
+        OSError: nothing answers.
+    """
+    sock = socket.create_connection(parsed(address), timeout=seconds)
+    watch(sock)
+    return sock
+
+
+def watch(sock: socket.socket) -> None:
+    """Let the kernel end a connection whose other host has been silent for about 10 s."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, 4),
+        (socket.TCP_KEEPINTVL, 2),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 10_000),
+    ):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,271 @@
+"""A server on the network: one loop over all connections, one machine, one store.
+
+Nothing that a connection sends can do more than cost it the connection: bytes are checked before anything is
+made of them, and whoever is not through the handshake within 5 seconds is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.server import messages as m
+from tutti.server.address import listener, watch
+from tutti.server.codec import NUMBERS, REQUESTS, MalformedError
+from tutti.server.connection import ClosedError, Connection
+from tutti.server.consistency import Consistency
+from tutti.server.frames import Header
+from tutti.server.handshake import RefusedError
+from tutti.server.inbox import Limits
+from tutti.server.journal import Slab
+from tutti.server.keys import BLOCK_NBYTES, Block, blocks
+from tutti.server.ledger import Ledger, initial
+from tutti.server.machine import LEASE_SECONDS, Machine
+from tutti.server.secret import checked_secret
+from tutti.server.store import Store, room
+from tutti.server.tls import Tls
+from tutti.server.update import Updater
+
+_HANDSHAKE_SECONDS = 5.0
+_TICK_SECONDS = 0.25
+_MOST_CONNECTIONS = 512
+_MOST_STRANGERS = 64  # connections that are not through the handshake
+_MOST_OUTSTANDING = 8  # requests of one connection
+_STORED = (NUMBERS[m.Push], NUMBERS[m.Load])
+_LOG = logging.getLogger("tutti.server")
+
+
+class _Peer:
+    """A connection, and what the server keeps for it."""
+
+    def __init__(self, name: str, connection: Connection, now: float) -> None:
+        self.name, self.connection, self.since = name, connection, now
+        self.slab: Slab | None = None
+        self.outstanding = 0
+
+
+class Service:
+    """One server. `run` it in a thread or process of its own; `address` is where it listens.
+
+    Args:
+        updater: the update part of the step.
+        state: the first weights and slots of all variables, whole; after a restart the directory's count.
+        address: "host:port"; port 0 takes a free one. Loopback unless told otherwise.
+        consistency: how far workers may run apart.
+        num_workers: how many must have joined before the first clock ends.
+        server, num_servers: which of how many servers this is.
+        secret: what workers must know. May be left out only with `tls`.
+        tls: certificates of this server and of the authority that its workers' must come from.
+        directory: where records are kept, so that a server which is killed goes on; None: nowhere.
+        fsync: a push is answered only when the disk has it.
+
+    Raises:
+        ServerError: neither secret nor certificates, an address that cannot be used, or a directory with
+            other or damaged records.
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        state: Mapping[str, Mapping[str, Tensor]],
+        address: str = "127.0.0.1:0",
+        *,
+        consistency: Consistency,
+        num_workers: int,
+        server: int = 0,
+        num_servers: int = 1,
+        secret: bytes | str = b"",
+        tls: Tls | None = None,
+        directory: Path | str | None = None,
+        fsync: bool = False,
+        lease_seconds: float = LEASE_SECONDS,
+        block_nbytes: int = BLOCK_NBYTES,
+        log_nbytes: int = 2**30,
+    ) -> None:
+        self._secret = checked_secret(secret, tls)
+        self._tls = tls.context(server_side=True) if tls else None
+        every = blocks(updater.variables, num_servers, nbytes=block_nbytes)
+        own = {block.key: block for block in every if block.server == server}
+        ledger = Ledger(updater, own, initial(own, state), consistency, num_workers)
+        self._limits = _limits(ledger)
+        identity = {
+            "server": server,
+            "num_servers": num_servers,
+            "fingerprint": updater.fingerprint,
+            "sync": str(consistency),
+            "blocks": len(every),
+        }
+        self._store = Store(
+            Path(directory) if directory is not None else None,
+            room(self._limits.parts_nbytes, 2 * self._limits.num_parts),
+            fsync=fsync,
+            identity=identity,
+            log_nbytes=log_nbytes,
+        )
+        self.machine = Machine(
+            ledger, self._store.write, num_servers=num_servers, lease_seconds=lease_seconds
+        )
+        for record in self._store.begin(ledger):
+            ledger.take(record)
+        self._store.start(ledger)
+        self.machine.recover()
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[int, _Peer] = {}
+        self._listener = listener(address)
+        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._waker, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
+        self._running = True
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        due = time.monotonic()
+        try:
+            while self._running:
+                self._turn()
+                if time.monotonic() >= due:
+                    due = time.monotonic() + _TICK_SECONDS
+                    self._tick()
+        finally:
+            self._close()
+
+    def stop(self) -> None:
+        """Let `run` return; any thread may call this."""
+        self._waker.send(b"x")
+
+    def _stop(self) -> None:
+        self._running = False
+
+    def _turn(self) -> None:
+        """Whatever the network has, once."""
+        busy = any(peer.connection.more for peer in self._peers.values())
+        for key, events in self._selector.select(0 if busy else _TICK_SECONDS):
+            if isinstance(key.data, _Peer):
+                self._serve(key.data, events)
+            else:
+                key.data()
+        for peer in [p for p in self._peers.values() if p.connection.more] if busy else ():
+            self._serve(peer, selectors.EVENT_READ)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._answer(self.machine.tick(now))
+        for peer in list(self._peers.values()):
+            if not peer.connection.opened and now - peer.since > _HANDSHAKE_SECONDS:
+                self._drop(peer, "it did not finish the handshake")
+
+    def _accept(self) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError:
+            return
+        watch(sock)
+        name = "{}:{}".format(*address[:2])
+        strangers = sum(not p.connection.opened for p in self._peers.values())
+        if len(self._peers) >= _MOST_CONNECTIONS or strangers >= _MOST_STRANGERS:
+            _LOG.warning("refused %s: too many connections", name)
+            sock.close()
+            return
+        if self._tls:
+            sock.setblocking(False)
+            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        connection = Connection(sock, self._secret, self._limits, server_side=True)
+        peer = _Peer(name, connection, time.monotonic())
+        connection.place = lambda message, part: self._place(peer, message, part)
+        self._peers[sock.fileno()] = peer
+        self._selector.register(sock, connection.events, peer)
+        self._serve(peer, selectors.EVENT_WRITE)
+
+    def _serve(self, peer: _Peer, events: int) -> None:
+        """Read and write what there is; end the connection where that goes wrong."""
+        try:
+            if events & selectors.EVENT_READ or not peer.connection.opened:
+                found = peer.connection.read()
+                if found:
+                    self._handle(peer, *found)
+            if peer.connection.fileno() >= 0:
+                peer.connection.write()
+                self._selector.modify(peer.connection.sock, peer.connection.events, peer)
+        except (MalformedError, RefusedError) as error:
+            self._drop(peer, str(error))
+        except ssl.SSLError as error:
+            self._drop(peer, f"TLS: {error.reason or error}")
+        except ClosedError:
+            self._drop(peer, "" if peer.connection.opened else "it left during the handshake")
+        except OSError as error:
+            self._drop(peer, str(error))
+
+    def _handle(self, peer: _Peer, number: int, request: m.Request) -> None:
+        peer.outstanding += 1
+        if peer.outstanding > _MOST_OUTSTANDING:
+            raise MalformedError("too many requests at once")
+        self._answer(self.machine.handle((peer, number), request, time.monotonic()))
+        if peer.slab is not None:
+            self._store.release(peer.slab, self.machine.ledger)
+            peer.slab = None
+        if self._store.due():
+            self._store.snapshot(self.machine.ledger)
+
+    def _answer(self, answers: list[tuple[Any, m.Reply]]) -> None:
+        for (peer, number), reply in answers:
+            if peer.connection.fileno() < 0:
+                self.machine.returned(reply)
+                continue
+            peer.outstanding -= 1
+            peer.connection.send(number, reply, done=lambda r=reply: self.machine.returned(r))
+            self._selector.modify(peer.connection.sock, peer.connection.events, peer)
+
+    def _place(self, peer: _Peer, message: Header, part: Header) -> Tensor:
+        """Pushes go where they can be kept without a copy."""
+        if message.kind not in _STORED:
+            return torch.empty(part.nbytes, dtype=torch.uint8)
+        if peer.slab is None:
+            peer.slab = self._store.slab()
+        return peer.slab.place(part.nbytes)
+
+    def _drop(self, peer: _Peer, why: str) -> None:
+        """End a connection, and nothing else."""
+        if why:
+            level = logging.INFO if peer.connection.opened else logging.WARNING
+            _LOG.log(level, "closed %s: %s", peer.name, why)
+        fileno = peer.connection.fileno()
+        if fileno >= 0:
+            self._selector.unregister(peer.connection.sock)
+            del self._peers[fileno]
+        peer.connection.close()
+        self._forget(peer)
+        if peer.slab is not None:
+            self._store.release(peer.slab, self.machine.ledger)
+            peer.slab = None
+
+    def _forget(self, peer: _Peer) -> None:
+        self.machine.forget(lambda source: source[0] is peer)
+
+    def _close(self) -> None:
+        for peer in list(self._peers.values()):
+            self._drop(peer, "")
+        for sock in (self._listener, self._waker, self._woken):
+            sock.close()
+        self._selector.close()
+        self._store.close()
+
+
+def _limits(ledger: Ledger) -> Limits:
+    """As much as the largest push that fits these blocks."""
+    sizes = [_most(block, ledger.state[key]) for key, block in ledger.blocks.items()]
+    return Limits(REQUESTS, len(sizes), max(sizes, default=0), sum(sizes))
+
+
+def _most(block: Block, slots: Mapping[str, Tensor]) -> int:
+    rows = 8 * block.shape[0] if block.variable.rows else 0
+    return max(x.nbytes for x in slots.values()) + rows

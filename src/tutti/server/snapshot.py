@@ -1,0 +1,109 @@
+"""A ledger in a file, and again a ledger: first its numbers, then the state, then pushes not applied yet."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.errors import ServerError
+from tutti.server.codec import MalformedError
+from tutti.server.frames import DTYPES, octets
+from tutti.server.journal import Slab, entry, read_entries, record_of
+from tutti.server.ledger import Ledger, Member
+from tutti.server.messages import Add, Done, Push
+
+# Text and bytes of an entry.
+Content = list[tuple[dict[str, Any], list[memoryview]]]
+
+
+def frozen(ledger: Ledger, slabs: list[Slab], *, copy: bool) -> Content:
+    """The entries of a ledger; with `copy` they stay as they are while it goes on."""
+    found: Content = [({"ledger": _numbers(ledger)}, [])]
+    for key, slots in ledger.state.items():
+        for slot, x in slots.items():
+            kept = x.clone() if copy else x
+            place = {"key": key, "slot": slot, "dtype": DTYPES.index(x.dtype)}
+            found.append(({"state": place | {"shape": list(x.shape)}}, [octets(kept)]))
+    waiting = [*ledger.pending.values(), *ledger.added.values()]
+    for record in (record for by_worker in waiting for record in by_worker.values()):
+        text, body, _ = entry(record, slabs)
+        found.append((text, [memoryview(bytes(view)) for view in body]))
+    found.append(({"end": len(found)}, []))
+    return found
+
+
+def restore(path: Path, ledger: Ledger, slabs: list[Slab]) -> None:
+    """Make `ledger` what was written.
+
+    Raises:
+        ServerError: the file is not whole, or of another server.
+    """
+    number = -1
+    for number, (text, body) in enumerate(read_entries(path)):
+        if "end" in text:
+            if text["end"] == number:
+                return
+            break
+        try:
+            _take(ledger, text, body, slabs)
+        except (MalformedError, KeyError, RuntimeError, IndexError) as error:
+            raise ServerError("a snapshot is damaged", at=str(path), why=str(error)) from error
+    raise ServerError(
+        "a snapshot is damaged", at=str(path), why=f"it ends after {number + 1} entries"
+    )
+
+
+def _take(ledger: Ledger, text: dict[str, Any], body: Tensor, slabs: list[Slab]) -> None:
+    if "ledger" in text:
+        _restore_numbers(ledger, text["ledger"])
+    elif "state" in text:
+        place = text["state"]
+        values = body.view(DTYPES[place["dtype"]]).view(place["shape"])
+        own = ledger.state[place["key"]][place["slot"]]
+        if own.shape != values.shape or own.dtype != values.dtype:
+            raise KeyError(f"{place['slot']} of block {place['key']} has another shape")
+        own.copy_(values)
+    else:
+        record = record_of(text, body, slabs)
+        if isinstance(record, Push):
+            ledger.pending.setdefault(record.clock, {})[record.worker] = record
+        elif isinstance(record, Add):
+            ledger.added.setdefault((record.clock, record.name), {})[record.worker] = record
+        else:
+            raise KeyError("a record that does not wait")
+
+
+def _numbers(ledger: Ledger) -> dict[str, Any]:
+    return {
+        "version": ledger.version,
+        "begun": ledger.begun,
+        "members": [_member(w, x) for w, x in ledger.members.items()],
+        "closed": [[clock, name, list(ws)] for (clock, name), ws in ledger.closed.items()],
+        "settled": {n: x.tolist() for n, x in ledger.settled.items()},
+        "numbers": dict(ledger.numbers),
+        "staleness": [list(pair) for pair in ledger.staleness.items()],
+    }
+
+
+def _restore_numbers(ledger: Ledger, found: dict[str, Any]) -> None:
+    ledger.version, ledger.begun = found["version"], found["begun"]
+    ledger.members = dict(_of_member(x) for x in found["members"])
+    ledger.closed = {(clock, name): tuple(ws) for clock, name, ws in found["closed"]}
+    ledger.settled = {n: torch.tensor(x, dtype=torch.float64) for n, x in found["settled"].items()}
+    ledger.numbers = found["numbers"]
+    ledger.staleness = Counter(dict(found["staleness"]))
+
+
+def _member(worker: int, x: Member) -> list[Any]:
+    answer = x.answer and [x.answer.version, x.answer.sequence, x.answer.staleness]
+    return [worker, x.incarnation, x.clock, x.active, x.sequence, answer]
+
+
+def _of_member(found: list[Any]) -> tuple[int, Member]:
+    worker, incarnation, clock, active, sequence, raw = found
+    answer = raw and Done(version=raw[0], sequence=raw[1], staleness=raw[2])
+    return worker, Member(incarnation, clock, active, sequence, answer)
