@@ -87,7 +87,7 @@ def test_what_every_micro_batch_has_alike_is_added_up_early() -> None:
     """The gradient of a bias behind a sum over rows: as many times as there are rows."""
     made = moments("summed", "micro=4")
     found = [n for level in made.early for n in level]
-    assert [tuple(n.meta["val"].shape) for n in found] == [(1, stacks.NUM_CLASSES)]
+    assert [tuple(n.meta["val"].shape) for n in found] == [(stacks.NUM_CLASSES,)]
     assert found[0] in made.graph.nodes and made.when[found[0].args[0]] == BEFORE  # type: ignore[index]
 
 
