@@ -184,6 +184,13 @@ def loop(*_args: Any) -> Any:
     raise AssertionError("loop is a name in a graph; `playing.play` runs it")
 
 
+def post(x: Tensor, name: str) -> None:
+    """In a part, gives `x`, the output `name`, to whoever sends it, before the part has ended.
+
+    Whoever runs the part may leave it out: it is sent at its entry of the row then.
+    """
+
+
 def graphs_of(graph: fx.Graph) -> Iterator[fx.Graph]:
     """`graph`, and the graphs of the parts of its loops."""
     yield graph

@@ -21,6 +21,7 @@ from tutti.partition.partition import Program
 from tutti.passes.accumulate import accumulate
 from tutti.passes.at_once import gathered_once, reduced_then_split
 from tutti.passes.bucket import bucket
+from tutti.passes.early_sends import early_sends
 from tutti.passes.early_update import early_update
 from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
@@ -80,7 +81,8 @@ PASSES = (
     Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
     Pass("overlap", lambda graph, program, target: overlap(graph, target)),
     Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
-    Pass("accumulate"),  # of the parts of loops, after the rest
+    Pass("early_sends"),  # of the parts of loops, after the rest
+    Pass("accumulate"),
 )
 
 
@@ -104,6 +106,8 @@ def optimized(
         if node.target is loop:
             body, given = node.args
             body = body.with_graphs(lambda kind, g: _part(kind, g, target, left_out))
+            if "early_sends" not in left_out:
+                early_sends(body)
             node.args = (body if "accumulate" in left_out else accumulate(body), given)
     wait_for_readers(graph)
     leave_buffers(graph)

@@ -60,7 +60,7 @@ class Checked:
         graph, (stage, kind) = body.parts[key].graph, key
         piped = "pipe" in self.place
 
-        def run(inputs: list[Any], _key: Callable[[int], int], micro: int) -> Any:
+        def run(inputs: list[Any], _key: Callable[[int], int], micro: int, _post: Any) -> Any:
             where = f", micro-batch {micro} of {body.num_micro}"
             where += f", {kind} of stage {stage}" if piped else ""
             return _Nodes(self, graph, micro, where).run(*inputs, enable_io_processing=False)

@@ -15,13 +15,13 @@ from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
-from tutti.graph.loop import Body, loop
+from tutti.graph.loop import Body, loop, post
 from tutti.graph.segments import split
 from tutti.layout import Mesh, Sharding
 
-# What a call of the generated function sees of the run: `key(stream)` for this step's random numbers, and
-# which micro-batch it is.
-KEY, MICRO = "key", "micro"
+# What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
+# which micro-batch it is, and who takes values before it has ended.
+KEY, MICRO, POST = "key", "micro", "post"
 INFIX = {
     operator.add: "+",
     operator.sub: "-",
@@ -62,8 +62,8 @@ Loops = Callable[[Body], Callable[[list[Any], Callable[[int], int]], list[Any]]]
 
 @dataclass
 class Generated:
-    """The function `(inputs, key, micro=0) -> (returned, updates)` and its text; `lines` maps the text's
-    lines to the user's."""
+    """The function `(inputs, key, micro=0, post=None) -> (returned, updates)` and its text; `lines` maps the
+    text's lines to the user's."""
 
     function: Callable[..., tuple[list[Any], list[Any]]]
     text: str
@@ -127,7 +127,7 @@ class _Writer:
                 line += f"; del {', '.join(dead)}"
             self.body.append(line)
             self.lines[len(self.body) + 2] = node.meta.get("source", "")
-        head = [f"def {name}(inputs, {KEY}, {MICRO}=0):"]
+        head = [f"def {name}(inputs, {KEY}, {MICRO}=0, {POST}=None):"]
         head += [f"    [{', '.join(feeds)}] = inputs; inputs.clear()" if feeds else "    pass"]
         text = "\n".join(head + [f"    {line}" for line in self.body])
         self.globals["__tutti_lines__"] = self.lines
@@ -147,6 +147,8 @@ class _Writer:
             return index
         if node.target in (collectives.draw_part, torch.ops.tutti.draw.default):
             return f"{self._drawing(node)}({KEY}({node.args[5]}))"
+        if node.target is post:
+            return f"{POST}({self._text(node.args[0])}, {node.args[1]!r})"
         if node.target is loop:
             body: Any = node.args[0]
             assert self.loops is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -20,9 +21,11 @@ from tutti.layout import Mesh
 from tutti.runtime.generate import generate
 
 Key = Callable[[int], int]
-# The function `(inputs, key, micro) -> (outputs, summed)` of a part.
+# The function `(inputs, key, micro, post) -> (outputs, summed)` of a part.
 Function = Callable[..., tuple[list[Any], list[Any]]]
 Functions = Mapping[tuple[int, bool], Function]
+# The sending stage, what it has done, the receiving stage.
+Message = tuple[int, str, int]
 
 
 class Loops:
@@ -89,11 +92,27 @@ class Engine:
         self.current: Wait | None = None
         self.line = ""
         self.rank_of, self.channels = rank_of, channels
+        self.keys = {id(part): key for key, part in body.parts.items()}
+        # How many values of a message have gone ahead, while its part ran.
+        self.ahead: Counter[Message] = Counter()
 
     def call(
         self, part: Part, inputs: list[Any], micro: int, *, adding: bool
     ) -> tuple[list[Any], list[Any]]:
-        return self.functions[id(part), adding](inputs, self.key, micro)
+        def post(x: Tensor, name: str) -> None:
+            self._post(*self.keys[id(part)], micro, x, name)
+
+        return self.functions[id(part), adding](inputs, self.key, micro, post)
+
+    def _post(self, stage: int, kind: str, micro: int, x: Tensor, name: str) -> None:
+        """Send `x` where it is the next value of a message; else it waits for the entry of the row."""
+        for (sender, made, other), names in self.body.messages.items():
+            message = sender, made, other
+            at = self.ahead[message]
+            if (sender, made) == (stage, kind) and names[at : at + 1] == (name,):
+                self.ahead[message] += 1
+                with self._moving(Do(kind, stage, micro, SEND, other), [x]) as channel:
+                    channel.send(x)
 
     def add(self, total: Tensor, value: Tensor, op: str) -> Tensor:
         return ADD[op](total, value)
@@ -102,8 +121,9 @@ class Engine:
         return join(torch.stack(values), dim, outer)
 
     def send(self, do: Do, values: list[Any]) -> None:
-        with self._moving(do, values) as channel:
-            for x in values:
+        rest = values[self.ahead.pop((do.stage, do.kind, do.other), 0) :]
+        with self._moving(do, rest) as channel:
+            for x in rest:
                 channel.send(x)
 
     def receive(self, do: Do, likes: list[Tensor]) -> list[Any]:

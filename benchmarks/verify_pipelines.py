@@ -1,0 +1,165 @@
+"""Every model under every schedule of pipelines, compared with one device in float64 on virtual ranks.
+
+    python -m benchmarks.verify_pipelines                          # all cells, one process, an hour or so
+    python -m benchmarks.verify_pipelines --models t5,unet --layouts zbv --keep runs/verify
+
+A cell is `verify` of two steps: the largest relative difference of any loss or state tensor. Each model, one
+of the test suite's, is captured once for all its cells. Kept as a table and as JSON, written after each cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine
+from tutti.errors import TuttiError
+from tutti.layout import Layout
+from tutti.runtime.verify import Subject
+
+# The models are those of the test suite.
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import zoo
+from zoo_models import GPT, UNet
+from zoo_steps import Batch, image_batch, labels_step, masked_step, plain_step, token_batch, valid
+
+# 4, 7 and the 8 parts of data=2 micro=4 divide it.
+ROWS = 56
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved(3)", "zb", "zbv")
+LAYOUTS = (
+    *(
+        f"pipe={pipe} micro={micro} schedule={schedule}"
+        for pipe in (2, 4)
+        for micro in (4, 7)
+        for schedule in SCHEDULES
+    ),
+    "pipe=2 data=2 tensor=2 zero=3 micro=4",
+)
+LARGEST = 1e-9
+
+
+def translation(which: int) -> Batch:
+    """Source tokens, their attention mask and target tokens, unevenly long."""
+    tokens, targets = token_batch(which, rows=ROWS)
+    keep = valid(tokens.shape[1], which, ROWS)
+    return tokens.masked_fill(~keep, 0), keep.long(), targets
+
+
+_TOKENS, _IMAGES = partial(token_batch, rows=ROWS), partial(image_batch, rows=ROWS)
+MODELS: dict[str, Callable[[], zoo.Built]] = {
+    "gpt": lambda: zoo.build(GPT, _TOKENS, plain_step),
+    "llama": lambda: zoo.build(zoo.LLAMA, _TOKENS, labels_step),
+    "gpt2": lambda: zoo.build(zoo.GPT2, _TOKENS, labels_step),
+    "t5": lambda: zoo.build(zoo.T5, translation, masked_step),
+    "vit": lambda: zoo.build(zoo.VIT, _IMAGES, labels_step),
+    "unet": lambda: zoo.build(UNet, _IMAGES, plain_step),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model under one layout; `error` is what was raised, or "" """
+
+    model: str
+    layout: str
+    max_error: float
+    seconds: float
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is the same step."""
+        return not self.error and self.max_error < LARGEST
+
+    def __str__(self) -> str:
+        return self.error.splitlines()[0][:60] if self.error else f"{self.max_error:.0e}"
+
+
+def verify(model: str, subject: Subject, layout: str) -> Cell:
+    """One cell."""
+    start = time.perf_counter()
+    place = zoo.CASES[model].place if "tensor" in layout else None
+    try:
+        error, found = "", subject.verdict(Layout.parse(layout), place).max_error
+    except TuttiError as refused:
+        error, found = str(refused), float("nan")
+    except Exception:
+        error, found = traceback.format_exc().strip().splitlines()[-1], float("nan")
+    return Cell(model, layout, found, time.perf_counter() - start, error)
+
+
+def cells(models: Iterable[str], layouts: list[str]) -> Iterator[Cell]:
+    """All cells, model by model."""
+    for name in models:
+        step, model, optimizer, batches = MODELS[name]()
+        subject = Subject(step, model, optimizer, batches[0])
+        for layout in layouts:
+            yield verify(name, subject, layout)
+
+
+def table(found: list[Cell]) -> str:
+    """Layouts by models, in Markdown; a cell that is not ok is bold."""
+    models = list(dict.fromkeys(c.model for c in found))
+    at = {(c.model, c.layout): c for c in found}
+    lines = [f"| layout | {' | '.join(models)} |", "| --- |" + " --- |" * len(models)]
+    for layout in dict.fromkeys(c.layout for c in found):
+        row = [at.get((m, layout)) for m in models]
+        texts = ["" if c is None else str(c) if c.ok else f"**{c}**" for c in row]
+        lines.append(f"| `{layout}` | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def write(found: list[Cell], path: Path) -> None:
+    """The table and the cells, beside each other."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = machine.describe()
+    failed = [c for c in found if not c.ok]
+    text = [
+        "# Pipelines verified in float64",
+        f"{len(found)} cells, {len(failed)} not the same step; batch of {ROWS}, two steps, "
+        f"torch {about['torch']}, commit {about['commit']}. "
+        "A cell is the largest relative difference to one device.",
+        table(found),
+        *(f"`{c.model}` under `{c.layout}`:\n\n    {c.error or c.max_error}" for c in failed),
+    ]
+    path.with_suffix(".md").write_text("\n\n".join(text) + "\n")
+    made = {"machine": about, "cells": [asdict(c) for c in found]}
+    path.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
+
+
+def main() -> None:
+    """Verify and keep."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", default="", help="names with commas; all by default")
+    parser.add_argument(
+        "--layouts", default="", help="layouts that hold one of these words, with commas"
+    )
+    parser.add_argument(
+        "--keep", default="runs/verify-pipelines", help="path of the results, no suffix"
+    )
+    args = parser.parse_args()
+    models = [m for m in args.models.split(",") if m] or list(MODELS)
+    words = [w for w in args.layouts.split(",") if w]
+    layouts = [one for one in LAYOUTS if not words or any(w in one for w in words)]
+    found: list[Cell] = []
+    for cell in cells(models, layouts):
+        found.append(cell)
+        print(f"{cell.model:6} {cell.layout:50} {cell} ({cell.seconds:.1f} s)", flush=True)
+        write(found, Path(args.keep))
+    sys.exit(any(not c.ok for c in found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
