@@ -90,11 +90,8 @@ class _Writer:
         for key, read in reads.items():
             for x in read:
                 self._supply(x, key, outputs)
-        for (
-            stage,
-            kind,
-            _,
-        ), names in self.made.messages.items():  # in the order in which they are there
+        # In the order in which they are there.
+        for (stage, kind, _), names in self.made.messages.items():
             names.sort(key=lambda x: (self.first[stage, x] != kind, self.order[x]))
         sums: dict[Key, list[tuple[fx.Node, fx.Node]]] = {key: [] for key in self.made.members}
         for total in self.moments.sums:
