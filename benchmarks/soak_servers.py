@@ -20,9 +20,11 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -44,7 +46,7 @@ LOG_NBYTES = 2**23
 PAUSE_SECONDS = (0.2, 2.0)
 
 
-class Counter:
+class Adder:
     """w <- w + g."""
 
     def __init__(self, size: int) -> None:
@@ -52,7 +54,7 @@ class Counter:
             Variable(name="all", shape=(size,), dtype=torch.float64, divisible=True),
             Variable(name="each", shape=(64,), dtype=torch.float64),
         )
-        self.fingerprint = f"counter of {size}"
+        self.fingerprint = f"adder of {size}"
         self.coupled = False
         self.given: tuple[str, ...] = ()
         self.numbers: tuple[str, ...] = ()
@@ -94,7 +96,7 @@ class Run:
 
     def service(self, server: int, address: str = "") -> Service:
         """One server, from its directory."""
-        updater = Counter(self.size)
+        updater = Adder(self.size)
         return Service(
             updater,
             updater.state(),
@@ -113,7 +115,7 @@ class Run:
         """One worker, or an observer."""
         return Client(
             self.addresses,
-            Counter(self.size),
+            Adder(self.size),
             worker=worker,
             consistency=parse(self.sync),
             secret=SECRET,
@@ -131,7 +133,7 @@ def serve(run: Run, server: int) -> None:
 def work(run: Run, worker: int, name: str) -> None:
     """A worker process: pushes until it is killed, or a file says that it is enough."""
     torch.set_num_threads(1)
-    weights = {n: slots[WEIGHT] for n, slots in Counter(run.size).state().items()}
+    weights = {n: slots[WEIGHT] for n, slots in Adder(run.size).state().items()}
     made = {n: torch.ones_like(x) for n, x in weights.items()}
     made["each"] = torch.zeros_like(weights["each"])
     made["each"][worker] = 1.0
@@ -146,56 +148,76 @@ def work(run: Run, worker: int, name: str) -> None:
         one.leave()
 
 
+class Crew:
+    """The processes of a run, by kind and number; who is killed is started again."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["benchmarks.soak_servers"])
+        self._lives = dict.fromkeys(range(run.num_workers), 0)
+        self.kills = {"server": 0, "worker": 0}
+        self.processes: dict[tuple[str, int], BaseProcess] = {}
+        for server in range(len(run.ports)):
+            self.start("server", server)
+        for worker in range(run.num_workers):
+            self.start("worker", worker)
+
+    def start(self, kind: str, number: int) -> None:
+        """One process; each life of a worker notes its pushes in a file of its own."""
+        if kind == "server":
+            process = self._context.Process(target=serve, args=(self.run, number))
+        else:
+            name = f"worker-{number}.{self._lives[number]}"
+            self._lives[number] += 1
+            process = self._context.Process(target=work, args=(self.run, number, name))
+        process.start()
+        self.processes[kind, number] = process
+
+    def kill_one(self, chance: random.Random) -> None:
+        """Any of them."""
+        victim = chance.choice(list(self.processes))
+        _kill(self.processes[victim])
+        self.kills[victim[0]] += 1
+        self.start(*victim)
+
+    def finish(self) -> None:
+        """Let the workers end by themselves."""
+        (Path(self.run.directory) / "enough").touch()
+        for (kind, _), process in self.processes.items():
+            if kind == "worker":
+                process.join(120)
+                assert process.exitcode == 0, "a worker did not end"
+
+    def close(self) -> None:
+        """The end of all."""
+        for process in self.processes.values():
+            _kill(process)
+
+
 def soak(seconds: float, run: Run, chance: random.Random) -> dict[str, object]:
     """Run, kill, and look: what was counted.
 
     Raises:
         AssertionError: a push was lost, or counted twice.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.soak_servers"])
-    lives = dict.fromkeys(range(run.num_workers), 0)
-    processes: dict[tuple[str, int], BaseProcess] = {}
-
-    def start(kind: str, number: int) -> None:
-        if kind == "server":
-            process = context.Process(target=serve, args=(run, number))
-        else:
-            name = f"worker-{number}.{lives[number]}"
-            lives[number] += 1
-            process = context.Process(target=work, args=(run, number, name))
-        process.start()
-        processes[kind, number] = process
-
-    for server in range(len(run.ports)):
-        start("server", server)
-    for worker in range(run.num_workers):
-        start("worker", worker)
-    kills = {"server": 0, "worker": 0}
-    end = time.monotonic() + seconds
+    crew, end = Crew(run), time.monotonic() + seconds
     try:
         while time.monotonic() < end:
             time.sleep(chance.uniform(*PAUSE_SECONDS))
-            victim = chance.choice(list(processes))
-            _kill(processes[victim])
-            kills[victim[0]] += 1
-            start(*victim)
-        (Path(run.directory) / "enough").touch()
-        for worker in range(run.num_workers):
-            processes["worker", worker].join(120)
-            assert processes["worker", worker].exitcode == 0, "a worker did not end"
+            crew.kill_one(chance)
+        crew.finish()
         with run.client(-1) as observer:
-            state = observer.pull_state()
-            figures = observer.status()
+            state, figures = observer.pull_state(), observer.status()
     finally:
-        for process in processes.values():
-            _kill(process)
-    found = _checked(run, state)
-    staleness: dict[int, int] = {}
+        crew.close()
+    staleness: Counter[int] = Counter()
     for figure in figures:
-        for tau, count in figure.staleness.items():
-            staleness[tau] = staleness.get(tau, 0) + count
-    return found | {"kills": kills, "staleness": dict(sorted(staleness.items()))}
+        staleness.update(figure.staleness)
+    return _checked(run, state) | {
+        "kills": crew.kills,
+        "staleness": dict(sorted(staleness.items())),
+    }
 
 
 def _kill(process: BaseProcess) -> None:
@@ -239,8 +261,6 @@ def _replayed(run: Run, state: dict[str, dict[str, Tensor]]) -> None:
 
 def free_ports(count: int) -> tuple[int, ...]:
     """Ports that nobody listens at, below those that the system gives to connections."""
-    import socket
-
     found = []
     for port in random.sample(range(20_000, 30_000), 1000):
         with socket.socket() as sock:
