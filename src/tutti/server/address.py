@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 from tutti.errors import ServerError
@@ -62,3 +63,12 @@ def watch(sock: socket.socket) -> None:
         (socket.TCP_USER_TIMEOUT, 10_000),
     ):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def within_host(sock: socket.socket) -> bool:
+    """Whether both ends are on the loopback interface."""
+    try:
+        host = sock.getpeername()[0]
+    except OSError:
+        return False
+    return ipaddress.ip_address(host).is_loopback

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import ssl
@@ -9,12 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tutti.server.address import within_host
 from tutti.server.frames import Seal
 from tutti.server.handshake import ClientHandshake, ServerHandshake
 from tutti.server.inbox import Inbox, Limits, Place, anywhere, written
 
 # Bytes that one connection may read or write before others have a turn.
 _TURN_NBYTES = 8 * 2**20
+_PIECE_NBYTES = 2**22
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_WORTH_NBYTES = 2**20
+_RECORD_NBYTES = 2**15  # more than one of TLS
 _MOST_BUFFERS = 16
 _SMALL_NBYTES = 2**17
 
@@ -49,6 +55,8 @@ class Connection:
         self.opened = False
         self._limits = limits
         self._tls = isinstance(sock, ssl.SSLSocket)
+        self._checked = not self._tls and not within_host(sock)
+        self._least = 1
         self._greeted = not self._tls
         self._wants_write = False
         self._outbox: deque[tuple[Iterator[memoryview], Callable[[], None] | None]] = deque()
@@ -82,7 +90,7 @@ class Connection:
     def send(self, number: int, message: Any, *, done: Callable[[], None] | None = None) -> None:
         """Put a message behind those that wait; `done` is called when it has left, or never can."""
         assert self._seal is not None
-        self._outbox.append((written(number, message, self._seal), done))
+        self._outbox.append((written(number, message, self._seal, checked=self._checked), done))
 
     def read(self) -> tuple[int, Any] | None:
         """The next message, if it has come whole, and the number of its request; nothing is waited for.
@@ -92,19 +100,38 @@ class Connection:
             MalformedError, RefusedError: what came may not come.
         """
         left = _TURN_NBYTES if self._greet() else 0
-        while left > 0:
-            view = self._inbox.buffer() if self._inbox else self._view
+        message = None
+        while left > 0 and message is None:
             try:
-                count = self.sock.recv_into(view)
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                count = self._receive(self._room()[:_PIECE_NBYTES])
+            except _NOT_NOW:
                 break
             if not count:
                 raise ClosedError("closed by the other end")
             left -= count
             message = self._filled(count)
-            if message is not None:
-                return message
-        return None
+        self._wait_for(len(self._room()))
+        return message
+
+    def _receive(self, view: memoryview) -> int:
+        """As much as there is; of TLS, which gives a record at a time, several."""
+        count = self.sock.recv_into(view)
+        if self._tls and count:
+            with contextlib.suppress(*_NOT_NOW):
+                while count < len(view) and (more := self.sock.recv_into(view[count:])):
+                    count += more
+        return count
+
+    def _room(self) -> memoryview:
+        return self._inbox.buffer() if self._inbox else self._view
+
+    def _wait_for(self, nbytes: int) -> None:
+        """Be woken only when that much, or enough, has come: it costs more than to copy it."""
+        # of TLS a record's part may have been taken already
+        least = max(1, min(nbytes - _RECORD_NBYTES * self._tls, _WORTH_NBYTES))
+        if least != self._least:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, least)
+            self._least = least
 
     def write(self) -> None:
         """Send what can be sent without waiting.
@@ -118,7 +145,7 @@ class Connection:
         while left > 0 and (self._now or self._fill()):
             try:
                 count = self._send_now()
-            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            except _NOT_NOW:
                 return
             left -= count
             self._sent(count)
@@ -195,7 +222,12 @@ class Connection:
 
     def _send_now(self) -> int:
         if self._tls:
-            return self.sock.send(self._now[0])
+            view, sock = self._now[0], self.sock
+            count = sock.send(view)
+            with contextlib.suppress(*_NOT_NOW):
+                while count < len(view):
+                    count += sock.send(view[count : count + _RECORD_NBYTES])
+            return count
         return self.sock.sendmsg(self._now)
 
     def _sent(self, count: int) -> None:

@@ -12,7 +12,7 @@
     32      num_rows   u64      of a part: so many row numbers (i64) come before the values; 2^64 - 1: dense
     40      nbytes     u64      that follow the header: text, or row numbers and values
     48      shape      8 x u64  of a part's values
-    112     check      u64      of these bytes
+    112     check      u64      of these bytes; 0: not taken, under TLS, which does it, and within a host
     120     tag        u64      of this header and its place in the stream, keyed with the session's key
 
 All little-endian. The receiver knows for each kind how much may come, and looks before it makes room.
@@ -37,6 +37,7 @@ _HEADER = struct.Struct("<4sBBBBQQdQQ8QQ8s")
 HEADER_NBYTES = _HEADER.size
 _DENSE = 2**64 - 1
 _WORDS = 512  # of 8 bytes; a payload is added up in so many columns
+_ROW_NBYTES = 8 * _WORDS
 _TAG_NBYTES = 8
 
 DTYPES = (
@@ -83,18 +84,37 @@ class Seal:
         return blake2b(header, digest_size=_TAG_NBYTES, key=self._key, salt=count).digest()
 
 
-def checksum(data: memoryview) -> int:
+class Checksum:
     """Of a payload: columns of words added up at the speed of memory, and the hash of these sums.
 
     It finds what a line or a buffer does by accident. Against an opponent on the line there is TLS.
     """
-    whole = len(data) // (8 * _WORDS) * (8 * _WORDS)
-    found = blake2b(len(data).to_bytes(8, "little"), digest_size=8)
-    if whole:
-        words = np.frombuffer(data[:whole], np.uint64).reshape(-1, _WORDS)
-        found.update(np.add.reduce(words, axis=0))
-    found.update(data[whole:])
-    return int.from_bytes(found.digest(), "little")
+
+    def __init__(self) -> None:
+        self._columns: np.ndarray | None = None
+
+    def add(self, data: memoryview) -> int:
+        """The next bytes, as far as they fill rows; how many were taken."""
+        whole = len(data) // _ROW_NBYTES * _ROW_NBYTES
+        if whole:
+            words = np.frombuffer(data[:whole], np.uint64).reshape(-1, _WORDS)
+            found = np.add.reduce(words, axis=0)
+            self._columns = found if self._columns is None else self._columns + found
+        return whole
+
+    def value(self, rest: memoryview, nbytes: int) -> int:
+        """With the `rest`, of `nbytes` in all."""
+        found = blake2b(nbytes.to_bytes(8, "little"), digest_size=8)
+        if self._columns is not None:
+            found.update(self._columns.data)
+        found.update(rest)
+        return int.from_bytes(found.digest(), "little") or 1  # 0 says that there is none
+
+
+def checksum(data: memoryview) -> int:
+    """The checksum of all of `data`."""
+    found = Checksum()
+    return found.value(data[found.add(data) :], len(data))
 
 
 def pack(header: Header, seal: Seal) -> bytes:

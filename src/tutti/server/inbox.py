@@ -16,6 +16,7 @@ from tutti.server.codec import TEXT_NBYTES, MalformedError, decode, encode
 from tutti.server.frames import (
     HEADER_NBYTES,
     PART,
+    Checksum,
     Header,
     Seal,
     check_part,
@@ -60,13 +61,15 @@ class Inbox:
 
     def _begin(self) -> None:
         self._message: Header | None = None
-        self._text = b""
+        self._text = bytearray()
         self._parts: dict[int, Part] = {}
         self._parts_nbytes = 0
         self._expect(memoryview(self._header), self._read_message_header)
 
-    def _expect(self, view: memoryview, then: Callable[[], Any]) -> None:
-        self._view, self._then = view, then
+    def _expect(self, view: memoryview, then: Callable[[], Any], *, check: int = 0) -> None:
+        """`check`: the checksum of what comes; 0 if none was taken."""
+        self._view, self._then, self._whole, self._check = view, then, view, check
+        self._sum, self._summed = Checksum(), 0
 
     def buffer(self) -> memoryview:
         """Where the next bytes go; never empty."""
@@ -79,6 +82,9 @@ class Inbox:
             MalformedError: they are nothing that may come.
         """
         self._view = self._view[count:]
+        if self._check:  # while they are in the processor's cache
+            come = self._whole[self._summed : len(self._whole) - len(self._view)]
+            self._summed += self._sum.add(come)
         found = None
         while not len(self._view) and found is None:
             found = self._then()
@@ -92,14 +98,13 @@ class Inbox:
         if header.nbytes > TEXT_NBYTES or header.key > self._limits.num_parts:
             raise MalformedError("a message that is too long")
         self._message = header
-        self._payload = memoryview(bytearray(header.nbytes))
-        self._expect(self._payload, self._read_text)
+        self._text = bytearray(header.nbytes)
+        self._expect(memoryview(self._text), self._read_text, check=header.check)
         return None
 
     def _read_text(self) -> tuple[int, Any] | None:
         assert self._message is not None
-        self._verify(self._message, self._payload)
-        self._text = bytes(self._payload)
+        self._verify()
         return self._next_part()
 
     def _next_part(self) -> tuple[int, Any] | None:
@@ -123,31 +128,38 @@ class Inbox:
             raise MalformedError("a part that comes twice, or too much in all")
         self._part = header
         self._body = self._place(self._message, header)
-        self._payload = octets(self._body)
-        self._expect(self._payload, self._read_body)
+        self._expect(octets(self._body), self._read_body, check=header.check)
 
     def _read_body(self) -> tuple[int, Any] | None:
-        self._verify(self._part, self._payload)
+        self._verify()
         self._parts[self._part.key] = read_part(self._part, self._body)
         return self._next_part()
 
-    def _verify(self, header: Header, payload: memoryview) -> None:
-        if header.check != checksum(payload):
-            raise MalformedError("a payload with a wrong checksum")
+    def _verify(self) -> None:
+        if self._check:
+            found = self._sum.value(self._whole[self._summed :], len(self._whole))
+            if self._check != found:
+                raise MalformedError("a payload with a wrong checksum")
 
 
-def written(number: int, message: Any, seal: Seal) -> Iterator[memoryview]:
+def written(number: int, message: Any, seal: Seal, *, checked: bool = True) -> Iterator[memoryview]:
     """A message as buffers to send, one after the other; those of parts are where their tensors lie.
 
-    Each is made when it is due: while the kernel sends one part, the checksum of the next is taken.
+    Each is made when it is due: while the kernel sends one part, the checksum of the next is taken (if they
+    are to be `checked`).
     """
+    check = checksum if checked else _unchecked
     kind, text, parts = encode(message)
     payload = memoryview(text)
-    yield memoryview(pack(Header(kind, number, len(parts), len(text), checksum(payload)), seal))
+    yield memoryview(pack(Header(kind, number, len(parts), len(text), check(payload)), seal))
     yield payload
     for key, part in parts.items():
         bodies = [octets(x) for x in (part.rows, part.values) if x is not None]
         whole = bodies[0] if len(bodies) == 1 else memoryview(b"".join(bodies))
-        yield memoryview(pack(part_header(number, key, part, checksum(whole)), seal))
+        yield memoryview(pack(part_header(number, key, part, check(whole)), seal))
         if len(whole):
             yield whole
+
+
+def _unchecked(payload: memoryview) -> int:
+    return 0

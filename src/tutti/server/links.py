@@ -179,7 +179,7 @@ class Links:
         link.connection, link.sent = None, False
         link.due = now + link.delay
         link.delay = min(2 * link.delay, _LAST_DELAY)
-        if link.refusals >= _MOST_REFUSALS:
+        if counts and link.refusals >= _MOST_REFUSALS:
             raise self._refused(link, "it ends the handshake")
 
     def _place(self, message: Header, part: Header) -> Tensor:

@@ -1,0 +1,260 @@
+"""Who may speak to a server: everybody else is refused, logged, and learns nothing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from server import certificates
+from server.running import SECRET, client, like, services
+from server.updaters import LR, Sgd, gradient, whole_state
+from tutti.errors import CommError, ServerError
+from tutti.server import handshake, service
+from tutti.server.address import parsed
+from tutti.server.handshake import ClientHandshake, RefusedError, ServerHandshake
+from tutti.server.secret import checked_secret
+from tutti.server.service import Service
+from tutti.server.tls import Tls
+from tutti.server.update import WEIGHT
+
+
+@pytest.fixture
+def server(caplog: pytest.LogCaptureFixture) -> Iterator[Service]:
+    caplog.set_level(logging.INFO, "tutti.server")
+    with services(Sgd(), "async", 1) as running:
+        yield running[0]
+        untouched(running[0])
+
+
+def untouched(server: Service) -> None:
+    """Nothing was applied, and a worker that knows the secret is served."""
+    updater, state = Sgd(), whole_state(Sgd())
+    assert server.machine.ledger.version == 0 and not server.machine.ledger.members
+    with client(updater, "async", [server.address], 0) as one:
+        one.join()
+        seen = like(updater)
+        one.pull(seen)
+        assert all(torch.equal(x, state[n][WEIGHT]) for n, x in seen.items())
+        assert one.push(gradient(seen, 0, 0), {"lr": LR}).taken
+
+
+def connect(server: Service) -> socket.socket:
+    sock = socket.create_connection(parsed(server.address), timeout=20)
+    sock.settimeout(20)
+    return sock
+
+
+def everything(sock: socket.socket) -> bytes:
+    """All that comes until the other end closes."""
+    found = b""
+    try:
+        while piece := sock.recv(4096):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_a_client_that_does_not_know_the_secret(
+    server: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        client(Sgd(), "async", [server.address], 0, secret="another secret of sorts") as one,
+        pytest.raises(ServerError, match="server 0 refuses this worker"),
+    ):
+        one.join()
+    assert "does not know the secret" in caplog.text
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(64), b"\xff" * 5000])
+def test_a_client_without_a_handshake_learns_nothing(
+    server: Service, sent: bytes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's random bytes are all that it hears; who is silent is gone after a while."""
+    monkeypatch.setattr(service, "_HANDSHAKE_SECONDS", 0.3)
+    with connect(server) as sock:
+        sock.sendall(sent)
+        assert len(everything(sock)) <= len(ServerHandshake(b"").hello)
+    assert "closed 127.0.0.1" in caplog.text
+
+
+class Recorder(threading.Thread):
+    """Stands between a client and a server, and keeps what the client sends."""
+
+    def __init__(self, server: Service) -> None:
+        super().__init__(daemon=True)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.heard = b""
+        self._server = server
+
+    def run(self) -> None:
+        here, _ = self._listener.accept()
+        there = connect(self._server)
+        back = threading.Thread(target=self._pass, args=(there, here), daemon=True)
+        back.start()
+        while piece := here.recv(4096):
+            self.heard += piece
+            there.sendall(piece)
+        there.shutdown(socket.SHUT_WR)
+        back.join(20)
+        for sock in (here, there, self._listener):
+            sock.close()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while piece := source.recv(4096):
+                sink.sendall(piece)
+        except OSError:
+            pass
+
+
+def test_a_replayed_handshake_is_refused(server: Service, caplog: pytest.LogCaptureFixture) -> None:
+    """All that a genuine client sent, again: not one byte of it counts."""
+    between = Recorder(server)
+    between.start()
+    with client(Sgd(), "async", [between.address], -1) as one:
+        assert one.status()[0].version == 0
+    between.join(20)
+    assert len(between.heard) > 64 + 128
+    with connect(server) as sock:
+        hello = len(ServerHandshake(b"").hello)
+        sock.sendall(between.heard)
+        assert len(everything(sock)) <= hello
+    assert "does not know the secret" in caplog.text
+
+
+def test_a_client_refuses_a_server_that_does_not_know_the_secret() -> None:
+    with services(Sgd(), "async", 1, secret="not what the client knows") as running:
+        shake = ClientHandshake(SECRET.encode())
+        with connect(running[0]) as sock:
+            sock.sendall(shake.answer(sock.recv(shake.need, socket.MSG_WAITALL)))
+            assert everything(sock) == b""
+    with pytest.raises(RefusedError, match="server does not know"):
+        shake.check(bytes(32))
+    with pytest.raises(RefusedError, match="no server of this version"):
+        ClientHandshake(b"x").answer(b"HTTP" * 20)
+
+
+def test_both_ends_agree_on_a_key_that_is_new_each_time() -> None:
+    keys = set()
+    for _ in range(3):
+        ours, theirs = ServerHandshake(b"secret"), ClientHandshake(b"secret")
+        proof, key = ours.receive(theirs.answer(ours.hello))
+        assert theirs.check(proof) == key
+        keys.add(key)
+    assert len(keys) == 3
+
+
+def test_a_proof_of_one_end_is_none_of_the_other() -> None:
+    """What a server proves with cannot be given back to it."""
+    ours, theirs = ServerHandshake(b"secret"), ClientHandshake(b"secret")
+    proof, _ = ours.receive(theirs.answer(ours.hello))
+    assert proof != theirs.answer(ours.hello)[32:]
+    with pytest.raises(handshake.RefusedError):
+        ours.receive(bytes(32) + proof)
+
+
+@pytest.mark.parametrize("secret", ["", "short"])
+def test_a_server_without_a_secret_does_not_start(secret: str) -> None:
+    with pytest.raises(ServerError, match="secret") as caught:
+        checked_secret(secret, None)
+    assert "token_hex" in caught.value.fix
+
+
+def test_a_server_listens_on_loopback_unless_told_otherwise(server: Service) -> None:
+    assert server.address.startswith("127.0.0.1:")
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tls]:
+    where = tmp_path_factory.mktemp("certificates")
+    ours, other = (certificates.authority(where, n) for n in ("ours", "other"))
+    strange = certificates.signed(where, other, "strange")
+    return {
+        "good": certificates.signed(where, ours, "good"),
+        "expired": certificates.signed(where, ours, "expired", days=-1),
+        "of another authority": Tls(
+            certificate=strange.certificate, key=strange.key, authority=ours
+        ),
+    }
+
+
+def test_certificates_alone_are_enough(certified: dict[str, Tls]) -> None:
+    tls = certified["good"]
+    with (
+        services(Sgd(), "async", 1, secret="", tls=tls) as running,
+        client(Sgd(), "async", [running[0].address], 0, secret="", tls=tls) as one,
+    ):
+        one.join()
+        seen = like(Sgd())
+        one.pull(seen)
+        assert one.push(gradient(seen, 0, 0), {"lr": LR}).taken
+        assert one.status()[0].version == 1
+
+
+@pytest.mark.parametrize("what", ["expired", "of another authority"])
+def test_a_client_with_a_bad_certificate_is_refused(
+    what: str, certified: dict[str, Tls], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tutti.server")
+    pytest.raises(ServerError, match="refuses this worker")
+    with services(Sgd(), "async", 1, tls=certified["good"]) as running:
+        with (
+            client(Sgd(), "async", [running[0].address], 0, tls=certified[what]) as one,
+            pytest.raises(ServerError, match="refuses this worker"),
+        ):
+            one.join()
+        assert not running[0].machine.ledger.members
+    assert "TLS" in caplog.text and "CERTIFICATE" in caplog.text.upper()
+
+
+@pytest.mark.parametrize("what", ["expired", "of another authority"])
+def test_a_server_with_a_bad_certificate_is_refused(what: str, certified: dict[str, Tls]) -> None:
+    with (
+        services(Sgd(), "async", 1, tls=certified[what]) as running,
+        client(Sgd(), "async", [running[0].address], 0, tls=certified["good"]) as one,
+        pytest.raises(ServerError, match="certificate verify failed"),
+    ):
+        one.join()
+
+
+def test_a_client_without_tls_is_refused(certified: dict[str, Tls]) -> None:
+    with services(Sgd(), "async", 1, tls=certified["good"]) as running:
+        with (
+            client(Sgd(), "async", [running[0].address], 0, timeout_seconds=2.0) as one,
+            pytest.raises((ServerError, CommError)),
+        ):
+            one.join()
+        assert not running[0].machine.ledger.members
+
+
+def test_files_that_are_no_certificates(tmp_path: Path) -> None:
+    path = tmp_path / "file.pem"
+    path.write_text("nothing")
+    for tls in (
+        Tls(certificate=path, key=path, authority=path),
+        Tls(certificate=tmp_path / "gone", key=path, authority=path),
+    ):
+        with pytest.raises(ServerError, match="certificates cannot be used"):
+            tls.context(server_side=True)
+
+
+def test_connections_that_hang_do_not_keep_others_out(
+    server: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_HANDSHAKE_SECONDS", 0.3)
+    socks = [connect(server) for _ in range(service._MOST_STRANGERS + 20)]
+    deadline = time.monotonic() + 20
+    while server._peers and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not server._peers
+    for sock in socks:
+        sock.close()
