@@ -31,6 +31,7 @@ from tutti.propagate.plan import plan
 from tutti.replicas import parts, strategies
 from tutti.report.explain import explain as explain_program
 from tutti.report.records import Record, records
+from tutti.report.servers import explain_servers
 from tutti.runtime import checkpoint
 from tutti.runtime.execute import Execution
 from tutti.runtime.holders import Holders
@@ -48,9 +49,22 @@ from tutti.runtime.residence import (
     set_local,
     settle,
 )
+from tutti.runtime.roles import SERVER
+from tutti.runtime.served import (
+    STRICT,
+    Served,
+    Worked,
+    refresh,
+    serve,
+    state_here,
+    state_replaced,
+    writes,
+)
 from tutti.runtime.signature import signature
 from tutti.runtime.verify import Verdict, compare
 from tutti.runtime.verify_replicas import compare_replicas
+from tutti.runtime.verify_servers import compare_servers
+from tutti.server import consistency
 
 
 def distribute(
@@ -114,7 +128,8 @@ def verify(
         A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
     """
     laid_out = layout_now(layout)
-    comparing = compare_replicas if laid_out.num_replicas > 1 else compare
+    agreeing = compare_servers if laid_out.server else compare_replicas
+    comparing = agreeing if laid_out.num_replicas > 1 else compare
     return comparing(
         train_step,
         model,
@@ -133,8 +148,6 @@ def verify(
 Look = Callable[["Step", tuple[Any, ...]], Any]
 LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 CHECK_NAN = "TUTTI_CHECK_NAN"
-# Set to anything, an op without a rule is an error instead of a warning.
-STRICT = "TUTTI_STRICT"
 
 
 # A condition on hyper-parameters that a trace took for granted, and their names in its order.
@@ -144,7 +157,7 @@ Guard = tuple[Callable[..., bool], tuple[str, ...]]
 @dataclass
 class _Compiled:
     program: Program
-    execution: Execution
+    execution: Execution | Worked
     guards: list[Guard] = field(default_factory=list)
     measured: int | None = None
     holders: Holders | None = None
@@ -177,7 +190,12 @@ class Step:
         self._modules = list(model.modules())
         self._optimizers = optimizers_of(optimizer)
         # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
-        self.agreeing = Agreeing(layout) if layout.num_replicas > 1 and self._optimizers else None
+        replicas = layout.num_replicas > 1 and bool(self._optimizers)
+        self.agreeing = Agreeing(layout) if replicas and not layout.server else None
+        self.served = Served(self) if replicas and layout.server else None
+        self._by_servers = bool(layout.server)
+        if not self._optimizers:
+            self.layout = layout.of_one
 
     def __call__(self, *batch: Any) -> Any:
         """One step on the global batch; returns what the training step returns, global values.
@@ -187,24 +205,24 @@ class Step:
         look = LOOK.get()
         if look is not None:
             return look(self, batch)
+        if self._by_servers:
+            self._before_served(batch)
         leaves, spec = tree_flatten(batch)
         given = numbers(self.optimizer, leaves)
         compiled = self._find(leaves, spec, given, batch)
         self._last = compiled
         captured = compiled.program.captured
-        state = self._state(compiled)
-        inputs: list[Any] = [local_of(t) for t in state]
-        inputs += given.values()
-        inputs += self._own_rows([x for x in leaves if isinstance(x, Tensor)])
-        run = (
-            compiled.execution.run_checked if os.environ.get(CHECK_NAN) else compiled.execution.run
+        tensors, checked = (
+            [x for x in leaves if isinstance(x, Tensor)],
+            bool(os.environ.get(CHECK_NAN)),
         )
-        returned, updates = run(inputs, self.num_steps)
-        mine = compiled.execution.program.captured.updated
-        by_name = dict(zip(mine, updates, strict=True))
-        for entry, tensor in zip(captured.state, state, strict=True):
-            if entry.name in by_name:
-                set_local(tensor, by_name[entry.name])
+        execution = compiled.execution
+        if isinstance(execution, Worked):
+            assert self.served is not None
+            whole = [_whole(x) for x in tensors]
+            returned = self.served.worker.call(execution, given, whole, checked=checked)
+        else:
+            returned = self._run(compiled, execution, given, tensors, checked)
         for one in self._optimizers:
             one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it stepped
         self.num_steps += 1
@@ -212,6 +230,36 @@ class Step:
             self.agreeing.after(self)
         self._warn_of_nan(returned)
         return tree_unflatten(returned, captured.returned)
+
+    def _before_served(self, batch: tuple[Any, ...]) -> None:
+        """A server serves at its first training step, and ends; an evaluation sees the weights of now."""
+        if self.served is None:
+            refresh(self.model)
+        elif self.served.role.kind == SERVER:
+            serve(self, self.served.role, tree_map_only(Tensor, _whole, batch))
+            raise SystemExit(0)
+
+    def _run(
+        self,
+        compiled: _Compiled,
+        execution: Execution,
+        given: Mapping[str, float],
+        tensors: list[Tensor],
+        checked: bool,
+    ) -> list[Any]:
+        """One call of the program; the new state takes the place of the old one."""
+        state = self._state(compiled)
+        inputs: list[Any] = [local_of(t) for t in state]
+        inputs += given.values()
+        inputs += self._own_rows(tensors)
+        run = execution.run_checked if checked else execution.run
+        returned, updates = run(inputs, self.num_steps)
+        mine = execution.program.captured.updated
+        by_name = dict(zip(mine, updates, strict=True))
+        for entry, tensor in zip(compiled.program.captured.state, state, strict=True):
+            if entry.name in by_name:
+                set_local(tensor, by_name[entry.name])
+        return returned
 
     def _own_rows(self, tensors: list[Tensor]) -> list[Tensor]:
         """The batch's tensors whole, or this replica's rows of them."""
@@ -254,6 +302,9 @@ class Step:
         return signature(leaves, spec, self._modules, self._optimizers)
 
     def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
+        if self.served is not None:
+            worked = self.served.worker.compiled(tree_map_only(Tensor, _whole, batch))
+            return _Compiled(worked.program, worked, _guards(worked.split.captured))
         several = ensure_process_group()
         self.layout.check_ranks(dist.get_world_size() if several else 1)
         if not self._compiled:
@@ -295,6 +346,8 @@ class Step:
 
     def program_of(self, batch: Sequence[Any]) -> Program:
         """The program that a call with `batch` would run, without running anything."""
+        if self.served is not None:
+            return self.served.parts_of(tuple(batch))[1]
         return self._program(tuple(batch), Residence(self.layout))[0]
 
     def _check_same_batch(self, batch: tuple[Any, ...]) -> None:
@@ -366,6 +419,15 @@ class Step:
         """
         last = self._last
         measured, run = (last.measured, last.execution.graph) if last else (None, None)
+        if last is not None and isinstance(last.execution, Worked):
+            return explain_servers(
+                last.execution.split,
+                last.program,
+                self.layout,
+                graph=graph,
+                measured=measured,
+                run=run,
+            )
         return explain_program(
             self.program,
             tensor=tensor,
@@ -390,7 +452,8 @@ class Step:
 
         In a pipeline, the tensors that this rank keeps: those of other places are in their ranks' dicts.
         """
-        return checkpoint.state_dict(self)
+        with state_here(self.served):
+            return checkpoint.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over tensors by name; whole ones are cut, `DTensor`s re-sharded as needed.
@@ -398,15 +461,19 @@ class Step:
         In a pipeline `state` may leave out what other places keep. Raises `CheckpointError` for other names
         or shapes, before anything changes.
         """
-        checkpoint.load_state_dict(self, state)
+        with state_replaced(self.served):
+            checkpoint.load_state_dict(self, state)
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint directory, or the model alone where `path` ends in `.safetensors`."""
-        checkpoint.save(self, Path(path), extra)
+        with state_here(self.served):
+            if writes(self.served):
+                checkpoint.save(self, Path(path), extra)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read what `save` wrote, under any layout; returns its `extra`."""
-        return checkpoint.load(self, Path(path))
+        with state_replaced(self.served):
+            return checkpoint.load(self, Path(path))
 
 
 def layout_now(text: str | Layout | None) -> Layout:
@@ -418,7 +485,9 @@ def layout_now(text: str | Layout | None) -> Layout:
         text = f"data={world_size}" if world_size > 1 else ""
     layout = Layout.parse(text)
     layout.check_available()
-    if layout.sync:
+    if layout.server:
+        consistency.parse(layout.sync)
+    elif layout.sync:
         strategies.parse(layout.sync).check(layout.num_replicas)
     return layout
 

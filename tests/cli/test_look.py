@@ -133,7 +133,11 @@ def test_a_script_without_a_training_step_is_refused(command: str, tmp_path: Pat
 @pytest.mark.parametrize("command", ["verify", "explain"])
 @pytest.mark.parametrize(
     ("layout", "said"),
-    [("dta=2", "did you mean data"), ("data=2 server=4", "not available"), ("data=3", "size 8")],
+    [
+        ("dta=2", "did you mean data"),
+        ("data=2 server=4", "keeps the weights of workers"),
+        ("data=3", "size 8"),
+    ],
 )
 def test_mistakes_are_a_message_and_exit_code_2(
     command: str, layout: str, said: str, script: Path

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tutti.errors import LayoutError
 from tutti.layout import Layout
-from tutti.layout.layout import AXES, PLANNED, PRECISIONS, SCHEDULES
+from tutti.layout.layout import AXES, PRECISIONS, SCHEDULES
 
 
 def error(text: str) -> str:
@@ -109,15 +109,39 @@ def test_what_is_refused_and_the_advice(text: str, what: str, fix: str) -> None:
     assert fix in message.partition("  fix ")[2]
 
 
-@pytest.mark.parametrize("word", PLANNED)
-def test_words_of_later_versions_are_refused_with_the_layout_without_them(word: str) -> None:
-    value = {"schedule": "zb", "sync": "average", "remat": "full"}.get(word, "2")
-    layout = Layout.parse(f"data=2 {word}={value}")
+@pytest.mark.parametrize(
+    ("text", "what", "fix"),
+    [
+        ("server=1", "keeps the weights of workers", '"replica=2 sync=step server=1"'),
+        ("data=2 server=2", "keeps the weights of workers", '"replica=2 sync=step server=2"'),
+        ("replica=3 server=1", "does not say how its workers agree", "sync=async"),
+        (
+            "replica=2 sync=average server=1",
+            "agree through servers",
+            '"replica=2 sync=step server=1"',
+        ),
+        ("replica=2 sync=step", "which layout", '"replica=2 sync=step server=1", or data=2'),
+        ("sync=bounded(3)", "which layout", '"replica=2 sync=bounded(3) server=1"'),
+        ("replica=2 data=2 sync=async server=1", '"data"', '"replica=2 sync=async server=1"'),
+        ("replica=2 micro=2 sync=step server=1", '"micro"', '"replica=2 sync=step server=1"'),
+        ("replica=2", "how its replicas agree", "sync=average"),
+    ],
+)
+def test_servers_and_replicas_that_do_not_go_together(text: str, what: str, fix: str) -> None:
     with pytest.raises(LayoutError) as caught:
-        layout.check_available()
-    assert f'"{word}"' in str(caught.value)
-    assert '"data=2"' in str(caught.value).partition("  fix ")[2]
-    layout.without(word).check_available()
+        Layout.parse(text).check_available()
+    assert what in str(caught.value)
+    assert fix in str(caught.value).partition("  fix ")[2]
+
+
+@pytest.mark.parametrize("sync", ["step", "async", "bounded(2)"])
+def test_servers_are_ranks_beside_the_workers(sync: str) -> None:
+    layout = Layout.parse(f"replica=3 server=2 sync={sync} precision=bf16")
+    layout.check_available()
+    layout.check_ranks(5)
+    with pytest.raises(LayoutError, match="3 and 2 are servers") as caught:
+        layout.check_ranks(4)
+    assert f'or "replica=2 sync={sync} server=2 precision=bf16"' in str(caught.value)
 
 
 @pytest.mark.parametrize(

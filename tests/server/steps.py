@@ -31,7 +31,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 6)
-        self.up, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.up, self.norm = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8)
         self.shift = nn.Parameter(torch.zeros(5))
         self.down, self.scale = nn.Linear(8, 5), nn.Parameter(torch.ones(1))
 
@@ -196,3 +196,12 @@ class Servers:
                 assert cut or all(torch.equal(parts[0], p) for p in parts)
                 found[name] = torch.cat(parts).reshape(like) if cut else parts[0]
         return found
+
+
+def difference(a: object, b: object) -> float:
+    """Relative, of tensors; other values are equal or not."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return 0.0 if a == b else float("inf")
+    if not a.is_floating_point():
+        return 0.0 if torch.equal(a, b) else float("inf")
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) if b.numel() else 0.0

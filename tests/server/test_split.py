@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import Tensor
 
-from server.steps import CASES, Servers, captured, run, start
+from server.steps import CASES, Servers, captured, difference, run, start
 from tutti.server.split import split
 from tutti.server.worker import alone, together
 
 STEPS = 2
-
-
-def difference(a: object, b: object) -> float:
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return 0.0 if a == b else float("inf")
-    if not a.is_floating_point():
-        return 0.0 if torch.equal(a, b) else float("inf")
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-9)) if b.numel() else 0.0
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -27,8 +27,13 @@ def explain(
     from tutti.cli.look import look
     from tutti.pipeline.ready import in_time
     from tutti.report.explain import explain as explain_program
+    from tutti.report.servers import explain_servers
 
     def seen(step: api.Step, batch: tuple[Any, ...]) -> None:
+        if step.served is not None:
+            made, program = step.served.parts_of(batch)
+            print(explain_servers(made, program, step.layout, graph=graph), flush=True)
+            return
         program = step.program_of(batch)
         made = in_time(program, cut_at=step.cut) if program.layout.in_time else None
         print(explain_program(program, tensor=tensor, graph=graph, made=made), flush=True)

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from tutti.cli.explain import explain
 from tutti.cli.run import run
+from tutti.cli.serve import serve
 from tutti.cli.simulate import simulate
 from tutti.cli.verify import verify
 from tutti.errors import TuttiError
@@ -37,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (run, verify, explain):
+for _command in (run, serve, verify, explain):
     app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
 app.command()(simulate)
 

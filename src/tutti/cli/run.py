@@ -23,26 +23,81 @@ def run(
     log_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep each rank's output here.")
     ] = None,
+    servers: Annotated[
+        str, typer.Option(help="Servers on other hosts, host:port,...: start workers only.")
+    ] = "",
+    first: Annotated[
+        int, typer.Option(min=0, help="With --servers, the number of the first worker here.")
+    ] = 0,
 ) -> None:
-    """Run SCRIPT on ranks of this host. For several hosts, use torchrun."""
-    num_ranks = _check(num_ranks, layout)
+    """Run SCRIPT on ranks of this host. For several hosts, use torchrun, or tutti serve."""
+    from tutti.layout.layout import Layout
+
+    parsed = Layout.parse(layout)
+    parsed.check_available()
+    if servers:
+        _run_workers(parsed, script, script_args or [], num_ranks, servers, first, log_dir)
+    num_ranks = _check(num_ranks, layout, parsed)
+    if parsed.server:
+        from tutti.runtime.roles import roles_of
+        from tutti.runtime.supervise import Supervisor
+
+        command = [str(script), *(script_args or [])]
+        raise typer.Exit(Supervisor(parsed, roles_of(parsed), command, log_dir=log_dir).run())
     from tutti.runtime.launch import launch  # imports torch: a wrong layout is refused without it
 
     raise typer.Exit(launch(num_ranks, str(script), script_args or [], layout, log_dir=log_dir))
 
 
-def _check(num_ranks: int | None, text: str) -> int:
+def _run_workers(
+    layout: object,
+    script: Path,
+    arguments: list[str],
+    num_ranks: int | None,
+    servers: str,
+    first: int,
+    log_dir: Path | None,
+) -> None:
+    """The workers of this host; the servers are elsewhere."""
     from tutti.layout.layout import Layout
 
+    assert isinstance(layout, Layout)
+    if not layout.server:
+        raise LayoutError(
+            f'--servers, but layout "{layout}" has no servers',
+            fix='--layout "replica=2 server=1 sync=async"',
+        )
+    last = layout.num_replicas if num_ranks is None else first + num_ranks
+    if not first < last <= layout.num_replicas:
+        raise LayoutError(
+            f'layout "{layout}" has workers 0 to {layout.num_replicas - 1}, '
+            f"and {first} to {last - 1} were to start here",
+            fix="-n for how many here, --first for the number of the first",
+        )
+    from tutti.runtime.roles import SERVERS, WORKER, Role, checked_secret
+    from tutti.runtime.supervise import Supervisor
+
+    checked_secret()
+    roles = [Role(WORKER, w) for w in range(first, last)]
+    command, environment = [str(script), *arguments], {SERVERS: servers}
+    raise typer.Exit(
+        Supervisor(layout, roles, command, environment=environment, log_dir=log_dir).run()
+    )
+
+
+def _check(num_ranks: int | None, text: str, layout: object) -> int:
+    from tutti.layout.layout import Layout
+
+    assert isinstance(layout, Layout)
     if not text:
         return num_ranks or 1
-    layout = Layout.parse(text)
-    layout.check_available()
-    if num_ranks is not None and num_ranks != layout.num_ranks:
+    needed = layout.num_ranks + layout.server
+    if num_ranks is not None and num_ranks != needed:
+        product = " * ".join(f"{axis}={size}" for axis, size in layout.axes.items())
+        servers = f", and {layout.server} are servers" if layout.server else ""
         raise LayoutError(
-            f'layout "{text}" needs {layout.num_ranks} ranks, -n gives {num_ranks}',
-            why=" * ".join(f"{axis}={size}" for axis, size in layout.axes.items())
-            + f" is {layout.num_ranks}",
-            fix=f"-n {layout.num_ranks}, or sizes whose product is {num_ranks}",
+            f'layout "{text}" needs {needed} ranks, -n gives {num_ranks}',
+            why=f"{product} is {layout.num_ranks}{servers}",
+            fix=f"-n {needed}, or sizes whose product is {num_ranks - layout.server}",
         )
-    return layout.num_ranks
+    return needed

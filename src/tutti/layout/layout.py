@@ -18,8 +18,8 @@ AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
 SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 PRECISIONS = ("fp32", "bf16")
-# Words of the language whose machinery is not in this version.
-PLANNED = ("server",)
+# How workers agree through servers (`server.consistency` reads them); other words are of replicas alone.
+WITH_SERVERS = ("step", "bounded", "async")
 
 
 def split_order(axes: Iterable[str]) -> tuple[str, ...]:
@@ -38,8 +38,9 @@ class Layout:
     `layout.budget`), `micro=K` (the batch goes through in K slices, one after the other),
     `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (in which order the stages of `pipe` take them;
     1f1b by default), `sync=average(...)|diloco(...)|gossip(...)|pairs(...)|elastic(...)` (how
-    replicas agree; see `replicas.strategies`), `server=`. Raises `LayoutError` with the nearest word for
-    anything else.
+    replicas agree; see `replicas.strategies`), `server=S` with `sync=step|bounded(s)|async` (replicas are
+    workers, which agree through S servers; see `server.consistency`). Raises `LayoutError` with the nearest
+    word for anything else.
     """
 
     axes: dict[str, int] = field(default_factory=dict)
@@ -121,21 +122,62 @@ class Layout:
                 f'schedule="{self.schedule}" orders the stages of a pipeline, which layout "{self}" lacks',
                 fix=f"pipe=2 {self}, or leave schedule out",
             )
-        self._check_replicas()
-        for name in PLANNED:
-            given = self.axes.get(name, 1) > 1 or getattr(self, name, _DEFAULTS.get(name)) != (
-                _DEFAULTS.get(name)
+        if self.server:
+            self._check_servers()
+        else:
+            self._check_replicas()
+
+    def _check_servers(self) -> None:
+        """Servers serve workers, each of one rank, and say how these agree."""
+        servers = f"server={self.server}"
+        if self.num_replicas == 1:
+            raise LayoutError(
+                f'{servers} keeps the weights of workers, which layout "{self}" lacks',
+                why="replica=W is the number of workers",
+                fix=f'"{self._served(2)}", or leave server out',
             )
+        if not self._agrees_by_servers:
+            raise LayoutError(
+                f'layout "{self}" does not say how its workers agree through servers',
+                why=f'"sync={self.sync}" is how replicas agree without servers'
+                if self.sync
+                else "",
+                fix=f'"{replace(self, sync="step")}", sync=bounded(2) or sync=async',
+            )
+        for name in (*(a for a in AXES if a != "replica"), "zero", "micro", "schedule"):
+            given = self.axes.get(name, 1) > 1 or getattr(self, name, None) != _DEFAULTS.get(name)
             if given:
                 raise LayoutError(
-                    f'"{name}" in layout "{self}" is not available in this version',
-                    why="this version runs the axes replica, pipe, data, tensor, seq, expert and the "
-                    "options sync, zero, micro, schedule, precision, remat",
-                    fix=f'"{rest}"' if str(rest := self.without(name)) else f"leave {name} out",
+                    f'"{name}" in layout "{self}" does not go with servers',
+                    why="each worker is one rank that runs its rows of the batch in one piece",
+                    fix=f'"{self._served(self.num_replicas)}"',
                 )
+
+    @property
+    def _agrees_by_servers(self) -> bool:
+        return self.sync.partition("(")[0] in WITH_SERVERS
+
+    def _served(self, num_workers: int) -> Layout:
+        """So many workers with the servers of this layout, and nothing that does not go with them."""
+        sync = self.sync if self._agrees_by_servers else "step"
+        return Layout(
+            axes={"replica": num_workers},
+            sync=sync,
+            server=self.server or 1,
+            precision=self.precision,
+            remat=self.remat,
+        )
 
     def _check_replicas(self) -> None:
         """Replicas must know how to agree, and only they can."""
+        if self._agrees_by_servers:
+            fix = f'"{self._served(max(self.num_replicas, 2))}"'
+            if self.sync == "step" and self.num_replicas > 1:
+                fix += f", or data={self.num_replicas} for the same without servers"
+            raise LayoutError(
+                f'sync="{self.sync}" is how workers agree through servers, which layout "{self}" lacks',
+                fix=fix,
+            )
         if self.num_replicas > 1 and not self.sync:
             raise LayoutError(
                 f'layout "{self}" does not say how its replicas agree',
@@ -149,18 +191,23 @@ class Layout:
             )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise `LayoutError` unless the sizes multiply to `num_ranks`."""
-        if self.num_ranks == num_ranks:
+        """Raise `LayoutError` unless the sizes multiply to `num_ranks`; servers are ranks, too."""
+        if self.num_ranks + self.server == num_ranks:
             return
         product = " x ".join(map(str, self.axes.values())) or "1"
+        needed, servers = self.num_ranks + self.server, f" and {self.server} are servers"
         raise LayoutError(
-            f'layout "{self}" needs {self.num_ranks} ranks, but {num_ranks} were started',
-            why=f"its axes multiply to {product} = {self.num_ranks}",
-            fix=f'start {self.num_ranks} ranks, or "{self._fitted(num_ranks)}"',
+            f'layout "{self}" needs {needed} ranks, but {num_ranks} were started',
+            why=f"its axes multiply to {product} = {self.num_ranks}{servers if self.server else ''}",
+            fix=f'start {needed} ranks, or "{self._fitted(num_ranks)}"',
         )
 
     def _fitted(self, num_ranks: int) -> Layout:
         """The nearest layout of `num_ranks`: other axes stay where that divides, data takes the rest."""
+        if self.server:
+            if num_ranks - self.server > 1:
+                return self._served(num_ranks - self.server)
+            return Layout(axes={"data": num_ranks})
         others = {a: s for a, s in self.axes.items() if a != "data"}
         for dropped in range(len(others) + 1):
             kept = dict(list(others.items())[dropped:])
@@ -182,7 +229,7 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the layout needs."""
+        """How many ranks the layout needs beside servers."""
         return self.mesh.num_ranks
 
     @property
@@ -204,6 +251,13 @@ class Layout:
     def place_mesh(self) -> Mesh:
         """The ranks at one place on the axis `pipe` of one replica."""
         return Mesh(tuple((a, s) for a, s in self.mesh.axes if a not in ("replica", "pipe")))
+
+    @property
+    def of_one(self) -> Layout:
+        """This layout as one rank sees its model: with servers each worker has all of it."""
+        if not self.server:
+            return self
+        return Layout(precision=self.precision, remat=self.remat)
 
     @property
     def num_replicas(self) -> int:

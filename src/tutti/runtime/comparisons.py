@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,7 +139,8 @@ class PartitionComparison:
         )[0]
         self.one |= dict(zip(self.captured.updated, new, strict=True))
         for place, ranks in enumerate(self._play(self._local, k)):
-            self._returned(out, [r[0] for r in ranks], k)
+            for returned, _ in ranks:
+                add_returned(self.errors, returned, out, k)
             for state, (_, update) in zip(self.many[place], ranks, strict=True):
                 state |= dict(zip(self.played.updated[place], update, strict=True))
         self.compare_state(k)
@@ -165,25 +166,32 @@ class PartitionComparison:
                 failed[0].result()
             return [one.result() for one in waiting]
 
-    def _returned(self, out: list[Any], ranks: list[list[Any]], k: int) -> None:
-        for i, x in enumerate(out):
-            if not isinstance(x, Tensor):
-                continue
-            for mine in ranks:
-                self.errors.add(
-                    f"returned value {i} (step {k})", largest_difference(mine[i], x), largest(x)
-                )
-
     def compare_state(self, k: int) -> None:
         """Compare what is kept after step `k`."""
-        scales = scales_of(self.one)
-        floor = NOISE * scales.get("model", 0.0)
         for place, ranks in enumerate(self.many):
-            for name in self.played.updated[place]:
-                mine = assemble([s[name] for s in ranks], self.program.storage[name], self.mesh)
-                x = self.one[name]
-                scale = max(largest(x), FLOOR * scales.get(kind_of(name), 0.0), floor)
-                self.errors.add(f"{name} (step {k})", largest_difference(mine, x), scale)
+            mine = {
+                n: assemble([s[n] for s in ranks], self.program.storage[n], self.mesh)
+                for n in self.played.updated[place]
+            }
+            add_state(self.errors, mine, self.one, k)
+
+
+def add_state(
+    errors: Errors, mine: Mapping[str, Tensor], one: Mapping[str, Tensor], k: int
+) -> None:
+    """Compare whole tensors with those of one device after step `k`, each on its kind's scale."""
+    scales = scales_of(one)
+    floor = NOISE * scales.get("model", 0.0)
+    for name, x in mine.items():
+        scale = max(largest(one[name]), FLOOR * scales.get(kind_of(name), 0.0), floor)
+        errors.add(f"{name} (step {k})", largest_difference(x, one[name]), scale)
+
+
+def add_returned(errors: Errors, mine: Sequence[Any], one: Sequence[Any], k: int) -> None:
+    """Compare what a step returned with what it returned on one device."""
+    for i, (a, b) in enumerate(zip(mine, one, strict=True)):
+        if isinstance(b, Tensor):
+            errors.add(f"returned value {i} (step {k})", largest_difference(a, b), largest(b))
 
 
 def largest_difference(a: Tensor, b: Tensor) -> Tensor:

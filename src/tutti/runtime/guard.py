@@ -22,16 +22,19 @@ class Guard:
     """Watches the ranks' processes, children of this one, each the head of its own process group.
 
     A rank that another one's death leaves stuck, deaf to SIGTERM, is killed after `STOP_SECONDS`;
-    the agent itself would give it 30. On leaving, whatever is left of any rank's group is killed.
+    the agent itself would give it 30. On leaving, whatever is left of any rank's group is killed. Without
+    `watch` only that: ranks may outlive each other.
     """
 
-    def __init__(self, run_dir: Path, num_ranks: int) -> None:
+    def __init__(self, run_dir: Path, num_ranks: int, *, watch: bool = True) -> None:
+        self._watches = watch
         self._run_dir, self._num_ranks = run_dir, num_ranks
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tutti-guard", daemon=True)
 
     def __enter__(self) -> Guard:
-        self._thread.start()
+        if self._watches:
+            self._thread.start()
         return self
 
     def __exit__(
@@ -41,7 +44,8 @@ class Guard:
         traceback: TracebackType | None,
     ) -> None:
         self._done.set()
-        self._thread.join()
+        if self._watches:
+            self._thread.join()
         for pid in self._pids().values():
             if _is_rank(pid) or not Path(f"/proc/{pid}").exists():
                 _kill_group(pid)

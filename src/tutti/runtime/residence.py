@@ -84,7 +84,7 @@ _RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDi
 
 def residence_of(model: nn.Module, layout: Layout) -> Residence:
     """The residence of `model`: made at its first `distribute`, the same for all later ones."""
-    home = _RESIDENCES.get(model)
+    home, layout = _RESIDENCES.get(model), layout.of_one
     if home is None:
         home = _RESIDENCES[model] = Residence(layout)
     # what a step computes in is no matter of where its state lives

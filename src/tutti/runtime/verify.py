@@ -47,7 +47,8 @@ class Verdict:
     made a right program wrong; `first_difference` then is None.
 
     Where replicas agree after every step, `data_error` is the largest relative difference of the weights
-    to those of one program on the whole batch; `ok` does not depend on it.
+    to those of one program on the whole batch; `ok` does not depend on it. With servers that take each
+    push alone, `staleness` is the most updates that lay between a pull and its push.
     """
 
     ok: bool
@@ -61,6 +62,7 @@ class Verdict:
     first_difference: Difference | None = None
     wrong_pass: str = ""
     data_error: float | None = None
+    staleness: int | None = None
 
     def __str__(self) -> str:
         word = "ok: the same step" if self.ok else "NOT the same step"
@@ -80,6 +82,8 @@ class Verdict:
                 f"  data       {self.data_error:.1e} to one program on the whole batch: "
                 + ("the same numbers" if same else "not the same, see docs/concepts/replicas.md")
             )
+        if self.staleness is not None:
+            lines.append(f"  order      at random; gradients up to {self.staleness} updates old")
         if self.first_difference is not None:
             lines.append(f"  first      {self.first_difference}")
         if self.wrong_pass:

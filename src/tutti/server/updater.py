@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -27,7 +28,8 @@ class GraphUpdater:
     def __init__(self, split: Split, *, wide: bool = False) -> None:
         self._owned = {o.variable.name: o for o in split.owned}
         self._wide, self._split = wide, split
-        self.variables: tuple[Variable, ...] = tuple(o.variable for o in split.owned)
+        variables = (o.variable for o in split.owned)
+        self.variables: tuple[Variable, ...] = tuple(map(_wide, variables) if wide else variables)
         self.coupled = any(o.sums is not None for o in split.owned)
         self.given = tuple(split.numbers)
         self.numbers = (*self.given, *split.scalars)
@@ -35,9 +37,13 @@ class GraphUpdater:
         self._updates: dict[str, Piece] = {}
         self._sums: dict[str, Piece] = {}
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
         """A hash of the text of all pieces: what is the same wherever the same step was captured."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         pieces = [p for o in self._owned.values() for p in (o.sums, o.update) if p is not None]
         pieces += [self._split.coupling] if self._split.coupling is not None else []
         told = [f"{v.name} {v.shape} {v.dtype} {sorted(v.slots.items())}" for v in self.variables]
@@ -109,3 +115,13 @@ def overwriting(owned: Owned) -> Piece:
 def _without_lines(graph: fx.Graph) -> str:
     """The text of a graph without where in the user's script its nodes stand."""
     return "\n".join(line.partition("  # ")[0].rstrip() for line in text(graph).splitlines())
+
+
+def _wide(variable: Variable) -> Variable:
+    """The same in float64."""
+    slots = {n: (shape, _double(dtype)) for n, (shape, dtype) in variable.slots.items()}
+    return replace(variable, dtype=_double(variable.dtype), slots=slots)
+
+
+def _double(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype

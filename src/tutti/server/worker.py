@@ -31,15 +31,17 @@ class WorkerPart:
     numbers: tuple[str, ...]
     coupled: Mapping[str, Any]
 
-    def parts(
-        self, returned: Sequence[Any]
-    ) -> tuple[Sequence[Any], dict[str, Any], dict[str, float]]:
-        """(own leaves, gradients by variable, numbers by name) from what a run returned."""
+    def sections(self, returned: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """(own leaves, gradients, numbers) of what a run returns."""
         first = len(returned) - len(self.variables) - len(self.numbers)
         last = first + len(self.variables)
-        numbers = {n: float(x) for n, x in zip(self.numbers, returned[last:], strict=True)}
-        gradients = dict(zip(self.variables, returned[first:last], strict=True))
-        return returned[:first], gradients, numbers
+        return returned[:first], returned[first:last], returned[last:]
+
+    def parts(self, returned: list[Any]) -> tuple[list[Any], dict[str, Tensor], dict[str, float]]:
+        """The same with gradients by variable and numbers by name."""
+        own, gradients, numbers = self.sections(returned)
+        named = dict(zip(self.variables, gradients, strict=True))
+        return own, named, {n: float(x) for n, x in zip(self.numbers, numbers, strict=True)}
 
     def result(
         self, own: Sequence[Any], scalars: Mapping[str, float], *, wide: bool = False

@@ -1,0 +1,130 @@
+"""Workers that push to servers as they come, in one process: their order is drawn at random.
+
+A worker pulls as soon as it has pushed, and the order of pushes is drawn at random: so gradients are about as
+many updates old as there are other workers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.capture.lift import numbers
+from tutti.capture.step import capture
+from tutti.layout import Layout
+from tutti.replicas import parts
+from tutti.runtime.server_side import whole_state
+from tutti.runtime.worker_side import Worked
+from tutti.server import consistency
+from tutti.server.keys import blocks
+from tutti.server.program import worker_program
+from tutti.server.split import split
+from tutti.server.updater import GraphUpdater
+from tutti.server.virtual import VirtualServers
+from tutti.server.worker import alone
+
+
+class Asynchronous:
+    """A training step run by workers and servers.
+
+    Args:
+        train_step, model, optimizer: of the script; the model holds the weights when `finish` returns.
+        batch: one like those to come.
+        sync: such as "async" or "bounded(1)".
+        ahead: workers bring the next weights while they compute.
+        staleness: counts how many updates old gradients were.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Sequence[Tensor],
+        sync: str,
+        *,
+        num_workers: int,
+        ahead: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.ahead = ahead
+        self.model, self.optimizer, self.seed = model, optimizer, seed
+        self.num_workers = num_workers
+        captured = capture(train_step, model, optimizer, self._rows(batch, 0))
+        made = split(captured)
+        self.part, self.updater = alone(made), GraphUpdater(made)
+        program = worker_program(self.part, Layout())
+        self.worked = Worked(made, self.part, program, self.updater, None, {})
+        names = {v.name for v in self.updater.variables}
+        holder: Any = self
+        self.servers = VirtualServers(
+            self.updater,
+            blocks(self.updater.variables, 1),
+            whole_state(holder, names),
+            consistency.parse(sync),
+            num_workers=num_workers,
+            num_servers=1,
+        )
+        self.staleness: Counter[int] = Counter()
+        self._order = random.Random(seed)
+        self._weights: list[list[tuple[dict[str, Tensor], int]]] = [[] for _ in range(num_workers)]
+        self._todo: list[list[tuple[int, Sequence[Tensor], float]]] = [
+            [] for _ in range(num_workers)
+        ]
+
+    def step(self, k: int, batch: Sequence[Tensor]) -> None:
+        """Give every worker its rows of a batch; they take them as they come to it."""
+        lr = numbers(self.optimizer, [])["optim.0.lr"]
+        for w, todo in enumerate(self._todo):
+            todo.append((k, self._rows(batch, w), lr))
+            self._pull(w)
+        while max(map(len, self._todo)) > 2:  # nobody is more than two batches behind the others
+            self._push()
+
+    def finish(self) -> None:
+        """Let all workers end, and the model hold the weights."""
+        while any(self._todo):
+            self._push()
+        state = self.servers.state()
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                p.copy_(state[name]["weight"])
+
+    def _pull(self, w: int) -> None:
+        """A worker that has work brings weights for it; with `ahead` also for the gradient after it."""
+        wanted = 2 if self.ahead else 1
+        while len(self._weights[w]) < wanted and self.servers.permitted(w):
+            version = self.servers.machines[0].ledger.version
+            self._weights[w].append((self.servers.pull([w])[0], version))
+
+    def _push(self) -> None:
+        """One worker has computed its gradient, and goes on with the next."""
+        w = self._order.choice(
+            [w for w, todo in enumerate(self._todo) if todo and self._weights[w]]
+        )
+        k, rows, lr = self._todo[w].pop(0)
+        weights, version = self._weights[w].pop(0)
+        gradients, given = self._gradients(weights, w, k, rows)
+        given = {**given, "optim.0.lr": lr}
+        self.staleness[self.servers.machines[0].ledger.version - version] += 1
+        self.servers.push({w: (gradients, {n: given[n] for n in self.updater.numbers})})
+        for other in range(self.num_workers):  # one that waited for its permit may go on
+            self._pull(other)
+
+    def _gradients(
+        self, weights: dict[str, Tensor], w: int, k: int, rows: Sequence[Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
+        captured, given = self.worked.program.captured, numbers(self.optimizer, [])
+        held = dict(self.model.named_buffers()) | weights
+        inputs: list[Any] = [held[s.name] for s in captured.state] + [*given.values(), *rows]
+        returned, _ = self.worked.run(inputs, parts.seed_of(self.seed, w), k)
+        _, gradients, extra = self.part.parts(returned)
+        return gradients, given | extra
+
+    def _rows(self, batch: Sequence[Tensor], worker: int) -> list[Tensor]:
+        return parts.rows(list(batch), worker, self.num_workers)

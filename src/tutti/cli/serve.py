@@ -1,0 +1,48 @@
+"""`tutti serve`: one parameter server on this host, for workers on others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tutti.errors import LayoutError
+
+
+def serve(
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script.")],
+    script_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help='Such as "replica=3 server=2 sync=async".')] = "",
+    number: Annotated[int, typer.Option(min=0, help="Which of the layout's servers.")] = 0,
+    listen: Annotated[str, typer.Option(help="host:port, reachable by the workers.")] = "",
+    records: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Keep records here; go on from them.")
+    ] = None,
+    linger: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for workers once all have left.")
+    ] = 30.0,
+) -> None:
+    """Serve the variables of SCRIPT's step. TUTTI_SECRET holds what workers must know."""
+    from tutti.layout.layout import Layout
+
+    parsed = Layout.parse(layout)
+    parsed.check_available()
+    if number >= parsed.server:
+        raise LayoutError(
+            f'layout "{parsed}" has {parsed.server} servers, none of them number {number}',
+            fix=f"--number 0 to {parsed.server - 1}" if parsed.server else "server=1 in the layout",
+        )
+    from tutti.runtime.roles import LISTEN, RECORDS, SERVER, Role, checked_secret
+    from tutti.runtime.server_side import LINGER
+    from tutti.runtime.supervise import Supervisor
+
+    checked_secret()
+    environment = {LINGER: str(linger), LISTEN: listen or "127.0.0.1:29600"}
+    if records is not None:
+        environment[RECORDS] = str(records.absolute())
+    command = [str(script), *(script_args or [])]
+    supervisor = Supervisor(parsed, [Role(SERVER, number)], command, environment=environment)
+    raise typer.Exit(supervisor.run())

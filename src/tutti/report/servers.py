@@ -1,0 +1,94 @@
+"""Who owns what in a run with servers, and what travels: the text of `explain`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from torch import fx
+
+from tutti.comm.failure import format_nbytes
+from tutti.graph.text import text
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.planner.memory import predict
+from tutti.report.memory import memory_text
+from tutti.report.records import records
+from tutti.report.table import columns
+from tutti.server import consistency
+from tutti.server.keys import Block, blocks
+from tutti.server.split import Split
+from tutti.server.update import Variable
+from tutti.server.updater import GraphUpdater
+
+
+def explain_servers(
+    made: Split,
+    program: Program,
+    layout: Layout,
+    *,
+    graph: bool = False,
+    measured: int | None = None,
+    run: fx.Graph | None = None,
+) -> str:
+    """The variables and their servers, the memory of a worker, what each step moves; with `graph` the
+    worker's program and the text of what servers run."""
+    updater = GraphUpdater(made)
+    every = blocks(updater.variables, layout.server)
+    parts = [
+        f'layout "{layout}": {layout.num_replicas} workers, {layout.server} servers',
+        _variables(updater, every),
+        _servers(every, layout.server),
+        "a worker: " + memory_text(predict(program, run), measured),
+        _traffic(made, program, layout, every),
+    ]
+    if graph:
+        parts.append(f"# worker\n{text(program.graph)}")
+        parts += [f"# update of {o.variable.name}\n{text(o.update.graph)}" for o in made.owned]
+        parts += [f"# coupling\n{text(made.coupling.graph)}"] if made.coupling else []
+    return "\n\n".join(parts)
+
+
+def _variables(updater: GraphUpdater, every: tuple[Block, ...]) -> str:
+    rows = []
+    for v in updater.variables:
+        own = [b for b in every if b.variable.name == v.name]
+        kept = sorted({b.server for b in own})
+        how = "by rows" if v.rows else "anywhere" if v.divisible else "whole"
+        numbers = (v.name, str(list(v.shape)), how, str(len(own)), ", ".join(map(str, kept)))
+        weight = v.dtype.itemsize * math.prod(v.shape)
+        rows.append((*numbers, format_nbytes(weight), format_nbytes(_kept(v) - weight)))
+    return columns(("variable", "shape", "cut", "blocks", "servers", "weight", "slots"), rows)
+
+
+def _servers(every: tuple[Block, ...], num_servers: int) -> str:
+    held: Counter[int] = Counter()
+    for b in every:
+        share = math.prod(b.shape) / max(1, math.prod(b.variable.shape))
+        held[b.server] += round(_kept(b.variable) * share)
+    count = Counter(b.server for b in every)
+    return "\n".join(
+        f"server {s}: {count[s]} blocks, {format_nbytes(held[s])} of weights and slots"
+        for s in range(num_servers)
+    )
+
+
+def _kept(v: Variable) -> int:
+    """Bytes of a variable with its slots."""
+    state = [(v.shape, v.dtype), *v.slots.values()]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in state)
+
+
+def _traffic(made: Split, program: Program, layout: Layout, every: tuple[Block, ...]) -> str:
+    weights = format_nbytes(sum(b.nbytes for b in every))
+    alone = consistency.parse(layout.sync).alone
+    numbers = len(made.numbers) + (len(made.scalars) if alone else 0)
+    lines = [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers"]
+    found = records(program, None)
+    if found:
+        lines.append(f"small sums between workers, through the servers: {len(found)}")
+    if made.coupling is not None:
+        sums = sum(len(o.sums.outputs) for o in made.owned if o.sums is not None)
+        where = "each worker on its own gradients" if alone else "servers, over all blocks"
+        lines.append(f"coupling: {sums} sums -> {len(made.scalars)} scalars, by {where}")
+    return "\n".join(lines)

@@ -1,0 +1,79 @@
+"""A step whose variables are kept by servers, on whichever side of them this process is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from tutti.partition.partition import Program
+from tutti.runtime.roles import ROLE, WORKER, Role, role_now
+from tutti.runtime.server_side import serve
+from tutti.runtime.worker_side import STRICT, Holder, Worked, WorkerSide, parts_of, refresh
+from tutti.server.split import Split
+
+__all__ = [
+    "STRICT",
+    "Served",
+    "Worked",
+    "refresh",
+    "serve",
+    "state_here",
+    "state_replaced",
+    "writes",
+]
+
+
+class Served:
+    """What belongs to a training step in a run with servers; does nothing before its first call."""
+
+    def __init__(self, step: Holder) -> None:
+        self._step = step
+
+    @cached_property
+    def role(self) -> Role:
+        """What this process is. Raises `LayoutError` where it is neither worker nor server."""
+        return role_now(self._step.layout)
+
+    @cached_property
+    def worker(self) -> WorkerSide:
+        """The side of a worker."""
+        return WorkerSide(self._step, self.role)
+
+    def parts_of(self, batch: tuple[Any, ...]) -> tuple[Split, Program]:
+        """The step taken apart, and the program of a worker, without running anything."""
+        made, _, program = parts_of(self._step, batch)
+        return made, program
+
+    @property
+    def joined(self) -> WorkerSide | None:
+        """The side of a worker that servers know already."""
+        side: WorkerSide | None = self.__dict__.get("worker")
+        return side if side is not None and side.client is not None else None
+
+
+@contextmanager
+def state_here(served: Served | None) -> Iterator[None]:
+    """Inside, the model and the optimizer hold what the servers have."""
+    side = served.joined if served is not None else None
+    if side is not None:
+        side.bring()
+    yield
+    if side is not None:
+        side.forget_slots()
+
+
+@contextmanager
+def state_replaced(served: Served | None) -> Iterator[None]:
+    """The servers take over what the model and the optimizer hold at the end."""
+    with state_here(served):
+        yield
+        if served is not None and served.joined is not None:
+            served.joined.hand_over()
+
+
+def writes(served: Served | None) -> bool:
+    """Whether this process writes checkpoints: of workers and servers the first worker."""
+    return served is None or os.environ.get(ROLE, f"{WORKER} 0") == f"{WORKER} 0"

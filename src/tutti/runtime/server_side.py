@@ -1,0 +1,112 @@
+"""A server of a run: captures the step as the workers do, and serves until they have left."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from tutti.capture.lift import create_slots, state_of
+from tutti.capture.step import Captured, capture
+from tutti.layout import Layout
+from tutti.replicas import parts
+from tutti.runtime import roles
+from tutti.runtime.residence import Residence, adopt, local_of, run_device, settle
+from tutti.runtime.roles import Role
+from tutti.server import consistency
+from tutti.server.service import Service
+from tutti.server.split import split
+from tutti.server.update import WEIGHT
+from tutti.server.updater import GraphUpdater
+
+_LOOK_SECONDS = 0.2
+# How long a server that nobody is left with waits for somebody to come back.
+LINGER = "TUTTI_LINGER"
+_LINGER_SECONDS = 1.0
+
+
+class Holder(Protocol):
+    """What holds the state: a `tutti.Step`."""
+
+    train_step: Any
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    seed: int
+
+
+def captured_for(step: Holder, batch: tuple[Any, ...]) -> Captured:
+    """The step as every worker and server captures it: with the rows of one worker where each push is one
+    update, else with the whole batch."""
+    create_slots(step.optimizer)
+    adopt(step.model, step.optimizer)
+    settle(step.model, step.optimizer, Residence(Layout()), run_device(step.model), step.seed)
+    if consistency.parse(step.layout.sync).alone:
+        batch = parts.of_batch(batch, 0, step.layout.num_replicas)
+    return capture(
+        step.train_step, step.model, step.optimizer, batch, precision=step.layout.precision
+    )
+
+
+def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
+    """Own some of the variables until every worker has come and gone.
+
+    The first weights are those of this process's model, or of the checkpoint that its script has loaded.
+    """
+    layout = step.layout
+    made = split(captured_for(step, batch))
+    updater = GraphUpdater(made)
+    service = Service(
+        updater,
+        whole_state(step, {v.name for v in updater.variables}),
+        _address(role),
+        consistency=consistency.parse(layout.sync),
+        num_workers=layout.num_replicas,
+        server=role.number,
+        num_servers=layout.server,
+        secret=roles.secret(),
+        tls=roles.tls(),
+        directory=_records(role),
+    )
+    roles.publish(role, service.address)
+    threading.Thread(target=_stop_when_left, args=(service,), daemon=True).start()
+    service.run()
+
+
+def whole_state(step: Holder, names: set[str]) -> dict[str, dict[str, Tensor]]:
+    """Variables with their slots, by name and slot, as the model and the optimizer hold them."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for s in state_of(step.model, step.optimizer):
+        if (s.owner or s.name) in names:
+            own = found.setdefault(s.owner or s.name, {})
+            own[s.slot or WEIGHT] = local_of(s.tensor).cpu()
+    return found
+
+
+def _address(role: Role) -> str:
+    """Where to listen: after a restart where the workers know it."""
+    return os.environ.get(roles.LISTEN) or roles.published(role) or "127.0.0.1:0"
+
+
+def _records(role: Role) -> str | None:
+    directory = os.environ.get(roles.RECORDS)
+    return os.path.join(directory, str(role).replace(" ", "")) if directory else None
+
+
+def _stop_when_left(service: Service) -> None:
+    """End a server once all workers have been there and none is any more."""
+    linger = float(os.environ.get(LINGER, _LINGER_SECONDS))
+    alone_since: float | None = None
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        ledger = service.machine.ledger
+        members = list(ledger.members.values())
+        left = len(members) >= ledger.num_workers and not any(m.active for m in members)
+        now = time.monotonic()
+        alone_since = (alone_since or now) if left else None
+        if alone_since is not None and now - alone_since >= linger:
+            service.stop()
+            return

@@ -1,0 +1,211 @@
+"""Starts workers and servers on this host, and keeps the run going where it can go on without one of them.
+
+a server is killed                it is started again, and goes on from its records
+a worker ends, async or bounded   it has left: the others go on
+a worker fails, step              all are stopped
+a script is wrong (a server's)    all are stopped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tutti.layout import Layout
+from tutti.runtime import failures
+from tutti.runtime.guard import Guard
+from tutti.runtime.ranks import LAYOUT, RUN_DIR
+from tutti.runtime.records import Failure, read_record
+from tutti.runtime.roles import RECORDS, ROLE, SECRET, SERVER, WORKER, Role
+from tutti.server import consistency
+
+POLL_SECONDS, STOP_SECONDS = 0.05, 10.0
+# A server that dies so often within a minute has a reason to.
+MOST_RESTARTS, MINUTE_SECONDS = 20, 60.0
+
+
+class Process(Protocol):
+    """What is needed of a `subprocess.Popen`."""
+
+    returncode: int | Any
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+@dataclass
+class Started:
+    """One process of the run, and the earlier ones in its place."""
+
+    role: Role
+    rank: int
+    process: Process
+    starts: list[float] = field(default_factory=list)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
+
+class Supervisor:
+    """Runs a script as workers and servers on this host.
+
+    Args:
+        layout: of the whole run, which may have more of both on other hosts.
+        roles: those to start here.
+        command: the script and its arguments.
+        environment: for all of them, beside this process's own.
+        log_dir: where to keep what all but the first write; by default a directory that is removed unless
+            something fails.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        roles: Sequence[Role],
+        command: Sequence[str],
+        *,
+        environment: dict[str, str] | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
+        self.layout, self.roles, self.command = layout, list(roles), list(command)
+        self.run_dir = Path(tempfile.mkdtemp(prefix="tutti-"))
+        self.log_dir = log_dir or self.run_dir / "logs"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        threads = max(1, (os.cpu_count() or 1) // len(self.roles))
+        self.environment = {
+            "OMP_NUM_THREADS": str(threads),
+            SECRET: secrets.token_hex(32),
+            RECORDS: str(self.run_dir / "records"),
+            **os.environ,
+            **(environment or {}),
+            RUN_DIR: str(self.run_dir),
+            LAYOUT: str(layout),
+            "WORLD_SIZE": "1",  # nobody meets anybody but the servers
+        }
+        self.alone = consistency.parse(layout.sync).alone
+        self.started: list[Started] = []
+        self.codes: dict[int, int] = {}
+
+    def run(self) -> int:
+        """The exit code: 0 where a worker (of servers alone: every server) has ended well."""
+        code = 1
+        num_ranks = self.layout.num_ranks + self.layout.server
+        with Guard(self.run_dir, num_ranks, watch=False):
+            try:
+                self.started = [self._start(role) for role in self.roles]
+                self._watch()
+                code = self._code()
+            except KeyboardInterrupt:
+                code = 128 + signal.SIGINT
+                self._stop(signal.SIGINT)
+            finally:
+                self._stop(signal.SIGTERM)
+        self._report(code)
+        if not self._failed() or code == 128 + signal.SIGINT:
+            shutil.rmtree(self.run_dir, ignore_errors=True)
+        return code
+
+    def _start(self, role: Role) -> Started:
+        rank = role.rank(self.layout)
+        environment = {**self.environment, ROLE: str(role), "RANK": str(rank)}
+        process = self.spawn(environment, None if role == self.roles[0] else self._log(role))
+        return Started(role, rank, process, [time.monotonic()])
+
+    def spawn(self, environment: dict[str, str], log: Path | None) -> Process:
+        """Start one process; what it writes goes to `log`, or where this one writes."""
+        words = [sys.executable, "-m", "tutti.runtime.worker", *self.command]
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(open(log, "ab")) if log is not None else None
+            return subprocess.Popen(
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+
+    def _log(self, role: Role) -> Path:
+        return self.log_dir / f"{str(role).replace(' ', '')}.log"
+
+    def _watch(self) -> None:
+        """Until the workers have ended, or where there are none here, the servers."""
+        while True:
+            for one in [x for x in self.started if not x.lives and x.rank not in self.codes]:
+                self._ended(one)
+            workers = [x for x in self.started if x.role.kind == WORKER]
+            waiting = [x for x in workers or self.started if x.rank not in self.codes]
+            if not waiting or self._hopeless():
+                self._let_servers_end() if workers and not self._hopeless() else None
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _ended(self, one: Started) -> None:
+        code = one.process.returncode
+        failed = read_record(self.run_dir, Failure, one.rank)
+        recent = [x for x in one.starts if time.monotonic() - x < MINUTE_SECONDS]
+        if one.role.kind == SERVER and code < 0 and failed is None and len(recent) < MOST_RESTARTS:
+            self._say(f"{one.role} died (signal {-code}); it goes on from its records")
+            again = self._start(one.role)
+            one.process, one.starts = again.process, [*recent, *again.starts]
+            return
+        self.codes[one.rank] = code
+        if one.role.kind == WORKER and code and self.alone:
+            how = f"died (signal {-code})" if code < 0 else f"ended (exit code {code})"
+            self._say(f"{one.role} {how}; the others go on")
+
+    def _hopeless(self) -> bool:
+        """Whether the run cannot go on: a server has failed, or under `step` a worker."""
+        kinds = {x.rank: x.role.kind for x in self.started}
+        return any(
+            code and (kinds[rank] == SERVER or not self.alone) for rank, code in self.codes.items()
+        )
+
+    def _let_servers_end(self) -> None:
+        """Servers of this host end by themselves once the workers of all hosts have left."""
+        servers = [x for x in self.started if x.role.kind == SERVER]
+        while any(x.lives for x in servers):
+            time.sleep(POLL_SECONDS)
+
+    def _code(self) -> int:
+        kind = WORKER if any(r.kind == WORKER for r in self.roles) else SERVER
+        own = [self.codes.get(x.rank, 0) for x in self.started if x.role.kind == kind]
+        if self._hopeless() or (0 not in own):
+            return failures.exit_code(self._ends())
+        return 0
+
+    def _failed(self) -> bool:
+        return any(self.codes.values())
+
+    def _report(self, code: int) -> None:
+        if self._failed() and code != 128 + signal.SIGINT:
+            self._say(f"{failures.report(self._ends())}\nlogs in {self.log_dir}")
+
+    def _ends(self) -> list[failures.RankEnd]:
+        num_ranks = self.layout.num_ranks + self.layout.server
+        logs = {x.rank: self._log(x.role) for x in self.started if x.role != self.roles[0]}
+        every = failures.read_ends(self.run_dir, self.codes, num_ranks, logs)
+        here = {x.rank for x in self.started}
+        return [end for end in every if end.rank in here]
+
+    def _stop(self, number: int) -> None:
+        """Send a signal to whoever lives, and wait; who does not end is killed by the guard."""
+        living = [x for x in self.started if x.lives]
+        for one in living:
+            with contextlib.suppress(ProcessLookupError):
+                one.process.send_signal(number)
+        until = time.monotonic() + STOP_SECONDS
+        while any(x.lives for x in living) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,282 @@
+"""`verify` for parameter servers: the sessions and machines of a run in this process, against one device.
+
+    step             workers on virtual ranks, their         one device, whole batch
+                     gradients summed at the servers
+    async, bounded   workers in an order drawn at random,   one device that takes the same
+                     at the weights that each pulled last   gradients in that order
+
+All in float64. One device takes a stale gradient by a graph of its own: the captured step with its weights
+twice, for the gradient and for the update (`server.replay`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tutti.capture.step import Captured
+from tutti.errors import TuttiError
+from tutti.graph.promote import promoted, promoted_value
+from tutti.graph.virtual import VirtualRanks
+from tutti.layout import Layout, Mesh
+from tutti.replicas import parts
+from tutti.runtime.comparisons import (
+    PARTITION_TOLERANCE,
+    Errors,
+    add_returned,
+    add_state,
+    feed_of,
+    inputs_of,
+)
+from tutti.runtime.verify import Subject, Verdict
+from tutti.server import consistency
+from tutti.server.keys import blocks
+from tutti.server.program import played, worker_layout, worker_program
+from tutti.server.replay import STALE, stale
+from tutti.server.split import Split, split
+from tutti.server.update import WEIGHT
+from tutti.server.updater import GraphUpdater
+from tutti.server.virtual import VirtualServers
+from tutti.server.worker import WorkerPart, alone, together
+
+# So many blocks at least where updates may be cut, unless they would be smaller than this.
+_NUM_BLOCKS, _LEAST_NBYTES = 64, 512
+Feed = dict[str, Any]
+
+
+def compare_servers(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    batch: tuple[Any, ...],
+    layout: Layout,
+    *,
+    place: Mapping[str, str] | None,
+    steps: int,
+    dtype: torch.dtype,
+    seed: int,
+    cut: Sequence[str] = (),
+) -> Verdict:
+    """Both comparisons for a layout with servers; `place` and `cut` do not matter to workers of one rank."""
+    if dtype != torch.float64:
+        raise TuttiError(f"verify compares in float64, not {dtype}", fix="leave dtype out")
+    due, count = consistency.parse(layout.sync), layout.num_replicas
+    batches = [parts.of_batch(batch, w, count) for w in range(count)] if due.alone else [batch]
+    precision = layout.precision
+    subject = Subject(
+        train_step, model, optimizer, batches[0], steps=steps, seed=seed, precision=precision
+    )
+    feeds = [feed_of(subject.captured, optimizer, own) for own in batches]
+    return verdict_of(subject, feeds, layout)
+
+
+def verdict_of(
+    subject: Subject,
+    feeds: list[Feed],
+    layout: Layout,
+    *,
+    spoil: Callable[[VirtualServers], None] | None = None,
+) -> Verdict:
+    """The verdict for a step that is captured already.
+
+    Args:
+        subject: captured with the whole batch for `step`, else with the rows of worker 0.
+        feeds: of that batch, or of each worker's rows.
+        spoil: is given the servers first (to inject faults).
+    """
+    made = split(subject.captured)
+    servers = _servers(subject, made, layout)
+    if spoil is not None:
+        spoil(servers)
+    due = consistency.parse(layout.sync)
+    comparison = (_InAnyOrder if due.alone else _Together)(subject, made, servers, feeds, layout)
+    comparison.run(subject.steps)
+    found, captured = comparison.errors, subject.capture.errors
+    same = found.worst <= PARTITION_TOLERANCE
+    return Verdict(
+        ok=same and captured.worst <= subject.capture.tolerance,
+        layout=str(layout),
+        steps=subject.steps,
+        num_tensors=found.count,
+        max_error=found.worst,
+        worst=found.name,
+        capture_error=captured.worst,
+        worst_capture=captured.name,
+        staleness=comparison.staleness,
+    )
+
+
+def _servers(subject: Subject, made: Split, layout: Layout) -> VirtualServers:
+    updater = GraphUpdater(made, wide=True)
+    state: dict[str, dict[str, Tensor]] = {}
+    for s in subject.captured.state:
+        if s.owner or s.name in subject.captured.updated:
+            own = state.setdefault(s.owner or s.name, {})
+            own[s.slot or WEIGHT] = promoted_value(subject.start[s.name])
+    nbytes = sum(x[WEIGHT].nbytes for x in state.values())
+    return VirtualServers(
+        updater,
+        blocks(updater.variables, layout.server, nbytes=max(_LEAST_NBYTES, nbytes // _NUM_BLOCKS)),
+        state,
+        consistency.parse(layout.sync),
+        num_workers=layout.num_replicas,
+        num_servers=layout.server,
+    )
+
+
+class _Comparison:
+    """Servers and workers, and one device beside them.
+
+    one: the device's state, by name.  held: each worker's own, its weights those of its last pull.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        made: Split,
+        servers: VirtualServers,
+        feeds: list[Feed],
+        layout: Layout,
+    ) -> None:
+        self.subject, self.servers, self.layout = subject, servers, layout
+        self.captured, self.updater = made.captured, servers.updater
+        self.feeds = [{n: promoted_value(x) for n, x in feed.items()} for feed in feeds]
+        self.one = {n: promoted_value(x) for n, x in subject.start.items()}
+        self.held = [dict(self.one) for _ in servers.sessions]
+        self.names = {(s.owner or s.name, s.slot or WEIGHT): s.name for s in self.captured.state}
+        self.errors = Errors()
+        self.staleness: int | None = None
+
+    def run(self, steps: int) -> None:
+        """Take `steps` steps, each compared."""
+        raise NotImplementedError
+
+    def pull(self, *workers: int) -> None:
+        """Some workers pull, side by side."""
+        for w, found in zip(workers, self.servers.pull(workers), strict=True):
+            self.held[w] |= found
+
+    def compare(self, k: int) -> None:
+        """The servers' state with that of one device."""
+        state = {
+            self.names[variable, slot]: x
+            for variable, slots in self.servers.state().items()
+            for slot, x in slots.items()
+        }
+        add_state(self.errors, state, self.one, k)
+
+    def numbers(self, given: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+        return {n: float(given[n]) for n in names}
+
+
+class _Together(_Comparison):
+    """`sync=step`: the workers' program on as many virtual ranks."""
+
+    def __init__(self, subject: Subject, made: Split, *rest: Any) -> None:
+        super().__init__(subject, made, *rest)
+        self.part = together(made)
+        count = len(self.servers.sessions)
+        self.program = worker_program(self.part, worker_layout(self.layout, count))
+        graph = played(self.program, frozenset(self.program.captured.updated))
+        self.local = promoted(graph, self.captured.owner)[:2]
+        self.dense = promoted(self.captured.graph, self.captured.owner)[:2]
+
+    def run(self, steps: int) -> None:
+        workers, (feed,) = range(len(self.servers.sessions)), self.feeds
+        for k in range(steps):
+            self.pull(*workers)
+            ranks = VirtualRanks(self.program.mesh, seed=self.subject.seed, step=k)
+            inputs = [_cloned(inputs_of(self.program.captured, x, feed)) for x in self.held]
+            outs = ranks.run(*self.local, inputs)
+            found = [self.part.parts(returned) for returned, _ in outs]
+            pushes = {}
+            for w, (_, gradients, extra) in enumerate(found):
+                pushes[w] = gradients, self.numbers({**feed, **extra}, self.updater.given)
+            self.servers.push(pushes)
+            self.pull(*workers)
+            numbers = self.servers.machines[0].ledger.numbers
+            returned = self._one_device(k, feed)
+            for held, (own, _, _), (_, new) in zip(self.held, found, outs, strict=True):
+                held |= dict(zip(self.program.captured.updated, new, strict=True))
+                leaves = self.part.result(own, numbers, wide=True)
+                add_returned(self.errors, leaves, returned, k)
+                mine = {
+                    n: held[n] for n in self.captured.updated if n in self.program.captured.kinds
+                }
+                add_state(self.errors, mine, self.one, k)
+            self.compare(k)
+
+    def _one_device(self, k: int, feed: Feed) -> list[Any]:
+        ranks = VirtualRanks(Mesh(), seed=self.subject.seed, step=k)
+        inputs = [inputs_of(self.captured, self.one, feed)]
+        returned, new = ranks.run(*self.dense, inputs)[0]
+        self.one |= dict(zip(self.captured.updated, new, strict=True))
+        return returned
+
+
+class _InAnyOrder(_Comparison):
+    """`async` and `bounded`: pulls and pushes in an order drawn at random, as far as permits go."""
+
+    def __init__(self, subject: Subject, made: Split, *rest: Any) -> None:
+        super().__init__(subject, made, *rest)
+        self.part: WorkerPart = alone(made)
+        own = self.part.captured
+        self.local = promoted(own.graph, own.owner)[:2]
+        self.replay: Captured = stale(self.captured)
+        self.dense = promoted(self.replay.graph, self.replay.owner)[:2]
+        self.buffers = [dict(self.one) for _ in self.held]  # one device's, for each worker
+        self.stale: dict[int, dict[str, Tensor]] = {}
+
+    def run(self, steps: int) -> None:
+        order, count = random.Random(self.subject.seed), len(self.servers.sessions)
+        self.staleness, pushed = 0, [0] * count
+        for w in range(count):
+            self._pull(w)
+        while min(pushed) < steps:
+            free = [w for w in range(count) if w in self.stale or self.servers.permitted(w)]
+            w = order.choice(free)
+            if w in self.stale:
+                self._push(w, pushed[w])
+                pushed[w] += 1
+            else:
+                self._pull(w)
+
+    def _pull(self, worker: int) -> None:
+        self.pull(worker)
+        weights = [n for n, k in self.captured.kinds.items() if k == "parameter"]
+        self.stale[worker] = {STALE + n: self.one[n] for n in weights}
+
+    def _push(self, w: int, k: int) -> None:
+        feed, seed = self.feeds[w], parts.seed_of(self.subject.seed, w)
+        inputs = [inputs_of(self.part.captured, self.held[w], feed)]
+        out, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.local, inputs)[0]
+        self.held[w] |= dict(zip(self.part.captured.updated, new, strict=True))
+        own, gradients, extra = self.part.parts(out)
+        numbers = self.numbers({**feed, **extra}, self.updater.numbers)
+        (done,) = self.servers.push({w: (gradients, numbers)})
+        self.staleness = max(self.staleness or 0, done.staleness)
+        add_returned(self.errors, self.part.result(own, numbers), self._one_device(w, k, seed), k)
+        mine = {n: self.held[w][n] for n in self.part.captured.updated}
+        add_state(self.errors, mine, self.buffers[w], k)
+        self.compare(k)
+
+    def _one_device(self, w: int, k: int, seed: int) -> list[Any]:
+        """The update that one device makes of the worker's gradient; buffers are the worker's own."""
+        kinds = self.captured.kinds
+        own = {n: x for n, x in self.buffers[w].items() if kinds[n] == "buffer"}
+        state = {**self.one, **own, **self.stale.pop(w)}
+        inputs = [inputs_of(self.replay, state, self.feeds[w])]
+        returned, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.dense, inputs)[0]
+        made = dict(zip(self.captured.updated, new, strict=True))
+        self.buffers[w] |= {n: x for n, x in made.items() if kinds[n] == "buffer"}
+        self.one |= {n: x for n, x in made.items() if kinds[n] != "buffer"}
+        return returned
+
+
+def _cloned(inputs: list[Any]) -> list[Any]:
+    """What a program may overwrite."""
+    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]

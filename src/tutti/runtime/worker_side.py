@@ -1,0 +1,247 @@
+"""A worker of a run with servers: pull, forward and backward, push."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from tutti.capture.lift import create_slots, optimizers_of, state_of
+from tutti.errors import ServerError
+from tutti.graph import random
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.pipeline.timed import Timed
+from tutti.replicas import parts
+from tutti.runtime import roles
+from tutti.runtime.allocator import give_back_now, keep_freed_memory
+from tutti.runtime.checked import Checked
+from tutti.runtime.generate import generate
+from tutti.runtime.residence import forget_values, local_of, own_memory, set_local
+from tutti.runtime.roles import Role
+from tutti.runtime.server_side import captured_for, whole_state
+from tutti.server import consistency
+from tutti.server.client import Client
+from tutti.server.program import played, worker_layout, worker_program
+from tutti.server.small_sums import SmallSums
+from tutti.server.split import Split, split
+from tutti.server.update import WEIGHT
+from tutti.server.updater import GraphUpdater
+from tutti.server.worker import WorkerPart, alone, together
+
+# Set to anything, an op without a rule is an error instead of a warning.
+STRICT = "TUTTI_STRICT"
+
+
+class Holder(Protocol):
+    """What holds the state: a `tutti.Step`."""
+
+    train_step: Any
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    seed: int
+    num_steps: int
+
+
+@dataclass
+class Worked:
+    """A step as this worker runs it."""
+
+    split: Split
+    part: WorkerPart
+    program: Program
+    updater: GraphUpdater
+    player: SmallSums | None
+    coordinates: Mapping[str, int]
+    donated: frozenset[str] = field(default_factory=frozenset)
+    timed: Timed | None = None
+    place: int = 0
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        """The program as it runs."""
+        return played(self.program, self.donated)
+
+    @cached_property
+    def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
+        owner = self.program.captured.owner
+        made = generate(self.graph, owner, self.player, self.program.mesh, self.coordinates)
+        give_back_now()
+        return made.function
+
+    def run(
+        self, inputs: list[Any], seed: int, step: int, *, checked: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """(what it returns, new buffers) for inputs; with `checked`, node by node."""
+        if self.player is not None:
+            self.player.begin()
+        if checked:
+            return Checked(self.program, self.player, self.coordinates, None, seed, step).run(
+                inputs
+            )
+        with torch.no_grad():
+            return self._function(inputs, lambda stream: random.key(seed, stream, step))
+
+
+def parts_of(step: Holder, batch: tuple[Any, ...]) -> tuple[Split, WorkerPart, Program]:
+    """A step taken apart, the worker's part of it, and that as a program."""
+    made = split(captured_for(step, batch))
+    apart = consistency.parse(step.layout.sync).alone
+    part = (alone if apart else together)(made)
+    laid_out = worker_layout(step.layout, 1 if apart else step.layout.num_replicas)
+    return made, part, worker_program(part, laid_out, strict=bool(os.environ.get(STRICT)))
+
+
+class WorkerSide:
+    """What a `Step` does on a worker; joins the servers at its first call and leaves them at exit.
+
+    Weights lie in the model as this worker pulled them last; the optimizer holds no slots.
+    """
+
+    def __init__(self, step: Holder, role: Role) -> None:
+        self.step, self.role = step, role
+        self.consistency = consistency.parse(step.layout.sync)
+        self.client: Client | None = None
+        self._updater: GraphUpdater | None = None
+        self._numbers: Mapping[str, float] | None = None
+        keep_freed_memory()
+
+    def compiled(self, batch: tuple[Any, ...]) -> Worked:
+        """The step for a batch like this one; joins the servers if that is still to be done."""
+        made, part, program = parts_of(self.step, batch)
+        count = program.layout.num_ranks
+        updater = GraphUpdater(made)
+        self._join(updater)
+        player = SmallSums(self._add, self.role.number, count) if count > 1 else None
+        coordinates = {"data": self.role.number} if count > 1 else {}
+        own = own_memory(state_of(self.step.model, None)) & set(program.captured.updated)
+        self.forget_slots()
+        for captured in (made.captured, program.captured):
+            forget_values(captured.state)
+        return Worked(made, part, program, updater, player, coordinates, own)
+
+    def call(
+        self, worked: Worked, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
+    ) -> list[Any]:
+        """One step; the leaves that it returns."""
+        state = {s.name: s.tensor for s in state_of(self.step.model, None)}
+        self._pull_if_due(state)
+        own = parts.rows(tensors, self.role.number, self.step.layout.num_replicas)
+        captured = worked.program.captured
+        inputs = [local_of(state[s.name]) for s in captured.state]
+        inputs += [*given.values(), *(own if self.consistency.alone else tensors)]
+        seed = self.step.seed
+        if self.consistency.alone:
+            seed = parts.seed_of(seed, self.role.number)
+        returned, new = worked.run(inputs, seed, self.step.num_steps, checked=checked)
+        for name, value in zip(captured.updated, new, strict=True):
+            set_local(state[name], value)
+        mine, gradients, extra = worked.part.parts(returned)
+        numbers = {**given, **extra}
+        self._push(worked, gradients, numbers)
+        if not self.consistency.alone:
+            numbers = self._pull_if_due(state)
+        return worked.part.result(mine, numbers)
+
+    def refresh(self) -> None:
+        """Bring the weights of now, for whoever reads the model between steps."""
+        if self.client is None or self._updater is None or not self.consistency.alone:
+            return
+        state = {s.name: local_of(s.tensor) for s in state_of(self.step.model, None)}
+        into = {v.name: state[v.name] for v in self._updater.variables}
+        self.client.pull(into)  # one that was begun before the last push
+        self._numbers = self.client.pull(into).numbers
+
+    def bring(self) -> None:
+        """Put all state that the servers have into the model and the optimizer."""
+        if self.client is None:
+            return
+        create_slots(self.step.optimizer)
+        held = self.client.pull_state()
+        for s in state_of(self.step.model, self.step.optimizer):
+            own = held.get(s.owner or s.name)
+            if own is not None:
+                set_local(s.tensor, own[s.slot or WEIGHT].to(s.tensor.device))
+
+    def forget_slots(self) -> None:
+        """The servers have the optimizer's slots; here they would only grow old."""
+        for one in optimizers_of(self.step.optimizer):
+            one.state.clear()
+
+    def hand_over(self) -> None:
+        """Give the servers the state that the model and the optimizer hold; one worker does so for all."""
+        self._numbers = None
+        if self.client is not None and self.role.number == 0:
+            assert self._updater is not None
+            self.client.push_state(
+                whole_state(self.step, {v.name for v in self._updater.variables})
+            )
+
+    def _join(self, updater: GraphUpdater) -> None:
+        if self._updater is not None and self._updater.fingerprint != updater.fingerprint:
+            raise ServerError(
+                "the step has another update than the one that the servers run",
+                why="options of the optimizer, or what it trains, have changed since the first call",
+                fix="change only what the graph takes as a number: lr, weight_decay, momentum, betas",
+            )
+        self._updater = updater
+        if self.client is not None:
+            return
+        client = Client(
+            roles.addresses(self.step.layout),
+            updater,
+            worker=self.role.number,
+            consistency=self.consistency,
+            secret=roles.secret(),
+            tls=roles.tls(),
+        )
+        client.join()
+        self.client, _SIDES[self.step.model] = client, self
+        atexit.register(client.leave)
+
+    def _pull_if_due(self, state: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """The weights for the next gradient; the numbers of the last update."""
+        assert self.client is not None and self._updater is not None
+        numbers = self._numbers
+        if numbers is None:
+            into = {v.name: local_of(state[v.name]) for v in self._updater.variables}
+            numbers = self._numbers = self.client.pull(into).numbers
+            self.client.prefetch(into)
+        return numbers
+
+    def _push(
+        self, worked: Worked, gradients: Mapping[str, Tensor], numbers: Mapping[str, float]
+    ) -> None:
+        assert self.client is not None
+        apart, updater = self.consistency.alone, worked.updater
+        names = updater.numbers if apart else updater.given
+        pushed = self.client.push(gradients, {n: numbers[n] for n in names})
+        self._numbers = None
+        if not pushed.taken and not apart:
+            raise ServerError(
+                f"{self.role} was not heard of, and the others have gone on without it",
+                why="with sync=step each update is made of the gradients of one clock",
+                fix="start the run again from a checkpoint, or sync=async",
+            )
+
+    def _add(self, _name: str, values: Tensor) -> Tensor:
+        assert self.client is not None
+        return self.client.sum(values)
+
+
+_SIDES: weakref.WeakKeyDictionary[nn.Module, WorkerSide] = weakref.WeakKeyDictionary()
+
+
+def refresh(model: nn.Module) -> None:
+    """Bring the weights of a model that servers keep; does nothing for any other."""
+    side = _SIDES.get(model)
+    if side is not None:
+        side.refresh()

@@ -1,0 +1,87 @@
+"""The worker's part partitioned over the workers: gradients stay parts of sums, which the servers add up.
+
+As with `data=W` each worker runs its rows of the batch, and what it needs of the others (a count of valid
+tokens, statistics of a batch norm, the loss to return) is a small sum. So losses are normalized by the count
+of the whole batch, and the sum of the workers' gradients is the gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from tutti.capture.canonical import erase_dead
+from tutti.capture.step import copied
+from tutti.graph import collectives
+from tutti.layout import Layout
+from tutti.partition.partition import Program, partition
+from tutti.passes.order import left_out_by_environment, optimized
+from tutti.passes.target import Target
+from tutti.propagate.plan import plan
+from tutti.server.worker import WorkerPart
+
+DATA = ("data",)
+aten = torch.ops.aten
+# Ops that only move numbers.
+_VIEWS = (aten.reshape.default, aten.permute.default, aten.clone.default)
+
+
+def worker_layout(layout: Layout, num_workers: int) -> Layout:
+    """The layout of the workers' program: `layout` is that of the run."""
+    axes = {"data": num_workers} if num_workers > 1 else {}
+    return Layout(axes=axes, precision=layout.precision, remat=layout.remat)
+
+
+def worker_program(part: WorkerPart, layout: Layout, *, strict: bool = False) -> Program:
+    """What each worker runs under `layout` (of `worker_layout`); gradients come out as parts of sums.
+
+    Raises:
+        ShardingError: the batch does not divide by the workers.
+    """
+    program = partition(plan(copied(part.captured), layout), strict=strict)
+    if layout.num_ranks > 1:
+        _leave_sums_open(program, part)
+        program.graph.lint()
+    return program
+
+
+def played(program: Program, donated: frozenset[str] = frozenset()) -> fx.Graph:
+    """The program as it runs: sums between workers are joined, but nobody computes while one is formed."""
+    without = left_out_by_environment() | {"overlap"}
+    return optimized(program, Target(donated=donated), without=without)
+
+
+def _leave_sums_open(program: Program, part: WorkerPart) -> None:
+    """Give out of each gradient what was to be summed; of one that is whole everywhere, once."""
+    output = program.graph.output_node()
+    returned, new = output.args[0]  # type: ignore[misc]
+    own, gradients, numbers = part.sections(list(returned))  # type: ignore[arg-type]
+    opened = [_opened(program.graph, x, output) for x in gradients]
+    output.args = (([*own, *opened, *numbers], new),)
+    erase_dead(program.graph)
+    live = set(program.graph.nodes)
+    program.made = [m for m in program.made if m[1] in live]
+
+
+def _opened(graph: fx.Graph, x: fx.Node, output: fx.Node) -> fx.Node:
+    part = _part_of_sum(graph, x, output)
+    if part is not None:
+        return part
+    with graph.inserting_before(output):
+        once = graph.call_function(collectives.partialize, (x, DATA, "sum"))
+    once.meta = dict(x.meta)
+    return once
+
+
+def _part_of_sum(graph: fx.Graph, x: fx.Node, output: fx.Node) -> fx.Node | None:
+    """What becomes `x` when it is summed over the workers; views of a sum are sums of views."""
+    if x.target is collectives.all_reduce and x.args[1:] == (DATA, "sum"):
+        return x.args[0]  # type: ignore[return-value]
+    if x.target not in _VIEWS or len(x.all_input_nodes) != 1:
+        return None
+    part = _part_of_sum(graph, x.all_input_nodes[0], output)
+    if part is None:
+        return None
+    with graph.inserting_before(output):
+        viewed = graph.node_copy(x, lambda _: part)
+    return viewed

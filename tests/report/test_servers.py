@@ -1,0 +1,41 @@
+"""`explain` of runs with servers: who owns what, and what travels."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+
+import tutti
+from server.steps import Model, batch, by_norm, step
+from tutti.report.servers import explain_servers
+
+
+def explained(layout: str, *, graph: bool = False) -> str:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    made = tutti.distribute(partial(step, by_norm), model, optimizer, layout)
+    assert made.served is not None
+    parts = made.served.parts_of(batch(0, 12))
+    return explain_servers(*parts, made.layout, graph=graph)
+
+
+def test_every_variable_has_a_server_and_its_bytes() -> None:
+    text = explained("replica=3 server=2 sync=step")
+    assert 'layout "replica=3 sync=step server=2": 3 workers, 2 servers' in text
+    # 66 floats, and as many twice with a count of 4 bytes for the slots
+    assert re.search(r"table\.weight +\[11, 6\] +anywhere +1 +[01] +264 B +532 B", text)
+    counts = [int(n) for n in re.findall(r"server \d: (\d+) blocks", text)]
+    assert sum(counts) == 8 and all(counts)
+    assert "pulls 724 B, pushes 724 B and 4 numbers" in text  # 181 floats; lr, weight decay, betas
+    assert "coupling: 8 sums -> 2 scalars, by servers, over all blocks" in text
+    assert "small sums between workers, through the servers" in text
+
+
+def test_a_worker_of_async_couples_its_own_gradients() -> None:
+    text = explained("replica=3 server=1 sync=async", graph=True)
+    assert "small sums" not in text
+    assert "pushes 724 B and 6 numbers" in text and "by each worker on its own" in text
+    assert "# update of table.weight" in text and "adamw" in text

@@ -1,0 +1,160 @@
+"""Runs with servers, as `tutti run` starts them: the same numbers, and who may die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+import tutti
+from ranks import context
+from tutti.layout import Layout
+from tutti.runtime import worker
+from tutti.runtime.roles import roles_of
+from tutti.runtime.supervise import Supervisor
+
+SCRIPT = Path(__file__).parent / "served_script.py"
+WAIT_SECONDS = 120.0
+
+
+def as_rank(words: list[str], environment: dict[str, str], log: str) -> None:
+    """In a forked process: what `python -m tutti.runtime.worker` does."""
+    os.environ.clear()
+    os.environ.update(environment)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    torch.set_num_threads(1)
+    sys.argv = ["worker", *words]
+    worker.main()
+
+
+class Forked:
+    """A process that need not import torch for itself, looking like a `subprocess.Popen`."""
+
+    def __init__(self, words: list[str], environment: dict[str, str], log: Path) -> None:
+        self.process = context().Process(target=as_rank, args=(words, environment, str(log)))
+        self.process.start()
+
+    @property
+    def returncode(self) -> int:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+
+class Run(Supervisor):
+    """A run whose processes are forked; `play` says what happens meanwhile."""
+
+    def spawn(self, environment: dict[str, str], log: Path | None) -> Any:
+        return Forked(self.command, environment, log or self.log_dir / "first.log")
+
+
+def played(
+    directory: Path,
+    text: str,
+    play: Callable[[Path], None] | None = None,
+    *,
+    steps: int = 4,
+    seconds: float = 0.0,
+    wrong: str = "nobody",
+) -> tuple[int, str]:
+    """The exit code of a run, and all that its processes wrote."""
+    layout = Layout.parse(text)
+    words = [str(SCRIPT), str(directory), str(steps), str(seconds), wrong]
+    environment = {"TUTTI_TIMEOUT": "60", "OMP_NUM_THREADS": "1"}
+    made = Run(layout, roles_of(layout), words, environment=environment, log_dir=directory / "logs")
+    if play is not None:
+        Thread(target=play, args=(directory,), daemon=True).start()
+    code = made.run()
+    return code, "".join(p.read_text() for p in sorted((directory / "logs").iterdir()))
+
+
+def lines(directory: Path, who: str, kind: str) -> list[list[float]]:
+    """The numbers in the lines of a kind that a process has written."""
+    path = directory / f"{who}.txt"
+    found = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+    return [[float(x) for x in line[1:]] for line in found if line[0] == kind]
+
+
+def wait_for(directory: Path, who: str, steps: int) -> None:
+    until = time.monotonic() + WAIT_SECONDS
+    while len(lines(directory, who, "step")) < steps:
+        assert time.monotonic() < until, f"{who} does not get on"
+        time.sleep(0.02)
+
+
+def test_step_is_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    import served_script
+
+    monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code, said = played(tmp_path, "replica=2 server=2 sync=step")
+    assert code == 0, said
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    served_script.main(alone, 4, 0.0, "nobody")
+    expected = lines(alone, "one", "step")
+    for who in ("worker0", "worker1"):
+        found = lines(tmp_path, who, "step")
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-12)
+        assert lines(tmp_path, who, "eval")[0] == pytest.approx(
+            lines(alone, "one", "eval")[0], abs=1e-12
+        )
+    assert not (tmp_path / "server0.pt").exists()  # its script ends at the first step
+    mine = torch.load(tmp_path / "worker1.pt", weights_only=True)
+    theirs = torch.load(alone / "one.pt", weights_only=True)
+    assert mine.keys() == theirs.keys()
+    for name, x in theirs.items():
+        torch.testing.assert_close(mine[name], x, rtol=0, atol=1e-12, msg=name)
+    # The checkpoint goes on under any layout.
+    model, optimizer = served_script.make()
+    step = tutti.distribute(served_script.train_step, model, optimizer, "")
+    step.load(tmp_path / "checkpoint")
+    assert step.num_steps == 4
+    torch.testing.assert_close(step.state_dict(), theirs, rtol=0, atol=1e-12)
+
+
+def test_a_killed_server_goes_on_and_a_killed_worker_has_left(tmp_path: Path) -> None:
+    def play(directory: Path) -> None:
+        for who, steps in (("server0", 3), ("worker1", 6)):
+            wait_for(directory, "worker1", steps)
+            wait_for(directory, "worker0", 3)
+            os.kill(int(lines(directory, who, "pid")[-1][0]), signal.SIGKILL)
+
+    code, said = played(tmp_path, "replica=2 server=1 sync=async", play, steps=12, seconds=0.1)
+    assert code == 0, said
+    assert len(lines(tmp_path, "server0", "pid")) == 2
+    assert len(lines(tmp_path, "worker0", "step")) == 12
+    left = len(lines(tmp_path, "worker1", "step"))
+    assert 6 <= left < 12
+    count = torch.load(tmp_path / "worker0.pt", weights_only=True)["optim.0.weight.step"].item()
+    assert (
+        12 + left <= count <= 12 + left + 1
+    )  # one push may count whose worker did not live to hear it
+
+
+@pytest.mark.parametrize(
+    ("layout", "wrong"),
+    [("replica=2 server=1 sync=step", "worker1"), ("replica=2 server=1 sync=async", "server0")],
+)
+def test_what_cannot_go_on_is_stopped(
+    layout: str, wrong: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = played(tmp_path, layout, wrong=wrong)
+    assert code == 1
+    said = capfd.readouterr().err
+    assert "ValueError: something is wrong here" in said and "logs in" in said

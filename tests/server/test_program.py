@@ -1,0 +1,110 @@
+"""Workers that share a batch: their gradients add up to those of the whole batch, tokens ignored unevenly."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from server.steps import Servers, batch, captured, difference, run, start
+from tutti.graph import collectives
+from tutti.graph.promote import promoted, promoted_value
+from tutti.graph.virtual import VirtualRanks
+from tutti.layout import Layout, Mesh
+from tutti.server.program import worker_layout, worker_program
+from tutti.server.small_sums import SmallSums
+from tutti.server.split import split
+from tutti.server.worker import together
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+def test_summed_gradients_are_those_of_one_device(num_workers: int) -> None:
+    found, feed = captured("adamw")
+    made = split(found)
+    part = together(made)
+    layout = worker_layout(Layout.parse(f"replica={num_workers} server=1 sync=step"), num_workers)
+    program = worker_program(part, layout)
+    moved = [n for n in program.graph.nodes if n.target in collectives.COLLECTIVES]
+    assert moved and all(n.meta["val"].numel() < 32 for n in moved)  # counts and statistics
+    graph, owner, _ = promoted(program.graph, found.owner)
+    whole, mine = start(found), start(found)
+    servers = Servers(made, mine)
+    for k in range(2):
+        returned, whole = run(found, whole, feed, k)
+        inputs = {**mine, **feed, **{f"batch.{i}": x for i, x in enumerate(batch(k))}}
+        own = [promoted_value(inputs[n]) for n in program.captured.inputs]
+        ranks = VirtualRanks(program.mesh, step=k)
+        outs = ranks.run(graph, owner, [list(own) for _ in range(num_workers)])
+        parts = [part.parts(out) for out, _ in outs]
+        gradients = {n: sum(p[1][n] for p in parts) for n in part.variables}
+        scalars = servers.scalars(gradients, {**feed, **parts[0][2]})  # type: ignore[arg-type]
+        servers.update(gradients, scalars)  # type: ignore[arg-type]
+        mine |= servers.state() | dict(zip(program.captured.updated, outs[0][1], strict=True))
+        for p in parts:
+            assert max(map(difference, part.result(p[0], scalars, wide=True), returned)) < 1e-12
+        assert max(difference(mine[n], whole[n]) for n in whole) < 1e-12
+
+
+COLLECTIVE: dict[str, tuple[Any, ...]] = {
+    "all_reduce": (("data",), "sum"),
+    "all_gather": (("data",), 1, 2),
+    "reduce_scatter": (("data",), 1, 2, "sum"),
+    "all_to_all": (("data",), 1, 1, 0, 1),
+    "partialize": (("data",), "sum"),
+    "shard": (("data",), 1, 1),
+}
+
+
+class Sums:
+    """Adds up what several threads give, in the order of their numbers."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.barrier = threading.Barrier(num_workers)
+        self.given: dict[tuple[str, int], Tensor] = {}
+
+    def of(self, worker: int) -> Any:
+        def add(name: str, values: Tensor) -> Tensor:
+            assert values.dtype == torch.float64 and values.ndim == 1
+            self.given[name, worker] = values
+            self.barrier.wait(20)
+            return torch.stack([self.given[name, w] for w in range(self.barrier.parties)]).sum(0)
+
+        return add
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "prod"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_small_sums_are_the_collectives(op: str, dtype: torch.dtype) -> None:
+    size, axes = 3, ("data",)
+    g = torch.Generator().manual_seed(0)
+    xs = [torch.randint(-9, 9, (6, 12), generator=g).to(dtype) for _ in range(size)]
+    calls = {n: (*a[:-1], op) if a[-1] == "sum" else a for n, a in COLLECTIVE.items()}
+    wheres, reduced = [(1, 2), (0, 1)], "all_gather" if op == "prod" else "reduce_scatter"
+    virtual = VirtualRanks(Mesh((("data", size),)))
+    wanted = {n: getattr(virtual, f"_{n}")([(x, *a) for x in xs]) for n, a in calls.items()}
+    joint = (reduced, wheres, "" if reduced == "all_gather" else op)
+    wanted["together"] = virtual._together(
+        [(joint[0], [x, x + 1], axes, wheres, joint[2]) for x in xs]
+    )
+    wanted["sums"] = virtual._together([("all_reduce", [x, x + 1], axes, [(), ()], op) for x in xs])
+    sums = Sums(size)
+
+    def play(worker: int) -> dict[str, Any]:
+        player, x = SmallSums(sums.of(worker), worker, size), xs[worker]
+        player.begin()
+        found = {n: getattr(player, n)(x, *a) for n, a in calls.items()}
+        found["together"] = player.together(joint[0], [x, x + 1], axes, wheres, joint[2])
+        found["sums"] = player.together("all_reduce", [x, x + 1], axes, wheres, op)
+        return found
+
+    with ThreadPoolExecutor(size) as pool:
+        outs = list(pool.map(play, range(size)))
+    for name, values in wanted.items():
+        for worker, value in enumerate(values):
+            for a, b in zip(tree_leaves(outs[worker][name]), tree_leaves(value), strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b), name

@@ -1,0 +1,145 @@
+"""`verify` of parameter servers: every consistency, several workers and servers, and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tutti
+from server.steps import Model, batch, by_norm, step
+from tutti.layout import Layout
+from tutti.runtime.comparisons import feed_of
+from tutti.runtime.verify import Subject, Verdict
+from tutti.runtime.verify_servers import verdict_of
+from tutti.server.virtual import VirtualServers
+
+STEP = "replica=2 server=2 sync=step"
+ASYNC = "replica=3 server=2 sync=async"
+
+
+class Dropping(Model):
+    """The same with dropout."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(tokens), 0.2)
+
+
+@cache
+def subject(rows: int) -> tuple[Subject, list[dict[str, Any]]]:
+    """AdamW with clipping: captured with so many samples, and those of three workers."""
+    torch.manual_seed(0)
+    model = Dropping()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    batches = [batch(which, rows) for which in range(3)]
+    made = Subject(partial(step, by_norm), model, optimizer, batches[0], steps=2)
+    return made, [feed_of(made.captured, optimizer, one) for one in batches]
+
+
+def verdict(layout: str, spoil: Any = None) -> Verdict:
+    alone = "async" in layout or "bounded(1)" in layout
+    made, feeds = subject(4 if alone else 12)
+    parsed = Layout.parse(layout)
+    count = parsed.num_replicas if alone else 1
+    return verdict_of(made, feeds[:count], parsed, spoil=spoil)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_step_is_one_device(workers: int, servers: int) -> None:
+    found = verdict(f"replica={workers} server={servers} sync=step")
+    assert found.ok and found.max_error < 1e-13, found
+    assert found.staleness is None
+
+
+def test_bounded_by_nothing_is_step() -> None:
+    found, other = verdict("replica=2 server=2 sync=bounded(0)"), verdict(STEP)
+    assert found.ok and found.max_error == other.max_error
+
+
+@pytest.mark.parametrize(
+    ("layout", "oldest"),
+    [(ASYNC, 3), ("replica=3 server=1 sync=bounded(1)", 2), ("replica=2 server=2 sync=async", 1)],
+)
+def test_stale_gradients_are_those_of_a_replay_in_the_same_order(layout: str, oldest: int) -> None:
+    found = verdict(layout)
+    assert found.ok and found.max_error < 1e-13, found
+    assert found.staleness is not None and found.staleness >= oldest
+    assert f"up to {found.staleness} updates old" in str(found)
+
+
+def test_by_the_public_name() -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    before = {n: x.clone() for n, x in model.state_dict().items()}
+    found = tutti.verify(partial(step, by_norm), model, optimizer, batch(0, 6), ASYNC, steps=1)
+    assert found.ok and "async" in str(found)
+    assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
+
+
+class Wrong:
+    """An updater with something wrong about one variable."""
+
+    def __init__(self, right: Any, what: str) -> None:
+        self.right, self.what = right, what
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.right, name)
+
+    def sums(self, variable: str, gradient: Tensor) -> Tensor:
+        found = self.right.sums(variable, gradient)
+        return found * 0 if self.what == "sums" and variable == "up.weight" else found
+
+    def scalars(self, sums: Any, given: Any) -> Mapping[str, float]:
+        found = dict(self.right.scalars(sums, given))
+        if self.what == "scalars":
+            found["returned.1"] *= 1.001
+        return found
+
+    def update(self, variable: str, state: Any, gradient: Tensor, scalars: Any) -> None:
+        if variable != "up.weight":
+            return self.right.update(variable, state, gradient, scalars)
+        if self.what == "twice":
+            self.right.update(variable, state, gradient, scalars)
+        if self.what != "never":
+            factor = 0.5 if self.what == "mean" else 1
+            self.right.update(variable, state, gradient * factor, scalars)
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"),
+    [
+        (STEP, "sums"),
+        (STEP, "scalars"),
+        (STEP, "mean"),
+        (STEP, "never"),
+        (ASYNC, "twice"),
+        (ASYNC, "never"),
+        (ASYNC, "mean"),
+    ],
+)
+def test_wrong_servers_are_found(layout: str, what: str) -> None:
+    def spoil(servers: VirtualServers) -> None:
+        for machine in servers.machines:
+            wrong: Any = Wrong(machine.ledger.updater, what)
+            machine.ledger.updater = wrong
+
+    found = verdict(layout, spoil)
+    assert not found.ok and found.max_error > 1e-5, found
+
+
+def test_weights_of_another_time_are_found() -> None:
+    """A server that answers each pull with what it had at the beginning."""
+
+    def spoil(servers: VirtualServers) -> None:
+        begin = servers.state()
+        old = {n: x["weight"] for n, x in begin.items()}
+        servers._pulled = lambda _: {n: x.clone() for n, x in old.items()}  # type: ignore[method-assign]
+
+    assert not verdict(ASYNC, spoil).ok
+    assert not verdict(STEP, spoil).ok
