@@ -6,7 +6,7 @@ Each way has two processes of its own, one thread each, that wait for their turn
 another order each round, and medians are compared. A turn is one push and one pull of the whole variable,
 from memory to memory. `plain` and `tls` are what the standard library does with ready buffers from socket to
 socket, and nothing else: no update, no checksum, no exactly once. The server applies an SGD step to what
-it gets; `kept`: it keeps records in shared memory's file system.
+it gets. `kept`: it keeps records, in a file system in memory. `shared`: payloads lie in shared memory.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
+from tutti.comm.segment import DIRECTORY
 from tutti.server.client import Client
 from tutti.server.consistency import parse
 from tutti.server.service import Service
@@ -129,7 +130,9 @@ def _tls(directory: Path) -> Tls:
     return Tls(certificate=path, key=directory / "key.pem", authority=path)
 
 
-def server_there(pipe: Connection, directory: Path, tls: bool, kept: bool) -> None:
+def server_there(
+    pipe: Connection, directory: Path, tls: bool, kept: bool, shared: bool = False
+) -> None:
     """A parameter server."""
     service = Service(
         Sgd(),
@@ -144,8 +147,11 @@ def server_there(pipe: Connection, directory: Path, tls: bool, kept: bool) -> No
     service.run()
 
 
-def server_here(pipe: Connection, directory: Path, tls: bool, kept: bool) -> Turn:
+def server_here(
+    pipe: Connection, directory: Path, tls: bool, kept: bool, shared: bool = False
+) -> Turn:
     """Its worker."""
+    os.environ[DIRECTORY] = "" if shared else "off"
     one = Client(
         [pipe.recv()],
         Sgd(),
@@ -233,6 +239,8 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[..., Turn], tuple[Any, ...]]
     "tutti": (server_there, server_here, (False, False)),
     "tutti kept": (server_there, server_here, (False, True)),
     "tutti tls": (server_there, server_here, (True, False)),
+    "tutti shared": (server_there, server_here, (False, False, True)),
+    "tutti shared kept": (server_there, server_here, (False, True, True)),
     "gloo": (gloo_there, gloo_here, ()),
     "torch rpc": (rpc_there, rpc_here, ()),
 }

@@ -90,7 +90,7 @@ class Client:
         patience = timeout_seconds or collective_timeout().total_seconds()
         context = tls.context(server_side=False) if tls else None
         ends = (list(addresses), checked_secret(secret, tls), context, _limits(self.blocks))
-        self._links = Links(*ends, patience)
+        self._links = Links(*ends, patience, share=True)
         self._beat_links = Links(*ends, LEASE_SECONDS)
         self._lock = threading.Lock()
         self._versions: Mapping[int, int] = {}

@@ -48,6 +48,8 @@ KINDS: tuple[type, ...] = (
     records.Closed,
     records.Applied,
     records.Begun,
+    m.Share,
+    m.Shared,
 )
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 REQUESTS = frozenset(NUMBERS[kind] for kind in KINDS if issubclass(kind, m.Request))

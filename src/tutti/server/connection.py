@@ -14,6 +14,7 @@ from tutti.server.address import within_host
 from tutti.server.frames import Seal
 from tutti.server.handshake import ClientHandshake, ServerHandshake
 from tutti.server.inbox import Inbox, Limits, Place, anywhere, written
+from tutti.server.region import Half
 
 # Bytes that one connection may read or write before others have a turn.
 _TURN_NBYTES = 8 * 2**20
@@ -55,7 +56,9 @@ class Connection:
         self.opened = False
         self._limits = limits
         self._tls = isinstance(sock, ssl.SSLSocket)
-        self._checked = not self._tls and not within_host(sock)
+        self.within_host = not self._tls and within_host(sock)
+        self._checked = not self._tls and not self.within_host
+        self._shared: Half | None = None
         self._least = 1
         self._greeted = not self._tls
         self._wants_write = False
@@ -90,7 +93,14 @@ class Connection:
     def send(self, number: int, message: Any, *, done: Callable[[], None] | None = None) -> None:
         """Put a message behind those that wait; `done` is called when it has left, or never can."""
         assert self._seal is not None
-        self._outbox.append((written(number, message, self._seal, checked=self._checked), done))
+        buffers = written(number, message, self._seal, checked=self._checked, shared=self._shared)
+        self._outbox.append((buffers, done))
+
+    def share(self, *, incoming: Half | None = None, outgoing: Half | None = None) -> None:
+        """From the next message on, large parts lie in memory that both ends have."""
+        assert self._inbox is not None
+        self._inbox.shared = incoming or self._inbox.shared
+        self._shared = outgoing or self._shared
 
     def read(self) -> tuple[int, Any] | None:
         """The next message, if it has come whole, and the number of its request; nothing is waited for.

@@ -3,7 +3,8 @@
     offset  field      type
     0       magic      4 bytes  b"tuti"
     4       version    u8       1
-    5       kind       u8       a message's (codec.KINDS), or 255: a part of the message before it
+    5       kind       u8       a message's (codec.KINDS), or 255: a part of the message before it;
+                                254: the same, and its bytes lie in shared memory from `check` on
     6       dtype      u8       of a part's values (DTYPES)
     7       ndim       u8       of a part: 0 to 8
     8       number     u64      of the request; its reply has the same
@@ -32,7 +33,8 @@ from torch import Tensor
 from tutti.server.codec import MalformedError
 from tutti.server.messages import Part
 
-MAGIC, VERSION, PART = b"tuti", 1, 255
+MAGIC, VERSION = b"tuti", 1
+PART, SHARED_PART = 255, 254
 _HEADER = struct.Struct("<4sBBBBQQdQQ8QQ8s")
 HEADER_NBYTES = _HEADER.size
 _DENSE = 2**64 - 1
@@ -159,13 +161,13 @@ def unpack(raw: bytes | bytearray, seal: Seal) -> Header:
     )
 
 
-def part_header(number: int, key: int, part: Part, check: int) -> Header:
+def part_header(number: int, key: int, part: Part, check: int, kind: int = PART) -> Header:
     """The header of a part's frame."""
     rows = None if part.rows is None else len(part.rows)
     nbytes = part.values.nbytes + 8 * (rows or 0)
     shape = tuple(part.values.shape)
     dtype = part.values.dtype
-    return Header(PART, number, key, nbytes, check, dtype, shape, part.scale, rows)
+    return Header(kind, number, key, nbytes, check, dtype, shape, part.scale, rows)
 
 
 def check_part(header: Header, limit: int) -> None:

@@ -16,6 +16,7 @@ from tutti.server.codec import TEXT_NBYTES, MalformedError, decode, encode
 from tutti.server.frames import (
     HEADER_NBYTES,
     PART,
+    SHARED_PART,
     Checksum,
     Header,
     Seal,
@@ -28,6 +29,7 @@ from tutti.server.frames import (
     unpack,
 )
 from tutti.server.messages import Part
+from tutti.server.region import Half
 
 # Room for a part, from the headers of its message and of itself.
 Place = Callable[[Header, Header], Tensor]
@@ -57,6 +59,7 @@ class Inbox:
     def __init__(self, seal: Seal, limits: Limits, place: Place = anywhere) -> None:
         self._seal, self._limits, self._place = seal, limits, place
         self._header = bytearray(HEADER_NBYTES)
+        self.shared: Half | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -117,10 +120,11 @@ class Inbox:
         self._begin()
         return number, message
 
-    def _read_part_header(self) -> None:
+    def _read_part_header(self) -> tuple[int, Any] | None:
         assert self._message is not None
         header = unpack(self._header, self._seal)
-        if header.kind != PART or header.number != self._message.number:
+        shared = self.shared if header.kind == SHARED_PART else None
+        if (header.kind != PART and not shared) or header.number != self._message.number:
             raise MalformedError("something else than the part that is due")
         check_part(header, self._limits.part_nbytes)
         self._parts_nbytes += header.nbytes
@@ -128,7 +132,12 @@ class Inbox:
             raise MalformedError("a part that comes twice, or too much in all")
         self._part = header
         self._body = self._place(self._message, header)
+        if shared:
+            shared.take(header.check, self._body)
+            self._parts[header.key] = read_part(header, self._body)
+            return self._next_part()
         self._expect(octets(self._body), self._read_body, check=header.check)
+        return None
 
     def _read_body(self) -> tuple[int, Any] | None:
         self._verify()
@@ -142,19 +151,28 @@ class Inbox:
                 raise MalformedError("a payload with a wrong checksum")
 
 
-def written(number: int, message: Any, seal: Seal, *, checked: bool = True) -> Iterator[memoryview]:
+def written(
+    number: int, message: Any, seal: Seal, *, checked: bool = True, shared: Half | None = None
+) -> Iterator[memoryview]:
     """A message as buffers to send, one after the other; those of parts are where their tensors lie.
 
     Each is made when it is due: while the kernel sends one part, the checksum of the next is taken (if they
-    are to be `checked`).
+    are to be `checked`). Large parts are put into `shared` memory, if there is some.
     """
     check = checksum if checked else _unchecked
     kind, text, parts = encode(message)
     payload = memoryview(text)
     yield memoryview(pack(Header(kind, number, len(parts), len(text), check(payload)), seal))
     yield payload
+    if shared:
+        shared.begin()
     for key, part in parts.items():
-        bodies = [octets(x) for x in (part.rows, part.values) if x is not None]
+        pieces = [x for x in (part.rows, part.values) if x is not None]
+        begin = shared.put(pieces) if shared else None
+        if begin is not None:
+            yield memoryview(pack(part_header(number, key, part, begin, SHARED_PART), seal))
+            continue
+        bodies = [octets(x) for x in pieces]
         whole = bodies[0] if len(bodies) == 1 else memoryview(b"".join(bodies))
         yield memoryview(pack(part_header(number, key, part, check(whole)), seal))
         if len(whole):

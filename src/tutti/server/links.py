@@ -23,10 +23,13 @@ from tutti.server.connection import Connection
 from tutti.server.frames import Header
 from tutti.server.handshake import RefusedError
 from tutti.server.inbox import Limits
-from tutti.server.messages import Reply, Request
+from tutti.server.machine import OBSERVER
+from tutti.server.messages import Reply, Request, Share, Shared
+from tutti.server.region import accepted, wanted
 
 _FIRST_DELAY, _LAST_DELAY = 0.05, 1.0
 _MOST_REFUSALS = 4
+_SHARING = 0  # the number of requests that belong to the connection
 
 # Room for the part of a reply, from its key and header; None: anywhere.
 Room = Callable[[Header], Tensor | None]
@@ -53,6 +56,7 @@ class Links:
         tls: a client's context, or None.
         limits: of what they may send.
         patience_seconds: so long an answer may take.
+        share: let payloads lie in memory that is shared with servers of this host.
     """
 
     def __init__(
@@ -62,9 +66,12 @@ class Links:
         tls: ssl.SSLContext | None,
         limits: Limits,
         patience_seconds: float,
+        *,
+        share: bool = False,
     ) -> None:
         self._secret, self._tls, self._limits = secret, tls, limits
         self._patience_seconds = patience_seconds
+        self._share = share and wanted()
         self._links = [_Link(server, address) for server, address in enumerate(addresses)]
         self._selector = selectors.DefaultSelector()
         self._numbers = itertools.count(1)
@@ -126,14 +133,26 @@ class Links:
         connection = link.connection
         if connection is None:
             return
+        strange = not connection.opened
         found = connection.read()
         if connection.opened:
             link.delay, link.refusals = _FIRST_DELAY, 0
+        if connection.opened and strange and self._share and connection.within_host:
+            connection.send(_SHARING, Share(worker=OBSERVER, incarnation=0))
         connection.write()
         self._selector.modify(connection.sock, connection.events, link)
+        if found and found[0] == _SHARING and isinstance(found[1], Shared):
+            self._accept(connection, found[1])
         if found and link.request and found[0] == link.request[0]:
             link.request = None
             replies[link.server] = found[1]
+
+    def _accept(self, connection: Connection, shared: Shared) -> None:
+        """Use the memory that a server offers, and say so."""
+        halves = accepted(shared) if shared.nbytes else None
+        if halves:
+            connection.share(outgoing=halves[0], incoming=halves[1])
+            connection.send(_SHARING, Share(worker=OBSERVER, incarnation=0, mapped=1))
 
     def _try(self, link: _Link, action: Callable[[], Any]) -> None:
         """`action`, or the end of the connection."""

@@ -8,6 +8,7 @@
     Sums         ->  <-           Partial     waits until the clock is closed        } only with a coupled
     Settle       ->  <-           Done        the update is made                     } update, several servers
     Add          ->  <-           Total       waits for the others
+    Share        ->  <-           Shared      once for a connection within a host
     Beat, Leave  ->  <-           Done
     any          ->  <-           Refused
 
@@ -130,6 +131,23 @@ class Status(Request):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Share(Request):
+    """Asks for memory that both ends share, for this connection; then says that it is `mapped` (1)."""
+
+    mapped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shared:
+    """Where it is (`region.py`); of 0 bytes if there is none."""
+
+    pid: int
+    descriptor: int
+    nbytes: int
+    word: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Joined:
     """Begin with `clock`; so many updates have been made, and so many workers are there."""
 
@@ -196,4 +214,4 @@ class Refused:
 
 
 FENCED, WRONG = "fenced", "wrong"
-Reply = Joined | Done | Weights | Partial | Total | Figures | Refused
+Reply = Shared | Joined | Done | Weights | Partial | Total | Figures | Refused

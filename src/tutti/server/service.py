@@ -6,6 +6,7 @@ made of them, and whoever is not through the handshake within 5 seconds is gone.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import selectors
 import socket
@@ -30,6 +31,7 @@ from tutti.server.journal import Slab
 from tutti.server.keys import BLOCK_NBYTES, Block, blocks
 from tutti.server.ledger import Ledger, initial
 from tutti.server.machine import LEASE_SECONDS, Machine
+from tutti.server.region import Offer, wanted
 from tutti.server.secret import checked_secret
 from tutti.server.store import Store, room
 from tutti.server.tls import Tls
@@ -50,6 +52,7 @@ class _Peer:
     def __init__(self, name: str, connection: Connection, now: float) -> None:
         self.name, self.connection, self.since = name, connection, now
         self.slab: Slab | None = None
+        self.offer: Offer | None = None
         self.outstanding = 0
 
 
@@ -209,6 +212,9 @@ class Service:
         peer.outstanding += 1
         if peer.outstanding > _MOST_OUTSTANDING:
             raise MalformedError("too many requests at once")
+        if isinstance(request, m.Share):
+            self._answer([((peer, number), self._share(peer, request))])
+            return
         self._answer(self.machine.handle((peer, number), request, time.monotonic()))
         if peer.slab is not None:
             self._store.release(peer.slab, self.machine.ledger)
@@ -224,6 +230,17 @@ class Service:
             peer.outstanding -= 1
             peer.connection.send(number, reply, done=lambda r=reply: self.machine.returned(r))
             self._selector.modify(peer.connection.sock, peer.connection.events, peer)
+
+    def _share(self, peer: _Peer, request: m.Share) -> m.Shared:
+        """Memory to share with one connection; answers lie there once the worker has mapped it."""
+        if peer.offer is not None and request.mapped:
+            peer.connection.share(outgoing=peer.offer.outgoing)
+        elif peer.offer is None and peer.connection.within_host and wanted():
+            with contextlib.suppress(OSError):
+                peer.offer = Offer(room(self._limits.parts_nbytes, 2 * self._limits.num_parts))
+                peer.connection.share(incoming=peer.offer.incoming)
+                return peer.offer.message
+        return m.Shared(pid=0, descriptor=-1, nbytes=0, word="")
 
     def _place(self, peer: _Peer, message: Header, part: Header) -> Tensor:
         """Pushes go where they can be kept without a copy."""
@@ -243,6 +260,8 @@ class Service:
             self._selector.unregister(peer.connection.sock)
             del self._peers[fileno]
         peer.connection.close()
+        if peer.offer is not None:
+            peer.offer.close()
         self._forget(peer)
         if peer.slab is not None:
             self._store.release(peer.slab, self.machine.ledger)

@@ -259,7 +259,8 @@ def _check_identity(directory: Path, identity: dict[str, Any]) -> None:
     path = directory / "server.json"
     text = json.dumps(identity, sort_keys=True, indent=1)
     if not path.exists():
-        path.write_text(text)
+        path.with_suffix(".new").write_text(text)  # this process may end while it writes
+        path.with_suffix(".new").rename(path)
     elif path.read_text() != text:
         raise ServerError(
             "these are the records of another server",
