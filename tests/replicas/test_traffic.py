@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tutti.comm.coding import CODINGS
 from tutti.replicas import traffic
 from tutti.replicas.mean import Mean, mean_of
 from tutti.replicas.pieces import cut, joined
-from tutti.replicas.traffic import CODINGS
 
 CODED = pytest.mark.parametrize("coding", sorted(CODINGS))
 
@@ -90,16 +90,6 @@ def test_bytes_on_the_way(coding: str, nbytes: int, count: int) -> None:
         assert scales == (coding == "int8") * (len(sent) // 2)
         numbers = sum(v.nbytes for v in sent) - 4 * scales
         assert numbers == pytest.approx(2 * (count - 1) / count * total * nbytes, abs=16 * count)
-
-
-def test_int8_clips_at_six_standard_deviations() -> None:
-    x = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    x[0] = 100.0
-    deviation = x.square().mean().sqrt()
-    parts = CODINGS["int8"].encode(x)
-    back = CODINGS["int8"].decode(parts, torch.float32)
-    assert back[0].item() == pytest.approx(6 * deviation.item(), rel=1e-5)
-    assert (back[1:] - x[1:]).abs().max() <= 6 / 127 / 2 * deviation * 1.001
 
 
 @settings(max_examples=50, deadline=None)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tutti.comm.coding import CODINGS
 from tutti.replicas import traffic
 from tutti.replicas.pieces import Piece, cut, joined
 from tutti.replicas.strategy import State
@@ -41,7 +42,7 @@ class Mean:
 
     def __init__(self, coding: str, message: Message, state: State, place: int, count: int) -> None:
         self._coding, self._likes, self._place = coding, message, place
-        coded = coding in traffic.CODINGS
+        coded = coding in CODINGS
         self.errors = {
             f"error.{n}": state[f"error.{n}"].clone(memory_format=torch.contiguous_format)
             for n in message

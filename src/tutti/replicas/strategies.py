@@ -7,8 +7,8 @@ import re
 from dataclasses import Field, fields
 from typing import Any
 
+from tutti.comm import coding
 from tutti.errors import LayoutError
-from tutti.replicas import traffic
 from tutti.replicas.average import Average
 from tutti.replicas.diloco import DiLoCo
 from tutti.replicas.elastic import Elastic
@@ -56,10 +56,8 @@ def parse(text: str) -> Strategy:
 
 
 def _value(name: str, option: Field[Any], value: str) -> Any:
-    if option.name == "traffic" and value not in traffic.NAMES:
-        raise LayoutError(
-            f"traffic={value} in sync={name} is unknown", fix=", ".join(traffic.NAMES)
-        )
+    if option.name == "traffic" and value not in coding.NAMES:
+        raise LayoutError(f"traffic={value} in sync={name} is unknown", fix=", ".join(coding.NAMES))
     try:
         return _READ[str(option.type)](value)
     except ValueError:

@@ -90,7 +90,7 @@ class Strategy(ABC):
 
     @property
     def coding(self) -> str:
-        """In what messages travel: a key of `traffic.CODINGS`."""
+        """In what messages travel: a name in `comm.coding.NAMES`."""
         return "fp32"
 
     def check(self, num_replicas: int) -> None:  # noqa: B027  # most fit any number
