@@ -17,6 +17,7 @@ from tutti.errors import CommError, ServerError
 from tutti.server import messages as m
 from tutti.server.codec import REPLIES
 from tutti.server.consistency import Consistency
+from tutti.server.feedback import Feedback
 from tutti.server.frames import Header
 from tutti.server.inbox import Limits
 from tutti.server.keys import BLOCK_NBYTES, Block, blocks
@@ -57,6 +58,7 @@ class Client:
         consistency: as the servers have it.
         secret, tls: as the servers ask for.
         timeout_seconds: how long an answer may take; `TUTTI_TIMEOUT` unless given.
+        traffic: in what gradients travel: `fp32`, `bf16` or `int8`, with error feedback.
 
     Raises:
         ServerError: neither secret nor certificates.
@@ -72,6 +74,7 @@ class Client:
         secret: bytes | str = b"",
         tls: Tls | None = None,
         timeout_seconds: float | None = None,
+        traffic: str = "fp32",
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
         self.blocks = blocks(updater.variables, len(addresses), nbytes=block_nbytes)
@@ -92,6 +95,7 @@ class Client:
         ends = (list(addresses), checked_secret(secret, tls), context, _limits(self.blocks))
         self._links = Links(*ends, patience, share=True)
         self._beat_links = Links(*ends, LEASE_SECONDS)
+        self._feedback = Feedback(traffic)
         self._lock = threading.Lock()
         self._versions: Mapping[int, int] = {}
         self._sums = (0, 0)
@@ -172,10 +176,15 @@ class Client:
         parts: dict[int, Part] = {}
         for name, x in gradients.items():
             for block in self._by_variable[name]:
-                part = _rows_of(block, x) if isinstance(x, Rows) else Part(block.of(_whole(x)))
+                part = self._part(block, x)
                 if part is not None:
                     parts[block.key] = part
         return self._run(self.session.push(parts, numbers, self._versions))
+
+    def _part(self, block: Block, x: Tensor | Rows) -> Part | None:
+        if isinstance(x, Rows):
+            return _rows_of(block, x)
+        return self._feedback.part(block.key, block.of(_whole(x)))
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
         """`x` (1-D, of numbers that float64 holds) added up over the workers, or their `max` or `min`.
