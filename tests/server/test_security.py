@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
@@ -100,9 +101,12 @@ class Recorder(threading.Thread):
         there = connect(self._server)
         back = threading.Thread(target=self._pass, args=(there, here), daemon=True)
         back.start()
-        while piece := here.recv(4096):
-            self.heard += piece
-            there.sendall(piece)
+        with contextlib.suppress(
+            ConnectionResetError
+        ):  # the client may leave with an answer unread
+            while piece := here.recv(4096):
+                self.heard += piece
+                there.sendall(piece)
         there.shutdown(socket.SHUT_WR)
         back.join(20)
         for sock in (here, there, self._listener):

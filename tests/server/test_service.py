@@ -98,6 +98,16 @@ def test_the_directory_of_another_server_is_refused(tmp_path: Path) -> None:
         pass
 
 
+def test_one_server_serves_sixteen_workers() -> None:
+    updater = Sgd()
+    with services(updater, "async", 16) as running:
+        at = [running[0].address]
+        all_at_once(*(functools.partial(train, updater, "async", at, w, 6) for w in range(16)))
+        figures = running[0].machine.ledger
+        assert figures.version == 16 * 6 == sum(figures.staleness.values())
+        assert {w: x.sequence for w, x in figures.members.items()} == dict.fromkeys(range(16), 6)
+
+
 def test_small_sums_between_workers() -> None:
     updater = Sgd()
 

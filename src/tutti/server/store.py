@@ -224,7 +224,7 @@ def _mapped(path: Path, nbytes: int) -> mmap.mmap:
     try:
         nbytes = max(nbytes, os.fstat(fd).st_size)
         os.posix_fallocate(fd, 0, nbytes)
-        return mmap.mmap(fd, nbytes)
+        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     finally:
         os.close(fd)
 
