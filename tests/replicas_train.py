@@ -210,3 +210,19 @@ def flat(state: Any, model: nn.Module) -> NDArray[Any]:
     """All parameters in one row."""
     names = [n for n, _ in model.named_parameters()]
     return np.concatenate([runs.whole(state[n]).numpy().reshape(-1) for n in names])
+
+
+def sent_nbytes(layout: str, first: int, last: int) -> tuple[int, int]:
+    """The bytes and the number of letters that this rank sends in the steps after `first` up to `last`."""
+    step = tutti.distribute(train_step, *make(), layout)
+    run(step, 0, first)
+    assert step.agreeing is not None and step.agreeing.team is not None
+    post = step.agreeing.team.between.post
+    post.flush()
+    before = post.nbytes
+    sent: list[str] = []
+    send = post.send
+    post.send = lambda to, topic, *rest: (sent.append(topic), send(to, topic, *rest))[1]  # type: ignore[method-assign]
+    run(step, first, last)
+    post.flush()
+    return post.nbytes - before, len(sent)

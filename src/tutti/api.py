@@ -36,7 +36,8 @@ from tutti.runtime import checkpoint
 from tutti.runtime.execute import Execution
 from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
-from tutti.runtime.ranks import LAYOUT, ensure_process_group
+from tutti.runtime.ranks import ensure_process_group
+from tutti.runtime.records import LAYOUT
 from tutti.runtime.replicas import Agreeing
 from tutti.runtime.residence import (
     Residence,

@@ -13,7 +13,7 @@ from typing import Any
 
 from tutti.api import LOOK, Step
 from tutti.errors import CaptureError
-from tutti.runtime.ranks import LAYOUT
+from tutti.runtime.records import LAYOUT
 
 
 class _Seen(BaseException):

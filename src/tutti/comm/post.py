@@ -40,6 +40,7 @@ BEAT_SECONDS = 1.0
 DEFAULT_LEASE_SECONDS = 5.0
 # How long a process that ends waits for its last letters to leave.
 _LEAVE_SECONDS = 2.0
+_CLOSED = "its connection has closed"
 
 # (rank that sent it, letter), called with the post's lock held: it must not wait. What it returns is done
 # without the lock, before the next letter of that rank is taken.
@@ -80,6 +81,7 @@ class _Hub:
         self.lost: dict[int, str] = {}
         self.refused = ""
         self.closed = False
+        self.seconds = 0.0
         self._lease, self._ticks = lease, 0
         self._handler: Any = weakref.WeakMethod(handler)  # type: ignore[arg-type]
 
@@ -111,7 +113,7 @@ class _Hub:
                     self.changed.notify_all()
             line.socket.shutdown(socket.SHUT_WR)
         except OSError as error:
-            self.lose(line, str(error))
+            self.lose(line, _why(error))
 
     def receive(self, line: _Line) -> None:
         """A thread: letters and signs, until the other end closes."""
@@ -126,16 +128,18 @@ class _Hub:
                     self.lose(line, "", left=True)
                 elif kind != letters.BEAT:
                     raise ValueError(f"a letter of unknown kind {kind!r}")
-            self.lose(line, "its connection has closed")
+            self.lose(line, _CLOSED)
         except (OSError, ValueError, TypeError) as error:
-            self.lose(line, str(error))
+            self.lose(line, _why(error))
 
     def watch(self) -> None:
         """A thread: counts time by its own naps, so that a rank that was stopped suspects nobody."""
         while not self.closed:
-            time.sleep(min(BEAT_SECONDS, self._lease))
+            nap = min(BEAT_SECONDS, self._lease)
+            time.sleep(nap)
             self._ticks += 1
-            limit = self._lease / min(BEAT_SECONDS, self._lease)
+            self.seconds += nap
+            limit = self._lease / nap
             for line in list(self.lines.values()):
                 if not line.gone and self._ticks - line.heard > limit:
                     self.lose(line, f"no sign of life for {self._lease:g} s", tell=True)
@@ -202,7 +206,7 @@ class _Hub:
         while begin < size:
             count = line.socket.recv_into(view[begin:])
             if not count:
-                raise ValueError("its connection has closed")
+                raise ValueError(_CLOSED)
             line.heard = self._ticks
             begin += count
         return view
@@ -267,6 +271,11 @@ class Post:
         with self.changed:
             return sum(line.nbytes for line in self._hub.lines.values())
 
+    @property
+    def seconds(self) -> float:
+        """Time that this process has not been stopped for, in steps of a second."""
+        return self._hub.seconds
+
     def check(self) -> None:
         """Raise `CommError` where another rank has given this one up."""
         if self._hub.refused:
@@ -275,3 +284,8 @@ class Post:
                 why=self._hub.refused,
                 fix="if this process is stopped now and then, set TUTTI_LEASE to more seconds",
             )
+
+
+def _why(error: BaseException) -> str:
+    """What the kernel says of a connection whose other end has died differs from time to time."""
+    return _CLOSED if isinstance(error, ConnectionError) else str(error)

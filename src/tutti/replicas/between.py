@@ -10,7 +10,6 @@ They go as letters (`comm.post`), which reach whoever is left when a replica is 
 from __future__ import annotations
 
 import functools
-import time
 import weakref
 from collections.abc import Callable
 
@@ -130,14 +129,14 @@ class Between:
 
     def _await_pushes(self, due: Round) -> None:
         """Until all have come whose next is this replica; after a loss no longer than the lease."""
-        begun = until = time.monotonic()
+        begun = until = self.post.seconds
         until += self._timeout
         view = self._not_lost()
         while True:
             with self.post.changed:
                 self.post.check()
                 if view != self._not_lost():
-                    view, until = self._not_lost(), min(until, time.monotonic() + lease_seconds())
+                    view, until = self._not_lost(), min(until, self.post.seconds + lease_seconds())
                 came = self._pushed.get(str(due.begins), {})
                 missing = [
                     i
@@ -150,7 +149,7 @@ class Between:
                 if not missing:
                     return
                 self.post.changed.wait(_LOOK_SECONDS)
-            if time.monotonic() > until:
+            if self.post.seconds > until:
                 if until < begun + self._timeout:
                     return
                 raise CommError(

@@ -100,7 +100,7 @@ class Meeting:
 
     def _carry_out(self, key: str, now: _Round, combine: Combine) -> None:
         post = self._the_post()
-        deadline = time.monotonic() + self._timeout
+        deadline = post.seconds + self._timeout
         ask_at = 0.0
         while True:
             with post.changed:
@@ -115,7 +115,7 @@ class Meeting:
                         ask_at = time.monotonic() + _ASK_SECONDS
             for j, messages in ready:
                 self._publish(key, now, j, combine(j, messages))
-            if time.monotonic() > deadline:
+            if post.seconds > deadline:
                 raise self._late(key, now)
 
     def _ready(self, now: _Round) -> list[tuple[int, list[Message]]]:

@@ -20,6 +20,7 @@ from tutti.planner.memory import predict, predict_places
 from tutti.report.memory import memory_text
 from tutti.report.pipeline import pipeline_text
 from tutti.report.records import Record, dtype_text, records
+from tutti.report.rounds import rounds_text
 from tutti.report.table import columns
 
 
@@ -46,6 +47,8 @@ def explain(
     if made is not None:
         parts.append(pipeline_text(made))
     parts.append(_collectives_table(program, made))
+    if program.layout.num_replicas > 1 and not program.layout.server and program.captured.updated:
+        parts.append(rounds_text(program, made))
     if program.fallbacks:
         parts.append("no rule, operands gathered whole:\n  " + "\n  ".join(program.fallbacks))
     if graph:

@@ -104,10 +104,12 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
     state = state_dict(step)
     every = {s.name: s.tensor for s in _state(step)} | {COUNT: state[COUNT]}
     (path / MANIFEST).unlink(missing_ok=True)
-    _together()
+    left = replicas.group_left(step)
+    _together(left)
     with _alone_without_warning():
-        state_dict_saver.save(replicas.to_save(step, state), checkpoint_id=str(path))
-    if _rank() == 0:
+        whole = replicas.to_save(step, state)
+        state_dict_saver.save(whole, checkpoint_id=str(path), process_group=left)
+    if _rank(left) == 0:
         manifest = {
             "format": FORMAT,
             "layout": str(step.layout),
@@ -119,7 +121,7 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
         draft = path / (MANIFEST + ".draft")
         draft.write_text(json.dumps(manifest))
         draft.rename(path / MANIFEST)
-    _together()
+    _together(left)
 
 
 def load(step: Holder, path: Path) -> dict[str, Any]:
@@ -277,10 +279,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+def _rank(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
 
 
-def _together() -> None:
+def _together(group: dist.ProcessGroup | None = None) -> None:
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(group)

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+from tutti.runtime.records import Exit, Lost, read_record
+
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 
@@ -75,8 +77,9 @@ class Guard:
         )
 
     def _ended_well(self, rank: int) -> bool:
-        path = self._run_dir / f"rank{rank}.exit.json"
-        return path.exists() and '"code": 0' in path.read_text()
+        ended = read_record(self._run_dir, Exit, rank)
+        lost = read_record(self._run_dir, Lost, rank)
+        return lost is not None or (ended is not None and ended.code == 0)
 
 
 def _is_rank(pid: int) -> bool:

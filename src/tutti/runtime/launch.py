@@ -18,8 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tutti.runtime import failures
 from tutti.runtime.guard import Guard
-from tutti.runtime.ranks import LAYOUT, RUN_DIR
-from tutti.runtime.records import Exit, read_record
+from tutti.runtime.records import LAYOUT, RUN_DIR, Exit, Lost, read_record
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_SECONDS = 0.1
@@ -80,6 +79,20 @@ def _run(config: LaunchConfig, command: list[str], run_dir: Path, logs_at: Path)
         if exc.sigval == signal.SIGINT and all(e is not None and e.code == 0 for e in exits):
             return 0
         return 128 + exc.sigval
+    lost = [found for rank in range(num_ranks) if (found := read_record(run_dir, Lost, rank))]
+    return _without(lost, run_dir, num_ranks, logs_at) if lost else 0
+
+
+def _without(lost: list[Lost], run_dir: Path, num_ranks: int, logs_at: Path) -> int:
+    """The code of a run of which some replicas were lost: good while one of them has come to its end."""
+    codes = {one.rank: one.code for one in lost}
+    ends = failures.read_ends(run_dir, codes, num_ranks, _stderr_logs(logs_at))
+    if len(lost) == num_ranks:
+        print(failures.report(ends), f"\nlogs in {logs_at}", sep="", file=sys.stderr, flush=True)
+        return failures.exit_code(ends)
+    for one in lost:
+        line = f"rank {one.rank} {ends[one.rank].how}: the others went on without replica {one.replica}"
+        print(line, file=sys.stderr, flush=True)
     return 0
 
 

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tutti.comm.group import collective_timeout
+from tutti.runtime.records import RUN_DIR
 
-RUN_DIR = "TUTTI_RUN_DIR"
-LAYOUT = "TUTTI_LAYOUT"
 LEAVE_SECONDS = 0.1
 
 

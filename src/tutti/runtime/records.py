@@ -8,6 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
+# What the launcher tells the ranks.
+RUN_DIR = "TUTTI_RUN_DIR"
+LAYOUT = "TUTTI_LAYOUT"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -43,8 +47,25 @@ class Exit:
     code: int
 
 
-Record = Failure | Place | Exit
-T = TypeVar("T", Failure, Place, Exit)
+@dataclass(frozen=True)
+class Joined:
+    """A rank's replica has come together with the others: from now on they can go on without it."""
+
+    rank: int
+    replica: int
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank of a replica that the others have gone on without, and how it ended."""
+
+    rank: int
+    replica: int
+    code: int
+
+
+Record = Failure | Place | Exit | Joined | Lost
+T = TypeVar("T", Failure, Place, Exit, Joined, Lost)
 
 
 def write_record(run_dir: Path, record: Record) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,10 +14,12 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.tensor import DTensor
 
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
+from tutti.comm.group import collective_timeout
 from tutti.layout import Layout
 from tutti.replicas import parts, strategies
 from tutti.replicas.strategy import AVERAGED
 from tutti.replicas.team import Team
+from tutti.runtime.records import RUN_DIR, Joined, write_record
 from tutti.runtime.residence import local_of, residence_of, run_device, set_local
 
 
@@ -64,6 +67,8 @@ class Agreeing:
         self.team = Team(self.strategy, self.layout.mesh, names, run_device(step.model))
         everything = {s.name: local_of(s.tensor) for s in _here(step)}
         self.team.start(self.weights(step), everything)
+        if run_dir := os.environ.get(RUN_DIR):
+            write_record(Path(run_dir), Joined(dist.get_rank(), self.replica))
         if self.unread is not None:
             load(step, self.unread, described(step))
 
@@ -97,8 +102,9 @@ class Agreeing:
         return {s.name: local_of(s.tensor) for s in kept}
 
 
-# Checkpoints: the plain names hold replica 0's state, so any layout can read it. The other replicas' state,
-# and what the strategy remembers on each, stand beside them under names that no module has.
+# Checkpoints: the plain names hold the state of replica 0 (of the first that is left), so any layout can read
+# it. The other replicas' state, and what the strategy remembers on each, stand beside them under names that
+# no module has.
 
 
 def described(step: Holder) -> str:
@@ -110,7 +116,28 @@ def described(step: Holder) -> str:
 
 def saved_as(step: Holder) -> str:
     """The same of a checkpoint; "" before the first call, when strategies remember nothing yet."""
-    return described(step) if step.agreeing is not None and step.agreeing.team is not None else ""
+    if step.agreeing is None or step.agreeing.team is None:
+        return ""
+    lost = step.layout.num_replicas - len(_left(step))
+    return described(step) + (f" {lost} lost" if lost else "")
+
+
+def group_left(step: Holder) -> dist.ProcessGroup | None:
+    """The ranks of the replicas that are left, where some are lost; these ask for it together."""
+    left = _left(step)
+    if len(left) == step.layout.num_replicas or not dist.is_initialized():
+        return None
+    mesh = step.layout.mesh
+    ranks = [r for r in range(mesh.num_ranks) if mesh.coordinates(r)["replica"] in left]
+    group = dist.new_group(ranks, timeout=collective_timeout(), use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _left(step: Holder) -> list[int]:
+    """The replicas that are not lost."""
+    team = step.agreeing.team if step.agreeing is not None else None
+    return team.between.here() if team is not None else list(range(step.layout.num_replicas))
 
 
 def to_save(step: Holder, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +145,8 @@ def to_save(step: Holder, state: Mapping[str, Any]) -> dict[str, Any]:
     if step.layout.num_replicas == 1 or not dist.is_initialized():
         return dict(state)
     replica = parts.replica_here(step.layout.mesh)
-    found = {_own(replica, n) if replica else n: x for n, x in state.items()}
+    first = replica == _left(step)[0]
+    found = {n if first else _own(replica, n): x for n, x in state.items()}
     agreeing = step.agreeing
     if agreeing is not None and agreeing.team is not None:
         found |= _remembered(step, replica, agreeing.team.state())

@@ -19,7 +19,7 @@ from pathlib import Path
 from tutti.comm.group import collective_timeout
 from tutti.errors import LayoutError, ServerError
 from tutti.layout import Layout
-from tutti.runtime.ranks import RUN_DIR
+from tutti.runtime.records import RUN_DIR
 from tutti.server.tls import Tls
 
 ROLE, SERVERS, SECRET = "TUTTI_ROLE", "TUTTI_SERVERS", "TUTTI_SECRET"

@@ -25,8 +25,7 @@ from typing import Any, Protocol
 from tutti.layout import Layout
 from tutti.runtime import failures
 from tutti.runtime.guard import Guard
-from tutti.runtime.ranks import LAYOUT, RUN_DIR
-from tutti.runtime.records import Failure, read_record
+from tutti.runtime.records import LAYOUT, RUN_DIR, Failure, read_record
 from tutti.runtime.roles import RECORDS, ROLE, SECRET, SERVER, WORKER, Role
 from tutti.server import consistency
 

@@ -7,7 +7,6 @@ it would see under `python script.py args...`.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
 import runpy
@@ -23,6 +22,7 @@ from typing import NoReturn
 from tutti.errors import CommError, TuttiError
 from tutti.runtime.guard import note_pid
 from tutti.runtime.records import Exit, Failure, Place, write_record
+from tutti.runtime.stand_in import die_with_parent, stand_in
 from tutti.runtime.whereabouts import collective, main_stack, traceback_stack, user_line
 
 STOPPED = 128 + signal.SIGTERM
@@ -30,7 +30,6 @@ INTERRUPTED = 128 + signal.SIGINT
 # A failed rank's interpreter gets this long to shut down: peers may be gone that it waits for.
 EXIT_SECONDS = 5.0
 RECORD_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -38,6 +37,7 @@ def main() -> None:
     rank, run_dir = int(os.environ["RANK"]), Path(os.environ["TUTTI_RUN_DIR"])
     note_pid(run_dir, rank)
     _detach()
+    stand_in(rank, run_dir)
     _record_on_stop(rank, run_dir)
     script, *args = sys.argv[1:]
     sys.argv = [script, *args]
@@ -136,8 +136,7 @@ def _detach() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(line_buffering=True)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
 
 
 # Signals that came, and whether the script has raised and its record is being written.

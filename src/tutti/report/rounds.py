@@ -1,0 +1,121 @@
+"""What replicas exchange, and when: a line for each kind of round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tutti.comm.failure import format_nbytes
+from tutti.partition.partition import Program
+from tutti.pipeline.timed import Timed
+from tutti.replicas import strategies
+from tutti.replicas.member import Member
+from tutti.replicas.strategy import AVERAGED, CENTRE, MEAN, PAIR, PUSH, Round, Strategy
+from tutti.report.table import columns
+
+_CODED = {"bf16": 2, "int8": 1}
+_HOW = {
+    MEAN: "mean",
+    PUSH: "half goes, half stays",
+    CENTRE: "pulls the centre, without waiting",
+    PAIR: "averages with one, without waiting",
+}
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind of round.
+
+    steps: after which it happens first, and again. num_weights: how many take part. nbytes: what a rank
+    sends in it at most, without what an answer to others takes; of several ranks' places the most.
+    """
+
+    due: Round
+    steps: tuple[int, ...]
+    num_weights: int
+    nbytes: float
+
+
+def exchanges(program: Program, made: Timed | None = None) -> list[Exchange]:
+    """Every kind of round of a layout's strategy, in the order in which they first happen."""
+    strategy, count = strategies.parse(program.layout.sync), program.layout.num_replicas
+    seen: dict[Round, list[int]] = {}
+    begin = strategy.warm_up + 1
+    warm = [strategy.warm_up] if strategy.warm_up else []
+    # Hops repeat after the logarithm of replicas.
+    later = range(begin, begin + 2 * strategy.period * count.bit_length())
+    for step in [*warm, *later]:
+        for due in strategy.rounds(step, count):
+            kind = replace(due, begins=min(0, step - begin), lands=due.lands - due.begins)
+            seen.setdefault(kind, []).append(step)
+    return [_exchange(program, strategy, k, steps, made) for k, steps in seen.items()]
+
+
+def rounds_text(program: Program, made: Timed | None = None) -> str:
+    """The table that `explain` shows."""
+    strategy, count = strategies.parse(program.layout.sync), program.layout.num_replicas
+    rows = []
+    for one in exchanges(program, made):
+        late = f", lands {one.due.lands} steps later" if one.due.lands else ""
+        coded = f" in {strategy.coding}" if strategy.coding != "fp32" else ""
+        rows.append(
+            (
+                _when(one, strategy),
+                f"{one.num_weights} weights",
+                _HOW[one.due.kind] + coded + late,
+                format_nbytes(round(one.nbytes)),
+                _to(one.due, count),
+            )
+        )
+    head = ("after steps", "what", "how", "a rank sends", "to the ranks like it of")
+    return f"replicas agree by {strategy}\n" + columns(head, rows)
+
+
+def _exchange(
+    program: Program, strategy: Strategy, due: Round, steps: list[int], made: Timed | None
+) -> Exchange:
+    count = program.layout.num_replicas
+    state = {s.name: s for s in program.captured.state}
+    trained = [n for n in program.captured.updated if state[n].kind == "parameter"]
+    order = [n for n in state if n in set(trained)]
+    names = list(Member(strategy, order, count).part(due))
+    statistics = [
+        s.name for s in state.values() if s.kind == "buffer" and s.tensor.dtype in AVERAGED
+    ]
+    plain = statistics if due.kind == MEAN and due.fragment == 0 else []
+    places = range(len(made.programs)) if made else range(1)
+    owners = made.owners if made and len(places) > 1 else {}
+    each = [
+        _nbytes(program, [n for n in names if p in owners.get(n, places)], strategy.coding)
+        + _nbytes(program, [n for n in plain if p in owners.get(n, places)], "fp32")
+        for p in places
+    ]
+    members = due.group or count
+    share = {MEAN: 2 * (members - 1) / members, CENTRE: (count - 1) / count}.get(due.kind, 1.0)
+    return Exchange(due, tuple(steps), len(names), max(each) * share)
+
+
+def _nbytes(program: Program, names: Iterable[str], coding: str) -> int:
+    state = {s.name: s.tensor for s in program.captured.state}
+    return sum(
+        math.prod(program.storage[n].local_shape(program.mesh))
+        * _CODED.get(coding, state[n].element_size())
+        for n in names
+    )
+
+
+def _when(one: Exchange, strategy: Strategy) -> str:
+    if one.due.begins < 0 or one.steps[0] <= strategy.warm_up:
+        return f"1 to {strategy.warm_up}"
+    if len(one.steps) > 1 and one.steps[1] == one.steps[0] + 1:
+        return "each"
+    return ", ".join([*map(str, one.steps[:2]), "..."])
+
+
+def _to(due: Round, count: int) -> str:
+    if due.kind == PUSH:
+        return f"the replica {due.hop} on"
+    if due.kind == PAIR:
+        return "one replica of the other side"
+    return f"its group of {due.group}" if due.group else f"the other {count - 1}"

@@ -1,0 +1,98 @@
+"""A rank that is killed: the other replicas go on, whatever their strategy, and the run ends well."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+
+import replicas_train as training
+from ranks import RankFailed, _Pool
+from tests.replicas.lost_ranks import BAD_STEP, STEPS, train_without
+from tutti.layout import Layout
+from tutti.runtime.records import Failure
+from tutti.runtime.stand_in import _is_lost
+
+SYNCS = [
+    "average(every=2)",
+    "diloco(every=3, fragments=2, delay=1, traffic=int8)",
+    "gossip(every=1)",
+    "pairs(every=1)",
+    "elastic(every=2)",
+]
+SCRIPT = Path(__file__).parents[1] / "runtime" / "lost.py"
+
+
+def survivors(syncs: list[str], layout: str, victim: int, lost: set[int]) -> dict[int, tuple]:
+    """What the ranks that are left return."""
+    n = Layout.parse(layout).num_ranks
+    pool = _Pool(n)
+    try:
+        call = train_without.__module__, train_without.__qualname__, (syncs, layout, victim)
+        for pipe in pool._pipes:
+            pipe.send(call)
+        answers = {rank: pool._answer(rank) for rank in range(n)}
+    finally:
+        pool.close()
+    for rank, (ok, text) in answers.items():
+        if ok == (rank in lost):
+            raise RankFailed(f"rank {rank}: {text}")
+    return {rank: found for rank, (ok, found) in answers.items() if ok}
+
+
+def test_the_others_go_on_and_agree() -> None:
+    found = survivors(SYNCS, "replica=3", 1, {1})
+    assert found.keys() == {0, 2}
+    for losses, ends in found.values():
+        assert ends["lost"] == {(1,)}
+        for sync in SYNCS:
+            assert len(losses[sync]) == STEPS - BAD_STEP and np.isfinite(losses[sync]).all()
+    names = [n for n, _ in training.make()[0].named_parameters()]
+    apart = {
+        sync: max(np.abs(found[0][1][sync][n] - found[2][1][sync][n]).max() for n in names)
+        for sync in SYNCS
+    }
+    assert apart[SYNCS[0]] == 0  # the last step ends with a mean
+    # A few steps of AdamW on their own take them 0.01 each.
+    assert all(apart[sync] < 0.05 for sync in SYNCS[1:3]), apart
+
+
+def test_all_ranks_of_a_replica_go_with_the_one_that_is_killed() -> None:
+    found = survivors(SYNCS[:1], "replica=2 data=2 zero=1", 3, {2, 3})
+    assert found.keys() == {0, 1}
+    assert all(ends["lost"] == {(1,)} for _, ends in found.values())
+    assert found[0][0][SYNCS[0]] == pytest.approx(found[1][0][SYNCS[0]])
+
+
+def test_a_run_ends_well_and_saves_without_its_first_replica(tmp_path: Path) -> None:
+    layout = "replica=2 sync=average(every=3)"
+    words = ["run", "-n", "2", "--layout", layout, str(SCRIPT), "0", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tutti", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 died (signal 9): the others went on without replica 0" in done.stderr
+    weights = [float(x) for x in (tmp_path / "1.txt").read_text().split()]
+    state = {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}
+    state_dict_loader.load(state, checkpoint_id=str(tmp_path / "saved"))
+    assert torch.cat([state["weight"].reshape(-1), state["bias"]]).tolist() == pytest.approx(
+        weights
+    )
+
+
+def test_what_counts_as_lost() -> None:
+    mistake = Failure(0, "ValueError", "", 0.0)
+    peer = Failure(0, "CommError", "", 0.0, is_tutti=True, is_comm=True)
+    assert _is_lost(-9, None) and _is_lost(-11, None) and _is_lost(1, peer)
+    assert not _is_lost(1, mistake) and not _is_lost(0, None) and not _is_lost(143, None)
+    assert not _is_lost(-15, None) and not _is_lost(1, None)

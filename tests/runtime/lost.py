@@ -1,0 +1,43 @@
+"""A training script of which one rank is killed: `lost.py RANK DIRECTORY`; prints what it ends with."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tutti
+
+RANK, VICTIM = int(os.environ["RANK"]), int(sys.argv[1])
+BAD_STEP, STEPS = 5, 12
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def main() -> None:
+    """All steps but for the victim."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    step = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = torch.randn(12, 4), torch.randn(12, 3)
+    for k in range(STEPS):
+        if k == BAD_STEP and RANK == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(x, y)
+    weights = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()])  # type: ignore[operator]
+    (Path(sys.argv[2]) / f"{RANK}.txt").write_text(" ".join(map(str, weights.tolist())))
+    step.save(Path(sys.argv[2]) / "saved")
+
+
+main()
