@@ -2,6 +2,7 @@
 
     python -m benchmarks.convergence                       # 4 replicas in one process, examples/gpt.py
     python -m benchmarks.convergence --steps 600 --strategies "average(every=16)" "diloco(every=50)"
+    python -m benchmarks.convergence --batch 18 --strategies async    # 3 workers of a parameter server
 
 Each replica trains a model of its own on its rows of the same batches, with an AdamW of its own and the
 learning rate of the example; what they exchange is played by `tutti.replicas.virtual`. The validation loss is
@@ -24,6 +25,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from benchmarks.asynchronous import Asynchronous
+from tutti.layout.layout import WITH_SERVERS
 from tutti.replicas import parts
 from tutti.replicas.mean import mean_of
 from tutti.replicas.strategies import parse
@@ -47,6 +50,7 @@ class Sizes:
     lr: float = 6e-3
     seed: int = 0
     replicas: int = 4
+    workers: int = 3
 
 
 def example() -> ModuleType:
@@ -81,8 +85,33 @@ class Trainer:
         return {n: p.detach() for n, p in self.model.named_parameters()}
 
 
+def served(gpt: ModuleType, text: Tensor, sizes: Sizes, sync: str) -> torch.nn.Module:
+    """The model after a run of workers with a server, in one process: their order is drawn at random."""
+    torch.manual_seed(sizes.seed)
+    trainer = Trainer(gpt, gpt.GPT(sizes.width, sizes.depth, sizes.heads, sizes.dropout), sizes)
+    first = gpt.batch_at(text, 0, sizes.batch, sizes.seed)
+    run = Asynchronous(
+        gpt.train_step,
+        trainer.model,
+        trainer.optimizer,
+        first,
+        sync,
+        num_workers=sizes.workers,
+        seed=sizes.seed,
+    )
+    for step in range(sizes.steps):
+        run.step(step, gpt.batch_at(text, step, sizes.batch, sizes.seed))
+        trainer.schedule.step()
+    run.finish()
+    mean = sum(t * n for t, n in run.staleness.items()) / run.staleness.total()
+    print(f"{sync}: gradients {mean:.1f} updates old on average", file=sys.stderr)
+    return trainer.model
+
+
 def trained(gpt: ModuleType, text: Tensor, sizes: Sizes, sync: str) -> torch.nn.Module:
     """The model after the run; without `sync` that of one program."""
+    if sync.startswith(WITH_SERVERS):
+        return served(gpt, text, sizes, sync)
     torch.manual_seed(sizes.seed)
     model = gpt.GPT(sizes.width, sizes.depth, sizes.heads, sizes.dropout)
     count = sizes.replicas if sync else 1
@@ -120,7 +149,7 @@ def table(sizes: Sizes, strategies: list[str]) -> str:
         )
         first = first or loss
         rounds = 0
-        if sync:
+        if sync and not sync.startswith(WITH_SERVERS):
             due = parse(sync)
             rounds = sum(len(due.rounds(k, sizes.replicas)) for k in range(1, sizes.steps + 1))
         name = f"`{sync}`" if sync else "one program, the whole batch"

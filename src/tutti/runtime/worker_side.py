@@ -216,6 +216,7 @@ class WorkerSide:
             consistency=self.consistency,
             secret=roles.secret(),
             tls=roles.tls(),
+            traffic=self.consistency.traffic,
         )
         client.join()
         self.client, _SIDES[self.step.model] = client, self
@@ -239,7 +240,7 @@ class WorkerSide:
         into = {name: local_of(state[name]) for name in own}
         if own or rows:
             numbers = self._numbers = self.client.pull(into, rows).numbers
-        if due and not self._tables:
+        if due and self.consistency.ahead and not self._tables:
             self.client.prefetch(into)
         assert numbers is not None
         return numbers
