@@ -35,8 +35,7 @@ class Asynchronous:
     Args:
         train_step, model, optimizer: of the script; the model holds the weights when `finish` returns.
         batch: one like those to come.
-        sync: such as "async" or "bounded(1)".
-        ahead: workers bring the next weights while they compute.
+        sync: such as "async" or "bounded(1, ahead)".
         staleness: counts how many updates old gradients were.
     """
 
@@ -49,10 +48,9 @@ class Asynchronous:
         sync: str,
         *,
         num_workers: int,
-        ahead: bool = False,
         seed: int = 0,
     ) -> None:
-        self.ahead = ahead
+        self.ahead = consistency.parse(sync).ahead
         self.model, self.optimizer, self.seed = model, optimizer, seed
         self.num_workers = num_workers
         captured = capture(train_step, model, optimizer, self._rows(batch, 0))

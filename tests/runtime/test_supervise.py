@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -18,7 +19,8 @@ import tutti
 from ranks import context
 from tutti.layout import Layout
 from tutti.runtime import worker
-from tutti.runtime.roles import roles_of
+from tutti.runtime.roles import LISTEN, SECRET, SERVERS, Role, roles_of
+from tutti.runtime.server_side import LINGER
 from tutti.runtime.supervise import Supervisor
 
 SCRIPT = Path(__file__).parent / "served_script.py"
@@ -158,3 +160,36 @@ def test_what_cannot_go_on_is_stopped(
     assert code == 1
     said = capfd.readouterr().err
     assert "ValueError: something is wrong here" in said and "logs in" in said
+
+
+def test_servers_and_workers_that_are_started_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two hosts: they share an address and a secret."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv(SECRET, "0123456789abcdef0123456789abcdef")
+    layout = Layout.parse("replica=2 server=1 sync=bounded(1, ahead, traffic=bf16)")
+    *workers, server = roles_of(layout)
+    codes: dict[str, int] = {}
+
+    def start(name: str, roles: list[Role], **given: str) -> Thread:
+        words = [str(SCRIPT), str(tmp_path), "3", "0", "nobody"]
+        environment = {"TUTTI_TIMEOUT": "60", "OMP_NUM_THREADS": "1", **given}
+        made = Run(layout, roles, words, environment=environment, log_dir=tmp_path / name)
+        thread = Thread(target=lambda: codes.update({name: made.run()}))
+        thread.start()
+        return thread
+
+    threads = [
+        start("servers", [server], **{LISTEN: address, LINGER: "0.5"}),
+        start("first", workers[:1], **{SERVERS: address}),
+        start("second", workers[1:], **{SERVERS: address}),
+    ]
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+    said = "".join(p.read_text() for p in tmp_path.glob("*/*.log"))
+    assert codes == {"servers": 0, "first": 0, "second": 0}, said
+    assert all(len(lines(tmp_path, f"worker{w}", "step")) == 3 for w in range(2))
+    count = torch.load(tmp_path / "worker1.pt", weights_only=True)["optim.0.weight.step"].item()
+    assert 3 <= count <= 6

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tutti.errors import LayoutError
+
+if TYPE_CHECKING:
+    from tutti.layout.layout import Layout
 
 
 def run(
@@ -50,7 +53,7 @@ def run(
 
 
 def _run_workers(
-    layout: object,
+    layout: Layout,
     script: Path,
     arguments: list[str],
     num_ranks: int | None,
@@ -59,9 +62,6 @@ def _run_workers(
     log_dir: Path | None,
 ) -> None:
     """The workers of this host; the servers are elsewhere."""
-    from tutti.layout.layout import Layout
-
-    assert isinstance(layout, Layout)
     if not layout.server:
         raise LayoutError(
             f'--servers, but layout "{layout}" has no servers',
@@ -85,10 +85,7 @@ def _run_workers(
     )
 
 
-def _check(num_ranks: int | None, text: str, layout: object) -> int:
-    from tutti.layout.layout import Layout
-
-    assert isinstance(layout, Layout)
+def _check(num_ranks: int | None, text: str, layout: Layout) -> int:
     if not text:
         return num_ranks or 1
     needed = layout.num_ranks + layout.server

@@ -13,13 +13,15 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.planner.memory import predict
 from tutti.report.memory import memory_text
-from tutti.report.records import records
 from tutti.report.table import columns
 from tutti.server import consistency
 from tutti.server.keys import Block, blocks
 from tutti.server.split import Split
 from tutti.server.update import Variable
 from tutti.server.updater import GraphUpdater
+
+# Small sums travel as float64.
+_SUMMED_NBYTES = 8
 
 
 def explain_servers(
@@ -80,13 +82,18 @@ def _kept(v: Variable) -> int:
 
 
 def _traffic(made: Split, program: Program, layout: Layout, every: tuple[Block, ...]) -> str:
-    weights = format_nbytes(sum(b.nbytes for b in every))
+    weights = format_nbytes(sum(b.nbytes for b in every if not b.variable.rows))
     alone = consistency.parse(layout.sync).alone
     numbers = len(made.numbers) + (len(made.scalars) if alone else 0)
-    lines = [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers"]
-    found = records(program, None)
-    if found:
-        lines.append(f"small sums between workers, through the servers: {len(found)}")
+    tables = [o.variable.name for o in made.owned if o.variable.rows]
+    but = f", but of {', '.join(tables)} rows only" if tables else ""
+    lines = [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers{but}"]
+    if program.collectives:
+        count = sum(n.all_input_nodes[0].meta["val"].numel() for n in program.collectives)
+        nbytes = format_nbytes(count * _SUMMED_NBYTES)
+        lines.append(
+            f"small sums between workers, through a server: {len(program.collectives)}, {nbytes}"
+        )
     if made.coupling is not None:
         sums = sum(len(o.sums.outputs) for o in made.owned if o.sums is not None)
         where = "each worker on its own gradients" if alone else "servers, over all blocks"

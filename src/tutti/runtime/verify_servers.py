@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,10 +38,11 @@ from tutti.server import consistency
 from tutti.server.keys import blocks
 from tutti.server.program import played, worker_layout, worker_program
 from tutti.server.replay import STALE, stale
+from tutti.server.rows import PLACES, ROWS
 from tutti.server.split import Split, split
 from tutti.server.update import WEIGHT
 from tutti.server.updater import GraphUpdater
-from tutti.server.virtual import VirtualServers
+from tutti.server.virtual import Gradients, VirtualServers
 from tutti.server.worker import WorkerPart, alone, together
 
 # So many blocks at least where updates may be cut, unless they would be smaller than this.
@@ -190,12 +192,17 @@ class _Together(_Comparison):
         for k in range(steps):
             self.pull(*workers)
             ranks = VirtualRanks(self.program.mesh, seed=self.subject.seed, step=k)
-            inputs = [_cloned(inputs_of(self.program.captured, x, feed)) for x in self.held]
+            tables = [_rows(self.part, x, feed) for x in self.held]
+            inputs = [
+                _cloned(inputs_of(self.program.captured, x, {**feed, **rows.feed}))
+                for x, rows in zip(self.held, tables, strict=True)
+            ]
             outs = ranks.run(*self.local, inputs)
             found = [self.part.parts(returned) for returned, _ in outs]
             pushes = {}
             for w, (_, gradients, extra) in enumerate(found):
-                pushes[w] = gradients, self.numbers({**feed, **extra}, self.updater.given)
+                given = self.numbers({**feed, **extra}, self.updater.given)
+                pushes[w] = tables[w].pushed(gradients), given
             self.servers.push(pushes)
             self.pull(*workers)
             numbers = self.servers.machines[0].ledger.numbers
@@ -252,12 +259,13 @@ class _InAnyOrder(_Comparison):
 
     def _push(self, w: int, k: int) -> None:
         feed, seed = self.feeds[w], parts.seed_of(self.subject.seed, w)
-        inputs = [inputs_of(self.part.captured, self.held[w], feed)]
+        tables = _rows(self.part, self.held[w], feed)
+        inputs = [inputs_of(self.part.captured, self.held[w], {**feed, **tables.feed})]
         out, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.local, inputs)[0]
         self.held[w] |= dict(zip(self.part.captured.updated, new, strict=True))
         own, gradients, extra = self.part.parts(out)
         numbers = self.numbers({**feed, **extra}, self.updater.numbers)
-        (done,) = self.servers.push({w: (gradients, numbers)})
+        (done,) = self.servers.push({w: (tables.pushed(gradients), numbers)})
         self.staleness = max(self.staleness or 0, done.staleness)
         add_returned(self.errors, self.part.result(own, numbers), self._one_device(w, k, seed), k)
         mine = {n: self.held[w][n] for n in self.part.captured.updated}
@@ -275,6 +283,35 @@ class _InAnyOrder(_Comparison):
         self.buffers[w] |= {n: x for n, x in made.items() if kinds[n] == "buffer"}
         self.one |= {n: x for n, x in made.items() if kinds[n] != "buffer"}
         return returned
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of tables that a worker's step reads: as inputs, and their numbers by table."""
+
+    part: WorkerPart
+    feed: dict[str, Tensor]
+    rows: dict[str, Tensor]
+
+    def pushed(self, gradients: Mapping[str, Tensor]) -> Gradients:
+        """Gradients as they are pushed: of tables by rows."""
+        found: dict[str, Any] = dict(gradients)
+        for lookup in self.part.lookups:
+            name = lookup.table
+            found[name] = lookup.pushed(self.rows[name], gradients[name])
+        return found
+
+
+def _rows(part: WorkerPart, held: Mapping[str, Tensor], feed: Feed) -> _Rows:
+    found = _Rows(part, {}, {})
+    for lookup in part.lookups:
+        table = held[lookup.table]
+        rows, places = lookup.unique(feed)
+        values = lookup.room(table)
+        values[: len(rows)] = table[rows]
+        found.feed.update({ROWS + lookup.table: values, PLACES + lookup.table: places})
+        found.rows[lookup.table] = rows
+    return found
 
 
 def _cloned(inputs: list[Any]) -> list[Any]:

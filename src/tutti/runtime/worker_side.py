@@ -28,7 +28,7 @@ from tutti.runtime.residence import forget_values, local_of, own_memory, set_loc
 from tutti.runtime.roles import Role
 from tutti.runtime.server_side import captured_for, whole_state
 from tutti.server import consistency
-from tutti.server.client import Client
+from tutti.server.client import Client, Rows
 from tutti.server.program import played, worker_layout, worker_program
 from tutti.server.small_sums import SmallSums
 from tutti.server.split import Split, split
@@ -91,9 +91,11 @@ class Worked:
             return self._function(inputs, lambda stream: random.key(seed, stream, step))
 
 
-def parts_of(step: Holder, batch: tuple[Any, ...]) -> tuple[Split, WorkerPart, Program]:
-    """A step taken apart, the worker's part of it, and that as a program."""
-    made = split(captured_for(step, batch))
+def parts_of(
+    step: Holder, batch: tuple[Any, ...], tables: frozenset[str] | None = None
+) -> tuple[Split, WorkerPart, Program]:
+    """A step taken apart (of `tables` only rows travel), the worker's part of it, and that as a program."""
+    made = split(captured_for(step, batch), tables=tables)
     apart = consistency.parse(step.layout.sync).alone
     part = (alone if apart else together)(made)
     laid_out = worker_layout(step.layout, 1 if apart else step.layout.num_replicas)
@@ -116,7 +118,7 @@ class WorkerSide:
 
     def compiled(self, batch: tuple[Any, ...]) -> Worked:
         """The step for a batch like this one; joins the servers if that is still to be done."""
-        made, part, program = parts_of(self.step, batch)
+        made, part, program = parts_of(self.step, batch, self._tables)
         count = program.layout.num_ranks
         updater = GraphUpdater(made)
         self._join(updater)
@@ -133,11 +135,17 @@ class WorkerSide:
     ) -> list[Any]:
         """One step; the leaves that it returns."""
         state = {s.name: s.tensor for s in state_of(self.step.model, None)}
-        self._pull_if_due(state)
-        own = parts.rows(tensors, self.role.number, self.step.layout.num_replicas)
+        if self.consistency.alone:
+            tensors = parts.rows(tensors, self.role.number, self.step.layout.num_replicas)
+        tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
+        read = {x.table: x.room(local_of(state[x.table])) for x in worked.part.lookups}
+        wanted = {n: Rows(rows, read[n][: len(rows)]) for n, (rows, _) in tables.items()}
+        self._pull(state, wanted, whole=(self._tables or frozenset()) - set(wanted))
         captured = worked.program.captured
         inputs = [local_of(state[s.name]) for s in captured.state]
-        inputs += [*given.values(), *(own if self.consistency.alone else tensors)]
+        inputs += [*given.values(), *tensors]
+        for name, (_, places) in tables.items():
+            inputs += [read[name], places]
         seed = self.step.seed
         if self.consistency.alone:
             seed = parts.seed_of(seed, self.role.number)
@@ -146,14 +154,20 @@ class WorkerSide:
             set_local(state[name], value)
         mine, gradients, extra = worked.part.parts(returned)
         numbers = {**given, **extra}
-        self._push(worked, gradients, numbers)
+        pushed: dict[str, Tensor | Rows] = dict(gradients)
+        for lookup in worked.part.lookups:
+            name = lookup.table
+            pushed[name] = Rows(*lookup.pushed(tables[name][0], gradients[name]))
+        self._push(worked, pushed, numbers)
         if not self.consistency.alone:
-            numbers = self._pull_if_due(state)
+            numbers = self._pull(state, {}, whole=frozenset())
         return worked.part.result(mine, numbers)
 
     def refresh(self) -> None:
         """Bring the weights of now, for whoever reads the model between steps."""
-        if self.client is None or self._updater is None or not self.consistency.alone:
+        if self.client is None or self._updater is None:
+            return
+        if not self.consistency.alone and not any(v.rows for v in self._updater.variables):
             return
         state = {s.name: local_of(s.tensor) for s in state_of(self.step.model, None)}
         into = {v.name: state[v.name] for v in self._updater.variables}
@@ -192,9 +206,9 @@ class WorkerSide:
                 why="options of the optimizer, or what it trains, have changed since the first call",
                 fix="change only what the graph takes as a number: lr, weight_decay, momentum, betas",
             )
-        self._updater = updater
         if self.client is not None:
             return
+        self._updater = updater
         client = Client(
             roles.addresses(self.step.layout),
             updater,
@@ -202,23 +216,37 @@ class WorkerSide:
             consistency=self.consistency,
             secret=roles.secret(),
             tls=roles.tls(),
+            traffic=self.consistency.traffic,
         )
         client.join()
         self.client, _SIDES[self.step.model] = client, self
         atexit.register(client.leave)
 
-    def _pull_if_due(self, state: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """The weights for the next gradient; the numbers of the last update."""
+    @property
+    def _tables(self) -> frozenset[str] | None:
+        """The tables whose rows travel alone, once that is settled."""
+        if self._updater is None:
+            return None
+        return frozenset(v.name for v in self._updater.variables if v.rows)
+
+    def _pull(
+        self, state: Mapping[str, Tensor], rows: Mapping[str, Rows], whole: frozenset[str]
+    ) -> Mapping[str, float]:
+        """The weights for the next gradient, of large tables the `rows`, or what is to come `whole`; the
+        numbers of the last update."""
         assert self.client is not None and self._updater is not None
-        numbers = self._numbers
-        if numbers is None:
-            into = {v.name: local_of(state[v.name]) for v in self._updater.variables}
-            numbers = self._numbers = self.client.pull(into).numbers
+        numbers, due = self._numbers, self._numbers is None
+        own = [v.name for v in self._updater.variables if due and not v.rows] + sorted(whole)
+        into = {name: local_of(state[name]) for name in own}
+        if own or rows:
+            numbers = self._numbers = self.client.pull(into, rows).numbers
+        if due and self.consistency.ahead and not self._tables:
             self.client.prefetch(into)
+        assert numbers is not None
         return numbers
 
     def _push(
-        self, worked: Worked, gradients: Mapping[str, Tensor], numbers: Mapping[str, float]
+        self, worked: Worked, gradients: Mapping[str, Tensor | Rows], numbers: Mapping[str, float]
     ) -> None:
         assert self.client is not None
         apart, updater = self.consistency.alone, worked.updater
@@ -235,6 +263,11 @@ class WorkerSide:
     def _add(self, _name: str, values: Tensor) -> Tensor:
         assert self.client is not None
         return self.client.sum(values)
+
+
+def _named(tensors: list[Tensor]) -> dict[str, Tensor]:
+    """The batch's tensors by the names of the graph's inputs."""
+    return {f"batch.{i}": x for i, x in enumerate(tensors)}
 
 
 _SIDES: weakref.WeakKeyDictionary[nn.Module, WorkerSide] = weakref.WeakKeyDictionary()

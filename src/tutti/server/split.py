@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from tutti.capture.step import Captured
@@ -23,6 +24,7 @@ from tutti.graph.text import op_name
 from tutti.server.divisible import is_divisible
 from tutti.server.origins import NUMBERS, Origins, refused
 from tutti.server.piece import Cut, Piece, from_number
+from tutti.server.rows import Lookup, lookup_of
 from tutti.server.update import WEIGHT, Variable
 
 GRADIENT = "gradient"
@@ -35,12 +37,14 @@ class Owned:
     gradient: the value of the whole graph that is its gradient.
     sums: `gradient` and numbers to what adds up over blocks; None where nothing is summed.
     update: `gradient`, `weight`, slots and numbers to the new values of `weight` and slots.
+    lookup: of a table whose rows travel alone, where it is read.
     """
 
     variable: Variable
     gradient: fx.Node
     sums: Piece | None
     update: Piece
+    lookup: Lookup | None = None
 
 
 @dataclass(frozen=True)
@@ -71,13 +75,16 @@ class Split:
         return [n for n in (*known, *self.given) if n in read]
 
 
-def split(captured: Captured) -> Split:
+def split(captured: Captured, *, tables: frozenset[str] | None = None) -> Split:
     """Take a captured step apart.
+
+    Args:
+        tables: those that may travel by row; by default every one that is large enough.
 
     Raises:
         CaptureError: for a step whose update cannot be run apart from it, with the node and the reason.
     """
-    return _Splitter(captured).split()
+    return _Splitter(captured, tables).split()
 
 
 @dataclass
@@ -91,8 +98,8 @@ class _Own:
 
 
 class _Splitter:
-    def __init__(self, captured: Captured) -> None:
-        self.captured = captured
+    def __init__(self, captured: Captured, tables: frozenset[str] | None) -> None:
+        self.captured, self.tables = captured, tables
         self.made = Origins(captured)
         self.inputs = self.made.inputs
         self.given: dict[fx.Node, str] = {}
@@ -252,17 +259,24 @@ class _Splitter:
         additive = all(self.made.reductions[n].additive for n in sums.values())
         pieces = [p for p in (update, summed) if p is not None]
         whole = tuple(int(n) for n in weight.shape)
+        divisible = additive and all(is_divisible(p, whole) for p in pieces)
+        may = divisible and (self.tables is None or one.name in self.tables)
+        lookup = lookup_of(self.captured, one.name, one.gradient) if may else None
+        if lookup is not None and summed is not None and not _nothing_of_zeros(summed, whole):
+            lookup = None
         return Owned(
             Variable(
                 name=one.name,
                 shape=whole,
                 dtype=weight.dtype,
                 slots=slots,
-                divisible=additive and all(is_divisible(p, whole) for p in pieces),
+                divisible=divisible and lookup is None,
+                rows=lookup is not None,
             ),
             one.gradient,
             summed,
             update,
+            lookup,
         )
 
     def _sums(self, one: _Own, sums: dict[str, fx.Node]) -> Piece:
@@ -281,3 +295,10 @@ class _Splitter:
             ]
         )
         return piece
+
+
+def _nothing_of_zeros(sums: Piece, whole: tuple[int, ...]) -> bool:
+    """Whether rows without a gradient add nothing to the sums of a table."""
+    if sums.inputs != (GRADIENT,):
+        return False
+    return not any(float(x) for x in sums({GRADIENT: torch.zeros((1, *whole[1:]))}).values())

@@ -21,7 +21,7 @@ from tutti.server.session import Asking, Pushed, Session
 from tutti.server.update import WEIGHT, Updater
 
 State = Mapping[str, Mapping[str, Tensor]]
-Gradients = Mapping[str, Tensor]
+Gradients = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -133,8 +133,9 @@ class VirtualServers:
         return self._whole({k: p.values for k, p in parts.items()})
 
     def _cut(self, gradients: Gradients) -> dict[int, Part]:
-        """Gradients by variable as the parts of a push."""
-        return {b.key: Part(b.of(gradients[b.variable.name].contiguous())) for b in self.blocks}
+        """Gradients by variable, or (rows, gradients of them), as the parts of a push."""
+        found = {b.key: _part(b, gradients[b.variable.name]) for b in self.blocks}
+        return {key: part for key, part in found.items() if part is not None}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """All state whole, as it is now: by variable and slot."""
@@ -165,6 +166,15 @@ class VirtualServers:
             parts.setdefault(block.variable.name, []).append(found[block.key])
         shapes = {b.variable.name: b.variable.shape for b in self.blocks}
         return {n: _joined(xs, shapes[n]) for n, xs in parts.items()}
+
+
+def _part(block: Block, gradient: Tensor | tuple[Tensor, Tensor]) -> Part | None:
+    """What a gradient has for a block; None if nothing."""
+    if isinstance(gradient, Tensor):
+        return Part(block.of(gradient.contiguous()))
+    rows, values = gradient
+    inside = (rows >= block.start) & (rows < block.stop)
+    return Part(values[inside], rows=rows[inside] - block.start) if inside.any() else None
 
 
 def _joined(parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:

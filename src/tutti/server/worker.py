@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from tutti.capture.canonical import erase_dead
 from tutti.capture.step import Captured
+from tutti.server.rows import Lookup, by_rows
 from tutti.server.split import Split
 
 
@@ -22,6 +23,7 @@ class WorkerPart:
         name of a scalar that the servers give back.
     variables: whose gradients follow, in order.
     numbers: names of the numbers that follow them, to be pushed: values of the forward, scalars.
+    lookups: of the tables of which it takes rows.
     coupled: a fake of each leaf that the servers give back, by name.
     """
 
@@ -30,6 +32,7 @@ class WorkerPart:
     variables: tuple[str, ...]
     numbers: tuple[str, ...]
     coupled: Mapping[str, Any]
+    lookups: tuple[Lookup, ...] = ()
 
     def sections(self, returned: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """(own leaves, gradients, numbers) of what a run returns."""
@@ -94,17 +97,22 @@ def _part(
         graph.erase_node(mapped[whole.placeholder(name)])
     own = iter(range(len(kept)))
     places = [elsewhere[i] if i in elsewhere else next(own) for i in range(len(whole.output[0]))]
+    made = replace(
+        whole,
+        graph=graph,
+        inputs=[n for n in whole.inputs if n not in slots],
+        kinds={n: k for n, k in whole.kinds.items() if n not in slots},
+        state=[s for s in whole.state if s.name not in slots],
+        updated=list(buffers),
+    )
+    lookups = tuple(o.lookup for o in split.owned if o.lookup is not None)
+    for lookup in lookups:
+        made = by_rows(made, lookup)
     return WorkerPart(
-        captured=replace(
-            whole,
-            graph=graph,
-            inputs=[n for n in whole.inputs if n not in slots],
-            kinds={n: k for n, k in whole.kinds.items() if n not in slots},
-            state=[s for s in whole.state if s.name not in slots],
-            updated=list(buffers),
-        ),
+        captured=made,
         leaves=tuple(places),
         variables=tuple(o.variable.name for o in split.owned),
         numbers=tuple(numbers),
+        lookups=lookups,
         coupled={n: whole.output[0][i].meta["val"] for i, n in elsewhere.items()},
     )
