@@ -24,7 +24,7 @@ from tutti.graph.text import text
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
-from tutti.passes.order import optimized
+from tutti.passes.order import optimized, rematerialized
 from tutti.passes.remat import remat
 from tutti.passes.segments import kept_blocks
 from tutti.passes.target import Target
@@ -142,8 +142,20 @@ def test_full_falls_with_the_square_root_of_the_depth() -> None:
         program = mlp_program(depth)
         graph = optimized(program, Target(), without={"remat"})
         storages = Storages(graph, program.captured.mode)
-        held[depth] = sum(b.nbytes for b in kept_blocks(graph, storages))
+        held[depth] = sum(b.nbytes for blocks in kept_blocks(graph, storages) for b in blocks)
     assert held[64] / held[4] <= 6  # 16 times as deep
+
+
+def test_a_share_counts_what_is_kept_and_not_the_weights_that_it_looks_at() -> None:
+    """In small slices of the batch, too, where transposed weights are larger than what is kept."""
+    for layout in ("remat=0.3", "micro=4 remat=0.3"):
+        program = subjects.program("gpt", layout)
+        graph = rematerialized(program, _target(program), ())
+        plain = rematerialized(program, _target(program), ("remat",))
+        storages = Storages(plain, program.captured.mode)
+        crossing, last = kept_blocks(plain, storages)
+        assert not any(storages.is_given(b) for b in crossing | last)
+        assert len(graph.nodes) > len(plain.nodes)
 
 
 def test_a_budget_of_bytes_is_kept_with_less_work_than_full() -> None:

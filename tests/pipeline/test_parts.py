@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import stacks
 import subjects
 from tutti.graph import collectives
 from tutti.graph.cost import nbytes_of
+from tutti.graph.edit import REMADE
 from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, WHOLE, Body, loop
 from tutti.layout import Layout
 from tutti.pipeline import places
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
+from tutti.runtime.verify import Subject
 
 LAYOUTS = ("pipe=4 micro=7 schedule=zb", "pipe=2 micro=4 schedule=zbv", "pipe=3")
 NAMES = ("thrice", "telling", "summed", "penalty")
@@ -150,6 +156,50 @@ def test_bytes_sent_for_a_micro_batch_are_those_that_cross(name: str, layout: st
 
 def _node(made: Timed, name: str) -> Any:
     return next(n for n in made.stages.forward if n.name == name)
+
+
+def test_what_is_made_again_is_made_where_it_was_at_first() -> None:
+    """Segments of `remat` need not end where stages do; nothing of another stage is made again."""
+    for layout in ("pipe=3 micro=4 remat=full", "pipe=3 micro=4"):
+        made = in_time(deep().program(Layout.parse(layout)))
+        stage = {n.name: s for n, s in made.stages.stage.items()}
+        again = [n for n in made.stages.stage if REMADE in n.meta]
+        assert bool(again) == ("remat" in layout)
+        for node in again:
+            assert stage[node.name] == stage.get(node.meta[REMADE], stage[node.name])
+        for program in made.programs:  # no weight goes to another place to be read there
+            before = takewhile(lambda n: n.target is not loop, program.graph.nodes)
+            assert all(n.target is not collectives.send for n in before)
+
+
+@cache
+def deep() -> Subject:
+    """Eight residual layers, each wide inside, which three stages do not divide."""
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Subject(deep_step, model, optimizer, (torch.randn(8, 16),))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(16, 64) for _ in range(8))
+        self.down = nn.ModuleList(nn.Linear(64, 16) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.tanh(up(x)))
+        return x
+
+
+def deep_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return loss.detach()
 
 
 def test_a_shared_weight_crosses_once_a_step_and_never_with_a_micro_batch(

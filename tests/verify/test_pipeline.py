@@ -23,7 +23,7 @@ from zoo_steps import image_batch, labels_step, token_batch
 LARGEST = 1e-9
 # A few layouts for each model; every schedule on two of the models.
 MODELS = {
-    "gpt": ("pipe=2 micro=4", "pipe=4 micro=8", "pipe=2 micro=4 remat=full schedule=zb"),
+    "gpt": ("pipe=2 micro=4", "pipe=4 micro=8", "pipe=4 micro=4 remat=0.3 schedule=zb"),
     "gpt_tied": ("pipe=4 micro=4 schedule=interleaved", "pipe=2 micro=4 schedule=zb"),
     "llama": ("pipe=2 micro=4", "pipe=4 micro=4 schedule=zb"),
     "gpt2": ("pipe=2 micro=4 schedule=zb", "pipe=4 micro=4"),

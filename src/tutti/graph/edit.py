@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
 NOTES = ("source", "forward_source", "module", "region", "stream")
-# On a node that computes again what the forward has computed: the note of the first time.
+# On a node that computes again what the forward has computed: the name of the node that did at first.
 REMADE = "remade"
 
 

@@ -120,7 +120,7 @@ class _Remaker:
         args, kwargs = map_arg((node.args, node.kwargs), source)
         with self.graph.inserting_before(before):
             copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        copy.meta = node.meta | {"region": "backward", REMADE: True}
+        copy.meta = node.meta | {"region": "backward", REMADE: node.name}
         self.count += 1
         return copy
 

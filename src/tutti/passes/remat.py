@@ -1,8 +1,9 @@
 """`remat`: activations are made again in the backward instead of being kept since the forward.
 
 What may be dropped is ordered by bytes saved per unit of work; `full` drops all of it, a budget as little
-from the front as it needs. What `passes.segments` keeps is never dropped, so that the backward makes one
-segment again at a time. The numbers stay the same to the bit: the same ops run on the same values, and
+from the front as it needs. What `passes.segments` keeps between segments is never dropped, so that the
+backward makes one segment again at a time; the last segment, which it reads at once, only by a budget that
+nothing else can keep. The numbers stay the same to the bit: the same ops run on the same values, and
 random numbers are a function of seed, step and position.
 """
 
@@ -64,12 +65,18 @@ class _Plans:
             for block in blocks:
                 self.values.setdefault(block, []).append(node)
         self.read = {b for b in self.values if is_forward(b.node) and self._is_read(b)}
-        self.lasting = kept_blocks(graph, self.storages)
-        self.everything = self.read | self.lasting
-        droppable = [b for b in self.read - self.lasting if is_remakeable(b.node)]
-        place = {node: i for i, node in enumerate(graph.nodes)}
+        self.lasting, last = kept_blocks(graph, self.storages)
+        self.everything = self.read | self.lasting | last
+        self.order = self._by_worth(self.read - self.lasting - last)
+        self.num_before_last = len(self.order)
+        self.order += self._by_worth(last)
+
+    def _by_worth(self, blocks: set[Block]) -> list[Block]:
+        """What can be made again, by bytes saved per unit of work."""
+        droppable = [b for b in blocks if is_remakeable(b.node)]
+        place = {node: i for i, node in enumerate(self.graph.nodes)}
         work = {b: self._work(b) for b in droppable}
-        self.order = sorted(droppable, key=lambda b: (-b.nbytes / max(work[b], 1.0), place[b.node]))
+        return sorted(droppable, key=lambda b: (-b.nbytes / max(work[b], 1.0), place[b.node]))
 
     def _is_read(self, block: Block) -> bool:
         return any(_read_by_backward(x) for x in self.values[block])
@@ -117,7 +124,7 @@ class _Plans:
         if budget.nbytes is not None:
             plans = sorted({every * k // _NUM_PLANS for k in range(_NUM_PLANS + 1)})
             return _first(plans, lambda k: peak(self._with(k)), budget, budget.nbytes)
-        return every
+        return self.num_before_last
 
     def _with(self, num_dropped: int) -> fx.Graph:
         """A copy of the graph under a plan."""
@@ -127,9 +134,10 @@ class _Plans:
         return copy
 
     def _left(self, num_dropped: int) -> int:
-        """Bytes that the forward leaves for the backward under a plan."""
+        """Bytes that the forward leaves for the backward under a plan; a look at state is none."""
         left = sources(self.graph, self.kept(num_dropped))
-        return sum(b.nbytes for b in {b for x in left for b in self.storages.of[x]})
+        blocks = {b for x in left for b in self.storages.of[x]}
+        return sum(b.nbytes for b in blocks if not self.storages.is_given(b))
 
 
 def _first(plans: Sequence[int], size: Callable[[int], float], budget: Budget, limit: float) -> int:

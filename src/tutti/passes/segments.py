@@ -36,14 +36,14 @@ class _Life:
     read: bool
 
 
-def kept_blocks(graph: fx.Graph, storages: Storages) -> set[Block]:
-    """The blocks to keep: what crosses the cuts, and the last segment, which the backward reads first."""
+def kept_blocks(graph: fx.Graph, storages: Storages) -> tuple[set[Block], set[Block]]:
+    """The blocks to keep: what crosses the cuts; and the last segment, which the backward reads first."""
     nodes = [n for n in graph.nodes if is_forward(n)]
     lives = _lives(nodes, storages, state_only(graph))
     chosen = _Cutter(lives, len(nodes)).chosen()
     last = chosen[-1] if chosen else -1
     crossing = {v.block for c in chosen for v in lives if v.start <= c < v.end}
-    return crossing | {v.block for v in lives if v.read and v.start > last}
+    return crossing, {v.block for v in lives if v.read and v.start > last} - crossing
 
 
 def _lives(nodes: Sequence[fx.Node], storages: Storages, lasting: set[fx.Node]) -> list[_Life]:

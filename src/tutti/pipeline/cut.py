@@ -1,10 +1,7 @@
 """Cuts what runs once a micro-batch into stages, by the order of nodes and what they cost.
 
-The forward is a list of nodes, cut at a few places; module trees play no part in it. A node of the backward
-belongs to the last stage that has what it reads:
-
-    forward   x1 = f(x0) | x2 = g(x1)          x1 crosses from stage 0 to stage 1
-    backward  stage 1: reads x1, g2 -> g1      stage 0: reads x0, g1 -> g0
+The forward is a list of nodes, cut at a few places; module trees play no part in it. `backward.py` says
+where the backward belongs.
 
 What depends on inputs alone (masks, positions, dropout) belongs to no stage: each works it out where it is
 needed. Where to cut is chosen so that the slowest stage, with what it sends, takes the least time.
@@ -24,8 +21,9 @@ from torch import fx
 
 from tutti.errors import LayoutError
 from tutti.graph.cost import RATES, nbytes_of, seconds_of
-from tutti.graph.edit import REMADE
-from tutti.pipeline.moments import BEFORE, Moments
+from tutti.pipeline.backward import Backward, backward_of
+from tutti.pipeline.moments import Moments
+from tutti.pipeline.remade import read_what_is_there
 
 # How much dearer the forward of a node is with its backward.
 FORWARD_AND_BACKWARD = 3.0
@@ -76,10 +74,12 @@ def cut(
     """
     cutter = _Cutter(moments, num_stages)
     if names:
-        return cutter.stages(cutter.named(names))
-    if homes:
-        return cutter.stages(cutter.at_homes(homes))
-    return cutter.stages(cutter.balanced())
+        cuts = cutter.named(names)
+    else:
+        cuts = cutter.at_homes(homes) if homes else cutter.balanced()
+    found = cutter.stages(cuts)
+    read_what_is_there(moments, found.stage)
+    return found
 
 
 class _Cutter:
@@ -87,10 +87,11 @@ class _Cutter:
         self.moments, self.num_stages = moments, num_stages
         during = moments.during()
         self.free = {n for n in during if n not in moments.stateful}
-        self.backward = _backward(during, self.free)
+        backward = backward_of(during, self.free)
         own = [n for n in during if n not in self.free]
-        self.forward = [n for n in own if n not in self.backward]
-        self.rest = [n for n in own if n in self.backward]
+        self.forward = [n for n in own if n not in backward]
+        rest = [n for n in own if n in backward]
+        self.backward = Backward(moments, num_stages, self.forward, rest, self.free)
         self.place = {n: i for i, n in enumerate(self.forward)}
         self.seconds = {n: seconds_of(n) for n in own}
         costly = sum(1 for n in self.forward if self.seconds[n] > 0)
@@ -107,67 +108,8 @@ class _Cutter:
         bounds = [0, *cuts, len(self.forward)]
         for stage, (low, high) in enumerate(pairwise(bounds)):
             found.stage |= dict.fromkeys(self.forward[low:high], stage)
-        self._assign_rest(found.stage)
+        self.backward.assign(found.stage)
         return found
-
-    def _assign_rest(self, stage: dict[fx.Node, int]) -> None:
-        """The backward: the last stage that has all that a node reads, behind none of its gradients."""
-        has = {n: self._places_of(n, stage) for n in self.forward}
-        for node in self.rest:
-            inputs = [x for x in node.all_input_nodes if x not in self.free]
-            grads = [stage[x] for x in inputs if x in self.backward]
-            limit = min(grads, default=self.num_stages - 1)
-            saved = [self._has(x, has, stage) for x in inputs if x not in self.backward]
-            saved = [s for s in saved if s is not None]
-            common = set(range(limit + 1)).intersection(*saved)
-            if common:
-                stage[node] = max(common)
-            else:
-                near = [max((p for p in s if p <= limit), default=limit) for s in saved]
-                stage[node] = min(near, default=limit)
-
-    def _places_of(self, node: fx.Node, stage: Mapping[fx.Node, int]) -> set[int]:
-        """The stages that have a value of the forward: the one that makes it and those that read it."""
-        return {stage[node], *(stage[u] for u in node.users if u in self.place)}
-
-    def _has(
-        self, x: fx.Node, has: Mapping[fx.Node, set[int]], stage: Mapping[fx.Node, int]
-    ) -> set[int] | None:
-        """The stages that have `x`; None where every stage can."""
-        if x in has:
-            return has[x]
-        if self.moments.when[x] != BEFORE:
-            return None
-        found = [self.readers[s] for s in self.state_behind(x)]
-        places = [{stage[r] for r in readers} for readers in found if readers]
-        return set.intersection(*places) or None if places else None
-
-    @cached_property
-    def readers(self) -> dict[fx.Node, list[fx.Node]]:
-        """The forward nodes that read each state tensor."""
-        found: dict[fx.Node, list[fx.Node]] = {}
-        for node in self.forward:
-            for x in node.all_input_nodes:
-                for state in self.state_behind(x):
-                    found.setdefault(state, []).append(node)
-        for node in self.moments.graph.nodes:
-            if node.op == "placeholder":
-                found.setdefault(node, [])
-        return found
-
-    def state_behind(self, x: fx.Node) -> frozenset[fx.Node]:
-        """The state tensors that a value from before the micro-batches is made of."""
-        if self.moments.when.get(x) != BEFORE or x not in self.moments.stateful:
-            return frozenset()
-        if x not in self._behind:
-            inputs = [self.state_behind(y) for y in x.all_input_nodes]
-            own = frozenset({x}) if x.op == "placeholder" else frozenset[fx.Node]()
-            self._behind[x] = own.union(*inputs)
-        return self._behind[x]
-
-    @cached_property
-    def _behind(self) -> dict[fx.Node, frozenset[fx.Node]]:
-        return {}
 
     def named(self, names: Sequence[str]) -> list[int]:
         """The places where modules of these names begin."""
@@ -202,7 +144,9 @@ class _Cutter:
         first = [len(self.forward)] * self.num_stages
         reached, seen = 0, set[str]()
         for i, node in enumerate(self.forward):
-            read = {s.meta["name"] for x in node.all_input_nodes for s in self.state_behind(x)}
+            read = {
+                s.meta["name"] for x in node.all_input_nodes for s in self.backward.state_behind(x)
+            }
             for name in sorted((read - seen) & homes.keys()):
                 stage = min((s for s in homes[name] if s >= reached), default=reached)
                 first[reached + 1 : stage + 1] = [i] * (stage - reached)
@@ -289,16 +233,6 @@ class _Cutter:
             open_ = open_[: len(open_) - left]
             found.append(min(open_, key=lambda p: abs(before[p] - total * k / self.num_stages)))
         return found
-
-
-def _backward(during: list[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
-    """What is not of the forward, or depends on what is not."""
-    found: set[fx.Node] = set()
-    for node in during:
-        inside = node.meta.get("region", "forward") == "forward" and REMADE not in node.meta
-        if node not in free and (not inside or any(x in found for x in node.all_input_nodes)):
-            found.add(node)
-    return found
 
 
 def _belongs(node: fx.Node, name: str) -> bool:
