@@ -1,19 +1,25 @@
-"""Workers that push to servers as they come, in one process: their order is drawn at random.
+"""Workers that push to servers as they come, in one process.
 
-A worker pulls as soon as it has pushed, and the order of pushes is drawn at random: so gradients are about as
-many updates old as there are other workers.
+A worker pulls as soon as it has pushed. Workers are equally fast, but for each gradient one takes up to a
+fifth more or less: so gradients are about as many updates old as there are other workers.
+
+    python -m benchmarks.asynchronous --sync async --lr 2e-3      # examples/gpt.py, 3 workers, batches of 18
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.convergence import example
 from tutti.capture.lift import numbers
 from tutti.capture.step import capture
 from tutti.layout import Layout
@@ -27,6 +33,9 @@ from tutti.server.split import split
 from tutti.server.updater import GraphUpdater
 from tutti.server.virtual import VirtualServers
 from tutti.server.worker import alone
+
+# By how much the time for a gradient differs.
+JITTER = 0.2
 
 
 class Asynchronous:
@@ -69,7 +78,8 @@ class Asynchronous:
             num_servers=1,
         )
         self.staleness: Counter[int] = Counter()
-        self._order = random.Random(seed)
+        self._chance = random.Random(seed)
+        self._done_at = [self._chance.random() for _ in range(num_workers)]
         self._weights: list[list[tuple[dict[str, Tensor], int]]] = [[] for _ in range(num_workers)]
         self._todo: list[list[tuple[int, Sequence[Tensor], float]]] = [
             [] for _ in range(num_workers)
@@ -102,9 +112,9 @@ class Asynchronous:
 
     def _push(self) -> None:
         """One worker has computed its gradient, and goes on with the next."""
-        w = self._order.choice(
-            [w for w, todo in enumerate(self._todo) if todo and self._weights[w]]
-        )
+        ready = [w for w, todo in enumerate(self._todo) if todo and self._weights[w]]
+        w = min(ready, key=self._done_at.__getitem__)
+        self._done_at[w] += self._chance.uniform(1 - JITTER, 1 + JITTER)
         k, rows, lr = self._todo[w].pop(0)
         weights, version = self._weights[w].pop(0)
         gradients, given = self._gradients(weights, w, k, rows)
@@ -126,3 +136,36 @@ class Asynchronous:
 
     def _rows(self, batch: Sequence[Tensor], worker: int) -> list[Tensor]:
         return parts.rows(list(batch), worker, self.num_workers)
+
+
+def main() -> None:
+    """Train the model of `examples/gpt.py`, and print its validation loss."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sync", default="async")
+    for name, default in {"workers": 3, "steps": 600, "batch": 18, "lr": 2e-3, "seed": 0}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"({default})")
+    args = parser.parse_args()
+    gpt = example()
+    text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
+    train_text, valid_text = text.tensor_split([len(text) * 9 // 10])
+    torch.manual_seed(args.seed)
+    model = gpt.GPT(128, 4, 4, 0.1)
+    adamw = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        adamw, lambda i: min((i + 1) / 50, 0.55 + 0.45 * math.cos(math.pi * i / args.steps))
+    )
+    first = gpt.batch_at(train_text, 0, args.batch, args.seed)
+    run = Asynchronous(
+        gpt.train_step, model, adamw, first, args.sync, num_workers=args.workers, seed=args.seed
+    )
+    for k in range(args.steps):
+        run.step(k, gpt.batch_at(train_text, k, args.batch, args.seed))
+        schedule.step()
+    run.finish()
+    age = sum(t * n for t, n in run.staleness.items()) / run.staleness.total()
+    loss = gpt.validation_loss(lambda x: gpt.eval_step(model, x), valid_text, args.batch, 20)
+    print(f"{args.sync}, lr {args.lr}: {loss:.4f}, gradients {age:.1f} updates old on average")
+
+
+if __name__ == "__main__":
+    main()
