@@ -26,6 +26,7 @@ from tutti.server.machine import BEAT_SECONDS, LEASE_SECONDS, OBSERVER
 from tutti.server.messages import Part
 from tutti.server.secret import checked_secret
 from tutti.server.session import Answer, Asking, Pushed, Session
+from tutti.server.table_rows import Rows, inside, own_rows, rows_of, whole
 from tutti.server.tls import Tls
 from tutti.server.update import WEIGHT, Updater
 
@@ -38,14 +39,6 @@ class Pulled:
 
     versions: Mapping[int, int]
     numbers: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a table: their numbers (i64, ascending, each once), and a tensor with a row for each."""
-
-    rows: Tensor
-    values: Tensor
 
 
 class Client:
@@ -183,8 +176,8 @@ class Client:
 
     def _part(self, block: Block, x: Tensor | Rows) -> Part | None:
         if isinstance(x, Rows):
-            return _rows_of(block, x)
-        return self._feedback.part(block.key, block.of(_whole(x)))
+            return rows_of(block, x)
+        return self._feedback.part(block.key, block.of(whole(x)))
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
         """`x` (1-D, of numbers that float64 holds) added up over the workers, or their `max` or `min`.
@@ -224,7 +217,7 @@ class Client:
         """
         for slot in sorted({slot for slots in state.values() for slot in slots}):
             parts = {
-                block.key: Part(block.of(_whole(slots[slot])))
+                block.key: Part(block.of(whole(slots[slot])))
                 for name, slots in state.items()
                 if slot in slots
                 for block in self._by_variable[name]
@@ -257,7 +250,7 @@ class Client:
         for name in (*into, *rows):
             for block in self._by_variable[name]:
                 if name in rows:
-                    own = _own_rows(block, rows[name].rows)
+                    own = own_rows(block, rows[name].rows)
                     if not len(own):
                         continue
                     wanted[block.key] = own
@@ -310,8 +303,8 @@ class Client:
         """Put what came where it belongs, unless it was received there."""
         if block.variable.name in rows:
             wanted = rows[block.variable.name]
-            inside = _inside(block, wanted.rows)
-            wanted.values.detach()[inside] = part.values.to(wanted.values.dtype)
+            mine = inside(block, wanted.rows)
+            wanted.values.detach()[mine] = part.values.to(wanted.values.dtype)
             return
         x = into[block.variable.name].detach()
         if x.is_contiguous():
@@ -341,28 +334,6 @@ class Client:
                 self._beat_links.ask(dict.fromkeys(range(self.session.num_servers), beat))
             except (CommError, ServerError):
                 continue  # whoever asks for something else hears of it
-
-
-def _whole(x: Tensor) -> Tensor:
-    """A tensor that can be cut and sent: contiguous, in the memory of the host."""
-    return x.detach().cpu().contiguous()
-
-
-def _own_rows(block: Block, rows: Tensor) -> Tensor:
-    """Those of `rows` that lie in a block, counted from its first."""
-    return rows[_inside(block, rows)] - block.start
-
-
-def _inside(block: Block, rows: Tensor) -> Tensor:
-    return (rows >= block.start) & (rows < block.stop)
-
-
-def _rows_of(block: Block, x: Rows) -> Part | None:
-    """What a gradient by rows has for a block; None if nothing."""
-    inside = _inside(block, x.rows)
-    if not inside.any():
-        return None
-    return Part(_whole(x.values)[inside], rows=(x.rows[inside] - block.start).contiguous())
 
 
 def _limits(all_blocks: Sequence[Block]) -> Limits:

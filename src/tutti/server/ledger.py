@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tutti.server.consistency import Consistency
+from tutti.server.gradients import by_row, summed, summed_rows
 from tutti.server.keys import Block
 from tutti.server.messages import Add, Done, Load, Part, Push
 from tutti.server.update import Updater
@@ -253,7 +254,7 @@ class Ledger:
         workers, block = self.closed[clock, ""], self.blocks[key]
         pushes = [self.pending[clock][w] for w in workers]
         parts = [push.parts[key] for push in pushes if key in push.parts]
-        return _summed(parts, block, self._scale(workers))
+        return summed(parts, block, self._scale(workers))
 
     def _update(
         self,
@@ -270,13 +271,13 @@ class Ledger:
         self._detach(key)
         state = self.state[key]
         if not (block.variable.lazy and all(p.rows is not None for p in parts)):
-            self.updater.update(name, state, _summed(parts, block, scale), scalars)
+            self.updater.update(name, state, summed(parts, block, scale), scalars)
             return
-        rows, gradient = _summed_rows(parts, block, scale)
-        some = {slot: x[rows] if _by_row(x, block) else x for slot, x in state.items()}
+        rows, gradient = summed_rows(parts, block, scale)
+        some = {slot: x[rows] if by_row(x, block) else x for slot, x in state.items()}
         self.updater.update(name, some, gradient, scalars)
         for slot, x in state.items():
-            if _by_row(x, block):
+            if by_row(x, block):
                 x[rows] = some[slot]
 
 
@@ -289,37 +290,6 @@ def initial(blocks: Mapping[int, Block], whole: Mapping[str, Mapping[str, Tensor
         }
         for key, block in blocks.items()
     }
-
-
-def _by_row(x: Tensor, block: Block) -> bool:
-    return tuple(x.shape) == block.shape
-
-
-def _summed(parts: list[Part], block: Block, scale: float) -> Tensor:
-    """The sum of dense parts and of rows, as a dense gradient; a single part is not copied."""
-    dtype = block.variable.dtype
-    if len(parts) == 1 and parts[0].rows is None:
-        only = parts[0].plain(dtype)
-        return only if scale == 1.0 else only * scale
-    total = torch.zeros(block.shape, dtype=dtype)
-    for number, part in enumerate(parts):
-        if part.rows is not None:
-            total.index_add_(0, part.rows, part.plain(dtype))
-        elif number:
-            total += part.plain(dtype)
-        else:
-            total.copy_(part.plain(dtype))
-    return total if scale == 1.0 else total.mul_(scale)
-
-
-def _summed_rows(parts: list[Part], block: Block, scale: float) -> tuple[Tensor, Tensor]:
-    """The rows that any part has, ascending, and the sum for each."""
-    found = [p.rows for p in parts if p.rows is not None]
-    rows = torch.cat(found).unique()
-    total = torch.zeros((len(rows), *block.shape[1:]), dtype=block.variable.dtype)
-    for part, own in zip(parts, found, strict=True):
-        total.index_add_(0, torch.searchsorted(rows, own), part.plain(total.dtype))
-    return rows, total if scale == 1.0 else total.mul_(scale)
 
 
 _TAKE: dict[type, Callable[[Ledger, Any], None]] = {
