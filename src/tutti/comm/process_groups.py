@@ -16,7 +16,7 @@ from tutti.comm.background import Background, Underway
 from tutti.comm.failure import Wait, comm_error, now_seconds
 from tutti.comm.groups import Groups
 from tutti.comm.shared_memory import SharedGroup
-from tutti.graph.segments import join, split
+from tutti.graph.segments import join, part, share, split
 
 
 class ProcessGroups:
@@ -231,14 +231,11 @@ class ProcessGroups:
     def shard(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
         """This rank's part of an `x` that every rank of the group holds, copied; moves nothing."""
         group = self.groups[axes]
-        part = split(x, dim, outer, group.size)[group.position]
-        return part.clone(memory_format=torch.contiguous_format)
+        return part(x, dim, outer, group.size, group.position)
 
     def partialize(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
         """`x` on the group's first rank, the reduction's neutral element on the others."""
-        if op in ("max", "min") or self.groups[axes].position == 0:
-            return x
-        return torch.ones_like(x) if op == "prod" else torch.zeros_like(x)
+        return share(x, op, first=self.groups[axes].position == 0)
 
     def _wait(self, name: str, axes: tuple[str, ...], x: Tensor, *args: Any) -> Tensor:
         """Collective `name` of the transport that the group has for `x`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +17,19 @@ def split(x: Tensor, dim: int, outer: int, num_parts: int) -> Tensor:
     inner = size // (outer * num_parts)
     parts = x.unflatten(dim, (outer, num_parts, inner)).movedim(dim + 1, 0)
     return parts.flatten(dim + 1, dim + 2)
+
+
+def part(x: Tensor, dim: int, outer: int, num_parts: int, index: int) -> Tensor:
+    """Part `index` of `split`, copied, so that it does not keep the whole alive."""
+    own = split(x, dim, outer, num_parts)[index]
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def share(x: Tensor, op: str, *, first: bool) -> Tensor:
+    """A whole `x` as one rank's share of a pending reduction: on the first `x`, else what changes nothing."""
+    if first or op in ("max", "min"):
+        return x
+    return torch.ones_like(x) if op == "prod" else torch.zeros_like(x)
 
 
 def join(parts: Tensor, dim: int, outer: int) -> Tensor:

@@ -15,6 +15,7 @@ from tutti.capture.lift import numbers, state_of
 from tutti.capture.precision import computing
 from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.capture.step import Captured
+from tutti.errors import TuttiError
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import Post, VirtualRanks
 from tutti.layout import Mesh, assemble
@@ -43,6 +44,16 @@ class Errors:
         error = float(difference) / max(scale, 1e-300) if float(difference) else 0.0
         if not error <= self.worst:
             self.worst, self.name = error if error == error else float("inf"), name
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise `TuttiError` unless the programs are to be compared in float64."""
+    if dtype != torch.float64:
+        raise TuttiError(
+            f"verify compares in float64, not {dtype}",
+            why="a wrong program must differ by far more than rounding does",
+            fix="leave dtype out",
+        )
 
 
 def snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:

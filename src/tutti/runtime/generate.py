@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tutti.graph import collectives, random
+from tutti.graph import collectives, random, segments
 from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import Body, loop, post
-from tutti.graph.segments import split
 from tutti.layout import Mesh, Sharding
 
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
@@ -176,8 +175,7 @@ class _Writer:
             _, _, dim, outer = node.args
 
             def part(x: Tensor, k: int) -> Tensor:
-                own = split(x, dim, outer, count)[k]  # type: ignore[arg-type]
-                return own.clone(memory_format=torch.contiguous_format)
+                return segments.part(x, dim, outer, count, k)  # type: ignore[arg-type]
 
             return f"{self._constant(part)}({x}, {MICRO})"
         assert node.target is collectives.partialize, node.target

@@ -12,7 +12,6 @@ from torch import nn
 
 from tutti.capture.lift import create_slots
 from tutti.capture.step import capture, copied
-from tutti.errors import TuttiError
 from tutti.graph.loop import graphs_of
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
@@ -27,6 +26,7 @@ from tutti.runtime.comparisons import (
     Errors,
     PartitionComparison,
     Played,
+    check_dtype,
     feed_of,
     snapshot,
 )
@@ -108,12 +108,7 @@ def compare(
     cut: Sequence[str] = (),
 ) -> Verdict:
     """Both comparisons for one layout."""
-    if dtype != torch.float64:
-        raise TuttiError(
-            f"verify compares in float64, not {dtype}",
-            why="a wrong program must differ by far more than rounding does",
-            fix="leave dtype out",
-        )
+    check_dtype(dtype)
     subject = Subject(
         train_step, model, optimizer, batch, steps=steps, seed=seed, precision=layout.precision
     )

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from tutti.capture.step import Captured, capture
-from tutti.errors import TuttiError
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
@@ -35,6 +34,7 @@ from tutti.runtime.comparisons import (
     PARTITION_TOLERANCE,
     Errors,
     PartitionComparison,
+    check_dtype,
     feed_of,
     inputs_of,
     largest,
@@ -62,8 +62,7 @@ def compare_replicas(
 ) -> Verdict:
     """Both comparisons for a layout with replicas; `strategy` replaces the layout's on the virtual ranks
     (to inject faults)."""
-    if dtype != torch.float64:
-        raise TuttiError(f"verify compares in float64, not {dtype}", fix="leave dtype out")
+    check_dtype(dtype)
     due = whole_messages(strategies.parse(layout.sync))
     agreed = {s.name: s.tensor for s in trained(model, optimizer)}
     check_dtypes(due, agreed)

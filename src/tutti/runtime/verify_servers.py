@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from tutti.capture.step import Captured
-from tutti.errors import TuttiError
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
@@ -30,6 +29,7 @@ from tutti.runtime.comparisons import (
     Errors,
     add_returned,
     add_state,
+    check_dtype,
     feed_of,
     inputs_of,
 )
@@ -64,8 +64,7 @@ def compare_servers(
     cut: Sequence[str] = (),
 ) -> Verdict:
     """Both comparisons for a layout with servers; `place` and `cut` do not matter to workers of one rank."""
-    if dtype != torch.float64:
-        raise TuttiError(f"verify compares in float64, not {dtype}", fix="leave dtype out")
+    check_dtype(dtype)
     due, count = consistency.parse(layout.sync), layout.num_replicas
     batches = [parts.of_batch(batch, w, count) for w in range(count)] if due.alone else [batch]
     precision = layout.precision

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tutti.graph.segments import join, split
+from tutti.graph.segments import join, part, share
 
 # (name within the step, 1-D float64) -> the sum over the workers, the same bits for all.
 Add = Callable[[str, Tensor], Tensor]
@@ -64,14 +64,11 @@ class SmallSums:
 
     def shard(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
         """This worker's part of an `x` that all have."""
-        own = split(x, dim, outer, self.num_workers)[self.worker]
-        return own.clone(memory_format=torch.contiguous_format)
+        return part(x, dim, outer, self.num_workers, self.worker)
 
     def partialize(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
         """A whole `x` as part of a sum: the first worker has it, the others zeros."""
-        if self.worker == 0 or op in ("max", "min"):
-            return x
-        return torch.ones_like(x) if op == "prod" else torch.zeros_like(x)
+        return share(x, op, first=self.worker == 0)
 
     def together(
         self,
@@ -85,7 +82,7 @@ class SmallSums:
         if kind == "all_reduce" and op == "sum":
             flat = self._sum(torch.cat([_flat(x) for x in xs]))
             parts = flat.split([x.numel() for x in xs])
-            return [_like(part, x) for part, x in zip(parts, xs, strict=True)]
+            return [_like(values, x) for values, x in zip(parts, xs, strict=True)]
         extra = (op,) if op else ()
         one = getattr(self, kind)
         reduces = kind == "all_reduce"
@@ -102,7 +99,7 @@ class SmallSums:
         placed = torch.zeros(self.num_workers, x.numel(), dtype=torch.float64)
         placed[self.worker] = _flat(x)
         found = self._sum(placed.flatten()).view(self.num_workers, -1)
-        return torch.stack([_like(part, x) for part in found])
+        return torch.stack([_like(values, x) for values in found])
 
     def _sum(self, values: Tensor) -> Tensor:
         self._count += 1
