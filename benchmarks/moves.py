@@ -143,8 +143,9 @@ class InProgram(Tutti):
     def reduce_scatter(
         self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int, op: str
     ) -> Tensor:
-        """This rank's part of the sum."""
-        return self.together_("reduce_scatter", [x], axes, [(dim, outer)], op)[0]
+        """This rank's part of the sum, in `x` itself."""
+        (x,) = self.together_("reduce_part", [x], axes, [(dim, outer)], op)
+        return self.part(x, axes, dim, outer)
 
 
 PLAYERS: dict[str, Callable[[], Moves]] = {

@@ -83,9 +83,14 @@ def in_arenas_and_outside(n: int, dtype: torch.dtype, size: int) -> None:
             assert torch.equal(shared.all_reduce(x, op), total)
             part = shared.reduce_scatter(x, op)
             assert torch.equal(part, total[me])
-        (part,) = shared.reduce_scatter_([lying], op)
+        parts = [whole[me] for whole in where]
+        (part,) = shared.reduce([parts], op)
         assert torch.equal(part, total[me])
-    shared.claim()
+        shared.claim()
+        shared.reduce_([parts], op)
+        assert torch.equal(lying[me], total[me])
+        shared.claim()
+        lying[me] = every[me][me]
     assert torch.equal(shared.all_gather(lying), torch.stack(every))
     assert torch.equal(shared.all_gather(every[me]), torch.stack(every))
     turned = torch.stack([whole[me] for whole in every])
@@ -146,7 +151,7 @@ def empties() -> None:
     shared.all_reduce_([lying], "sum")
     shared.all_reduce_([], "sum")
     shared.all_gather_([lying])
-    assert shared.reduce_scatter_([lying], "sum")[0].shape == (0,)
+    assert shared.reduce([[lying[0]] * 4], "sum")[0].shape == (0,)
 
 
 def test_empty_tensors(ranks: Ranks) -> None:

@@ -173,6 +173,9 @@ class ProcessGroups:
                 shared.all_reduce_(xs, op)
                 return list(xs)
             lying = [self._parts(x, axes, where) for x, where in zip(xs, wheres, strict=True)]
+            if kind == "reduce_part":
+                shared.reduce_(lying, op)
+                return list(xs)
             return shared.reduce(lying, op)
 
     def gather_into(

@@ -205,32 +205,30 @@ class SharedGroup:
                         part.copy_(own)
         self.signals.sync()
 
-    def reduce_scatter_(self, wholes: Sequence[Tensor], op: str) -> list[Tensor]:
-        """Of each `[n, *shape]` this rank's reduced part `[*shape]`, a new tensor.
-
-        The memory of `wholes` may be written again after a `claim`.
-        """
-        lying = [self._rows(x) for x in wholes]
-        self.signals.meet(self._note("reduce_scatter_", op, wholes))
-        results = [torch.empty_like(x[0]) for x in wholes]
-        for result, rows in zip(results, lying, strict=True):
-            parts = [whole[self.position].view(-1) for whole in rows]
-            reduce_blocks(result.view(-1), parts, op)
-        self.signals.arrive()
-        return results
-
     def reduce(self, lying: Sequence[Sequence[Tensor]], op: str) -> list[Tensor]:
         """Each of `lying`, a tensor of every rank where all can read it, reduced: new tensors.
 
         What this rank has given may be written again after a `claim`.
         """
-        own = [parts[self.position] for parts in lying]
-        self.signals.meet(self._note("reduce", op, own, placed=False))
-        results = [torch.empty(x.shape, dtype=x.dtype) for x in own]
-        for result, parts in zip(results, lying, strict=True):
-            reduce_into(result, parts, op)
-        self.signals.arrive()
+        results = [torch.empty(x[self.position].shape, dtype=x[0].dtype) for x in lying]
+        self._reduce_each("reduce", results, lying, op)
         return results
+
+    def reduce_(self, lying: Sequence[Sequence[Tensor]], op: str) -> None:
+        """The same, each into this rank's own tensor, which nobody else may read."""
+        own = [parts[self.position] for parts in lying]
+        self._reduce_each("reduce_", own, lying, op)
+
+    def _reduce_each(
+        self, name: str, results: list[Tensor], lying: Sequence[Sequence[Tensor]], op: str
+    ) -> None:
+        self.signals.meet(self._note(name, op, results, placed=False))
+        for result, parts in zip(results, lying, strict=True):
+            if all(part.is_contiguous() for part in parts):
+                reduce_blocks(result.view(-1), [part.view(-1) for part in parts], op)
+            else:
+                reduce_into(result, parts, op)
+        self.signals.arrive()
 
     def all_gather_(self, wholes: Sequence[Tensor]) -> None:
         """Each `[n, *shape]`, of which this rank has written its own part, gets those of the others.

@@ -22,7 +22,8 @@ Where the ranks of a group share memory:
 
 - `buffer(axes, offset, shape, dtype)`: memory for a value that a later collective takes where it lies;
 - `together_(kind, xs, axes, wheres, op)`: `together` on such values, or on state that lies in shared
-  memory: all-reduces in place, gathers as views;
+  memory: all-reduces in place, gathers as views. "reduce_part" is a reduce-scatter in place: its results
+  are the operands, of which the part that `part` gives is reduced;
 - `gather_into(names, xs, axes, wheres)`: gathers `xs` into the state `names`, of which they are parts;
 - `part(x, axes, dim, outer)`: `shard` as a view of `x`;
 - `meet(axes)`: waits until every rank has come here.

@@ -103,7 +103,7 @@ class Storages:
             return args[0].as_strided(own.shape, args[0].stride())
         if node.target is collectives.gather_into:
             return [self.fakes[self._state[name]] for name in args[0]]
-        if args[0] == "all_reduce":
+        if args[0] in ("all_reduce", "reduce_part"):
             return list(args[1])
         return _fresh(node.meta["val"])
 

@@ -201,7 +201,7 @@ class VirtualRanks:
         play = getattr(self, f"_{kind}")
         results: list[list[Tensor]] = [[] for _ in args]
         for i in range(len(xs)):
-            rest = (*wheres[i], op) if kind == "reduce_scatter" else wheres[i] or (op,)
+            rest = _rest(kind, wheres[i], op)
             for mine, value in zip(
                 results, play([(a[1][i], axes, *rest) for a in args]), strict=True
             ):
@@ -209,6 +209,9 @@ class VirtualRanks:
         return results
 
     _together_ = _start = _together
+
+    def _reduce_part(self, args: list[Any]) -> list[Tensor]:
+        return self._all_reduce(args)  # more than a rank's part; a program takes its part of it
 
     def _finish(self, args: list[Any]) -> list[Any]:
         return [a[0] for a in args]
@@ -299,3 +302,8 @@ class _VirtualEngine:
 
 def _by_value(of_ranks: list[list[Any]]) -> list[Any]:
     return [list(of) for of in zip(*of_ranks, strict=True)]
+
+
+def _rest(kind: str, where: Sequence[int], op: str) -> tuple[Any, ...]:
+    """What a single collective of `kind` is told behind its axes."""
+    return {"reduce_scatter": (*where, op), "all_gather": tuple(where)}.get(kind, (op,))

@@ -25,6 +25,7 @@ from tutti.passes.early_sends import early_sends
 from tutti.passes.early_update import early_update
 from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
+from tutti.passes.in_buffer import in_buffer
 from tutti.passes.in_place import in_place
 from tutti.passes.overlap import overlap
 from tutti.passes.remat import remat
@@ -79,6 +80,7 @@ PASSES = (
     Pass("fused_update", lambda graph, program, target: fused_update(graph)),
     Pass("shared_state", shared_state),
     Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
+    Pass("in_buffer", lambda graph, program, target: in_buffer(graph)),
     Pass("overlap", lambda graph, program, target: overlap(graph, target)),
     Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
     Pass("early_sends"),  # of the parts of loops, after the rest

@@ -1,0 +1,86 @@
+"""`in_buffer`: what a rank gets of a reduce-scatter stays in the buffer in which it was reduced.
+
+    %8 = together_(reduce_scatter, [%7], data, ...)       %8 = together_(reduce_part, [%7], data, ...)
+    %9 = item(%8, 0)                                 ->   %9 = item(%8, 0)
+                                                          %10 = part(%9, data, 0, 1)
+
+Two parts are read and one of them is overwritten: a quarter less memory to move than with a new result, whose
+lines a processor reads before it writes them. The rest of the buffer is then held until the result has been
+used. So this is done where few such buffers are held at once, as where `early_update` takes a gradient at
+once; not where all gradients wait for their norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from tutti.graph import collectives
+from tutti.graph.aliases import roots_of
+from tutti.graph.edit import NOTES
+from tutti.graph.liveness import last_uses
+from tutti.graph.order import positions_of
+
+# Buffers in which results wait take at most this share of all that is scattered, or so many bytes.
+HELD_SHARE, HELD_NBYTES = 4, 4 * 2**20
+
+
+def in_buffer(graph: fx.Graph) -> int:
+    """Rewrite `graph`; returns how many reduced values take no new memory."""
+    nodes = [n for n in graph.nodes if n.target is collectives.together_]
+    nodes = [n for n in nodes if n.args[0] == "reduce_scatter"]
+    most = max(HELD_NBYTES, sum(map(_nbytes, nodes)) // HELD_SHARE)
+    order, ends = positions_of(graph), _ends(graph)
+    chosen: dict[fx.Node, int] = {}
+    for node in nodes:
+        end = max(ends[item] for item in node.users)
+        waiting = [other for other, until in chosen.items() if until > order[node]]
+        fits = sum(map(_nbytes, (*waiting, node))) <= most
+        if end < len(order) and fits and all(_is_block(x, p) for x, p in _members(node)):
+            chosen[node] = end
+    for node in chosen:
+        _keep(graph, node)
+    return sum(len(node.users) for node in chosen)
+
+
+def _members(node: fx.Node) -> list[tuple[fx.Node, Tensor]]:
+    """Each operand, and what this rank gets of it."""
+    xs: Any = node.args[1]
+    return list(zip(xs, node.meta["val"], strict=True))
+
+
+def _nbytes(node: fx.Node) -> int:
+    return sum(x.meta["val"].nbytes for x, _ in _members(node))
+
+
+def _is_block(x: fx.Node, own: Tensor) -> bool:
+    """Whether a rank's part lies in one piece."""
+    whole: Tensor = x.meta["val"]
+    return whole.is_contiguous() and own.shape[1:] == whole.shape[1:]
+
+
+def _ends(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Where a value's memory is needed for the last time; behind all nodes for what is given out."""
+    order, roots = positions_of(graph), roots_of(graph)
+    dies = {x: order[node] for node, dead in last_uses(graph).items() for x in dead}
+    ends: dict[fx.Node, int] = {}
+    for x, root in roots.items():
+        ends[root] = max(ends.get(root, 0), dies.get(x, len(order)))
+    return {x: ends[root] for x, root in roots.items()}
+
+
+def _keep(graph: fx.Graph, node: fx.Node) -> None:
+    """Let the results of `node` be parts of its operands."""
+    _, xs, axes, wheres, op = node.args
+    items = list(node.users)
+    node.args = ("reduce_part", xs, axes, wheres, op)
+    node.meta["val"] = [x.meta["val"] for x in xs]  # type: ignore[union-attr]
+    for item in items:
+        index: Any = item.args[1]
+        own = graph.call_function(collectives.part, (item, axes, *wheres[index]))  # type: ignore[index]
+        item.append(own)
+        item.replace_all_uses_with(own, delete_user_cb=lambda user, own=own: user is not own)
+        own.meta = {k: item.meta[k] for k in (*NOTES, "val", "sharding") if k in item.meta}
+        item.meta = {k: item.meta[k] for k in NOTES if k in item.meta}
+        item.meta["val"] = node.meta["val"][index]
