@@ -70,7 +70,7 @@ def mlp_program(depth: int = 2) -> Program:
 
 
 def rewritten(program: Program, budget: Budget) -> str:
-    graph = optimized(program, Target(), without={"remat", "in_place", "early_update"})
+    graph = optimized(program, Target(), without={"remat", "in_place", "early_update", "linear"})
     remat(graph, program.captured.mode, budget, lambda _: 0)
     lines = [line.split("  #")[0].split() for line in text(graph).splitlines()]
     return "\n".join(" ".join(words) for words in lines if "input()" not in words)

@@ -148,3 +148,23 @@ def test_nothing_is_given_out_of_a_buffer() -> None:
     in_place(graph, ())
     leave_buffers(graph)
     assert lines(graph)[-2:] == ["mul_.Tensor(%4, 0.5)", "clone(%5)"]
+
+
+def test_a_bias_is_added_by_the_product() -> None:
+    def build() -> fx.Graph:
+        b = Builder()
+        x, w, bias = b.given("x", 4, 4, kind="batch"), b.given("w", 4, 4), b.given("b", 4)
+        row = b.call(collectives.partialize, bias, HERE, "sum")
+        added = b.call(aten.add.Tensor, b.call(aten.mm.default, x, w), row)
+        return b.done([b.call(collectives.all_reduce, added, HERE, "sum")], [])
+
+    feeds = [[torch.randn(4, 4), torch.randn(4, 4), torch.ones(4)] for _ in range(2)]
+    results = []
+    for target in (APART, SHARED):
+        graph = build()
+        shared_buffers(graph, target)
+        place_buffers(graph)
+        graph.lint()
+        results.append(VirtualRanks(Mesh((("data", 2),))).run(graph, nn.Module(), feeds)[0][0])
+    assert "addmm.out(%3, %x, %w, out=%4)" in lines(graph)
+    torch.testing.assert_close(results[1], results[0])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ class ProcessGroups:
         self._background = Background()
         self._buffers: dict[Any, Tensor] = {}
         self._cut: dict[Any, list[Tensor]] = {}
+        self._own: dict[Any, Tensor] = {}
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
         """The sum, "max", "min" or "prod" of `x` over the group; same shape, a new tensor."""
@@ -142,14 +142,24 @@ class ProcessGroups:
         self, axes: tuple[str, ...], offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
         """Memory in the group's arena, once nobody reads what lay there before."""
-        with self._waiting("buffer", axes, 0):
-            self._shared(axes).claim()
+        return self.claimed(self.memory(axes, offset, shape, dtype), axes)
+
+    def memory(
+        self, axes: tuple[str, ...], offset: int, shape: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """The same memory at every call, whoever may read it."""
         key = (axes, offset, tuple(shape), dtype)
         if key not in self._buffers:
             row = self.arenas[axes][self.groups[axes].position]
             nbytes = math.prod(shape) * dtype.itemsize
             self._buffers[key] = row[offset : offset + nbytes].view(dtype).view(*shape)
         return self._buffers[key]
+
+    def claimed(self, x: Tensor, axes: tuple[str, ...]) -> Tensor:
+        """`x`, which lies in the group's arena, once nobody reads what this rank gave before."""
+        with self._waiting("buffer", axes, 0):
+            self._shared(axes).claim()
+        return x
 
     def together_(
         self,
@@ -200,9 +210,15 @@ class ProcessGroups:
         return wholes
 
     def part(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
-        """This rank's part of `x`, a view."""
-        group = self.groups[axes]
-        return split(x, dim, outer, group.size)[group.position]
+        """This rank's part of `x`, a view; one that lies in an arena, which stays, is kept."""
+        key = (x.data_ptr(), x.shape, x.dtype, axes, dim, outer)
+        found = self._own.get(key)
+        if found is None or not x.is_contiguous():
+            group = self.groups[axes]
+            found = split(x, dim, outer, group.size)[group.position]
+            if self._shared(axes).everywhere(x) is not None:
+                self._own[key] = found
+        return found
 
     def meet(self, axes: tuple[str, ...]) -> None:
         """Return when every rank of the group has come here."""
@@ -252,14 +268,25 @@ class ProcessGroups:
         near = transport is self.groups.shared(axes)
         return (moved() if near else self._background.in_turn(moved))[0]
 
-    @contextlib.contextmanager
-    def _waiting(self, name: str, axes: tuple[str, ...], nbytes: int) -> Iterator[None]:
+    def _waiting(self, name: str, axes: tuple[str, ...], nbytes: int) -> _Waiting:
         """While a collective is under way: `current` says which, errors say more."""
-        self.current = Wait(name, axes, nbytes, now_seconds())
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as exc:
-            raise comm_error(exc, name, axes, nbytes, self.groups[axes]) from exc
-        self.current = None
+        return _Waiting(self, Wait(name, axes, nbytes, now_seconds()))
+
+
+class _Waiting:
+    """A `with` that is entered at every collective: a generator's would cost three times as much."""
+
+    __slots__ = ("_player", "_wait")
+
+    def __init__(self, player: ProcessGroups, wait: Wait) -> None:
+        self._player, self._wait = player, wait
+
+    def __enter__(self) -> None:
+        self._player.current = self._wait
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            self._player.current = None
+        elif isinstance(error, RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            name, axes, nbytes, _ = self._wait
+            raise comm_error(error, name, axes, nbytes, self._player.groups[axes]) from error

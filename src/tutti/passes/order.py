@@ -27,6 +27,7 @@ from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
 from tutti.passes.in_buffer import in_buffer
 from tutti.passes.in_place import in_place
+from tutti.passes.linear import linear
 from tutti.passes.overlap import overlap
 from tutti.passes.remat import remat
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
@@ -83,6 +84,7 @@ PASSES = (
     Pass("in_buffer", lambda graph, program, target: in_buffer(graph)),
     Pass("overlap", lambda graph, program, target: overlap(graph, target)),
     Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
+    Pass("linear", lambda graph, program, target: linear(graph)),
     Pass("early_sends"),  # of the parts of loops, after the rest
     Pass("accumulate"),
 )
@@ -134,6 +136,7 @@ def _part(kind: str, graph: fx.Graph, target: Target, left_out: Collection[str])
         "shared_buffers": lambda g: shared_buffers(g, target, IN_BUFFERS.get(kind, SCATTERED)),
         "overlap": lambda g: overlap(g, target),
         "in_place": lambda g: in_place(g, ()),
+        "linear": linear,
     }
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))

@@ -74,6 +74,8 @@ def _in_buffer(graph: fx.Graph, x: fx.Node, user: fx.Node, axes: Any) -> fx.Node
     """`x` as a value that lies in a buffer: made there, or copied right where it is made."""
     val: Tensor = x.meta["val"]
     sole = x.op == "call_function" and len(x.users) == 1
+    if sole:
+        _add_within(x)
     with graph.inserting_before(x if sole else user):
         memory = graph.call_function(collectives.buffer, (axes, 0, list(val.shape), val.dtype))
     memory.meta = {"val": val}
@@ -86,6 +88,18 @@ def _in_buffer(graph: fx.Graph, x: fx.Node, user: fx.Node, axes: Any) -> fx.Node
         copied = graph.call_function(aten.copy_.default, (memory, x))
     copied.meta = {k: x.meta[k] for k in (*NOTES, "val", "sharding") if k in x.meta}
     return copied
+
+
+def _add_within(x: fx.Node) -> None:
+    """A row added to every row of a product is added by the product: one pass over memory less."""
+    product, row = (*x.args, None)[:2] if x.target is aten.add.Tensor else (None, None)
+    if not isinstance(product, fx.Node) or not isinstance(row, fx.Node) or x.kwargs:
+        return
+    fits = row.meta["val"].shape == x.meta["val"].shape[1:] and row.meta["val"].dim() == 1
+    same = row.meta["val"].dtype == x.meta["val"].dtype == product.meta["val"].dtype
+    if product.target is aten.mm.default and len(product.users) == 1 and fits and same:
+        x.target, x.args = aten.addmm.default, (row, *product.args)
+        x.graph.erase_node(product)
 
 
 def _embedding(graph: fx.Graph, x: fx.Node, memory: fx.Node) -> fx.Node:

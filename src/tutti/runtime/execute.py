@@ -84,7 +84,13 @@ class Execution:
             self.graph = self._optimized()
             owner = self.program.captured.owner
             self._generated = generate(
-                self.graph, owner, self.player, self.program.mesh, self._place, loops=self._loops
+                self.graph,
+                owner,
+                self.player,
+                self.program.mesh,
+                self._place,
+                loops=self._loops,
+                lodged=self._lodger.lodged if self._lodger is not None else {},
             )
             gc.collect()
             give_back_now()

@@ -17,6 +17,7 @@ from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import Body, loop, post
 from tutti.layout import Mesh, Sharding
+from tutti.runtime.fixed import Fixed
 
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
 # which micro-batch it is, and who takes values before it has ended.
@@ -45,6 +46,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     _aten.mm.out: torch.mm,
     _aten.add.out: torch.add,
     _aten.addmm.out: torch.addmm,
+    _aten.linear.default: torch.nn.functional.linear,
 }
 
 
@@ -78,13 +80,15 @@ def generate(
     *,
     name: str = "step",
     loops: Loops | None = None,
+    lodged: Mapping[str, Tensor] | None = None,
 ) -> Generated:
     """Write and compile the function of the rank at `coordinates`.
 
     What differs from one micro-batch to the next is worked out for all of them, where `mesh` has that axis
-    and `coordinates` has not. `loops` gives the function that plays a loop.
+    and `coordinates` has not. `loops` gives the function that plays a loop; `lodged` are inputs that are the
+    same tensor at every call.
     """
-    writer = _Writer(owner, player, mesh, dict(coordinates), loops)
+    writer = _Writer(owner, player, mesh, dict(coordinates), loops, Fixed(player, lodged or {}))
     return writer.write(graph, name)
 
 
@@ -96,8 +100,10 @@ class _Writer:
         mesh: Mesh,
         coordinates: dict[str, int],
         loops: Loops | None,
+        fixed: Fixed,
     ) -> None:
         self.owner, self.player, self.mesh, self.loops = owner, player, mesh, loops
+        self.fixed = fixed
         in_time = MICRO in mesh and MICRO not in coordinates
         self.moments = (
             [{**coordinates, MICRO: k} for k in range(mesh.size(MICRO))] if in_time else []
@@ -106,22 +112,27 @@ class _Writer:
         self.names: dict[fx.Node, str] = {}
         self.globals: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
+        self.claimed: set[tuple[str, ...]] = set()
         self.body: list[str] = []
         self.lines: dict[int, str] = {}
 
     def write(self, graph: fx.Graph, name: str) -> Generated:
         last = last_uses(graph)
-        feeds = []
+        feeds, looks = [], set[fx.Node]()
         for node in graph.nodes:
             self.names[node] = f"v{len(self.names)}"
             if node.op == "placeholder":
                 feeds.append(self.names[node])
                 continue
+            if self.fixed.is_look(node):
+                looks.add(node)
+                self.names[node] = self._constant(self.fixed.of(node))
+                continue
             if node.op == "output":
                 self.body.append(f"return {self._text(node.args[0])}")
                 continue
             line = f"{self.names[node]} = {self._value(node)}"
-            dead = [self.names[d] for d in last.get(node, ())]
+            dead = [self.names[d] for d in last.get(node, ()) if d not in looks]
             if dead:
                 line += f"; del {', '.join(dead)}"
             self.body.append(line)
@@ -148,6 +159,8 @@ class _Writer:
             return f"{self._drawing(node)}({KEY}({node.args[5]}))"
         if node.target is post:
             return f"{POST}({self._text(node.args[0])}, {node.args[1]!r})"
+        if node.target in (loop, *collectives.COLLECTIVES, *collectives.JOINED):
+            self.claimed.clear()
         if node.target is loop:
             body: Any = node.args[0]
             assert self.loops is not None
@@ -155,6 +168,8 @@ class _Writer:
         in_time = (collectives.shard, collectives.partialize)
         if self.moments and node.target in in_time and MICRO in collectives.axes_of(node):
             return self._in_time(node)
+        if node.target is collectives.buffer:
+            return self._buffer(self.fixed.of(node), node.args[0])
         if node.target in collectives.PLAYED:
             function: Any = getattr(self.player, node.target.__name__)  # type: ignore[union-attr]
         else:
@@ -167,6 +182,14 @@ class _Writer:
         arguments = [self._text(a) for a in node.args]
         arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
         return f"{self._constant(_direct(function))}({', '.join(arguments)})"
+
+    def _buffer(self, memory: Any, axes: Any) -> str:
+        """Memory of the group's arena; claimed once between two collectives."""
+        if axes in self.claimed:
+            return self._constant(memory)
+        self.claimed.add(axes)
+        player: Any = self.player
+        return f"{self._constant(player.claimed)}({self._constant(memory)}, {self._text(axes)})"
 
     def _in_time(self, node: fx.Node) -> str:
         """This micro-batch's part of a value; or the value at the first one, nothing at the others."""

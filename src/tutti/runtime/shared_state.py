@@ -113,6 +113,11 @@ class Lodger:
                 whole = lodging.whole.view(dims[name])
                 player.wholes[lodging.axes, lodging.own.data_ptr()] = whole
 
+    @property
+    def lodged(self) -> dict[str, Tensor]:
+        """What each input that lies here is after `prepare`, at every call."""
+        return {name: self._home.lodgings[name].own for name in self._places}
+
     def prepare(self, inputs: list[Any]) -> None:
         """Let `inputs` be in shared memory as far as the program wants them there."""
         moved = [

@@ -1,0 +1,77 @@
+"""`linear`: a product with a transposed weight, and the reshapes around it, are one call.
+
+    %5 = reshape(%x, [1024, 256])           %5 = reshape(%x, [1024, 256])       if the backward needs it
+    %6 = permute(%w, [1, 0])
+    %7 = addmm(%b, %5, %6)             ->   %8 = linear(%x, %w, %b)
+    %8 = reshape(%7, [8, 128, 512])
+
+Capture takes `linear` apart so that rules need to know matrix products only. PyTorch does here just what the
+calls on the left do, but in one: each call from Python costs some 10 us when a product has used up the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph.edit import NOTES
+
+aten = torch.ops.aten
+_TRANSPOSED = [1, 0]
+
+
+def linear(graph: fx.Graph) -> int:
+    """Rewrite `graph`; returns how many products are calls of `linear` now."""
+    count = 0
+    for node in list(graph.nodes):
+        given = _operands(node)
+        if given is not None:
+            _rewrite(graph, node, *given)
+            count += 1
+    return count
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
+    """What the product `node` is made of, where it is one: 2-D rows, weight, bias."""
+    if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
+        return None
+    *bias, rows, turned = node.args
+    if not isinstance(turned, fx.Node) or turned.target is not aten.permute.default:
+        return None
+    weight, dims = turned.args
+    plain = list(dims) == _TRANSPOSED and all(b.meta["val"].dim() == 1 for b in bias)  # type: ignore[arg-type, union-attr]
+    return (rows, weight, bias[0] if bias else None) if plain else None  # type: ignore[return-value]
+
+
+def _rewrite(
+    graph: fx.Graph, node: fx.Node, rows: fx.Node, weight: fx.Node, bias: fx.Node | None
+) -> None:
+    turned: Any = node.args[-1]
+    x, result = _around(node, rows)
+    with graph.inserting_before(node):
+        made = graph.call_function(aten.linear.default, (x, weight, *([bias] if bias else [])))
+    made.meta = {k: result.meta[k] for k in (*NOTES, "val", "sharding") if k in result.meta}
+    result.replace_all_uses_with(made)
+    for dead in dict.fromkeys((result, node, turned, rows)):
+        if not dead.users and dead.op == "call_function":
+            graph.erase_node(dead)
+
+
+def _around(node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The value behind the reshape to `rows` and the one that `node` is reshaped to, where they match."""
+    if rows.target is not aten.reshape.default or len(node.users) != 1:
+        return rows, node
+    (result,) = node.users
+    x: Any = rows.args[0]
+    if result.target is not aten.reshape.default:
+        return rows, node
+    given, made, product = _value(x), _value(result), _value(node)
+    same = given.is_contiguous() and made.shape == (*given.shape[:-1], product.shape[-1])
+    fits = given.dim() > 1 and given.shape[-1] == _value(rows).shape[-1]
+    return (x, result) if same and fits else (rows, node)
+
+
+def _value(node: fx.Node) -> Tensor:
+    return node.meta["val"]

@@ -1,0 +1,75 @@
+"""Values that lie at the same place at every call of a program: memory that ranks share, and views of it.
+
+Their tensors are made once, when the code is written, so that a step does not make them again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, fx
+
+from tutti.graph import collectives
+from tutti.graph.aliases import aliased, written
+
+
+class Fixed:
+    """The fixed values of one graph.
+
+    Args:
+        player: has the buffers; None on one device.
+        lodged: inputs by name that are always the tensor given here.
+    """
+
+    def __init__(self, player: Any, lodged: Mapping[str, Tensor]) -> None:
+        self._player, self._lodged = player, lodged
+        self._known: dict[fx.Node, Tensor | None] = {}
+
+    def of(self, node: fx.Node) -> Tensor | None:
+        """The tensor that `node` always is; None where that is not known."""
+        if node not in self._known:
+            self._known[node] = self._found(node)
+        return self._known[node]
+
+    def is_look(self, node: fx.Node) -> bool:
+        """Whether `node` is fixed and does nothing: a view, or one of several results."""
+        looks = node.op == "call_function" and node.target is not collectives.buffer
+        return looks and not written(node) and self.of(node) is not None
+
+    def _found(self, node: fx.Node) -> Tensor | None:
+        if node.op == "placeholder":
+            return self._lodged.get(node.meta.get("name", ""))
+        if node.op != "call_function":
+            return None
+        if node.target is collectives.buffer:
+            return self._player.memory(*node.args)
+        if node.target is operator.getitem:
+            return self._result(*node.args)
+        source = aliased(node)
+        memory = None if source is None else self.of(source)
+        if source is None or memory is None or source in written(node):
+            return memory
+        return self._view(node, memory)
+
+    def _result(self, several: Any, index: Any) -> Tensor | None:
+        """One result of a collective on values that lie in shared memory."""
+        if several.target is not collectives.together_:
+            return None
+        kind, xs, axes = several.args[:3]
+        x = self.of(xs[index])
+        if x is None or kind == "reduce_scatter":
+            return None
+        return self._player.wholes.get((axes, x.data_ptr())) if kind == "all_gather" else x
+
+    def _view(self, node: fx.Node, memory: Tensor) -> Tensor | None:
+        """What a view shows; None for one that needs other values, and for a copy."""
+        rest: Any = node.args[1:]
+        if node.target is collectives.part:
+            return self._player.part(memory, *rest)
+        if node.target is collectives.partialize or len(node.all_input_nodes) > 1:
+            return None
+        made = node.target(memory, *rest, **node.kwargs)  # type: ignore[operator]
+        same = made.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+        return made if same else None
