@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import tutti
-from server.steps import Model, batch, by_norm, step
+from server.steps import Apart, Model, batch, by_norm, step
+from tutti.errors import ShardingError
 from tutti.layout import Layout
 from tutti.runtime.comparisons import feed_of
 from tutti.runtime.verify import Subject, Verdict
@@ -70,6 +71,30 @@ def test_stale_gradients_are_those_of_a_replay_in_the_same_order(layout: str, ol
     assert found.ok and found.max_error < 1e-13, found
     assert found.staleness is not None and found.staleness >= oldest
     assert f"up to {found.staleness} updates old" in str(found)
+
+
+def verified(model: nn.Module, layout: str) -> Verdict:
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return tutti.verify(partial(step, by_norm), model, optimizer, batch(0, 12), layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "replica=2 server=2 sync=step micro=3",
+        "replica=3 server=1 sync=bounded(0) micro=2 remat=full",
+        "replica=2 server=1 sync=async micro=2 remat=full precision=bf16",
+    ],
+)
+def test_workers_take_their_rows_in_slices(layout: str) -> None:
+    found = verified(Apart(), layout)
+    assert found.ok and found.max_error < 1e-13, found
+
+
+def test_a_step_that_couples_samples_is_not_sliced() -> None:
+    with pytest.raises(ShardingError, match="needs all its samples at once"):
+        verified(Model(), "replica=2 server=1 sync=step micro=2")
 
 
 def test_by_the_public_name() -> None:

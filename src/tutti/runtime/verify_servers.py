@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tutti.capture.step import Captured
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
+from tutti.partition.partition import Program
 from tutti.replicas import parts
 from tutti.runtime.comparisons import (
     PARTITION_TOLERANCE,
@@ -36,7 +37,7 @@ from tutti.runtime.comparisons import (
 from tutti.runtime.verify import Subject, Verdict
 from tutti.server import consistency
 from tutti.server.keys import blocks
-from tutti.server.program import played, worker_layout, worker_program
+from tutti.server.program import in_slices, played, worker_layout, worker_program
 from tutti.server.replay import STALE, stale
 from tutti.server.rows import PLACES, ROWS
 from tutti.server.split import Split, split
@@ -181,16 +182,15 @@ class _Together(_Comparison):
         super().__init__(subject, made, *rest)
         self.part = together(made)
         count = len(self.servers.sessions)
-        self.program = worker_program(self.part, worker_layout(self.layout, count))
-        graph = played(self.program, frozenset(self.program.captured.updated))
-        self.local = promoted(graph, self.captured.owner)[:2]
+        self.program, self.local = _program(self.part, worker_layout(self.layout, count))
         self.dense = promoted(self.captured.graph, self.captured.owner)[:2]
 
     def run(self, steps: int) -> None:
         workers, (feed,) = range(len(self.servers.sessions)), self.feeds
         for k in range(steps):
             self.pull(*workers)
-            ranks = VirtualRanks(self.program.mesh, seed=self.subject.seed, step=k)
+            mesh = self.program.layout.place_mesh
+            ranks = VirtualRanks(mesh, seed=self.subject.seed, step=k)
             tables = [_rows(self.part, x, feed) for x in self.held]
             inputs = [
                 _cloned(inputs_of(self.program.captured, x, {**feed, **rows.feed}))
@@ -230,8 +230,7 @@ class _InAnyOrder(_Comparison):
     def __init__(self, subject: Subject, made: Split, *rest: Any) -> None:
         super().__init__(subject, made, *rest)
         self.part: WorkerPart = alone(made)
-        own = self.part.captured
-        self.local = promoted(own.graph, own.owner)[:2]
+        _, self.local = _program(self.part, worker_layout(self.layout, 1))
         self.replay: Captured = stale(self.captured)
         self.dense = promoted(self.replay.graph, self.replay.owner)[:2]
         self.buffers = [dict(self.one) for _ in self.held]  # one device's, for each worker
@@ -259,7 +258,7 @@ class _InAnyOrder(_Comparison):
     def _push(self, w: int, k: int) -> None:
         feed, seed = self.feeds[w], parts.seed_of(self.subject.seed, w)
         tables = _rows(self.part, self.held[w], feed)
-        inputs = [inputs_of(self.part.captured, self.held[w], {**feed, **tables.feed})]
+        inputs = [_cloned(inputs_of(self.part.captured, self.held[w], {**feed, **tables.feed}))]
         out, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.local, inputs)[0]
         self.held[w] |= dict(zip(self.part.captured.updated, new, strict=True))
         own, gradients, extra = self.part.parts(out)
@@ -282,6 +281,15 @@ class _InAnyOrder(_Comparison):
         self.buffers[w] |= {n: x for n, x in made.items() if kinds[n] == "buffer"}
         self.one |= {n: x for n, x in made.items() if kinds[n] != "buffer"}
         return returned
+
+
+def _program(part: WorkerPart, layout: Layout) -> tuple[Program, tuple[fx.Graph, nn.Module]]:
+    """A worker's program under `layout`, and as it runs, in float64."""
+    program = worker_program(part, layout)
+    timed = in_slices(program)
+    updated = frozenset(program.captured.updated)
+    graph = played(timed.programs[0] if timed else program, updated)
+    return program, promoted(graph, program.captured.owner)[:2]
 
 
 @dataclass(frozen=True)
