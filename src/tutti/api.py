@@ -428,6 +428,7 @@ class Step:
                 graph=graph,
                 measured=measured,
                 run=run,
+                timed=self._timed,
             )
         return explain_program(
             self.program,

@@ -123,7 +123,11 @@ def test_what_is_refused_and_the_advice(text: str, what: str, fix: str) -> None:
         ("replica=2 sync=step", "which layout", '"replica=2 sync=step server=1", or data=2'),
         ("sync=bounded(3)", "which layout", '"replica=2 sync=bounded(3) server=1"'),
         ("replica=2 data=2 sync=async server=1", '"data"', '"replica=2 sync=async server=1"'),
-        ("replica=2 micro=2 sync=step server=1", '"micro"', '"replica=2 sync=step server=1"'),
+        (
+            "replica=2 tensor=2 micro=2 sync=step server=1",
+            '"tensor"',
+            '"replica=2 micro=2 sync=step server=1"',
+        ),
         ("replica=2", "how its replicas agree", "sync=average"),
     ],
 )
@@ -136,12 +140,12 @@ def test_servers_and_replicas_that_do_not_go_together(text: str, what: str, fix:
 
 @pytest.mark.parametrize("sync", ["step", "async", "bounded(2)"])
 def test_servers_are_ranks_beside_the_workers(sync: str) -> None:
-    layout = Layout.parse(f"replica=3 server=2 sync={sync} precision=bf16")
+    layout = Layout.parse(f"replica=3 server=2 sync={sync} micro=2 precision=bf16")
     layout.check_available()
     layout.check_ranks(5)
     with pytest.raises(LayoutError, match="3 and 2 are servers") as caught:
         layout.check_ranks(4)
-    assert f'or "replica=2 sync={sync} server=2 precision=bf16"' in str(caught.value)
+    assert f'or "replica=2 micro=2 sync={sync} server=2 precision=bf16"' in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ import re
 from functools import partial
 
 import torch
+from torch import nn
 
 import tutti
-from server.steps import Model, batch, by_norm, step
+from server.steps import Apart, Model, batch, by_norm, step
 from tutti.report.servers import explain_servers
 
 
-def explained(layout: str, *, graph: bool = False) -> str:
+def explained(layout: str, *, graph: bool = False, model: nn.Module | None = None) -> str:
     torch.manual_seed(0)
-    model = Model()
+    model = model or Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     made = tutti.distribute(partial(step, by_norm), model, optimizer, layout)
     assert made.served is not None
@@ -40,3 +41,10 @@ def test_a_worker_of_async_couples_its_own_gradients() -> None:
     assert "small sums" not in text
     assert "pushes 724 B and 6 numbers" in text and "by each worker on its own" in text
     assert "# update of table.weight" in text and "adamw" in text
+
+
+def test_slices_are_named_and_what_is_summed_once_a_step_counts_once() -> None:
+    text = explained("replica=3 server=1 sync=step micro=2", model=Apart(), graph=True)
+    assert "2 micro-batches, one after the other" in text
+    assert "small sums between workers, through a server: 2, 16 B" in text
+    assert "pushes 724 B" in text and "loop" in text

@@ -56,7 +56,12 @@ class OneServer:
         return Pushed(True, 0)
 
 
-def test_a_large_table_is_pulled_and_pushed_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["", " micro=3 remat=full", " micro=3 checked"])
+def test_a_large_table_is_pulled_and_pushed_by_row(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "checked" in how:
+        monkeypatch.setenv("TUTTI_CHECK_NAN", "1")
     monkeypatch.setenv(roles.ROLE, "worker 0")
     monkeypatch.setenv(roles.SERVERS, "nowhere:1")
     monkeypatch.setattr(worker_side, "Client", OneServer)
@@ -72,7 +77,8 @@ def test_a_large_table_is_pulled_and_pushed_by_row(monkeypatch: pytest.MonkeyPat
         | {slot: torch.zeros_like(p) for slot in ("exp_avg", "exp_avg_sq")}
         for n, p in model.named_parameters()
     }
-    step = tutti.distribute(train_step, model, optimizer, "replica=2 server=1 sync=async")
+    layout = "replica=2 server=1 sync=async" + how.removesuffix(" checked")
+    step = tutti.distribute(train_step, model, optimizer, layout)
     for k in range(3):
         loss = step(*batch(k))
         expected = train_step(plain, plain_optimizer, *rows_of_replica(batch(k), 0, 2))

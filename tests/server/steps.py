@@ -40,6 +40,17 @@ class Model(nn.Module):
         return self.down(h * self.scale) + self.shift
 
 
+class Apart(Model):
+    """The same, its samples not coupled by a norm, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)  # type: ignore[assignment]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.dropout(super().forward(tokens), 0.2)
+
+
 def step(clip: Clip, model: nn.Module, optimizer: Any, tokens: Tensor, targets: Tensor) -> Any:
     loss = F.cross_entropy(model(tokens), targets, ignore_index=-1)
     optimizer.zero_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,24 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from server.steps import Servers, batch, captured, difference, run, start
+from server.steps import (
+    Apart,
+    Servers,
+    batch,
+    by_norm,
+    captured,
+    difference,
+    run,
+    start,
+    step,
+)
+from tutti.capture.step import capture
 from tutti.graph import collectives
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
-from tutti.server.program import worker_layout, worker_program
+from tutti.report.records import records
+from tutti.server.program import in_slices, worker_layout, worker_program
 from tutti.server.small_sums import SmallSums
 from tutti.server.split import split
 from tutti.server.worker import together
@@ -48,6 +61,23 @@ def test_summed_gradients_are_those_of_one_device(num_workers: int) -> None:
         for p in parts:
             assert max(map(difference, part.result(p[0], scalars, wide=True), returned)) < 1e-12
         assert max(difference(mine[n], whole[n]) for n in whole) < 1e-12
+
+
+def test_slices_are_added_up_before_they_are_pushed() -> None:
+    torch.manual_seed(0)
+    model = Apart()
+    found = capture(partial(step, by_norm), model, torch.optim.AdamW(model.parameters()), batch())
+    part = together(split(found))
+    layout = worker_layout(Layout.parse("replica=2 micro=3 server=1 sync=step"), 2)
+    program = worker_program(part, layout)
+    timed = in_slices(program)
+    assert timed is not None
+    moved = records(program, timed)
+    assert {r.axes for r in moved} == {("data",)} and all(len(r.shape) == 0 for r in moved)
+    assert sum(r.times for r in moved) == 2  # the count and the loss, not once a slice
+    (body,) = timed.bodies
+    summed = [s.name for s in body.sums if s.op == "sum"]
+    assert body.num_micro == 3 and len(summed) == len(part.variables) + 1
 
 
 COLLECTIVE: dict[str, tuple[Any, ...]] = {

@@ -85,8 +85,8 @@ def test_rows_give_the_step_of_one_device_and_the_table_never_travels(
     sent: list[int] = []
     plain = VirtualServers._cut
 
-    def counted(self: VirtualServers, gradients: Any) -> Any:
-        parts = plain(self, gradients)
+    def counted(self: VirtualServers, worker: int, gradients: Any) -> Any:
+        parts = plain(self, worker, gradients)
         table = [p for k, p in parts.items() if self.blocks[k].variable.name == "large.weight"]
         assert all(p.rows is not None and bool((p.rows[1:] > p.rows[:-1]).all()) for p in table)
         sent.append(sum(len(p.values) for p in table))

@@ -11,6 +11,7 @@ from torch import nn
 import replicas_train as training
 import tutti
 from tutti.layout import Layout
+from tutti.replicas.member import Member
 from tutti.replicas.strategies import parse
 from tutti.runtime.verify import Verdict
 from tutti.runtime.verify_replicas import compare_replicas
@@ -79,6 +80,9 @@ def test_averaging_every_step_of_adam_is_not() -> None:
         ("average(every=2, then=4)", "average(every=2)"),
         ("diloco(every=4, fragments=2, delay=1)", "diloco(every=4, fragments=2, delay=2)"),
         ("diloco(every=4, fragments=2)", "diloco(every=4)"),
+        ("diloco(every=4, traffic=int8)", "diloco(every=4)"),
+        ("diloco(every=4, traffic=bf16)", "diloco(every=4, traffic=int8)"),
+        ("average(every=4, traffic=bf16)", "average(every=4)"),
     ],
 )
 def test_ranks_that_agree_otherwise_are_caught(sync: str, other: str) -> None:
@@ -98,6 +102,18 @@ def test_ranks_that_agree_otherwise_are_caught(sync: str, other: str) -> None:
     )
     assert not found.ok and found.max_error > 1e-6
     assert "NOT the same step" in str(found)
+
+
+@pytest.mark.parametrize("layout", ["replica=2", "replica=2 data=2 zero=3"])
+@pytest.mark.parametrize("traffic", ["bf16", "int8"])
+def test_errors_that_are_forgotten_are_caught(
+    layout: str, traffic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"{layout} sync=average(every=4, traffic={traffic})"
+    assert verdict(text).ok
+    monkeypatch.setattr(Member, "settle", lambda self, mean: None)
+    found = verdict(text)
+    assert not found.ok and found.max_error > 1e-6
 
 
 def test_a_complex_parameter_is_refused_rather_than_left_to_differ() -> None:

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import tutti
-from server.steps import Model, batch, by_norm, step
+from server.steps import Apart, Model, batch, by_norm, step
+from tutti.errors import ShardingError
 from tutti.layout import Layout
 from tutti.runtime.comparisons import feed_of
 from tutti.runtime.verify import Subject, Verdict
 from tutti.runtime.verify_servers import verdict_of
+from tutti.server.consistency import parse
+from tutti.server.feedback import Feedback
+from tutti.server.messages import Part
 from tutti.server.virtual import VirtualServers
 
 STEP = "replica=2 server=2 sync=step"
@@ -41,7 +45,7 @@ def subject(rows: int) -> tuple[Subject, list[dict[str, Any]]]:
 
 
 def verdict(layout: str, spoil: Any = None) -> Verdict:
-    alone = "async" in layout or "bounded(1)" in layout
+    alone = "async" in layout or "bounded(1" in layout
     made, feeds = subject(4 if alone else 12)
     parsed = Layout.parse(layout)
     count = parsed.num_replicas if alone else 1
@@ -70,6 +74,77 @@ def test_stale_gradients_are_those_of_a_replay_in_the_same_order(layout: str, ol
     assert found.ok and found.max_error < 1e-13, found
     assert found.staleness is not None and found.staleness >= oldest
     assert f"up to {found.staleness} updates old" in str(found)
+
+
+def verified(model: nn.Module, layout: str) -> Verdict:
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return tutti.verify(partial(step, by_norm), model, optimizer, batch(0, 12), layout)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "replica=2 server=2 sync=step micro=3",
+        "replica=3 server=1 sync=bounded(0) micro=2 remat=full",
+        "replica=2 server=1 sync=async micro=2 remat=full precision=bf16",
+    ],
+)
+def test_workers_take_their_rows_in_slices(layout: str) -> None:
+    found = verified(Apart(), layout)
+    assert found.ok and found.max_error < 1e-13, found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "replica=3 server=2 sync=step(traffic=int8)",
+        "replica=2 server=1 sync=bounded(1, traffic=bf16)",
+        "replica=3 server=2 sync=async(damped, traffic=int8)",
+        "replica=3 server=1 sync=async(damped)",
+    ],
+)
+def test_coded_gradients_and_damped_rates_are_judged_as_they_are(layout: str) -> None:
+    found = verdict(layout)
+    assert found.ok and found.max_error < 1e-12, found
+
+
+class Forgetting(Feedback):
+    """What is rounded away is lost."""
+
+    def part(self, key: int, gradient: Tensor) -> Part:
+        self._errors.clear()
+        return super().part(key, gradient)
+
+
+@pytest.mark.parametrize(
+    ("sync", "wrong"),
+    [
+        ("step(traffic=bf16)", Feedback("fp32")),
+        ("step(traffic=int8)", Forgetting("int8")),
+        ("async(traffic=bf16)", Forgetting("bf16")),
+        ("async(traffic=int8)", Feedback("bf16")),
+    ],
+)
+def test_gradients_that_are_coded_otherwise_are_found(sync: str, wrong: Feedback) -> None:
+    def spoil(servers: VirtualServers) -> None:
+        servers._feedback[1] = wrong
+
+    found = verdict(f"replica=2 server=2 sync={sync}", spoil)
+    assert not found.ok and found.max_error > 1e-6, found
+
+
+def test_rates_that_are_not_damped_are_found() -> None:
+    def spoil(servers: VirtualServers) -> None:
+        for machine in servers.machines:
+            machine.ledger.consistency = parse("async")
+
+    assert not verdict("replica=3 server=1 sync=async(damped)", spoil).ok
+
+
+def test_a_step_that_couples_samples_is_not_sliced() -> None:
+    with pytest.raises(ShardingError, match="needs all its samples at once"):
+        verified(Model(), "replica=2 server=1 sync=step micro=2")
 
 
 def test_by_the_public_name() -> None:

@@ -144,12 +144,12 @@ class Layout:
                 else "",
                 fix=f'"{replace(self, sync="step")}", sync=bounded(2) or sync=async',
             )
-        for name in (*(a for a in AXES if a != "replica"), "zero", "micro", "schedule"):
+        for name in (*(a for a in AXES if a != "replica"), "zero", "schedule"):
             given = self.axes.get(name, 1) > 1 or getattr(self, name, None) != _DEFAULTS.get(name)
             if given:
                 raise LayoutError(
                     f'"{name}" in layout "{self}" does not go with servers',
-                    why="each worker is one rank that runs its rows of the batch in one piece",
+                    why="each worker is one rank that has the whole model",
                     fix=f'"{self._served(self.num_replicas)}"',
                 )
 
@@ -164,6 +164,7 @@ class Layout:
             axes={"replica": num_workers},
             sync=sync,
             server=self.server or 1,
+            micro=self.micro,
             precision=self.precision,
             remat=self.remat,
         )
@@ -257,7 +258,7 @@ class Layout:
         """This layout as one rank sees its model: with servers each worker has all of it."""
         if not self.server:
             return self
-        return Layout(precision=self.precision, remat=self.remat)
+        return Layout(micro=self.micro, precision=self.precision, remat=self.remat)
 
     @property
     def num_replicas(self) -> int:

@@ -52,7 +52,7 @@ class Replicas:
                 for m, own, mine in zip(self.members, now, whole, strict=True)
             ]
             note([own for own, _ in begun])
-            self.underway[due] = self._exchange(due, [message for _, message in begun])
+            self.underway[due] = self.exchange(due, [message for _, message in begun])
             if due.lands == step:
                 note(self._land(due, now))
         return changed
@@ -64,7 +64,8 @@ class Replicas:
             for m, own, message in zip(self.members, now, received, strict=True)
         ]
 
-    def _exchange(self, due: Round, sent: list[Message]) -> list[Message]:
+    def exchange(self, due: Round, sent: list[Message]) -> list[Message]:
+        """What each replica is given for what it sent."""
         if due.kind in CALLS:
             return [self._called(due, i, message) for i, message in enumerate(sent)]
         if due.kind != MEAN:

@@ -11,11 +11,15 @@ from tutti.comm.failure import format_nbytes
 from tutti.graph.text import text
 from tutti.layout import Layout
 from tutti.partition.partition import Program
+from tutti.pipeline.timed import Timed
 from tutti.planner.memory import predict
 from tutti.report.memory import memory_text
+from tutti.report.pipeline import pipeline_text
+from tutti.report.records import records
 from tutti.report.table import columns
 from tutti.server import consistency
 from tutti.server.keys import Block, blocks
+from tutti.server.program import in_slices
 from tutti.server.split import Split
 from tutti.server.update import Variable
 from tutti.server.updater import GraphUpdater
@@ -32,20 +36,25 @@ def explain_servers(
     graph: bool = False,
     measured: int | None = None,
     run: fx.Graph | None = None,
+    timed: Timed | None = None,
 ) -> str:
     """The variables and their servers, the memory of a worker, what each step moves; with `graph` the
-    worker's program and the text of what servers run."""
+    worker's program and the text of what servers run. `timed` is the program split in time, where it is
+    known."""
     updater = GraphUpdater(made)
+    timed = timed or in_slices(program)
+    local = timed.programs[0] if timed else program
     every = blocks(updater.variables, layout.server)
     parts = [
         f'layout "{layout}": {layout.num_replicas} workers, {layout.server} servers',
         _variables(updater, every),
         _servers(every, layout.server),
-        "a worker: " + memory_text(predict(program, run), measured),
-        _traffic(made, program, layout, every),
+        "a worker: " + memory_text(predict(local, run), measured),
+        *([pipeline_text(timed)] if timed else []),
+        _traffic(made, program, timed, layout, every),
     ]
     if graph:
-        parts.append(f"# worker\n{text(program.graph)}")
+        parts.append(f"# worker\n{text(local.graph)}")
         parts += [f"# update of {o.variable.name}\n{text(o.update.graph)}" for o in made.owned]
         parts += [f"# coupling\n{text(made.coupling.graph)}"] if made.coupling else []
     return "\n\n".join(parts)
@@ -81,19 +90,20 @@ def _kept(v: Variable) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in state)
 
 
-def _traffic(made: Split, program: Program, layout: Layout, every: tuple[Block, ...]) -> str:
+def _traffic(
+    made: Split, program: Program, timed: Timed | None, layout: Layout, every: tuple[Block, ...]
+) -> str:
     weights = format_nbytes(sum(b.nbytes for b in every if not b.variable.rows))
     alone = consistency.parse(layout.sync).alone
     numbers = len(made.numbers) + (len(made.scalars) if alone else 0)
     tables = [o.variable.name for o in made.owned if o.variable.rows]
     but = f", but of {', '.join(tables)} rows only" if tables else ""
     lines = [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers{but}"]
-    if program.collectives:
-        count = sum(n.all_input_nodes[0].meta["val"].numel() for n in program.collectives)
-        nbytes = format_nbytes(count * _SUMMED_NBYTES)
-        lines.append(
-            f"small sums between workers, through a server: {len(program.collectives)}, {nbytes}"
-        )
+    summed = records(program, timed)
+    if summed:
+        times = sum(r.times for r in summed)
+        nbytes = format_nbytes(_SUMMED_NBYTES * sum(r.times * math.prod(r.shape) for r in summed))
+        lines.append(f"small sums between workers, through a server: {times}, {nbytes}")
     if made.coupling is not None:
         sums = sum(len(o.sums.outputs) for o in made.owned if o.sums is not None)
         where = "each worker on its own gradients" if alone else "servers, over all blocks"

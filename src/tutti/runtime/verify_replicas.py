@@ -4,26 +4,28 @@
     replica 1   virtual ranks --+-- rounds   one device --+-- rounds       all in float64
                 of each rank's shards                of whole weights
 
+Coded messages are rounded rank by rank, so those beside one device are, too: of each rank's part of its
+weights, by an emulation of its own (`runtime.emulated`).
+
 The steps between rounds, when replicas are on their own, are left out: each step that is compared is followed
 by the next rounds that begin or land, however far apart they are in a run. As many are compared as it takes
-for every round of a period to have landed, and no fewer than asked for. Messages travel whole: what is
-rounded to few bits may round otherwise.
+for every round of a period to have landed, and no fewer than asked for.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tutti.capture.step import Captured, capture
+from tutti.comm.coding import CODINGS
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
-from tutti.layout import Layout, Mesh
+from tutti.layout import Layout, Mesh, assemble
 from tutti.partition.partition import Program
 from tutti.replicas import parts, strategies
 from tutti.replicas.average import Average
@@ -40,6 +42,7 @@ from tutti.runtime.comparisons import (
     largest,
     largest_difference,
 )
+from tutti.runtime.emulated import CodedReplicas
 from tutti.runtime.replicas import trained
 from tutti.runtime.verify import Subject, Verdict
 
@@ -63,7 +66,7 @@ def compare_replicas(
     """Both comparisons for a layout with replicas; `strategy` replaces the layout's on the virtual ranks
     (to inject faults)."""
     check_dtype(dtype)
-    due = whole_messages(strategies.parse(layout.sync))
+    due = strategies.parse(layout.sync)
     agreed = {s.name: s.tensor for s in trained(model, optimizer)}
     check_dtypes(due, agreed)
     batches = [parts.of_batch(batch, r, layout.num_replicas) for r in range(layout.num_replicas)]
@@ -98,11 +101,6 @@ def _verdict(subject: Subject, program: Program, found: ReplicaComparison, feed:
         first_difference=first,
         data_error=found.data.errors.worst if found.data is not None else None,
     )
-
-
-def whole_messages(strategy: Strategy) -> Strategy:
-    """The same strategy, its messages uncoded."""
-    return replace(strategy, traffic="fp32") if hasattr(strategy, "traffic") else strategy  # type: ignore[call-arg]
 
 
 class ReplicaComparison:
@@ -146,17 +144,14 @@ class ReplicaComparison:
         self.errors = self.parts[0].errors
         for part in self.parts:
             part.errors = self.errors
-        # One on whole weights, and one for each virtual rank.
-        self._held = [[part.one for part in self.parts]]
-        self._held += [
-            [part.many[p][r] for part in self.parts]
-            for p, ranks in enumerate(self.parts[0].many)
-            for r in range(len(ranks))
-        ]
-        self._replicas = [
-            Replicas(ours if i else strategy, self.names, [self._of(x, self.names) for x in held])
-            for i, held in enumerate(self._held)
-        ]
+        # One for each virtual rank, and one on whole weights; in parts, where these are rounded.
+        self._held = [[part.many[p][r] for part in self.parts] for p, r in self._ranks]
+        self._ours = [self._begun(Replicas, ours, held) for held in self._held]
+        if strategy.coding in CODINGS:
+            self._one = [self._begun(CodedReplicas, strategy, x) for x in self._cut()]
+        else:
+            whole = [part.one for part in self.parts]
+            self._one = [self._begun(Replicas, strategy, whole)]
 
     def run(self, steps: int) -> None:
         """Take `steps` steps or more, each followed by the next rounds."""
@@ -185,12 +180,54 @@ class ReplicaComparison:
                 return found
         raise AssertionError("a count has no end")
 
+    @property
+    def _ranks(self) -> list[tuple[int, int]]:
+        """The virtual ranks of a replica, by place and number there."""
+        return [(p, r) for p, ranks in enumerate(self.parts[0].many) for r in range(len(ranks))]
+
+    def _begun(
+        self, kind: type[Replicas], strategy: Strategy, held: list[dict[str, Tensor]]
+    ) -> Replicas:
+        return kind(strategy, self.names, [self._of(x, self.names) for x in held])
+
     def _agree(self, step: int) -> None:
-        for replicas, held in zip(self._replicas, self._held, strict=True):
-            weights = [self._of(x, self.names) for x in held]
-            buffers = [self._of(x, self.buffers) for x in held]
-            for state, new in zip(held, replicas.after(step, weights, buffers), strict=True):
+        for replicas, held in zip(self._ours, self._held, strict=True):
+            for state, new in zip(held, self._after(replicas, step, held), strict=True):
                 state |= new
+        coded = self.strategy.coding in CODINGS
+        held = self._cut() if coded else [[part.one for part in self.parts]]
+        new = [self._after(one, step, x) for one, x in zip(self._one, held, strict=True)]
+        for i, part in enumerate(self.parts):
+            part.one |= self._joined([of[i] for of in new]) if coded else new[0][i]
+
+    def _after(self, replicas: Replicas, step: int, held: list[dict[str, Tensor]]) -> list[Weights]:
+        weights = [self._of(x, self.names) for x in held]
+        buffers = [self._of(x, self.buffers) for x in held]
+        return replicas.after(step, weights, buffers)
+
+    def _cut(self) -> list[list[dict[str, Tensor]]]:
+        """One device's weights and buffers, each virtual rank's part of them; for each rank, by replica."""
+        program, mesh = self.parts[0].program, self.parts[0].mesh
+        return [
+            [
+                {
+                    n: program.storage[n].cut(part.one[n], mesh, mesh.coordinates(r)).clone()
+                    for n in (*self.names, *self.buffers)
+                    if n in part.many[p][r]
+                }
+                for part in self.parts
+            ]
+            for p, r in self._ranks
+        ]
+
+    def _joined(self, parts: list[Weights]) -> Weights:
+        """Whole tensors from what each virtual rank has of them."""
+        program, mesh = self.parts[0].program, self.parts[0].mesh
+        found: Weights = {}
+        for begin in range(0, len(parts), mesh.num_ranks):
+            own = parts[begin : begin + mesh.num_ranks]
+            found |= {n: assemble([x[n] for x in own], program.storage[n], mesh) for n in own[0]}
+        return found
 
     def _of(self, state: dict[str, Tensor], names: list[str]) -> Weights:
         return {n: state[n] for n in names if n in state}

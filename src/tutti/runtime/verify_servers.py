@@ -6,23 +6,25 @@
                      at the weights that each pulled last   gradients in that order
 
 All in float64. One device takes a stale gradient by a graph of its own: the captured step with its weights
-twice, for the gradient and for the update (`server.replay`).
+twice, for the gradient and for the update (`server.replay`). Where gradients travel coded, the workers' own
+are compared with that of one device, whose update is then given what becomes of them (`runtime.emulated`).
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from tutti.capture.step import Captured
+from tutti.comm.coding import CODINGS
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
+from tutti.partition.partition import Program
 from tutti.replicas import parts
 from tutti.runtime.comparisons import (
     PARTITION_TOLERANCE,
@@ -33,16 +35,18 @@ from tutti.runtime.comparisons import (
     feed_of,
     inputs_of,
 )
+from tutti.runtime.emulated import CodedSums
 from tutti.runtime.verify import Subject, Verdict
 from tutti.server import consistency
 from tutti.server.keys import blocks
-from tutti.server.program import played, worker_layout, worker_program
-from tutti.server.replay import STALE, stale
-from tutti.server.rows import PLACES, ROWS
+from tutti.server.origins import Origins
+from tutti.server.program import in_slices, played, worker_layout, worker_program
+from tutti.server.replay import STALE, given, stale
 from tutti.server.split import Split, split
 from tutti.server.update import WEIGHT
 from tutti.server.updater import GraphUpdater
 from tutti.server.virtual import Gradients, VirtualServers
+from tutti.server.virtual_rows import rows_read
 from tutti.server.worker import WorkerPart, alone, together
 
 # So many blocks at least where updates may be cut, unless they would be smaller than this.
@@ -149,6 +153,9 @@ class _Comparison:
         self.one = {n: promoted_value(x) for n, x in subject.start.items()}
         self.held = [dict(self.one) for _ in servers.sessions]
         self.names = {(s.owner or s.name, s.slot or WEIGHT): s.name for s in self.captured.state}
+        self.whole, self.coded = self.captured, _coded(made, servers, layout)
+        if self.coded is not None:
+            self.whole = self.coded.captured
         self.errors = Errors()
         self.staleness: int | None = None
 
@@ -170,8 +177,16 @@ class _Comparison:
         }
         add_state(self.errors, state, self.one, k)
 
-    def numbers(self, given: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
-        return {n: float(given[n]) for n in names}
+    def arrived(self, pushed: Mapping[int, Gradients]) -> Feed:
+        """What one device is given for what some workers push."""
+        return self.coded.arrived(pushed) if self.coded is not None else {}
+
+    def returned(self, leaves: list[Any], k: int) -> list[Any]:
+        """What one device's step returned, of what it returned here."""
+        return self.coded.compare(self.errors, leaves, k) if self.coded is not None else leaves
+
+    def numbers(self, known: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
+        return {n: float(known[n]) for n in names}
 
 
 class _Together(_Comparison):
@@ -181,17 +196,16 @@ class _Together(_Comparison):
         super().__init__(subject, made, *rest)
         self.part = together(made)
         count = len(self.servers.sessions)
-        self.program = worker_program(self.part, worker_layout(self.layout, count))
-        graph = played(self.program, frozenset(self.program.captured.updated))
-        self.local = promoted(graph, self.captured.owner)[:2]
-        self.dense = promoted(self.captured.graph, self.captured.owner)[:2]
+        self.program, self.local = _program(self.part, worker_layout(self.layout, count))
+        self.dense = promoted(self.whole.graph, self.whole.owner)[:2]
 
     def run(self, steps: int) -> None:
         workers, (feed,) = range(len(self.servers.sessions)), self.feeds
         for k in range(steps):
             self.pull(*workers)
-            ranks = VirtualRanks(self.program.mesh, seed=self.subject.seed, step=k)
-            tables = [_rows(self.part, x, feed) for x in self.held]
+            mesh = self.program.layout.place_mesh
+            ranks = VirtualRanks(mesh, seed=self.subject.seed, step=k)
+            tables = [rows_read(self.part, x, feed) for x in self.held]
             inputs = [
                 _cloned(inputs_of(self.program.captured, x, {**feed, **rows.feed}))
                 for x, rows in zip(self.held, tables, strict=True)
@@ -200,12 +214,13 @@ class _Together(_Comparison):
             found = [self.part.parts(returned) for returned, _ in outs]
             pushes = {}
             for w, (_, gradients, extra) in enumerate(found):
-                given = self.numbers({**feed, **extra}, self.updater.given)
-                pushes[w] = tables[w].pushed(gradients), given
+                numbers = self.numbers({**feed, **extra}, self.updater.given)
+                pushes[w] = tables[w].pushed(gradients), numbers
+            arrived = self.arrived({w: gradients for w, (gradients, _) in pushes.items()})
             self.servers.push(pushes)
             self.pull(*workers)
             numbers = self.servers.machines[0].ledger.numbers
-            returned = self._one_device(k, feed)
+            returned = self._one_device(k, {**feed, **arrived})
             for held, (own, _, _), (_, new) in zip(self.held, found, outs, strict=True):
                 held |= dict(zip(self.program.captured.updated, new, strict=True))
                 leaves = self.part.result(own, numbers, wide=True)
@@ -218,10 +233,10 @@ class _Together(_Comparison):
 
     def _one_device(self, k: int, feed: Feed) -> list[Any]:
         ranks = VirtualRanks(Mesh(), seed=self.subject.seed, step=k)
-        inputs = [inputs_of(self.captured, self.one, feed)]
+        inputs = [inputs_of(self.whole, self.one, feed)]
         returned, new = ranks.run(*self.dense, inputs)[0]
         self.one |= dict(zip(self.captured.updated, new, strict=True))
-        return returned
+        return self.returned(returned, k)
 
 
 class _InAnyOrder(_Comparison):
@@ -230,12 +245,12 @@ class _InAnyOrder(_Comparison):
     def __init__(self, subject: Subject, made: Split, *rest: Any) -> None:
         super().__init__(subject, made, *rest)
         self.part: WorkerPart = alone(made)
-        own = self.part.captured
-        self.local = promoted(own.graph, own.owner)[:2]
-        self.replay: Captured = stale(self.captured)
+        _, self.local = _program(self.part, worker_layout(self.layout, 1))
+        self.replay: Captured = stale(self.whole)
         self.dense = promoted(self.replay.graph, self.replay.owner)[:2]
         self.buffers = [dict(self.one) for _ in self.held]  # one device's, for each worker
         self.stale: dict[int, dict[str, Tensor]] = {}
+        self.num_updates, self.seen = 0, dict[int, int]()  # all, and those before a worker's pull
 
     def run(self, steps: int) -> None:
         order, count = random.Random(self.subject.seed), len(self.servers.sessions)
@@ -255,62 +270,64 @@ class _InAnyOrder(_Comparison):
         self.pull(worker)
         weights = [n for n, k in self.captured.kinds.items() if k == "parameter"]
         self.stale[worker] = {STALE + n: self.one[n] for n in weights}
+        self.seen[worker] = self.num_updates
 
     def _push(self, w: int, k: int) -> None:
         feed, seed = self.feeds[w], parts.seed_of(self.subject.seed, w)
-        tables = _rows(self.part, self.held[w], feed)
-        inputs = [inputs_of(self.part.captured, self.held[w], {**feed, **tables.feed})]
+        tables = rows_read(self.part, self.held[w], feed)
+        inputs = [_cloned(inputs_of(self.part.captured, self.held[w], {**feed, **tables.feed}))]
         out, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.local, inputs)[0]
         self.held[w] |= dict(zip(self.part.captured.updated, new, strict=True))
         own, gradients, extra = self.part.parts(out)
         numbers = self.numbers({**feed, **extra}, self.updater.numbers)
-        (done,) = self.servers.push({w: (tables.pushed(gradients), numbers)})
+        pushed = tables.pushed(gradients)
+        arrived = self.arrived({w: pushed})
+        (done,) = self.servers.push({w: (pushed, numbers)})
         self.staleness = max(self.staleness or 0, done.staleness)
-        add_returned(self.errors, self.part.result(own, numbers), self._one_device(w, k, seed), k)
+        returned = self._one_device(w, k, seed, {**feed, **self._damped(w), **arrived})
+        self.num_updates += 1
+        add_returned(self.errors, self.part.result(own, numbers), returned, k)
         mine = {n: self.held[w][n] for n in self.part.captured.updated}
         add_state(self.errors, mine, self.buffers[w], k)
         self.compare(k)
 
-    def _one_device(self, w: int, k: int, seed: int) -> list[Any]:
+    def _damped(self, w: int) -> Feed:
+        """The learning rates of an update with the worker's gradient, where its age counts."""
+        age = max(1, self.num_updates - self.seen[w])
+        rates = self.updater.rates if consistency.parse(self.layout.sync).damped else ()
+        return {n: self.feeds[w][n] / age for n in rates}
+
+    def _one_device(self, w: int, k: int, seed: int, feed: Feed) -> list[Any]:
         """The update that one device makes of the worker's gradient; buffers are the worker's own."""
         kinds = self.captured.kinds
         own = {n: x for n, x in self.buffers[w].items() if kinds[n] == "buffer"}
         state = {**self.one, **own, **self.stale.pop(w)}
-        inputs = [inputs_of(self.replay, state, self.feeds[w])]
+        inputs = [inputs_of(self.replay, state, feed)]
         returned, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.dense, inputs)[0]
         made = dict(zip(self.captured.updated, new, strict=True))
         self.buffers[w] |= {n: x for n, x in made.items() if kinds[n] == "buffer"}
         self.one |= {n: x for n, x in made.items() if kinds[n] != "buffer"}
-        return returned
+        return self.returned(returned, k)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of tables that a worker's step reads: as inputs, and their numbers by table."""
-
-    part: WorkerPart
-    feed: dict[str, Tensor]
-    rows: dict[str, Tensor]
-
-    def pushed(self, gradients: Mapping[str, Tensor]) -> Gradients:
-        """Gradients as they are pushed: of tables by rows."""
-        found: dict[str, Any] = dict(gradients)
-        for lookup in self.part.lookups:
-            name = lookup.table
-            found[name] = lookup.pushed(self.rows[name], gradients[name])
-        return found
+def _coded(made: Split, servers: VirtualServers, layout: Layout) -> CodedSums | None:
+    """What becomes of the gradients, where they travel coded."""
+    due = consistency.parse(layout.sync)
+    if due.traffic not in CODINGS:
+        return None
+    # a worker alone clips by the norm of its gradient as it was before it was coded
+    kept = Origins(made.captured).reductions if due.alone else ()
+    captured = given(made.captured, {o.variable.name: o.gradient for o in made.owned}, kept=kept)
+    return CodedSums(due.traffic, servers.blocks, layout.num_replicas, captured)
 
 
-def _rows(part: WorkerPart, held: Mapping[str, Tensor], feed: Feed) -> _Rows:
-    found = _Rows(part, {}, {})
-    for lookup in part.lookups:
-        table = held[lookup.table]
-        rows, places = lookup.unique(feed)
-        values = lookup.room(table)
-        values[: len(rows)] = table[rows]
-        found.feed.update({ROWS + lookup.table: values, PLACES + lookup.table: places})
-        found.rows[lookup.table] = rows
-    return found
+def _program(part: WorkerPart, layout: Layout) -> tuple[Program, tuple[fx.Graph, nn.Module]]:
+    """A worker's program under `layout`, and as it runs, in float64."""
+    program = worker_program(part, layout)
+    timed = in_slices(program)
+    updated = frozenset(program.captured.updated)
+    graph = played(timed.programs[0] if timed else program, updated)
+    return program, promoted(graph, program.captured.owner)[:2]
 
 
 def _cloned(inputs: list[Any]) -> list[Any]:

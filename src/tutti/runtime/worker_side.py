@@ -24,12 +24,13 @@ from tutti.runtime import roles
 from tutti.runtime.allocator import give_back_now, keep_freed_memory
 from tutti.runtime.checked import Checked
 from tutti.runtime.generate import generate
+from tutti.runtime.loops import Loops
 from tutti.runtime.residence import forget_values, local_of, own_memory, set_local
 from tutti.runtime.roles import Role
 from tutti.runtime.server_side import captured_for, whole_state
 from tutti.server import consistency
 from tutti.server.client import Client, Rows
-from tutti.server.program import played, worker_layout, worker_program
+from tutti.server.program import in_slices, played, worker_layout, worker_program
 from tutti.server.small_sums import SmallSums
 from tutti.server.split import Split, split
 from tutti.server.update import WEIGHT
@@ -62,18 +63,31 @@ class Worked:
     player: SmallSums | None
     coordinates: Mapping[str, int]
     donated: frozenset[str] = field(default_factory=frozenset)
-    timed: Timed | None = None
     place: int = 0
+
+    @cached_property
+    def timed(self) -> Timed | None:
+        """The program with its micro-batches one after the other, if it has any."""
+        return in_slices(self.program)
+
+    @property
+    def _local(self) -> Program:
+        return self.timed.programs[0] if self.timed else self.program
+
+    @cached_property
+    def _loops(self) -> Loops | None:
+        owner, mesh = self.program.captured.owner, self.program.mesh
+        return Loops(owner, self.player, mesh, self.coordinates, {}, {}) if self.timed else None
 
     @cached_property
     def graph(self) -> fx.Graph:
         """The program as it runs."""
-        return played(self.program, self.donated)
+        return played(self._local, self.donated)
 
     @cached_property
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
-        owner = self.program.captured.owner
-        made = generate(self.graph, owner, self.player, self.program.mesh, self.coordinates)
+        owner, mesh = self.program.captured.owner, self.program.mesh
+        made = generate(self.graph, owner, self.player, mesh, self.coordinates, loops=self._loops)
         give_back_now()
         return made.function
 
@@ -84,9 +98,8 @@ class Worked:
         if self.player is not None:
             self.player.begin()
         if checked:
-            return Checked(self.program, self.player, self.coordinates, None, seed, step).run(
-                inputs
-            )
+            given = (self.player, self.coordinates, self._loops, seed, step)
+            return Checked(self._local, *given).run(inputs)
         with torch.no_grad():
             return self._function(inputs, lambda stream: random.key(seed, stream, step))
 

@@ -1,17 +1,20 @@
-"""A captured step that takes its gradient at other weights than it updates: an oracle for stale gradients.
+"""A captured step whose parts are given otherwise than it would make them: oracles for what servers do.
 
-new state of (weights, slots)  =  update(weights, slots, gradient at (stale weights, batch))
+stale     new state of (weights, slots)  =  update(weights, slots, gradient at (stale weights, batch))
+given     new state of (weights, slots)  =  update(weights, slots, gradients that are given)
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import fx
 
+from tutti.capture.canonical import erase_dead
 from tutti.capture.step import Captured, copied
 
-STALE = "stale/"
+STALE, GIVEN = "stale/", "gradient/"
 
 
 def stale(captured: Captured) -> Captured:
@@ -31,5 +34,43 @@ def stale(captured: Captured) -> Captured:
     return replace(made, inputs=inputs, kinds=made.kinds | {STALE + n: "batch" for n in names})
 
 
+def given(
+    captured: Captured,
+    gradients: Mapping[str, fx.Node],
+    *,
+    kept: Collection[fx.Node] = (),
+) -> Captured:
+    """The step whose update takes `gradient/NAME` in place of each of `gradients`, values of its graph by
+    variable; the values themselves are returned behind what it returns.
+
+    kept: values of the update that are still made of the step's own gradients.
+    """
+    made = copied(captured)
+    graph = made.graph
+    copies = dict(zip(captured.graph.nodes, graph.nodes, strict=True))
+    own, old = {n: copies[x] for n, x in gradients.items()}, {copies[x] for x in kept}
+    first, output = next(n for n in graph.nodes if n.op != "placeholder"), graph.output_node()
+    taken: dict[fx.Node, fx.Node] = {}
+    for name, x in own.items():
+        with graph.inserting_before(first):
+            fed = graph.placeholder(GIVEN + name.replace(".", "_"))
+        fed.meta = {"val": x.meta["val"], "name": GIVEN + name, "kind": "batch"}
+        taken.setdefault(x, fed)  # of variables that have one gradient any will do
+    again: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(output):
+        for node in [n for n in graph.nodes if _is_update(n) and n not in old]:
+            again[node] = graph.node_copy(node, lambda x: again.get(x) or taken.get(x, x))
+    returned, new = fx.map_arg(output.args[0], lambda x: again.get(x, x))  # type: ignore[misc]
+    output.args = (([*returned, *own.values()], new),)  # type: ignore[misc]
+    erase_dead(graph)
+    graph.lint()
+    inputs = [*made.inputs, *(GIVEN + n for n in own)]
+    return replace(made, inputs=inputs, kinds=made.kinds | {GIVEN + n: "batch" for n in own})
+
+
 def _is_before_update(user: fx.Node) -> bool:
-    return user.op != "output" and user.meta.get("region") != "update"
+    return user.op != "output" and not _is_update(user)
+
+
+def _is_update(user: fx.Node) -> bool:
+    return user.meta.get("region") == "update"

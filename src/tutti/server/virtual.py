@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tutti.server import messages as m
 from tutti.server.consistency import Consistency
+from tutti.server.feedback import Feedback
 from tutti.server.keys import Block
 from tutti.server.ledger import Ledger, initial
 from tutti.server.machine import Answers, Machine
@@ -85,6 +86,7 @@ class VirtualServers:
             )
             for w in range(num_workers)
         ]
+        self._feedback = [Feedback(consistency.traffic) for _ in self.sessions]
         self._versions: dict[int, dict[int, int]] = {}
         self.ask([session.join() for session in self.sessions])
 
@@ -122,7 +124,7 @@ class VirtualServers:
     def push(self, pushes: Mapping[int, tuple[Gradients, Mapping[str, float]]]) -> list[Pushed]:
         """Gradients and numbers of some workers, who push side by side."""
         asking = [
-            self.sessions[w].push(self._cut(gradients), numbers, self._versions[w])
+            self.sessions[w].push(self._cut(w, gradients), numbers, self._versions[w])
             for w, (gradients, numbers) in pushes.items()
         ]
         return self.ask(asking)
@@ -132,9 +134,10 @@ class VirtualServers:
         parts = {k: p for r in replies.values() for k, p in r.parts.items()}
         return self._whole({k: p.values for k, p in parts.items()})
 
-    def _cut(self, gradients: Gradients) -> dict[int, Part]:
-        """Gradients by variable, or (rows, gradients of them), as the parts of a push."""
-        found = {b.key: _part(b, gradients[b.variable.name]) for b in self.blocks}
+    def _cut(self, worker: int, gradients: Gradients) -> dict[int, Part]:
+        """Gradients by variable, or (rows, gradients of them), as the parts of a worker's push."""
+        coded = self._feedback[worker]
+        found = {b.key: _part(b, gradients[b.variable.name], coded) for b in self.blocks}
         return {key: part for key, part in found.items() if part is not None}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -168,10 +171,10 @@ class VirtualServers:
         return {n: _joined(xs, shapes[n]) for n, xs in parts.items()}
 
 
-def _part(block: Block, gradient: Tensor | tuple[Tensor, Tensor]) -> Part | None:
+def _part(block: Block, gradient: Tensor | tuple[Tensor, Tensor], coded: Feedback) -> Part | None:
     """What a gradient has for a block; None if nothing."""
     if isinstance(gradient, Tensor):
-        return Part(block.of(gradient.contiguous()))
+        return coded.part(block.key, block.of(gradient.contiguous()))
     rows, values = gradient
     inside = (rows >= block.start) & (rows < block.stop)
     return Part(values[inside], rows=rows[inside] - block.start) if inside.any() else None
