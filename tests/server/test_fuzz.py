@@ -16,19 +16,18 @@ import torch
 from server.running import SECRET, client, like, services
 from server.updaters import LR, ClippedAdam, cut, gradient
 from tutti.comm.handshake import Connector
+from tutti.comm.payload import DTYPES, octets
 from tutti.server import inbox
 from tutti.server import messages as m
 from tutti.server.address import parsed
 from tutti.server.codec import KINDS, MalformedError, decode, encode
 from tutti.server.connection import GREETING
 from tutti.server.frames import (
-    DTYPES,
     HEADER_NBYTES,
     PART,
     Header,
     Seal,
     checksum,
-    octets,
     pack,
     part_header,
     unpack,
