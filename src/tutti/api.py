@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import warnings
@@ -23,6 +22,7 @@ from tutti.capture.lift import create_slots, numbers, optimizers_of, state_of
 from tutti.capture.regions import quoted, user_line
 from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
+from tutti.comm.payload import digest
 from tutti.errors import CommError, LayoutError, ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
@@ -358,10 +358,7 @@ class Step:
         entries = []
         for i, x in enumerate(tree_flatten(batch)[0]):
             if isinstance(x, Tensor) and not isinstance(x, DTensor):
-                data = x.detach().cpu().contiguous().view(-1)
-                raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-                digest = hashlib.sha256(raw).hexdigest()[:16]
-                entries.append(f"batch tensor {i}: {list(x.shape)} {x.dtype} sha256 {digest}")
+                entries.append(f"batch tensor {i}: {list(x.shape)} {x.dtype} sha256 {digest(x)}")
         try:
             check_order(entries)
         except CommError as error:

@@ -14,6 +14,7 @@ import torch
 
 from posts import Desk, desks
 from tutti.comm import letters, lines
+from tutti.comm.handshake import Acceptor, RefusedError
 from tutti.comm.letters import Letter
 from tutti.errors import CommError, LayoutError
 
@@ -184,7 +185,7 @@ def test_who_knows_the_secret_is_connected_and_who_does_not_is_refused() -> None
     found, errors = meet(b"secret", b"secret", {1})
     assert list(found) == [1] and not errors
     found, errors = meet(b"secret", b"another", {1})
-    assert not found and any("does not know the secret" in str(e) for e in errors)
+    assert not found and any("does not accept this rank" in str(e) for e in errors)
     assert any("ranks 1 did not connect" in str(e) for e in errors)
 
 
@@ -198,6 +199,50 @@ def test_a_rank_that_is_not_expected_and_a_stranger_are_refused() -> None:
     with pytest.raises(CommError, match="did not connect"):
         lines._accept(listening, {1}, b"secret", time.monotonic() + 0.3)
     listening.close()
+
+
+def test_what_a_rank_said_once_is_refused_in_another_connection() -> None:
+    """All that a genuine rank sent, again."""
+    here, there = socket.socketpair()
+    shake = Acceptor(b"secret", lines._GREETING, name_nbytes=4)
+    there.sendall(shake.hello)
+    connecting = threading.Thread(target=lines._introduce, args=(here, 1, b"secret"))
+    connecting.start()
+    heard = there.recv(shake.need, socket.MSG_WAITALL)
+    answer, _ = shake.receive(heard)
+    there.sendall(answer)
+    connecting.join(20)
+    again, listening = socket.socketpair()
+    again.sendall(heard)
+    with pytest.raises(RefusedError, match="does not know the secret"):
+        lines._greet(listening, {1}, b"secret")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_rank_refuses_one_that_only_gives_back_what_it_hears(own: bool) -> None:
+    """Its own proof, or the answer that another rank of the run gives to it."""
+    here, there = socket.socketpair()
+    errors: list[BaseException] = []
+
+    def introduce() -> None:
+        try:
+            lines._introduce(here, 1, b"secret")
+        except RefusedError as error:
+            errors.append(error)
+
+    connecting = threading.Thread(target=introduce)
+    connecting.start()
+    shake = Acceptor(b"secret", lines._GREETING, name_nbytes=4)
+    there.sendall(lines._GREETING + os.urandom(32))
+    heard = there.recv(shake.need, socket.MSG_WAITALL)
+    if own:
+        there.sendall(heard[-32:])
+    else:  # it cannot use another one as its oracle: that one's number is not the one it was given
+        with pytest.raises(RefusedError):
+            shake.receive(heard)
+        there.sendall(bytes(32))
+    connecting.join(20)
+    assert len(errors) == 1 and "does not know the secret" in str(errors[0])
 
 
 def test_a_lease_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

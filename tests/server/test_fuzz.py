@@ -15,23 +15,23 @@ import torch
 
 from server.running import SECRET, client, like, services
 from server.updaters import LR, ClippedAdam, cut, gradient
+from tutti.comm.handshake import Connector
+from tutti.comm.payload import DTYPES, octets
 from tutti.server import inbox
 from tutti.server import messages as m
 from tutti.server.address import parsed
 from tutti.server.codec import KINDS, MalformedError, decode, encode
+from tutti.server.connection import GREETING
 from tutti.server.frames import (
-    DTYPES,
     HEADER_NBYTES,
     PART,
     Header,
     Seal,
     checksum,
-    octets,
     pack,
     part_header,
     unpack,
 )
-from tutti.server.handshake import ClientHandshake
 from tutti.server.inbox import Inbox, Limits, written
 from tutti.server.keys import Block
 from tutti.server.messages import Part
@@ -182,7 +182,7 @@ def wrong_push(chance: random.Random, blocks: tuple[Block, ...]) -> m.Push:
 def stranger(server: Service) -> tuple[socket.socket, Seal]:
     """A connection through the handshake, by hand."""
     sock = socket.create_connection(parsed(server.address), timeout=20)
-    shake = ClientHandshake(SECRET.encode())
+    shake = Connector(SECRET.encode(), GREETING)
     sock.sendall(shake.answer(sock.recv(shake.need, socket.MSG_WAITALL)))
     key = shake.check(sock.recv(shake.need_proof, socket.MSG_WAITALL))
     return sock, Seal(key + b"client")

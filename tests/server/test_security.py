@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,10 +16,11 @@ import torch
 from server import certificates
 from server.running import SECRET, client, like, services
 from server.updaters import LR, Sgd, gradient, whole_state
+from tutti.comm.handshake import Acceptor, Connector
 from tutti.errors import CommError, ServerError
-from tutti.server import handshake, service
+from tutti.server import service
 from tutti.server.address import parsed
-from tutti.server.handshake import ClientHandshake, RefusedError, ServerHandshake
+from tutti.server.connection import GREETING
 from tutti.server.secret import checked_secret
 from tutti.server.service import Service
 from tutti.server.tls import Tls
@@ -82,7 +83,7 @@ def test_a_client_without_a_handshake_learns_nothing(
     monkeypatch.setattr(service, "_HANDSHAKE_SECONDS", 0.3)
     with connect(server) as sock:
         sock.sendall(sent)
-        assert len(everything(sock)) <= len(ServerHandshake(b"").hello)
+        assert len(everything(sock)) <= len(Acceptor(b"", GREETING).hello)
     assert "closed 127.0.0.1" in caplog.text
 
 
@@ -129,7 +130,7 @@ def test_a_replayed_handshake_is_refused(server: Service, caplog: pytest.LogCapt
     between.join(20)
     assert len(between.heard) > 64 + 128
     with connect(server) as sock:
-        hello = len(ServerHandshake(b"").hello)
+        hello = len(Acceptor(b"", GREETING).hello)
         sock.sendall(between.heard)
         assert len(everything(sock)) <= hello
     assert "does not know the secret" in caplog.text
@@ -137,33 +138,35 @@ def test_a_replayed_handshake_is_refused(server: Service, caplog: pytest.LogCapt
 
 def test_a_client_refuses_a_server_that_does_not_know_the_secret() -> None:
     with services(Sgd(), "async", 1, secret="not what the client knows") as running:
-        shake = ClientHandshake(SECRET.encode())
+        shake = Connector(SECRET.encode(), GREETING)
         with connect(running[0]) as sock:
             sock.sendall(shake.answer(sock.recv(shake.need, socket.MSG_WAITALL)))
             assert everything(sock) == b""
-    with pytest.raises(RefusedError, match="server does not know"):
-        shake.check(bytes(32))
-    with pytest.raises(RefusedError, match="no server of this version"):
-        ClientHandshake(b"x").answer(b"HTTP" * 20)
 
 
-def test_both_ends_agree_on_a_key_that_is_new_each_time() -> None:
-    keys = set()
-    for _ in range(3):
-        ours, theirs = ServerHandshake(b"secret"), ClientHandshake(b"secret")
-        proof, key = ours.receive(theirs.answer(ours.hello))
-        assert theirs.check(proof) == key
-        keys.add(key)
-    assert len(keys) == 3
+def test_a_client_refuses_a_server_that_only_gives_back_what_it_hears() -> None:
+    """An impostor sends the client's own proof as its own; so does one with a proof of its own making."""
+    for answer in (lambda heard: heard[-32:], lambda heard: bytes(32)):
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            impostor = threading.Thread(target=impersonate, args=(listening, answer), daemon=True)
+            impostor.start()
+            address = f"127.0.0.1:{listening.getsockname()[1]}"
+            with (
+                client(Sgd(), "async", [address], 0) as one,
+                pytest.raises(ServerError, match="cannot be trusted") as caught,
+            ):
+                one.join()
+            impostor.join(20)
+        assert "does not know the secret" in caught.value.why
 
 
-def test_a_proof_of_one_end_is_none_of_the_other() -> None:
-    """What a server proves with cannot be given back to it."""
-    ours, theirs = ServerHandshake(b"secret"), ClientHandshake(b"secret")
-    proof, _ = ours.receive(theirs.answer(ours.hello))
-    assert proof != theirs.answer(ours.hello)[32:]
-    with pytest.raises(handshake.RefusedError):
-        ours.receive(bytes(32) + proof)
+def impersonate(listening: socket.socket, answer: Callable[[bytes], bytes]) -> None:
+    sock, _ = listening.accept()
+    with sock:
+        shake = Acceptor(b"", GREETING)
+        sock.sendall(shake.hello)
+        sock.sendall(answer(sock.recv(shake.need, socket.MSG_WAITALL)))
+        everything(sock)
 
 
 @pytest.mark.parametrize("secret", ["", "short"])

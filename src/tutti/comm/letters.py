@@ -17,24 +17,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tutti.comm.payload import DTYPES, octets
+
 LETTER, BEAT, BYE, OUT = b"L", b"B", b"E", b"O"
 SIZES = struct.Struct("!IQ")
 # What a peer may ask this process to hold.
 MAX_HEADER, MAX_PAYLOAD = 2**24, 2**38
 _ALIGN = 8
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    )
-}
+_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
+_NAMED = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -50,9 +41,8 @@ def to_bytes(letter: Letter) -> list[memoryview]:
     parts: list[memoryview] = []
     entries = []
     for name, x in letter.tensors.items():
-        entries.append([name, str(x.dtype).removeprefix("torch."), list(x.shape)])
-        flat = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        parts.append(memoryview(flat.numpy()))  # type: ignore[arg-type]
+        entries.append([name, _NAMES[x.dtype], list(x.shape)])
+        parts.append(octets(x))
         parts.append(memoryview(bytes(-len(parts[-1]) % _ALIGN)))
     header = json.dumps([letter.topic, entries]).encode()
     sizes = SIZES.pack(len(header), sum(len(part) for part in parts))
@@ -66,9 +56,9 @@ def read_header(data: bytes) -> tuple[str, list[tuple[str, torch.dtype, list[int
         raise ValueError("a letter without a topic")
     found = []
     for name, dtype, shape in entries:
-        if dtype not in _DTYPES or not all(isinstance(n, int) and n >= 0 for n in shape):
+        if dtype not in _NAMED or not all(isinstance(n, int) and n >= 0 for n in shape):
             raise ValueError(f"a tensor {dtype}{shape} in a letter")
-        found.append((str(name), _DTYPES[dtype], list(shape)))
+        found.append((str(name), _NAMED[dtype], list(shape)))
     return topic, found
 
 

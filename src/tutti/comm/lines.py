@@ -1,20 +1,13 @@
 """Sockets between the ranks of a run, made by all of them together.
 
 The rank that comes later in the order connects to the earlier one, and both show that they know the run's
-secret, without saying it:
-
-    later    -> hello, its rank, nonce a
-    earlier  -> nonce b, HMAC(secret, "earlier" a b)
-    later    -> HMAC(secret, "later" a b)
-
-Nothing listens any more once all are connected.
+secret, without saying it (`handshake.py`). Nothing listens any more once all are connected.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
-import hmac
 import json
 import os
 import secrets
@@ -26,9 +19,11 @@ from collections.abc import Sequence
 from tutti.comm.exchange import exchange_texts
 from tutti.comm.group import Group
 from tutti.comm.groups import Groups
+from tutti.comm.handshake import Acceptor, Connector, RefusedError
 from tutti.errors import CommError
 
-_HELLO, _NONCE = b"tutti post 1", 16
+_GREETING = b"tutti post 2"
+_RANK = struct.Struct("!I")
 _HANDSHAKE_SECONDS = 10.0
 _SIOCGIFADDR = 0x8915
 
@@ -104,17 +99,21 @@ def _connect(rank: int, name: str | list[object], me: int, secret: bytes) -> soc
         one.settimeout(_HANDSHAKE_SECONDS * 6)  # it may still wait for others
         one.connect(f"\0{name}" if near else tuple(name))
         _at_once(one)
-        a = secrets.token_bytes(_NONCE)
-        one.sendall(_HELLO + struct.pack("!I", me) + a)
-        answer = _exactly(one, _NONCE + 32)
-        b, shown = answer[:_NONCE], answer[_NONCE:]
-        if not hmac.compare_digest(shown, _shown(secret, b"earlier", me, a, b)):
-            raise OSError("it does not know the secret of this run")
-        one.sendall(_shown(secret, b"later", me, a, b))
-    except OSError as error:
+        _introduce(one, me, secret)
+    except (OSError, RefusedError) as error:
         one.close()
         raise CommError(f"cannot connect to rank {rank}", why=str(error)) from error
     return one
+
+
+def _introduce(one: socket.socket, me: int, secret: bytes) -> None:
+    shake = Connector(secret, _GREETING, name=_RANK.pack(me))
+    one.sendall(shake.answer(_exactly(one, shake.need)))
+    try:
+        proof = _exactly(one, shake.need_proof)
+    except OSError as error:
+        raise RefusedError(f"it does not accept this rank as one of its run: {error}") from error
+    shake.check(proof)
 
 
 def _accept(
@@ -131,26 +130,21 @@ def _accept(
         try:
             one.settimeout(_HANDSHAKE_SECONDS)
             found[_greet(one, expected - set(found), secret)] = one
-        except OSError:  # a stranger; whom we wait for will come yet
+        except (OSError, RefusedError):  # a stranger; whom we wait for will come yet
             one.close()
     return found
 
 
 def _greet(one: socket.socket, expected: set[int], secret: bytes) -> int:
     _at_once(one)
-    hello = _exactly(one, len(_HELLO) + 4 + _NONCE)
-    (rank,) = struct.unpack("!I", hello[len(_HELLO) : -_NONCE])
-    a, b = hello[-_NONCE:], secrets.token_bytes(_NONCE)
-    if hello[: len(_HELLO)] != _HELLO or rank not in expected:
-        raise OSError("no rank that is expected")
-    one.sendall(b + _shown(secret, b"earlier", rank, a, b))
-    if not hmac.compare_digest(_exactly(one, 32), _shown(secret, b"later", rank, a, b)):
-        raise OSError("it does not know the secret of this run")
+    shake = Acceptor(secret, _GREETING, name_nbytes=_RANK.size)
+    one.sendall(shake.hello)
+    answer, _ = shake.receive(_exactly(one, shake.need))
+    (rank,) = _RANK.unpack(shake.name)
+    if rank not in expected:
+        raise RefusedError("no rank that is expected")
+    one.sendall(answer)
     return rank
-
-
-def _shown(secret: bytes, side: bytes, rank: int, a: bytes, b: bytes) -> bytes:
-    return hmac.digest(secret, side + struct.pack("!I", rank) + a + b, "sha256")
 
 
 def _at_once(one: socket.socket) -> None:

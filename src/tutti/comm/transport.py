@@ -61,6 +61,7 @@ class Distributed:
         return all_to_all(parts, self.group)
 
 
+# What Gloo and NCCL know; fewer than may travel as bytes (payload.py).
 _NATIVE = frozenset(
     {
         torch.float64,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.agree import check_order
+from tutti.comm.payload import digest
 from tutti.errors import CommError
 from tutti.layout import Mesh
 from tutti.replicas.between import Between
@@ -187,7 +187,7 @@ class Team:
         return self._underway.pop(due).result()
 
     def _check_same(self, everything: Mapping[str, Tensor]) -> None:
-        entries = [f"{n}: sha256 {_digest(x)}" for n, x in everything.items()]
+        entries = [f"{n}: sha256 {digest(x)}" for n, x in everything.items()]
         try:
             check_order(entries, group=self.between.group)
         except CommError as error:
@@ -200,9 +200,3 @@ class Team:
 
 def _begins(name: str) -> int:
     return int(name.split(".")[0].split(" ")[1])
-
-
-def _digest(x: Tensor) -> str:
-    data = x.detach().cpu().contiguous().view(-1)
-    raw = data.view(torch.uint8).numpy().tobytes() if data.numel() else b""
-    return hashlib.sha256(raw).hexdigest()[:16]

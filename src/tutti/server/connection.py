@@ -10,12 +10,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tutti.comm.handshake import Acceptor, Connector
 from tutti.server.address import within_host
 from tutti.server.frames import Seal
-from tutti.server.handshake import ClientHandshake, ServerHandshake
 from tutti.server.inbox import Inbox, Limits, Place, anywhere, written
 from tutti.server.region import Half
 
+# What both ends speak; its last byte is the version.
+GREETING = b"tuti\x02"
 # Bytes that one connection may read or write before others have a turn.
 _TURN_NBYTES = 8 * 2**20
 _PIECE_NBYTES = 2**22
@@ -65,12 +67,12 @@ class Connection:
         self._outbox: deque[tuple[Iterator[memoryview], Callable[[], None] | None]] = deque()
         self._now: list[memoryview] = []
         self._done: Callable[[], None] | None = None
-        self._handshake = ServerHandshake(secret) if server_side else ClientHandshake(secret)
+        self._handshake = (Acceptor if server_side else Connector)(secret, GREETING)
         self._raw = bytearray(self._handshake.need)
         self._view = memoryview(self._raw)
         self._inbox: Inbox | None = None
         self._seal: Seal | None = None
-        if isinstance(self._handshake, ServerHandshake):
+        if isinstance(self._handshake, Acceptor):
             self._put(self._handshake.hello)
 
     def fileno(self) -> int:
@@ -194,7 +196,7 @@ class Connection:
     def _introduce(self, raw: bytes) -> None:
         """The next step of the handshake."""
         shake = self._handshake
-        if isinstance(shake, ServerHandshake):
+        if isinstance(shake, Acceptor):
             answer, key = shake.receive(raw)
             self._put(answer)
             self._open(key, b"client", b"server")

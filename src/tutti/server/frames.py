@@ -5,7 +5,7 @@
     4       version    u8       1
     5       kind       u8       a message's (codec.KINDS), or 255: a part of the message before it;
                                 254: the same, and its bytes lie in shared memory from `check` on
-    6       dtype      u8       of a part's values (DTYPES)
+    6       dtype      u8       of a part's values (comm/payload.py)
     7       ndim       u8       of a part: 0 to 8
     8       number     u64      of the request; its reply has the same
     16      key        u64      of a part's block; in a message's frame, how many parts follow
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tutti.comm.payload import DTYPES
 from tutti.server.codec import MalformedError
 from tutti.server.messages import Part
 
@@ -41,21 +42,6 @@ _DENSE = 2**64 - 1
 _WORDS = 512  # of 8 bytes; a payload is added up in so many columns
 _ROW_NBYTES = 8 * _WORDS
 _TAG_NBYTES = 8
-
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
 
 
 @dataclass(frozen=True)
@@ -193,11 +179,3 @@ def read_part(header: Header, payload: Tensor) -> Part:
         flat = flat.clone()
     values = flat.view(header.dtype).view(header.shape)
     return Part(values, header.scale, rows)
-
-
-def octets(x: Tensor) -> memoryview:
-    """The bytes of a tensor, where it lies if it is contiguous."""
-    flat = x.detach().contiguous().view(-1)
-    if not flat.numel():
-        return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy().data)

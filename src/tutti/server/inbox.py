@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.comm.payload import octets
 from tutti.server.codec import TEXT_NBYTES, MalformedError, decode, encode
 from tutti.server.frames import (
     HEADER_NBYTES,
@@ -22,7 +23,6 @@ from tutti.server.frames import (
     Seal,
     check_part,
     checksum,
-    octets,
     pack,
     part_header,
     read_part,

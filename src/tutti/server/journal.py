@@ -18,8 +18,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from tutti.comm.payload import DTYPES, octets
 from tutti.server.codec import decode, encode
-from tutti.server.frames import DTYPES, checksum, octets
+from tutti.server.frames import checksum
 from tutti.server.messages import Part
 
 _ENTRY = struct.Struct("<QQQ")

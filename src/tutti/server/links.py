@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.comm.handshake import RefusedError
 from tutti.errors import CommError, ServerError
 from tutti.server.address import connected
 from tutti.server.codec import MalformedError
 from tutti.server.connection import Connection
 from tutti.server.frames import Header
-from tutti.server.handshake import RefusedError
 from tutti.server.inbox import Limits
 from tutti.server.machine import OBSERVER
 from tutti.server.messages import Reply, Request, Share, Shared

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.comm.handshake import RefusedError
 from tutti.server import messages as m
 from tutti.server.address import listener, watch
 from tutti.server.codec import NUMBERS, REQUESTS, MalformedError
 from tutti.server.connection import ClosedError, Connection
 from tutti.server.consistency import Consistency
 from tutti.server.frames import Header
-from tutti.server.handshake import RefusedError
 from tutti.server.inbox import Limits
 from tutti.server.journal import Slab
 from tutti.server.keys import BLOCK_NBYTES, Block, blocks

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.comm.payload import DTYPES, octets
 from tutti.errors import ServerError
 from tutti.server.codec import MalformedError
-from tutti.server.frames import DTYPES, octets
 from tutti.server.journal import Slab, entry, read_entries, record_of
 from tutti.server.ledger import Ledger, Member
 from tutti.server.messages import Add, Done, Push
