@@ -66,7 +66,7 @@ class Asynchronous:
         made = split(captured)
         self.part, self.updater = alone(made), GraphUpdater(made)
         program = worker_program(self.part, Layout())
-        self.worked = Worked(made, self.part, program, self.updater, None, {})
+        self.worked = Worked(made, self.part, program, self.updater, None, {}, True)
         names = {v.name for v in self.updater.variables}
         holder: Any = self
         self.servers = VirtualServers(

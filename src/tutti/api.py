@@ -300,7 +300,8 @@ class Step:
             )
 
     def _signature(self, leaves: list[Any], spec: Any) -> Any:
-        return signature(leaves, spec, self._modules, self._optimizers)
+        made = signature(leaves, spec, self._modules, self._optimizers)
+        return (made, self.served.apart) if self.served is not None else made
 
     def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
         if self.served is not None:
@@ -428,6 +429,7 @@ class Step:
                 graph=graph,
                 measured=measured,
                 run=run,
+                apart=last.execution.apart,
             )
         return explain_program(
             self.program,

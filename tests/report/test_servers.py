@@ -35,6 +35,14 @@ def test_every_variable_has_a_server_and_its_bytes() -> None:
     assert re.search(r"small sums between workers, through a server: \d+, \d+ B", text)
 
 
+def test_a_run_of_two_phases_tells_of_its_first() -> None:
+    text = explained("replica=3 server=2 sync=async(after=300)")
+    phase = "the first 300 steps; later each push is an update of its own"
+    lines, step = text.splitlines(), explained("replica=3 server=2 sync=step").splitlines()
+    lines.remove(phase)
+    assert lines[1:] == step[1:]  # all but the layout
+
+
 def test_a_worker_of_async_couples_its_own_gradients() -> None:
     text = explained("replica=3 server=1 sync=async", graph=True)
     assert "small sums" not in text

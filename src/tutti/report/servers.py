@@ -15,6 +15,7 @@ from tutti.planner.memory import predict
 from tutti.report.memory import memory_text
 from tutti.report.table import columns
 from tutti.server import consistency
+from tutti.server.consistency import Consistency
 from tutti.server.keys import Block, blocks
 from tutti.server.split import Split
 from tutti.server.update import Variable
@@ -32,9 +33,13 @@ def explain_servers(
     graph: bool = False,
     measured: int | None = None,
     run: fx.Graph | None = None,
+    apart: bool | None = None,
 ) -> str:
     """The variables and their servers, the memory of a worker, what each step moves; with `graph` the
-    worker's program and the text of what servers run."""
+    worker's program and the text of what servers run. `apart`: whether `program` is that of a worker whose
+    pushes are updates of their own; that of the run's first step unless given."""
+    due = consistency.parse(layout.sync)
+    apart = due.alone(0) if apart is None else apart
     updater = GraphUpdater(made)
     every = blocks(updater.variables, layout.server)
     parts = [
@@ -42,7 +47,7 @@ def explain_servers(
         _variables(updater, every),
         _servers(every, layout.server),
         "a worker: " + memory_text(predict(program, run), measured),
-        _traffic(made, program, layout, every),
+        _traffic(made, program, every, due, alone=apart),
     ]
     if graph:
         parts.append(f"# worker\n{text(program.graph)}")
@@ -81,13 +86,27 @@ def _kept(v: Variable) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in state)
 
 
-def _traffic(made: Split, program: Program, layout: Layout, every: tuple[Block, ...]) -> str:
+def _phase(due: Consistency, alone: bool) -> str:
+    """Of a run that begins together, which of its steps these are."""
+    if alone:
+        return f"after the first {due.after} steps, which are as under sync=step"
+    return f"the first {due.after} steps; later each push is an update of its own"
+
+
+def _traffic(
+    made: Split,
+    program: Program,
+    every: tuple[Block, ...],
+    due: Consistency,
+    *,
+    alone: bool,
+) -> str:
     weights = format_nbytes(sum(b.nbytes for b in every if not b.variable.rows))
-    alone = consistency.parse(layout.sync).alone
     numbers = len(made.numbers) + (len(made.scalars) if alone else 0)
     tables = [o.variable.name for o in made.owned if o.variable.rows]
     but = f", but of {', '.join(tables)} rows only" if tables else ""
-    lines = [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers{but}"]
+    lines = [_phase(due, alone)] if due.both else []
+    lines += [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers{but}"]
     if program.collectives:
         count = sum(n.all_input_nodes[0].meta["val"].numel() for n in program.collectives)
         nbytes = format_nbytes(count * _SUMMED_NBYTES)

@@ -4,6 +4,7 @@
                      gradients summed at the servers
     async, bounded   workers in an order drawn at random,   one device that takes the same
                      at the weights that each pulled last   gradients in that order
+    with after=N     both, one after the other
 
 All in float64. One device takes a stale gradient by a graph of its own: the captured step with its weights
 twice, for the gradient and for the update (`server.replay`).
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,13 +42,15 @@ from tutti.server.replay import STALE, stale
 from tutti.server.rows import PLACES, ROWS
 from tutti.server.split import Split, split
 from tutti.server.update import WEIGHT
-from tutti.server.updater import GraphUpdater
+from tutti.server.updater import GraphUpdater, check_same
 from tutti.server.virtual import Gradients, VirtualServers
 from tutti.server.worker import WorkerPart, alone, together
 
 # So many blocks at least where updates may be cut, unless they would be smaller than this.
 _NUM_BLOCKS, _LEAST_NBYTES = 64, 512
 Feed = dict[str, Any]
+# A step captured for the steps together, or for those apart, and what it is fed.
+Phase = tuple[Subject, list[Feed]]
 
 
 def compare_servers(
@@ -66,13 +69,20 @@ def compare_servers(
     """Both comparisons for a layout with servers; `place` and `cut` do not matter to workers of one rank."""
     check_dtype(dtype)
     due, count = consistency.parse(layout.sync), layout.num_replicas
-    batches = [parts.of_batch(batch, w, count) for w in range(count)] if due.alone else [batch]
-    precision = layout.precision
-    subject = Subject(
-        train_step, model, optimizer, batches[0], steps=steps, seed=seed, precision=precision
-    )
-    feeds = [feed_of(subject.captured, optimizer, own) for own in batches]
-    return verdict_of(subject, feeds, layout)
+    own = [parts.of_batch(batch, w, count) for w in range(count)]
+    rest: list[Phase] = []
+    for batches in [own] if due.alone(0) else [[batch], own] if due.apart else [[batch]]:
+        subject = Subject(
+            train_step,
+            model,
+            optimizer,
+            batches[0],
+            steps=steps,
+            seed=seed,
+            precision=layout.precision,
+        )
+        rest.append((subject, [feed_of(subject.captured, optimizer, one) for one in batches]))
+    return verdict_of(*rest[0], layout, then=rest[1] if due.both else None)
 
 
 def verdict_of(
@@ -80,28 +90,40 @@ def verdict_of(
     feeds: list[Feed],
     layout: Layout,
     *,
+    then: Phase | None = None,
     spoil: Callable[[VirtualServers], None] | None = None,
 ) -> Verdict:
     """The verdict for a step that is captured already.
 
     Args:
-        subject: captured with the whole batch for `step`, else with the rows of worker 0.
+        subject: captured with the whole batch while workers are together, else with the rows of worker 0.
         feeds: of that batch, or of each worker's rows.
+        then: the same for the steps apart that follow those together, as many again.
         spoil: is given the servers first (to inject faults).
     """
     made = split(subject.captured)
-    servers = _servers(subject, made, layout)
+    due = consistency.parse(layout.sync)
+    due = replace(due, after=subject.steps if then is not None else 0)
+    servers = _servers(subject, made, layout, due)
     if spoil is not None:
         spoil(servers)
-    due = consistency.parse(layout.sync)
-    comparison = (_InAnyOrder if due.alone else _Together)(subject, made, servers, feeds, layout)
+    comparison = (_InAnyOrder if due.alone(0) else _Together)(subject, made, servers, feeds, layout)
     comparison.run(subject.steps)
-    found, captured = comparison.errors, subject.capture.errors
+    captures = [subject.capture]
+    if then is not None:
+        tables = frozenset(v.name for v in servers.updater.variables if v.rows)
+        made = split(then[0].captured, tables=tables)
+        check_same(GraphUpdater(made, wide=True), servers.updater)
+        comparison = _InAnyOrder(then[0], made, servers, then[1], layout, before=comparison)
+        comparison.run(then[0].steps)
+        captures.append(then[0].capture)
+    found = comparison.errors
+    captured = max((one.errors for one in captures), key=lambda errors: errors.worst)
     same = found.worst <= PARTITION_TOLERANCE
     return Verdict(
-        ok=same and captured.worst <= subject.capture.tolerance,
+        ok=same and all(one.errors.worst <= one.tolerance for one in captures),
         layout=str(layout),
-        steps=subject.steps,
+        steps=subject.steps * len(captures),
         num_tensors=found.count,
         max_error=found.worst,
         worst=found.name,
@@ -111,7 +133,9 @@ def verdict_of(
     )
 
 
-def _servers(subject: Subject, made: Split, layout: Layout) -> VirtualServers:
+def _servers(
+    subject: Subject, made: Split, layout: Layout, due: consistency.Consistency
+) -> VirtualServers:
     updater = GraphUpdater(made, wide=True)
     state: dict[str, dict[str, Tensor]] = {}
     for s in subject.captured.state:
@@ -123,7 +147,7 @@ def _servers(subject: Subject, made: Split, layout: Layout) -> VirtualServers:
         updater,
         blocks(updater.variables, layout.server, nbytes=max(_LEAST_NBYTES, nbytes // _NUM_BLOCKS)),
         state,
-        consistency.parse(layout.sync),
+        due,
         num_workers=layout.num_replicas,
         num_servers=layout.server,
     )
@@ -133,6 +157,7 @@ class _Comparison:
     """Servers and workers, and one device beside them.
 
     one: the device's state, by name.  held: each worker's own, its weights those of its last pull.
+    before: the comparison whose servers, device and workers this one goes on with.
     """
 
     def __init__(
@@ -142,6 +167,8 @@ class _Comparison:
         servers: VirtualServers,
         feeds: list[Feed],
         layout: Layout,
+        *,
+        before: _Comparison | None = None,
     ) -> None:
         self.subject, self.servers, self.layout = subject, servers, layout
         self.captured, self.updater = made.captured, servers.updater
@@ -151,6 +178,8 @@ class _Comparison:
         self.names = {(s.owner or s.name, s.slot or WEIGHT): s.name for s in self.captured.state}
         self.errors = Errors()
         self.staleness: int | None = None
+        if before is not None:
+            self.one, self.held, self.errors = before.one, before.held, before.errors
 
     def run(self, steps: int) -> None:
         """Take `steps` steps, each compared."""
@@ -227,8 +256,8 @@ class _Together(_Comparison):
 class _InAnyOrder(_Comparison):
     """`async` and `bounded`: pulls and pushes in an order drawn at random, as far as permits go."""
 
-    def __init__(self, subject: Subject, made: Split, *rest: Any) -> None:
-        super().__init__(subject, made, *rest)
+    def __init__(self, subject: Subject, made: Split, *rest: Any, **options: Any) -> None:
+        super().__init__(subject, made, *rest, **options)
         self.part: WorkerPart = alone(made)
         own = self.part.captured
         self.local = promoted(own.graph, own.owner)[:2]

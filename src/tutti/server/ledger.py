@@ -90,7 +90,7 @@ class Ledger:
     blocks: those that it owns, by key.
     pending: pushes of clocks that are not applied yet, by clock and worker.
     added: parts of small sums, by (clock, name) and worker.
-    settled: the sums of the last update; no server is more than one update ahead of another.
+    settled: the sums of the last update made together; no server is more than one of those ahead of another.
     numbers: those of the last update.
     closed: whose parts count, by (clock, name); the name "" stands for the gradients.
     borrowed: how many readers still hold the tensors of a block; it is then copied before it changes.
@@ -126,9 +126,14 @@ class Ledger:
         return {w: m for w, m in self.members.items() if m.active}
 
     @property
+    def alone(self) -> bool:
+        """Whether each push is an update now; it never ends once it is so."""
+        return self.consistency.alone(self.version)
+
+    @property
     def floor(self) -> int:
         """All updates of the clocks before this one are made."""
-        if not self.consistency.alone:
+        if not self.alone:
             return self.version
         return min((x.clock for x in self.active().values()), default=0) if self.started else 0
 
@@ -137,8 +142,9 @@ class Ledger:
 
         A clock is closed as soon as all have pushed for it, so the minimum is the first that is not.
         """
-        if self.consistency.alone:
-            return min((x.clock for w, x in self.active().items() if w != worker), default=0)
+        if self.alone:
+            others = (x.clock for w, x in self.active().items() if w != worker)
+            return min(others, default=self.consistency.after)
         clock = self.version
         while worker in self.pending.get(clock, ()) or (clock, "") in self.closed:
             clock += 1
@@ -192,7 +198,7 @@ class Ledger:
 
     def _push(self, push: Push) -> None:
         member = self.members[push.worker]
-        if self.consistency.alone:
+        if self.alone:
             staleness = self.version - push.version
             self._apply_alone(push, max(1, staleness) if self.consistency.damped else 1)
         else:

@@ -165,7 +165,7 @@ class Machine:
         if (clock, "") in ledger.closed:
             return True
         pushes, active = ledger.pending.get(clock, {}), ledger.active().values()
-        if ledger.consistency.alone or not ledger.started or not (pushes or active):
+        if ledger.alone or not ledger.started or not (pushes or active):
             return False
         if any(member.clock <= clock for member in active):
             return False
