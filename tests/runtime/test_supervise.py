@@ -138,7 +138,7 @@ def test_workers_are_together_at_first_and_then_apart(
 
     monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    code, said = played(tmp_path, "replica=2 server=1 sync=async(after=2)")
+    code, said = played(tmp_path, "replica=2 server=1 sync=async(after=2, predict)")
     assert code == 0, said
     alone = tmp_path / "alone"
     alone.mkdir()

@@ -18,6 +18,7 @@ from tutti.server.consistency import Consistency, parse
         ("async(damped)", Consistency(None, damped=True)),
         ("bounded(2)", Consistency(2)),
         ("async(after=300, damped)", Consistency(None, 300, damped=True)),
+        ("async(predict)", Consistency(None, predict=True)),
         ("bounded(1, after=20, traffic=int8)", Consistency(1, 20, traffic="int8")),
         ("bounded(2, ahead, traffic=bf16)", Consistency(2, ahead=True, traffic="bf16")),
     ],
@@ -44,7 +45,7 @@ def test_words_stand_in_any_order_and_nothing_ahead_is_step() -> None:
         "async(after=-1)",
         "async(after=1.5)",
     ]
-    + ["async(after=1, after=2)", "async(damped=1)", "bounded(after=3)"],
+    + ["async(after=1, after=2)", "async(damped=1)", "step(predict)", "bounded(after=3)"],
 )
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(LayoutError, match="no consistency of servers"):

@@ -28,7 +28,14 @@ from tutti.server.ledger import Applied, Closed, Departed, Entered, Record
 from tutti.server.machine import Machine
 from tutti.server.messages import Push, Reply, Request
 
-ALL = ("step", "bounded(0)", "bounded(2)", "async", "async(after=2)", "bounded(1, after=1)")
+ALL = (
+    "step",
+    "bounded(0)",
+    "bounded(2)",
+    "async",
+    "async(after=2, predict)",
+    "bounded(1, after=1)",
+)
 
 
 def check(world: World) -> None:
@@ -41,6 +48,7 @@ def check(world: World) -> None:
         for key, slots in host.machine.ledger.state.items():
             for slot, x in slots.items():
                 assert torch.equal(again.ledger.state[key][slot], x)
+        assert again.ledger.lag == host.machine.ledger.lag
         pushes = [r for r in host.disk if isinstance(r, Push)]
         logged = Counter((p.worker, p.incarnation, p.sequence) for p in pushes)
         assert set(logged.values()) <= {1}

@@ -67,7 +67,8 @@ def test_bounded_by_nothing_is_step() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "oldest"),
-    [(ASYNC, 3), ("replica=3 server=1 sync=bounded(1)", 2), ("replica=2 server=2 sync=async", 1)],
+    [(ASYNC, 3), ("replica=3 server=2 sync=async(predict)", 3)]
+    + [("replica=3 server=1 sync=bounded(1)", 2), ("replica=2 server=2 sync=async", 1)],
 )
 def test_stale_gradients_are_those_of_a_replay_in_the_same_order(layout: str, oldest: int) -> None:
     found = verdict(layout)
@@ -76,7 +77,7 @@ def test_stale_gradients_are_those_of_a_replay_in_the_same_order(layout: str, ol
     assert f"up to {found.staleness} updates old" in str(found)
 
 
-@pytest.mark.parametrize("sync", ["async(after=300)", "bounded(1, after=9)"])
+@pytest.mark.parametrize("sync", ["async(after=300)", "bounded(1, after=9, predict)"])
 def test_together_at_first_then_apart(sync: str) -> None:
     """Two steps of the whole batch on one device, then two of each worker in any order, from there."""
     found = verdict(f"replica=3 server=2 sync={sync}")

@@ -265,6 +265,7 @@ class _InAnyOrder(_Comparison):
         self.dense = promoted(self.replay.graph, self.replay.owner)[:2]
         self.buffers = [dict(self.one) for _ in self.held]  # one device's, for each worker
         self.stale: dict[int, dict[str, Tensor]] = {}
+        self.before: dict[str, Tensor] = {}  # one device's weights before its last update
 
     def run(self, steps: int) -> None:
         order, count = random.Random(self.subject.seed), len(self.servers.sessions)
@@ -282,8 +283,12 @@ class _InAnyOrder(_Comparison):
 
     def _pull(self, worker: int) -> None:
         self.pull(worker)
-        weights = [n for n, k in self.captured.kinds.items() if k == "parameter"]
-        self.stale[worker] = {STALE + n: self.one[n] for n in weights}
+        weights = {n: self.one[n] for n, k in self.captured.kinds.items() if k == "parameter"}
+        ledger = self.servers.machines[0].ledger
+        if ledger.consistency.predict and self.before:
+            ahead = ledger.lag + 1
+            weights = {n: w + ahead * (w - self.before[n]) for n, w in weights.items()}
+        self.stale[worker] = {STALE + n: w for n, w in weights.items()}
 
     def _push(self, w: int, k: int) -> None:
         feed, seed = self.feeds[w], parts.seed_of(self.subject.seed, w)
@@ -307,6 +312,7 @@ class _InAnyOrder(_Comparison):
         state = {**self.one, **own, **self.stale.pop(w)}
         inputs = [inputs_of(self.replay, state, self.feeds[w])]
         returned, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.dense, inputs)[0]
+        self.before = dict(self.one)
         made = dict(zip(self.captured.updated, new, strict=True))
         self.buffers[w] |= {n: x for n, x in made.items() if kinds[n] == "buffer"}
         self.one |= {n: x for n, x in made.items() if kinds[n] != "buffer"}

@@ -186,6 +186,10 @@ class WorkerSide:
             return
         state = {s.name: local_of(s.tensor) for s in state_of(self.step.model, None)}
         into = {v.name: state[v.name] for v in self._updater.variables}
+        if self.consistency.predict:
+            self.client.look(into)
+            self._numbers = None  # the next gradient wants weights to come
+            return
         self.client.pull(into)  # one that was begun before the last push
         self._numbers = self.client.pull(into).numbers
 

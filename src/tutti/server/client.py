@@ -214,6 +214,10 @@ class Client:
             self._observe(into, slot)
         return found
 
+    def look(self, into: Tensors) -> None:
+        """Bring weights as they are now: not for a gradient, without a permit, and not predicted."""
+        self._observe(into, WEIGHT)
+
     def push_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Other values for variables and slots, whole. One worker does it, while the others wait.
 

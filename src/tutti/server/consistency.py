@@ -6,9 +6,10 @@ async        each push is an update of its own, as it comes; with `async(damped)
 bounded(s)   as async, but a worker at clock c waits until the slowest is at c - s: it has seen all updates
              up to clock c - s - 1 (stale synchronous parallel: Ho et al., NIPS 2013); bounded(0) is step
 
-With `after=N`, `async` and `bounded` begin with N clocks under `step`, while weights still change fast. With
-`ahead` they bring the next weights while a worker computes: a step older, and no wait for the network.
-`traffic=bf16|int8`: gradients travel in so many bits, with error feedback.
+With `predict`, `async` and `bounded` give workers the weights that are expected when their gradients have
+been applied (`server.predict`). With `after=N` they begin with N clocks under `step`, while weights still
+change fast. With `ahead` they bring the next weights while a worker computes: a step older, and no wait for
+the network. `traffic=bf16|int8`: gradients travel in so many bits, with error feedback.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from tutti.comm.coding import NAMES
 from tutti.errors import LayoutError
 
 _WORDS = re.compile(r"\s*(step|async|bounded)\s*(?:\(([^()]*)\))?\s*")
-_FLAGS = ("damped", "ahead")
+_FLAGS = ("damped", "predict", "ahead")
 
 
 @dataclass(frozen=True)
 class Consistency:
     """`bound`: how many clocks a worker may be ahead of what it has seen; None: as many as it likes.
 
-    `after`: so many clocks are under `step` first; 0 where all are.  `damped`, `ahead`, `traffic`: see above.
+    `after`: so many clocks are under `step` first; 0 where all are.  `damped`, `predict`, `ahead`, `traffic`:
+    see above.
     """
 
     bound: int | None = 0
     after: int = 0
     damped: bool = False
+    predict: bool = False
     ahead: bool = False
     traffic: str = NAMES[0]
 
@@ -98,6 +101,6 @@ def _refused(text: str) -> LayoutError:
     return LayoutError(
         f"sync={text} is no consistency of servers",
         why="they know step, async and bounded(s); async and bounded with after=N (so many steps under step "
-        f"first), damped or ahead, all with traffic={'|'.join(NAMES)}",
+        f"first), damped, predict or ahead, all with traffic={'|'.join(NAMES)}",
         fix="sync=step, sync=async(after=300) or sync=bounded(2)",
     )
