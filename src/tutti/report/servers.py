@@ -45,7 +45,7 @@ def explain_servers(
     parts = [
         f'layout "{layout}": {layout.num_replicas} workers, {layout.server} servers',
         _variables(updater, every),
-        _servers(every, layout.server),
+        _servers(every, layout.server, twice=due.predict),
         "a worker: " + memory_text(predict(program, run), measured),
         _traffic(made, program, every, due, alone=apart),
     ]
@@ -68,14 +68,16 @@ def _variables(updater: GraphUpdater, every: tuple[Block, ...]) -> str:
     return columns(("variable", "shape", "cut", "blocks", "servers", "weight", "slots"), rows)
 
 
-def _servers(every: tuple[Block, ...], num_servers: int) -> str:
+def _servers(every: tuple[Block, ...], num_servers: int, *, twice: bool) -> str:
+    """What each server has; with `twice` also the weights before the last update."""
     held: Counter[int] = Counter()
     for b in every:
         share = math.prod(b.shape) / max(1, math.prod(b.variable.shape))
-        held[b.server] += round(_kept(b.variable) * share)
+        held[b.server] += round(_kept(b.variable) * share) + twice * b.nbytes
     count = Counter(b.server for b in every)
+    kept = "weights, weights before the last update, and slots" if twice else "weights and slots"
     return "\n".join(
-        f"server {s}: {count[s]} blocks, {format_nbytes(held[s])} of weights and slots"
+        f"server {s}: {count[s]} blocks, {format_nbytes(held[s])} of {kept}"
         for s in range(num_servers)
     )
 
