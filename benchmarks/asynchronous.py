@@ -2,24 +2,18 @@
 
 A worker pulls as soon as it has pushed. Workers are equally fast, but for each gradient one takes up to a
 fifth more or less: so gradients are about as many updates old as there are other workers.
-
-    python -m benchmarks.asynchronous --sync async --lr 2e-3      # examples/gpt.py, 3 workers, batches of 18
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.convergence import example
 from tutti.capture.lift import numbers
 from tutti.capture.step import capture
 from tutti.layout import Layout
@@ -28,8 +22,10 @@ from tutti.runtime.server_side import whole_state
 from tutti.runtime.worker_side import Worked
 from tutti.server import consistency
 from tutti.server.keys import blocks
+from tutti.server.ledger import Ledger
 from tutti.server.program import worker_program
 from tutti.server.split import split
+from tutti.server.update import WEIGHT
 from tutti.server.updater import GraphUpdater
 from tutti.server.virtual import VirtualServers
 from tutti.server.worker import alone
@@ -44,8 +40,9 @@ class Asynchronous:
     Args:
         train_step, model, optimizer: of the script; the model holds the weights when `finish` returns.
         batch: one like those to come.
-        sync: such as "async" or "bounded(1, ahead)".
-        staleness: counts how many updates old gradients were.
+        sync: such as "async" or "bounded(1, ahead)". While workers are together, gradients are means over
+            their rows; the step must be a mean over rows, without random numbers.
+        staleness: counts how many updates old gradients were, of those that are updates of their own.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Asynchronous:
         made = split(captured)
         self.part, self.updater = alone(made), GraphUpdater(made)
         program = worker_program(self.part, Layout())
-        self.worked = Worked(made, self.part, program, self.updater, None, {})
+        self.worked = Worked(made, self.part, program, self.updater, None, {}, True)
         names = {v.name for v in self.updater.variables}
         holder: Any = self
         self.servers = VirtualServers(
@@ -88,6 +85,9 @@ class Asynchronous:
     def step(self, k: int, batch: Sequence[Tensor]) -> None:
         """Give every worker its rows of a batch; they take them as they come to it."""
         lr = numbers(self.optimizer, [])["optim.0.lr"]
+        if not self._ledger.alone:
+            self._together(k, batch, lr)
+            return
         for w, todo in enumerate(self._todo):
             todo.append((k, self._rows(batch, w), lr))
             self._pull(w)
@@ -95,19 +95,33 @@ class Asynchronous:
             self._push()
 
     def finish(self) -> None:
-        """Let all workers end, and the model hold the weights."""
+        """Let all workers end."""
         while any(self._todo):
             self._push()
-        state = self.servers.state()
-        with torch.no_grad():
-            for name, p in self.model.named_parameters():
-                p.copy_(state[name]["weight"])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The variables as the servers have them now."""
+        return {name: slots[WEIGHT] for name, slots in self.servers.state().items()}
+
+    @property
+    def _ledger(self) -> Ledger:
+        return self.servers.machines[0].ledger
+
+    def _together(self, k: int, batch: Sequence[Tensor], lr: float) -> None:
+        """One update from all workers' gradients."""
+        pushes = {}
+        for w, weights in enumerate(self.servers.pull(range(self.num_workers))):
+            gradients, given = self._gradients(weights, w, k, self._rows(batch, w))
+            given = {**given, "optim.0.lr": lr}
+            mean = {n: g / self.num_workers for n, g in gradients.items()}
+            pushes[w] = mean, {n: given[n] for n in self.updater.given}
+        self.servers.push(pushes)
 
     def _pull(self, w: int) -> None:
         """A worker that has work brings weights for it; with `ahead` also for the gradient after it."""
         wanted = 2 if self.ahead else 1
         while len(self._weights[w]) < wanted and self.servers.permitted(w):
-            version = self.servers.machines[0].ledger.version
+            version = self._ledger.version
             self._weights[w].append((self.servers.pull([w])[0], version))
 
     def _push(self) -> None:
@@ -119,7 +133,7 @@ class Asynchronous:
         weights, version = self._weights[w].pop(0)
         gradients, given = self._gradients(weights, w, k, rows)
         given = {**given, "optim.0.lr": lr}
-        self.staleness[self.servers.machines[0].ledger.version - version] += 1
+        self.staleness[self._ledger.version - version] += 1
         self.servers.push({w: (gradients, {n: given[n] for n in self.updater.numbers})})
         for other in range(self.num_workers):  # one that waited for its permit may go on
             self._pull(other)
@@ -136,36 +150,3 @@ class Asynchronous:
 
     def _rows(self, batch: Sequence[Tensor], worker: int) -> list[Tensor]:
         return parts.rows(list(batch), worker, self.num_workers)
-
-
-def main() -> None:
-    """Train the model of `examples/gpt.py`, and print its validation loss."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sync", default="async")
-    for name, default in {"workers": 3, "steps": 600, "batch": 18, "lr": 2e-3, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"({default})")
-    args = parser.parse_args()
-    gpt = example()
-    text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
-    train_text, valid_text = text.tensor_split([len(text) * 9 // 10])
-    torch.manual_seed(args.seed)
-    model = gpt.GPT(128, 4, 4, 0.1)
-    adamw = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        adamw, lambda i: min((i + 1) / 50, 0.55 + 0.45 * math.cos(math.pi * i / args.steps))
-    )
-    first = gpt.batch_at(train_text, 0, args.batch, args.seed)
-    run = Asynchronous(
-        gpt.train_step, model, adamw, first, args.sync, num_workers=args.workers, seed=args.seed
-    )
-    for k in range(args.steps):
-        run.step(k, gpt.batch_at(train_text, k, args.batch, args.seed))
-        schedule.step()
-    run.finish()
-    age = sum(t * n for t, n in run.staleness.items()) / run.staleness.total()
-    loss = gpt.validation_loss(lambda x: gpt.eval_step(model, x), valid_text, args.batch, 20)
-    print(f"{args.sync}, lr {args.lr}: {loss:.4f}, gradients {age:.1f} updates old on average")
-
-
-if __name__ == "__main__":
-    main()

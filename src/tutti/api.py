@@ -300,7 +300,8 @@ class Step:
             )
 
     def _signature(self, leaves: list[Any], spec: Any) -> Any:
-        return signature(leaves, spec, self._modules, self._optimizers)
+        made = signature(leaves, spec, self._modules, self._optimizers)
+        return (made, self.served.apart) if self.served is not None else made
 
     def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
         if self.served is not None:
@@ -426,6 +427,7 @@ class Step:
                 measured=measured,
                 run=run,
                 timed=self._timed,
+                apart=last.execution.apart,
             )
         return explain_program(
             self.program,

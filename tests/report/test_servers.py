@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
@@ -34,6 +35,22 @@ def test_every_variable_has_a_server_and_its_bytes() -> None:
     assert "coupling: 8 sums -> 2 scalars, by servers, over all blocks" in text
     # a count of tokens, the loss, and 8 means and 8 squares of the batch norm with their gradients
     assert re.search(r"small sums between workers, through a server: \d+, \d+ B", text)
+
+
+def test_a_run_of_two_phases_tells_of_its_first() -> None:
+    text = explained("replica=3 server=2 sync=async(after=300)")
+    phase = "the first 300 steps; later each push is an update of its own"
+    lines, step = text.splitlines(), explained("replica=3 server=2 sync=step").splitlines()
+    lines.remove(phase)
+    assert lines[1:] == step[1:]  # all but the layout
+
+
+def test_servers_that_predict_have_their_weights_twice() -> None:
+    texts = [explained(f"replica=3 server=1 sync={sync}") for sync in ("async", "async(predict)")]
+    plain, twice = (re.search(r"server 0: 8 blocks, (\S+) (\S+) of (.*)", t) for t in texts)
+    assert plain and twice and plain[2] == twice[2] == "kB"
+    assert float(twice[1]) - float(plain[1]) == pytest.approx(0.724, abs=0.02)  # 181 floats
+    assert twice[3] == "weights, weights before the last update, and slots"
 
 
 def test_a_worker_of_async_couples_its_own_gradients() -> None:

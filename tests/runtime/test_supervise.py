@@ -130,6 +130,29 @@ def test_step_is_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(step.state_dict(), theirs, rtol=0, atol=1e-12)
 
 
+def test_workers_are_together_at_first_and_then_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sys.path.insert(0, str(SCRIPT.parent))
+    import served_script
+
+    monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    code, said = played(tmp_path, "replica=2 server=1 sync=async(after=2, predict)")
+    assert code == 0, said
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    served_script.main(alone, 2, 0.0, "nobody")
+    expected = torch.tensor(lines(alone, "one", "step"))
+    found = [torch.tensor(lines(tmp_path, f"worker{w}", "step")) for w in range(2)]
+    for own in found:
+        torch.testing.assert_close(own[:2], expected, rtol=0, atol=1e-12)
+    assert len(found[0]) == len(found[1]) == 4
+    assert (found[0][2:, 1] != found[1][2:, 1]).all()  # of rows of their own
+    count = torch.load(tmp_path / "worker1.pt", weights_only=True)["optim.0.weight.step"].item()
+    assert count == 2 + 2 * 2 or (count == 2 + 2 * 2 - 1)  # the other may not have ended yet
+
+
 def test_a_killed_server_goes_on_and_a_killed_worker_has_left(tmp_path: Path) -> None:
     def play(directory: Path) -> None:
         for who, steps in (("server0", 3), ("worker1", 6)):

@@ -24,6 +24,7 @@ class OneServer:
 
     state: dict[str, dict[str, Tensor]]
     asked: list[dict[str, int]]
+    alone = True
 
     def __init__(self, addresses: Any, updater: GraphUpdater, **_: Any) -> None:
         self.updater = updater

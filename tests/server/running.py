@@ -90,11 +90,10 @@ def train(
     weights = like(updater)
     with client(updater, sync, addresses, worker, **options) as one:
         one.join()
-        alone = one.session.consistency.alone
-        for _ in range(steps if alone else steps - one.clock):
+        for _ in range(steps if one.alone else steps - one.clock):
             one.pull(weights)
             made = gradient(weights, worker, one.clock)
-            one.push(made, own_numbers(updater, made, LR) if alone else {"lr": LR})
+            one.push(made, own_numbers(updater, made, LR) if one.alone else {"lr": LR})
         one.leave()
     return weights
 

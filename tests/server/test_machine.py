@@ -425,3 +425,64 @@ def test_who_has_not_joined_may_look_and_no_more() -> None:
     assert desk.ask(m.Pull, OBSERVER, clock=0, keys=(99,)).reason == m.WRONG
     assert desk.pull(OBSERVER, 0, slot="momentum").reason == m.WRONG
     assert not desk.journal
+
+
+def ahead(now: dict[str, Tensor], before: dict[str, Tensor], lag: float) -> dict[str, Tensor]:
+    return {n: now[n] + (lag + 1) * (now[n] - before[n]) for n in now}
+
+
+def pulled(desk: Desk, worker: int, clock: int, **rest: Any) -> dict[str, Tensor]:
+    return joined(
+        {k: p.values for k, p in desk.pull(worker, clock, **rest).parts.items()}, desk.blocks
+    )
+
+
+@pytest.mark.parametrize("name", sorted(UPDATERS))
+def test_workers_are_given_the_weights_to_come(name: str) -> None:
+    """w + (lag + 1) (w - w before the last update), lag a mean of what was measured; observers see w."""
+    desk, lag = Desk("async(predict)", UPDATERS[name](), num_workers=3), 2.0
+    for worker in range(3):
+        desk.join(worker)
+    assert same_tensors(pulled(desk, 0, 0), desk.weights())  # nothing has moved yet
+    for worker, sequence, version in ((0, 1, 0), (1, 1, 0), (2, 1, 0), (0, 2, 0), (1, 2, 4)):
+        before = desk.weights()
+        made = gradient(before, worker, sequence)
+        numbers = own_numbers(desk.updater, made, LR)
+        tau = desk.push(worker, sequence, version=version, made=made, given=numbers).staleness
+        lag += (tau - lag) / 16
+        expected = ahead(desk.weights(), before, lag)
+        for n, x in pulled(desk, worker, sequence).items():
+            torch.testing.assert_close(x, expected[n], rtol=0, atol=1e-13)
+        assert same_tensors(pulled(desk, OBSERVER, 0), desk.weights())
+    rows = desk.pull(
+        0, 2, keys=(len(desk.blocks) - 1,), rows={len(desk.blocks) - 1: torch.tensor([0, 2])}
+    )
+    found = rows.parts[len(desk.blocks) - 1].values
+    torch.testing.assert_close(found, expected["table"][[6, 8]], rtol=0, atol=1e-13)
+
+
+def test_a_worker_that_was_stopped_carries_nobody_away() -> None:
+    desk = Desk("async(predict)", num_workers=2)
+    desk.join(0), desk.join(1)
+    for sequence in range(1, 101):
+        desk.push(0, sequence)
+    lag = desk.machine.ledger.lag
+    assert lag == pytest.approx((15 / 16) ** 100)
+    assert desk.push(1, 1, version=0).staleness == 100
+    assert desk.machine.ledger.lag == pytest.approx(lag + (4 * 2 - lag) / 16)
+
+
+def test_nothing_is_predicted_from_other_values_or_from_steps_together() -> None:
+    desk = Desk("async(after=1, predict)", num_workers=1)
+    desk.join(0)
+    desk.push(0, 1, 0)  # together
+    assert same_tensors(pulled(desk, 0, 1), desk.weights())
+    before = desk.weights()
+    desk.push(0, 2, 1)
+    expected = ahead(desk.weights(), before, desk.machine.ledger.lag)
+    assert not same_tensors(desk.weights(), before)
+    for n, x in pulled(desk, 0, 2).items():
+        torch.testing.assert_close(x, expected[n], rtol=0, atol=1e-13)
+    parts = {b.key: Part(torch.full(b.shape, 3.0, dtype=torch.float64)) for b in desk.blocks}
+    desk.ask(m.Load, 0, sequence=3, slot=WEIGHT, parts=parts)
+    assert all((x == 3).all() for x in pulled(desk, 0, 2).values())

@@ -71,7 +71,7 @@ def test_only_large_tables_that_are_looked_up_travel_by_row() -> None:
     assert not any(kinds(Tables(tied=True)).values())
 
 
-@pytest.mark.parametrize("sync", ["step", "async"])
+@pytest.mark.parametrize("sync", ["step", "async", "async(after=2, predict)"])
 def test_rows_give_the_step_of_one_device_and_the_table_never_travels(
     sync: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,9 +79,10 @@ def test_rows_give_the_step_of_one_device_and_the_table_never_travels(
     model = Tables()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     layout = Layout.parse(f"replica=2 server=2 sync={sync}")
-    batches = [batch(0)] if sync == "step" else [batch(1), batch(2)]
-    subject = Subject(partial(train_step), model, optimizer, batches[0], steps=2)
-    feeds = [feed_of(subject.captured, optimizer, one) for one in batches]
+    phases = []
+    for batches in [[batch(0)]] * (sync != "async") + [[batch(1), batch(2)]] * (sync != "step"):
+        subject = Subject(partial(train_step), model, optimizer, batches[0], steps=2)
+        phases.append((subject, [feed_of(subject.captured, optimizer, one) for one in batches]))
     sent: list[int] = []
     plain = VirtualServers._cut
 
@@ -93,6 +94,6 @@ def test_rows_give_the_step_of_one_device_and_the_table_never_travels(
         return parts
 
     monkeypatch.setattr(VirtualServers, "_cut", counted)
-    found = verdict_of(subject, feeds, layout)
+    found = verdict_of(*phases[0], layout, then=phases[1] if len(phases) > 1 else None)
     assert found.ok and found.max_error < 1e-13, found
     assert len(sent) >= 4 and 0 < max(sent) <= 30

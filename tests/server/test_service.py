@@ -49,7 +49,7 @@ def test_every_push_is_an_update(sync: str) -> None:
             assert steps == {15.0}
 
 
-@pytest.mark.parametrize("sync", ["step", "async"])
+@pytest.mark.parametrize("sync", ["step", "async", "async(after=4, predict)"])
 def test_a_server_that_starts_again_has_lost_nothing(sync: str, tmp_path: Path) -> None:
     """Each server stops after a few pushes and another goes on at the same place; workers notice nothing."""
     updater = ClippedAdam()
@@ -59,14 +59,22 @@ def test_a_server_that_starts_again_has_lost_nothing(sync: str, tmp_path: Path) 
         one = client(updater, sync, at, 0)
         one.join()
         _steps(one, updater, 3)
-        before = one.pull_state()
+        before, ledger = one.pull_state(), running[0].machine.ledger
     for _ in range(3):
         with services(updater, sync, 1, **options, address=at[0]) as running:
-            after = one.pull_state()
+            after, now = one.pull_state(), running[0].machine.ledger
+            assert (now.version, now.lag) == (ledger.version, ledger.lag)
+            assert all(
+                torch.equal(x, now.state[key][slot])  # what is kept for predictions too
+                for key, slots in ledger.state.items()
+                for slot, x in slots.items()
+            )
             for name, slots in before.items():
                 assert all(torch.equal(after[name][slot], x) for slot, x in slots.items())
             _steps(one, updater, 2)
-            before = one.pull_state()
+            before, ledger, seen = one.pull_state(), now, like(updater)
+            one.look(seen)
+            assert all(torch.equal(x, before[n][WEIGHT]) for n, x in seen.items())
     with services(updater, sync, 1, **options, address=at[0]):
         assert one.clock == 9
         one.leave()
@@ -80,7 +88,7 @@ def _steps(one, updater, count: int) -> None:  # type: ignore[no-untyped-def]
     for _ in range(count):
         one.pull(seen)
         made = gradient(seen, 0, one.clock)
-        numbers = {"lr": LR, "clip": 0.5} if one.session.consistency.alone else {"lr": LR}
+        numbers = {"lr": LR, "clip": 0.5} if one.alone else {"lr": LR}
         assert one.push(made, numbers).taken
 
 

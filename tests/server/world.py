@@ -204,7 +204,7 @@ class World:
     def _script(self, session: Session) -> Generator[Any, Any, None]:
         yield from session.join()
         taken = 0
-        while (session.clock if self.consistency.bound is not None else taken) < self.steps:
+        while (taken if self.consistency.bound is None else session.clock) < self.steps:
             pulled = yield from session.pull()
             found = {k: p.values for reply in pulled.values() for k, p in reply.parts.items()}
             versions = {s: reply.version for s, reply in pulled.items()}
@@ -212,7 +212,7 @@ class World:
             mine = (session.worker, session.incarnation, session.sequence + 1)
             self.made[mine] = made
             parts = {b.key: Part(b.of(made[b.variable.name])) for b in self.blocks}
-            alone = self.consistency.alone
+            alone = session.alone
             numbers = own_numbers(self.updater, made, LR) if alone else {"lr": LR}
             result = yield from session.push(parts, numbers, versions)
             if result.taken:

@@ -24,6 +24,7 @@ from tutti.server.virtual import VirtualServers
 
 STEP = "replica=2 server=2 sync=step"
 ASYNC = "replica=3 server=2 sync=async"
+AFTER = "replica=3 server=2 sync=async(after=4)"
 
 
 class Dropping(Model):
@@ -45,11 +46,13 @@ def subject(rows: int) -> tuple[Subject, list[dict[str, Any]]]:
 
 
 def verdict(layout: str, spoil: Any = None) -> Verdict:
-    alone = "async" in layout or "bounded(1" in layout
-    made, feeds = subject(4 if alone else 12)
     parsed = Layout.parse(layout)
-    count = parsed.num_replicas if alone else 1
-    return verdict_of(made, feeds[:count], parsed, spoil=spoil)
+    due, count = parse(parsed.sync), parsed.num_replicas
+    made, feeds = subject(12)
+    apart = subject(4)[0], subject(4)[1][:count]
+    if due.alone(0):
+        return verdict_of(*apart, parsed, spoil=spoil)
+    return verdict_of(made, feeds[:1], parsed, then=apart if due.both else None, spoil=spoil)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -67,7 +70,8 @@ def test_bounded_by_nothing_is_step() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "oldest"),
-    [(ASYNC, 3), ("replica=3 server=1 sync=bounded(1)", 2), ("replica=2 server=2 sync=async", 1)],
+    [(ASYNC, 3), ("replica=3 server=2 sync=async(predict)", 3)]
+    + [("replica=3 server=1 sync=bounded(1)", 2), ("replica=2 server=2 sync=async", 1)],
 )
 def test_stale_gradients_are_those_of_a_replay_in_the_same_order(layout: str, oldest: int) -> None:
     found = verdict(layout)
@@ -102,6 +106,7 @@ def test_workers_take_their_rows_in_slices(layout: str) -> None:
         "replica=2 server=1 sync=bounded(1, traffic=bf16)",
         "replica=3 server=2 sync=async(damped, traffic=int8)",
         "replica=3 server=1 sync=async(damped)",
+        "replica=2 server=2 sync=async(after=2, traffic=bf16)",
     ],
 )
 def test_coded_gradients_and_damped_rates_are_judged_as_they_are(layout: str) -> None:
@@ -147,13 +152,23 @@ def test_a_step_that_couples_samples_is_not_sliced() -> None:
         verified(Model(), "replica=2 server=1 sync=step micro=2")
 
 
+@pytest.mark.parametrize("sync", ["async(after=300)", "bounded(1, after=9, predict)"])
+def test_together_at_first_then_apart(sync: str) -> None:
+    """Two steps of the whole batch on one device, then two of each worker in any order, from there."""
+    found = verdict(f"replica=3 server=2 sync={sync}")
+    assert found.ok and found.max_error < 1e-13, found
+    assert found.steps == 4 and found.staleness is not None and found.staleness >= 2
+    assert found.num_tensors > verdict("replica=3 server=2 sync=step").num_tensors
+
+
 def test_by_the_public_name() -> None:
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     before = {n: x.clone() for n, x in model.state_dict().items()}
-    found = tutti.verify(partial(step, by_norm), model, optimizer, batch(0, 6), ASYNC, steps=1)
-    assert found.ok and "async" in str(found)
+    for layout in (ASYNC, "replica=3 server=2 sync=async(after=5)"):
+        found = tutti.verify(partial(step, by_norm), model, optimizer, batch(0, 6), layout, steps=1)
+        assert found.ok and layout.split("sync=")[1] in str(found)
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
 
 
@@ -162,6 +177,7 @@ class Wrong:
 
     def __init__(self, right: Any, what: str) -> None:
         self.right, self.what = right, what
+        self.spoiled: Any = None  # its ledger
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.right, name)
@@ -181,6 +197,8 @@ class Wrong:
             return self.right.update(variable, state, gradient, scalars)
         if self.what == "twice":
             self.right.update(variable, state, gradient, scalars)
+        if self.what == "late" and self.spoiled.alone:
+            return
         if self.what != "never":
             factor = 0.5 if self.what == "mean" else 1
             self.right.update(variable, state, gradient * factor, scalars)
@@ -196,12 +214,15 @@ class Wrong:
         (ASYNC, "twice"),
         (ASYNC, "never"),
         (ASYNC, "mean"),
+        (AFTER, "sums"),
+        (AFTER, "late"),
     ],
 )
 def test_wrong_servers_are_found(layout: str, what: str) -> None:
     def spoil(servers: VirtualServers) -> None:
         for machine in servers.machines:
             wrong: Any = Wrong(machine.ledger.updater, what)
+            wrong.spoiled = machine.ledger
             machine.ledger.updater = wrong
 
     found = verdict(layout, spoil)

@@ -18,6 +18,7 @@ from tutti.report.pipeline import pipeline_text
 from tutti.report.records import records
 from tutti.report.table import columns
 from tutti.server import consistency
+from tutti.server.consistency import Consistency
 from tutti.server.keys import Block, blocks
 from tutti.server.program import in_slices
 from tutti.server.split import Split
@@ -37,10 +38,14 @@ def explain_servers(
     measured: int | None = None,
     run: fx.Graph | None = None,
     timed: Timed | None = None,
+    apart: bool | None = None,
 ) -> str:
     """The variables and their servers, the memory of a worker, what each step moves; with `graph` the
     worker's program and the text of what servers run. `timed` is the program split in time, where it is
-    known."""
+    known. `apart`: whether `program` is that of a worker whose pushes are updates of their own; that of the
+    run's first step unless given."""
+    due = consistency.parse(layout.sync)
+    apart = due.alone(0) if apart is None else apart
     updater = GraphUpdater(made)
     timed = timed or in_slices(program)
     local = timed.programs[0] if timed else program
@@ -48,10 +53,10 @@ def explain_servers(
     parts = [
         f'layout "{layout}": {layout.num_replicas} workers, {layout.server} servers',
         _variables(updater, every),
-        _servers(every, layout.server),
+        _servers(every, layout.server, twice=due.predict),
         "a worker: " + memory_text(predict(local, run), measured),
         *([pipeline_text(timed)] if timed else []),
-        _traffic(made, program, timed, layout, every),
+        _traffic(made, program, timed, every, due, alone=apart),
     ]
     if graph:
         parts.append(f"# worker\n{text(local.graph)}")
@@ -72,14 +77,16 @@ def _variables(updater: GraphUpdater, every: tuple[Block, ...]) -> str:
     return columns(("variable", "shape", "cut", "blocks", "servers", "weight", "slots"), rows)
 
 
-def _servers(every: tuple[Block, ...], num_servers: int) -> str:
+def _servers(every: tuple[Block, ...], num_servers: int, *, twice: bool) -> str:
+    """What each server has; with `twice` also the weights before the last update."""
     held: Counter[int] = Counter()
     for b in every:
         share = math.prod(b.shape) / max(1, math.prod(b.variable.shape))
-        held[b.server] += round(_kept(b.variable) * share)
+        held[b.server] += round(_kept(b.variable) * share) + twice * b.nbytes
     count = Counter(b.server for b in every)
+    kept = "weights, weights before the last update, and slots" if twice else "weights and slots"
     return "\n".join(
-        f"server {s}: {count[s]} blocks, {format_nbytes(held[s])} of weights and slots"
+        f"server {s}: {count[s]} blocks, {format_nbytes(held[s])} of {kept}"
         for s in range(num_servers)
     )
 
@@ -90,15 +97,28 @@ def _kept(v: Variable) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in state)
 
 
+def _phase(due: Consistency, alone: bool) -> str:
+    """Of a run that begins together, which of its steps these are."""
+    if alone:
+        return f"after the first {due.after} steps, which are as under sync=step"
+    return f"the first {due.after} steps; later each push is an update of its own"
+
+
 def _traffic(
-    made: Split, program: Program, timed: Timed | None, layout: Layout, every: tuple[Block, ...]
+    made: Split,
+    program: Program,
+    timed: Timed | None,
+    every: tuple[Block, ...],
+    due: Consistency,
+    *,
+    alone: bool,
 ) -> str:
     weights = format_nbytes(sum(b.nbytes for b in every if not b.variable.rows))
-    alone = consistency.parse(layout.sync).alone
     numbers = len(made.numbers) + (len(made.scalars) if alone else 0)
     tables = [o.variable.name for o in made.owned if o.variable.rows]
     but = f", but of {', '.join(tables)} rows only" if tables else ""
-    lines = [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers{but}"]
+    lines = [_phase(due, alone)] if due.both else []
+    lines += [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers{but}"]
     summed = records(program, timed)
     if summed:
         times = sum(r.times for r in summed)

@@ -70,6 +70,10 @@ class CodedSums:
         self._pushes = [CodedPushes(coding, blocks) for _ in range(num_workers)]
         self._sums: dict[str, Tensor] = {}
 
+    def go_on(self, before: CodedSums) -> None:
+        """With the errors that the workers' pushes have made before."""
+        self._pushes = before._pushes
+
     def arrived(self, pushed: Mapping[int, Gradients]) -> dict[str, Tensor]:
         """The inputs `gradient/NAME` for what some workers push."""
         found: dict[str, Tensor] = {}

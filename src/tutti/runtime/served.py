@@ -12,6 +12,7 @@ from tutti.partition.partition import Program
 from tutti.runtime.roles import ROLE, WORKER, Role, role_now
 from tutti.runtime.server_side import serve
 from tutti.runtime.worker_side import STRICT, Holder, Worked, WorkerSide, parts_of, refresh
+from tutti.server import consistency
 from tutti.server.split import Split
 
 __all__ = [
@@ -42,9 +43,15 @@ class Served:
         """The side of a worker."""
         return WorkerSide(self._step, self.role)
 
+    @property
+    def apart(self) -> bool:
+        """Whether this worker's next push is an update of its own."""
+        return self.worker.apart
+
     def parts_of(self, batch: tuple[Any, ...]) -> tuple[Split, Program]:
         """The step taken apart, and the program of a worker, without running anything."""
-        made, _, program = parts_of(self._step, batch)
+        apart = consistency.parse(self._step.layout.sync).alone(0)
+        made, _, program = parts_of(self._step, batch, apart=apart)
         return made, program
 
     @property

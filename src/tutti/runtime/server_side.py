@@ -36,15 +36,16 @@ class Holder(Protocol):
     optimizer: Any
     layout: Layout
     seed: int
+    num_steps: int
 
 
-def captured_for(step: Holder, batch: tuple[Any, ...]) -> Captured:
-    """The step as every worker and server captures it: with the rows of one worker where each push is one
-    update, else with the whole batch."""
+def captured_for(step: Holder, batch: tuple[Any, ...], *, apart: bool) -> Captured:
+    """The step as every worker and server captures it: with the rows of one worker while workers are `apart`
+    (each push is one update), else with the whole batch."""
     create_slots(step.optimizer)
     adopt(step.model, step.optimizer)
     settle(step.model, step.optimizer, Residence(Layout()), run_device(step.model), step.seed)
-    if consistency.parse(step.layout.sync).alone:
+    if apart:
         batch = parts.of_batch(batch, 0, step.layout.num_replicas)
     return capture(
         step.train_step, step.model, step.optimizer, batch, precision=step.layout.precision
@@ -57,13 +58,15 @@ def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
     The first weights are those of this process's model, or of the checkpoint that its script has loaded.
     """
     layout = step.layout
-    made = split(captured_for(step, batch))
+    due = consistency.parse(layout.sync)
+    made = split(captured_for(step, batch, apart=due.alone(0)))
     updater = GraphUpdater(made)
     service = Service(
         updater,
         whole_state(step, {v.name for v in updater.variables}),
         _address(role),
-        consistency=consistency.parse(layout.sync),
+        consistency=due,
+        version=step.num_steps if due.both else 0,
         num_workers=layout.num_replicas,
         server=role.number,
         num_servers=layout.server,

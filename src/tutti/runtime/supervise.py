@@ -95,7 +95,7 @@ class Supervisor:
             LAYOUT: str(layout),
             "WORLD_SIZE": "1",  # nobody meets anybody but the servers
         }
-        self.alone = consistency.parse(layout.sync).alone
+        self.apart = consistency.parse(layout.sync).apart
         self.started: list[Started] = []
         self.codes: dict[int, int] = {}
 
@@ -158,7 +158,7 @@ class Supervisor:
             one.process, one.starts = again.process, [*recent, *again.starts]
             return
         self.codes[one.rank] = code
-        if one.role.kind == WORKER and code and self.alone:
+        if one.role.kind == WORKER and code and self.apart:
             how = f"died (signal {-code})" if code < 0 else f"ended (exit code {code})"
             self._say(f"{one.role} {how}; the others go on")
 
@@ -166,7 +166,7 @@ class Supervisor:
         """Whether the run cannot go on: a server has failed, or under `step` a worker."""
         kinds = {x.rank: x.role.kind for x in self.started}
         return any(
-            code and (kinds[rank] == SERVER or not self.alone) for rank, code in self.codes.items()
+            code and (kinds[rank] == SERVER or not self.apart) for rank, code in self.codes.items()
         )
 
     def _let_servers_end(self) -> None:

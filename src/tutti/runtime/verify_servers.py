@@ -4,6 +4,7 @@
                      gradients summed at the servers
     async, bounded   workers in an order drawn at random,   one device that takes the same
                      at the weights that each pulled last   gradients in that order
+    with after=N     both, one after the other
 
 All in float64. One device takes a stale gradient by a graph of its own: the captured step with its weights
 twice, for the gradient and for the update (`server.replay`). Where gradients travel coded, the workers' own
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +46,7 @@ from tutti.server.program import in_slices, played, worker_layout, worker_progra
 from tutti.server.replay import STALE, given, stale
 from tutti.server.split import Split, split
 from tutti.server.update import WEIGHT
-from tutti.server.updater import GraphUpdater
+from tutti.server.updater import GraphUpdater, check_same
 from tutti.server.virtual import Gradients, VirtualServers
 from tutti.server.virtual_rows import rows_read
 from tutti.server.worker import WorkerPart, alone, together
@@ -52,6 +54,8 @@ from tutti.server.worker import WorkerPart, alone, together
 # So many blocks at least where updates may be cut, unless they would be smaller than this.
 _NUM_BLOCKS, _LEAST_NBYTES = 64, 512
 Feed = dict[str, Any]
+# A step captured for the steps together, or for those apart, and what it is fed.
+Phase = tuple[Subject, list[Feed]]
 
 
 def compare_servers(
@@ -70,13 +74,20 @@ def compare_servers(
     """Both comparisons for a layout with servers; `place` and `cut` do not matter to workers of one rank."""
     check_dtype(dtype)
     due, count = consistency.parse(layout.sync), layout.num_replicas
-    batches = [parts.of_batch(batch, w, count) for w in range(count)] if due.alone else [batch]
-    precision = layout.precision
-    subject = Subject(
-        train_step, model, optimizer, batches[0], steps=steps, seed=seed, precision=precision
-    )
-    feeds = [feed_of(subject.captured, optimizer, own) for own in batches]
-    return verdict_of(subject, feeds, layout)
+    own = [parts.of_batch(batch, w, count) for w in range(count)]
+    rest: list[Phase] = []
+    for batches in [own] if due.alone(0) else [[batch], own] if due.apart else [[batch]]:
+        subject = Subject(
+            train_step,
+            model,
+            optimizer,
+            batches[0],
+            steps=steps,
+            seed=seed,
+            precision=layout.precision,
+        )
+        rest.append((subject, [feed_of(subject.captured, optimizer, one) for one in batches]))
+    return verdict_of(*rest[0], layout, then=rest[1] if due.both else None)
 
 
 def verdict_of(
@@ -84,28 +95,40 @@ def verdict_of(
     feeds: list[Feed],
     layout: Layout,
     *,
+    then: Phase | None = None,
     spoil: Callable[[VirtualServers], None] | None = None,
 ) -> Verdict:
     """The verdict for a step that is captured already.
 
     Args:
-        subject: captured with the whole batch for `step`, else with the rows of worker 0.
+        subject: captured with the whole batch while workers are together, else with the rows of worker 0.
         feeds: of that batch, or of each worker's rows.
+        then: the same for the steps apart that follow those together, as many again.
         spoil: is given the servers first (to inject faults).
     """
     made = split(subject.captured)
-    servers = _servers(subject, made, layout)
+    due = consistency.parse(layout.sync)
+    due = replace(due, after=subject.steps if then is not None else 0)
+    servers = _servers(subject, made, layout, due)
     if spoil is not None:
         spoil(servers)
-    due = consistency.parse(layout.sync)
-    comparison = (_InAnyOrder if due.alone else _Together)(subject, made, servers, feeds, layout)
+    comparison = (_InAnyOrder if due.alone(0) else _Together)(subject, made, servers, feeds, layout)
     comparison.run(subject.steps)
-    found, captured = comparison.errors, subject.capture.errors
+    captures = [subject.capture]
+    if then is not None:
+        tables = frozenset(v.name for v in servers.updater.variables if v.rows)
+        made = split(then[0].captured, tables=tables)
+        check_same(GraphUpdater(made, wide=True), servers.updater)
+        comparison = _InAnyOrder(then[0], made, servers, then[1], layout, before=comparison)
+        comparison.run(then[0].steps)
+        captures.append(then[0].capture)
+    found = comparison.errors
+    captured = max((one.errors for one in captures), key=lambda errors: errors.worst)
     same = found.worst <= PARTITION_TOLERANCE
     return Verdict(
-        ok=same and captured.worst <= subject.capture.tolerance,
+        ok=same and all(one.errors.worst <= one.tolerance for one in captures),
         layout=str(layout),
-        steps=subject.steps,
+        steps=subject.steps * len(captures),
         num_tensors=found.count,
         max_error=found.worst,
         worst=found.name,
@@ -115,7 +138,9 @@ def verdict_of(
     )
 
 
-def _servers(subject: Subject, made: Split, layout: Layout) -> VirtualServers:
+def _servers(
+    subject: Subject, made: Split, layout: Layout, due: consistency.Consistency
+) -> VirtualServers:
     updater = GraphUpdater(made, wide=True)
     state: dict[str, dict[str, Tensor]] = {}
     for s in subject.captured.state:
@@ -127,7 +152,7 @@ def _servers(subject: Subject, made: Split, layout: Layout) -> VirtualServers:
         updater,
         blocks(updater.variables, layout.server, nbytes=max(_LEAST_NBYTES, nbytes // _NUM_BLOCKS)),
         state,
-        consistency.parse(layout.sync),
+        due,
         num_workers=layout.num_replicas,
         num_servers=layout.server,
     )
@@ -137,6 +162,7 @@ class _Comparison:
     """Servers and workers, and one device beside them.
 
     one: the device's state, by name.  held: each worker's own, its weights those of its last pull.
+    before: the comparison whose servers, device and workers this one goes on with.
     """
 
     def __init__(
@@ -146,6 +172,8 @@ class _Comparison:
         servers: VirtualServers,
         feeds: list[Feed],
         layout: Layout,
+        *,
+        before: _Comparison | None = None,
     ) -> None:
         self.subject, self.servers, self.layout = subject, servers, layout
         self.captured, self.updater = made.captured, servers.updater
@@ -153,11 +181,17 @@ class _Comparison:
         self.one = {n: promoted_value(x) for n, x in subject.start.items()}
         self.held = [dict(self.one) for _ in servers.sessions]
         self.names = {(s.owner or s.name, s.slot or WEIGHT): s.name for s in self.captured.state}
-        self.whole, self.coded = self.captured, _coded(made, servers, layout)
+        side_by_side = isinstance(self, _Together)
+        self.whole = self.captured
+        self.coded = _coded(made, servers, layout, together=side_by_side)
         if self.coded is not None:
             self.whole = self.coded.captured
         self.errors = Errors()
         self.staleness: int | None = None
+        if before is not None:
+            self.one, self.held, self.errors = before.one, before.held, before.errors
+            if self.coded is not None and before.coded is not None:
+                self.coded.go_on(before.coded)
 
     def run(self, steps: int) -> None:
         """Take `steps` steps, each compared."""
@@ -242,8 +276,8 @@ class _Together(_Comparison):
 class _InAnyOrder(_Comparison):
     """`async` and `bounded`: pulls and pushes in an order drawn at random, as far as permits go."""
 
-    def __init__(self, subject: Subject, made: Split, *rest: Any) -> None:
-        super().__init__(subject, made, *rest)
+    def __init__(self, subject: Subject, made: Split, *rest: Any, **options: Any) -> None:
+        super().__init__(subject, made, *rest, **options)
         self.part: WorkerPart = alone(made)
         _, self.local = _program(self.part, worker_layout(self.layout, 1))
         self.replay: Captured = stale(self.whole)
@@ -251,6 +285,7 @@ class _InAnyOrder(_Comparison):
         self.buffers = [dict(self.one) for _ in self.held]  # one device's, for each worker
         self.stale: dict[int, dict[str, Tensor]] = {}
         self.num_updates, self.seen = 0, dict[int, int]()  # all, and those before a worker's pull
+        self.before: dict[str, Tensor] = {}  # one device's weights before its last update
 
     def run(self, steps: int) -> None:
         order, count = random.Random(self.subject.seed), len(self.servers.sessions)
@@ -268,8 +303,12 @@ class _InAnyOrder(_Comparison):
 
     def _pull(self, worker: int) -> None:
         self.pull(worker)
-        weights = [n for n, k in self.captured.kinds.items() if k == "parameter"]
-        self.stale[worker] = {STALE + n: self.one[n] for n in weights}
+        weights = {n: self.one[n] for n, k in self.captured.kinds.items() if k == "parameter"}
+        ledger = self.servers.machines[0].ledger
+        if ledger.consistency.predict and self.before:
+            ahead = ledger.lag + 1
+            weights = {n: w + ahead * (w - self.before[n]) for n, w in weights.items()}
+        self.stale[worker] = {STALE + n: w for n, w in weights.items()}
         self.seen[worker] = self.num_updates
 
     def _push(self, w: int, k: int) -> None:
@@ -304,19 +343,22 @@ class _InAnyOrder(_Comparison):
         state = {**self.one, **own, **self.stale.pop(w)}
         inputs = [inputs_of(self.replay, state, feed)]
         returned, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.dense, inputs)[0]
+        self.before = dict(self.one)
         made = dict(zip(self.captured.updated, new, strict=True))
         self.buffers[w] |= {n: x for n, x in made.items() if kinds[n] == "buffer"}
         self.one |= {n: x for n, x in made.items() if kinds[n] != "buffer"}
         return self.returned(returned, k)
 
 
-def _coded(made: Split, servers: VirtualServers, layout: Layout) -> CodedSums | None:
+def _coded(
+    made: Split, servers: VirtualServers, layout: Layout, *, together: bool
+) -> CodedSums | None:
     """What becomes of the gradients, where they travel coded."""
     due = consistency.parse(layout.sync)
     if due.traffic not in CODINGS:
         return None
     # a worker alone clips by the norm of its gradient as it was before it was coded
-    kept = Origins(made.captured).reductions if due.alone else ()
+    kept = () if together else Origins(made.captured).reductions
     captured = given(made.captured, {o.variable.name: o.gradient for o in made.owned}, kept=kept)
     return CodedSums(due.traffic, servers.blocks, layout.num_replicas, captured)
 

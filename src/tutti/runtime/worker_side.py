@@ -34,7 +34,7 @@ from tutti.server.program import in_slices, played, worker_layout, worker_progra
 from tutti.server.small_sums import SmallSums
 from tutti.server.split import Split, split
 from tutti.server.update import WEIGHT
-from tutti.server.updater import GraphUpdater
+from tutti.server.updater import GraphUpdater, check_same
 from tutti.server.worker import WorkerPart, alone, together
 
 # Set to anything, an op without a rule is an error instead of a warning.
@@ -62,6 +62,7 @@ class Worked:
     updater: GraphUpdater
     player: SmallSums | None
     coordinates: Mapping[str, int]
+    apart: bool
     donated: frozenset[str] = field(default_factory=frozenset)
     place: int = 0
 
@@ -105,11 +106,15 @@ class Worked:
 
 
 def parts_of(
-    step: Holder, batch: tuple[Any, ...], tables: frozenset[str] | None = None
+    step: Holder,
+    batch: tuple[Any, ...],
+    tables: frozenset[str] | None = None,
+    *,
+    apart: bool,
 ) -> tuple[Split, WorkerPart, Program]:
-    """A step taken apart (of `tables` only rows travel), the worker's part of it, and that as a program."""
-    made = split(captured_for(step, batch), tables=tables)
-    apart = consistency.parse(step.layout.sync).alone
+    """A step taken apart (of `tables` only rows travel), the worker's part of it, and that as a program;
+    `apart`: for a worker whose pushes are updates of their own."""
+    made = split(captured_for(step, batch, apart=apart), tables=tables)
     part = (alone if apart else together)(made)
     laid_out = worker_layout(step.layout, 1 if apart else step.layout.num_replicas)
     return made, part, worker_program(part, laid_out, strict=bool(os.environ.get(STRICT)))
@@ -129,38 +134,48 @@ class WorkerSide:
         self._numbers: Mapping[str, float] | None = None
         keep_freed_memory()
 
+    @property
+    def apart(self) -> bool:
+        """Whether this worker's next push is an update of its own."""
+        return self.client.alone if self.client is not None else self.consistency.alone(0)
+
     def compiled(self, batch: tuple[Any, ...]) -> Worked:
-        """The step for a batch like this one; joins the servers if that is still to be done."""
-        made, part, program = parts_of(self.step, batch, self._tables)
-        count = program.layout.num_ranks
+        """The step for a batch like this one, as it runs now; joins the servers if that is to be done."""
+        apart = self.apart
+        made, part, program = parts_of(self.step, batch, self._tables, apart=apart)
         updater = GraphUpdater(made)
         self._join(updater)
+        if apart != self.apart:  # the others are apart already
+            return self.compiled(batch)
+        count = program.layout.num_ranks
         player = SmallSums(self._add, self.role.number, count) if count > 1 else None
         coordinates = {"data": self.role.number} if count > 1 else {}
         own = own_memory(state_of(self.step.model, None)) & set(program.captured.updated)
         self.forget_slots()
         for captured in (made.captured, program.captured):
             forget_values(captured.state)
-        return Worked(made, part, program, updater, player, coordinates, own)
+        return Worked(made, part, program, updater, player, coordinates, apart, own)
 
     def call(
         self, worked: Worked, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
     ) -> list[Any]:
         """One step; the leaves that it returns."""
         state = {s.name: s.tensor for s in state_of(self.step.model, None)}
-        if self.consistency.alone:
+        if worked.apart:
             tensors = parts.rows(tensors, self.role.number, self.step.layout.num_replicas)
         tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
         read = {x.table: x.room(local_of(state[x.table])) for x in worked.part.lookups}
         wanted = {n: Rows(rows, read[n][: len(rows)]) for n, (rows, _) in tables.items()}
         self._pull(state, wanted, whole=(self._tables or frozenset()) - set(wanted))
+        if worked.apart != self.apart:
+            raise self._given_up()
         captured = worked.program.captured
         inputs = [local_of(state[s.name]) for s in captured.state]
         inputs += [*given.values(), *tensors]
         for name, (_, places) in tables.items():
             inputs += [read[name], places]
         seed = self.step.seed
-        if self.consistency.alone:
+        if worked.apart:
             seed = parts.seed_of(seed, self.role.number)
         returned, new = worked.run(inputs, seed, self.step.num_steps, checked=checked)
         for name, value in zip(captured.updated, new, strict=True):
@@ -172,7 +187,7 @@ class WorkerSide:
             name = lookup.table
             pushed[name] = Rows(*lookup.pushed(tables[name][0], gradients[name]))
         self._push(worked, pushed, numbers)
-        if not self.consistency.alone:
+        if not worked.apart:
             numbers = self._pull(state, {}, whole=frozenset())
         return worked.part.result(mine, numbers)
 
@@ -180,10 +195,14 @@ class WorkerSide:
         """Bring the weights of now, for whoever reads the model between steps."""
         if self.client is None or self._updater is None:
             return
-        if not self.consistency.alone and not any(v.rows for v in self._updater.variables):
+        if not self.apart and not any(v.rows for v in self._updater.variables):
             return
         state = {s.name: local_of(s.tensor) for s in state_of(self.step.model, None)}
         into = {v.name: state[v.name] for v in self._updater.variables}
+        if self.consistency.predict:
+            self.client.look(into)
+            self._numbers = None  # the next gradient wants weights to come
+            return
         self.client.pull(into)  # one that was begun before the last push
         self._numbers = self.client.pull(into).numbers
 
@@ -213,12 +232,8 @@ class WorkerSide:
             )
 
     def _join(self, updater: GraphUpdater) -> None:
-        if self._updater is not None and self._updater.fingerprint != updater.fingerprint:
-            raise ServerError(
-                "the step has another update than the one that the servers run",
-                why="options of the optimizer, or what it trains, have changed since the first call",
-                fix="change only what the graph takes as a number: lr, weight_decay, momentum, betas",
-            )
+        if self._updater is not None:
+            check_same(updater, self._updater)
         if self.client is not None:
             return
         self._updater = updater
@@ -262,16 +277,19 @@ class WorkerSide:
         self, worked: Worked, gradients: Mapping[str, Tensor | Rows], numbers: Mapping[str, float]
     ) -> None:
         assert self.client is not None
-        apart, updater = self.consistency.alone, worked.updater
-        names = updater.numbers if apart else updater.given
+        names = worked.updater.numbers if worked.apart else worked.updater.given
         pushed = self.client.push(gradients, {n: numbers[n] for n in names})
         self._numbers = None
-        if not pushed.taken and not apart:
-            raise ServerError(
-                f"{self.role} was not heard of, and the others have gone on without it",
-                why="with sync=step each update is made of the gradients of one clock",
-                fix="start the run again from a checkpoint, or sync=async",
-            )
+        if not pushed.taken and not worked.apart:
+            raise self._given_up()
+
+    def _given_up(self) -> ServerError:
+        first = f"the first {self.consistency.after} steps of " if self.consistency.both else ""
+        return ServerError(
+            f"{self.role} was not heard of, and the others have gone on without it",
+            why=f"with {first}sync={self.consistency} each update is made of the gradients of one clock",
+            fix="start the run again from a checkpoint, or sync=async",
+        )
 
     def _add(self, _name: str, values: Tensor) -> Tensor:
         assert self.client is not None

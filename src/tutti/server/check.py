@@ -35,6 +35,8 @@ def check_push(ledger: Ledger, push: Push, member: Member) -> Refused | None:
         pass
     elif push.clock != member.clock:
         problem = f"clock {push.clock}, where {member.clock} is due"
+    elif ledger.consistency.alone(push.clock) != ledger.alone:
+        problem = f"clock {push.clock} after {ledger.version} updates of sync={ledger.consistency}"
     elif push.version > ledger.version or push.version < 0:
         problem = f"computed with version {push.version}, which is not there yet"
     else:
@@ -88,8 +90,10 @@ def check_settle(ledger: Ledger, settle: Settle) -> Refused | None:
 
 def check_add(ledger: Ledger, add: Add, most: int) -> Refused | None:
     """A small sum of the worker's own clock, of one length for all."""
-    if ledger.consistency.alone:
-        return wrong(f"sums over workers do not go with sync={ledger.consistency}")
+    if ledger.alone or ledger.consistency.alone(add.clock):
+        return wrong(
+            f"sums over workers do not go with sync={ledger.consistency} at clock {add.clock}"
+        )
     if not add.name or add.clock != ledger.members[add.worker].clock:
         return wrong(f"a sum for clock {add.clock}")
     there = ledger.added.get((add.clock, add.name), {})
@@ -118,7 +122,7 @@ def _sequence(request: Push | Load, member: Member) -> str:
 def _given(ledger: Ledger, push: Push) -> str:
     """A worker that is alone in its update has made the numbers itself."""
     updater = ledger.updater
-    names = updater.numbers if ledger.consistency.alone else updater.given
+    names = updater.numbers if ledger.alone else updater.given
     return "" if set(names) == push.given.keys() else f"numbers {sorted(push.given)}"
 
 

@@ -103,6 +103,11 @@ class Client:
         """The clock that this worker computes for: how many pushes its place has made."""
         return self.session.clock
 
+    @property
+    def alone(self) -> bool:
+        """Whether this worker's next push is an update of its own."""
+        return self.session.alone
+
     def __enter__(self) -> Client:
         return self
 
@@ -148,10 +153,10 @@ class Client:
     def prefetch(self, like: Tensors) -> None:
         """Begin to bring the weights of the next `pull`, while this worker computes.
 
-        They are older by what happens until then. With `sync=step` there is nothing to bring before this
-        worker's push: the call does nothing.
+        They are older by what happens until then. While workers are together there is nothing to bring before
+        this worker's push: the call does nothing.
         """
-        if self._coming is not None or not self.session.consistency.alone:
+        if self._coming is not None or not self.session.alone:
             return
         for name, x in like.items():
             if name not in self._spare:
@@ -182,8 +187,8 @@ class Client:
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
         """`x` (1-D, of numbers that float64 holds) added up over the workers, or their `max` or `min`.
 
-        With `sync=step` only. All workers call this equally often in a clock, and wait for each other; the
-        bits are the same for all.
+        While workers are together only. All workers call this equally often in a clock, and wait for each
+        other; the bits are the same for all.
         """
         clock, count = self._sums
         count = count + 1 if clock == self.clock else 0
@@ -208,6 +213,10 @@ class Client:
             into = {name: slots[slot] for name, slots in found.items() if slot in slots}
             self._observe(into, slot)
         return found
+
+    def look(self, into: Tensors) -> None:
+        """Bring weights as they are now: not for a gradient, without a permit, and not predicted."""
+        self._observe(into, WEIGHT)
 
     def push_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Other values for variables and slots, whole. One worker does it, while the others wait.

@@ -20,7 +20,8 @@ from tutti.server.consistency import Consistency
 from tutti.server.gradients import by_row, summed, summed_rows
 from tutti.server.keys import Block
 from tutti.server.messages import Add, Done, Load, Part, Push
-from tutti.server.update import Updater
+from tutti.server.predict import BEFORE, hold, smoothed
+from tutti.server.update import WEIGHT, Updater
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +91,9 @@ class Ledger:
     blocks: those that it owns, by key.
     pending: pushes of clocks that are not applied yet, by clock and worker.
     added: parts of small sums, by (clock, name) and worker.
-    settled: the sums of the last update; no server is more than one update ahead of another.
+    settled: the sums of the last update made together; no server is more than one of those ahead of another.
     numbers: those of the last update.
+    lag: how many updates lie between a pull and its push, on average, under `predict`.
     closed: whose parts count, by (clock, name); the name "" stands for the gradients.
     borrowed: how many readers still hold the tensors of a block; it is then copied before it changes.
     """
@@ -111,6 +113,13 @@ class Ledger:
     numbers: Mapping[str, float] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
     borrowed: Counter[int] = field(default_factory=Counter)
+    lag: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lag = float(self.num_workers - 1)
+        if self.consistency.predict:
+            for slots in self.state.values():
+                slots[BEFORE] = slots[WEIGHT].clone()
 
     def take(self, record: Record) -> None:
         """The next record; it has been checked when it was made."""
@@ -126,9 +135,19 @@ class Ledger:
         return {w: m for w, m in self.members.items() if m.active}
 
     @property
+    def alone(self) -> bool:
+        """Whether each push is an update now; it never ends once it is so."""
+        return self.consistency.alone(self.version)
+
+    @property
+    def predicts(self) -> bool:
+        """Whether workers are given weights to come; those made together tell nothing of pushes alone."""
+        return self.consistency.predict and self.alone and self.version > self.consistency.after
+
+    @property
     def floor(self) -> int:
         """All updates of the clocks before this one are made."""
-        if not self.consistency.alone:
+        if not self.alone:
             return self.version
         return min((x.clock for x in self.active().values()), default=0) if self.started else 0
 
@@ -137,8 +156,9 @@ class Ledger:
 
         A clock is closed as soon as all have pushed for it, so the minimum is the first that is not.
         """
-        if self.consistency.alone:
-            return min((x.clock for w, x in self.active().items() if w != worker), default=0)
+        if self.alone:
+            others = (x.clock for w, x in self.active().items() if w != worker)
+            return min(others, default=self.consistency.after)
         clock = self.version
         while worker in self.pending.get(clock, ()) or (clock, "") in self.closed:
             clock += 1
@@ -192,8 +212,9 @@ class Ledger:
 
     def _push(self, push: Push) -> None:
         member = self.members[push.worker]
-        if self.consistency.alone:
+        if self.alone:
             staleness = self.version - push.version
+            self.lag = smoothed(self.lag, staleness, self.num_workers)
             self._apply_alone(push, max(1, staleness) if self.consistency.damped else 1)
         else:
             staleness = push.clock - push.version
@@ -208,6 +229,9 @@ class Ledger:
         rates = self.updater.rates if damping > 1 else ()
         scalars = {n: x / damping if n in rates else x for n, x in push.given.items()}
         for key, block in self.blocks.items():
+            if self.consistency.predict:
+                self._detach(key)
+                hold(self.state[key])
             self._update(key, [push.parts[key]] if key in push.parts else [], 1.0, scalars, block)
         self.version, self.numbers = self.version + 1, scalars
 
@@ -215,6 +239,8 @@ class Ledger:
         for key, part in load.parts.items():
             self._detach(key)
             self.state[key][load.slot].copy_(part.plain(part.values.dtype))
+            if load.slot == WEIGHT and self.consistency.predict:
+                hold(self.state[key])
         answer = Done(version=self.version, sequence=load.sequence)
         member = self.members[load.worker]
         self.members[load.worker] = replace(member, sequence=load.sequence, answer=answer)

@@ -28,7 +28,8 @@ from tutti.server.check import (
 from tutti.server.keys import named
 from tutti.server.ledger import Applied, Begun, Closed, Departed, Entered, Ledger, Member, Record
 from tutti.server.messages import FENCED, Part, Refused, Reply, Request
-from tutti.server.update import add_up
+from tutti.server.predict import predicted
+from tutti.server.update import WEIGHT, add_up
 
 LEASE_SECONDS = 5.0
 BEAT_SECONDS = 1.0
@@ -165,7 +166,7 @@ class Machine:
         if (clock, "") in ledger.closed:
             return True
         pushes, active = ledger.pending.get(clock, {}), ledger.active().values()
-        if ledger.consistency.alone or not ledger.started or not (pushes or active):
+        if ledger.alone or not ledger.started or not (pushes or active):
             return False
         if any(member.clock <= clock for member in active):
             return False
@@ -214,13 +215,19 @@ class Machine:
             return refused
         if pull.worker != OBSERVER and not ledger.consistency.permits(pull.clock, ledger.floor):
             return None
-        parts = {key: self._lent(key, pull.slot, pull.rows.get(key)) for key in pull.keys}
+        ahead = ledger.predicts and pull.slot == WEIGHT and pull.worker != OBSERVER
+        part = self._predicted if ahead else self._lent
+        parts = {key: part(key, pull.slot, pull.rows.get(key)) for key in pull.keys}
         return m.Weights(version=ledger.version, numbers=ledger.numbers, parts=parts)
 
     def _lent(self, key: int, slot: str, rows: Tensor | None) -> Part:
         if rows is None:
             return Part(self.ledger.lend(key, slot))
         return Part(self.ledger.state[key][slot][rows], rows=rows)
+
+    def _predicted(self, key: int, _: str, rows: Tensor | None) -> Part:
+        ledger = self.ledger
+        return Part(predicted(ledger.state[key], ledger.lag, rows), rows=rows)
 
     def _push(self, push: m.Push | m.Load) -> Reply:
         ledger, member = self.ledger, self.ledger.members[push.worker]

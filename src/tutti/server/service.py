@@ -70,6 +70,7 @@ class Service:
         tls: certificates of this server and of the authority that its workers' must come from.
         directory: where records are kept, so that a server which is killed goes on; None: nowhere.
         fsync: a push is answered only when the disk has it.
+        version: how many updates `state` has seen; workers begin at this clock.
 
     Raises:
         ServerError: neither secret nor certificates, an address that cannot be used, or a directory with
@@ -90,6 +91,7 @@ class Service:
         tls: Tls | None = None,
         directory: Path | str | None = None,
         fsync: bool = False,
+        version: int = 0,
         lease_seconds: float = LEASE_SECONDS,
         block_nbytes: int = BLOCK_NBYTES,
         log_nbytes: int = 2**30,
@@ -98,7 +100,7 @@ class Service:
         self._tls = tls.context(server_side=True) if tls else None
         every = blocks(updater.variables, num_servers, nbytes=block_nbytes)
         own = {block.key: block for block in every if block.server == server}
-        ledger = Ledger(updater, own, initial(own, state), consistency, num_workers)
+        ledger = Ledger(updater, own, initial(own, state), consistency, num_workers, version)
         self._limits = _limits(ledger)
         identity = {
             "server": server,

@@ -62,6 +62,11 @@ class Session:
     num_workers: int = 0
     settled: int = 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether the next push is an update of its own."""
+        return self.consistency.alone(self.clock)
+
     def join(self, *, again: bool = False) -> Asking[None]:
         """Begin, or begin anew after the lease ended: at one clock on all servers.
 
@@ -191,8 +196,10 @@ class Session:
 
     def _settle(self, until: int) -> Asking[None]:
         """Bring the sums of clocks before `until` from all servers to all, where they need that."""
-        if not self.coupled or self.num_servers == 1 or self.consistency.alone:
+        if not self.coupled or self.num_servers == 1:
             return
+        if self.consistency.apart:
+            until = min(until, self.consistency.after)
         while self.settled < until:
             clock = self.settled
             replies = yield from self._ask(

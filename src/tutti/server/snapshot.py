@@ -85,6 +85,7 @@ def _numbers(ledger: Ledger) -> dict[str, Any]:
         "closed": [[clock, name, list(ws)] for (clock, name), ws in ledger.closed.items()],
         "settled": {n: x.tolist() for n, x in ledger.settled.items()},
         "numbers": dict(ledger.numbers),
+        "lag": ledger.lag,
         "staleness": [list(pair) for pair in ledger.staleness.items()],
     }
 
@@ -94,7 +95,7 @@ def _restore_numbers(ledger: Ledger, found: dict[str, Any]) -> None:
     ledger.members = dict(_of_member(x) for x in found["members"])
     ledger.closed = {(clock, name): tuple(ws) for clock, name, ws in found["closed"]}
     ledger.settled = {n: torch.tensor(x, dtype=torch.float64) for n, x in found["settled"].items()}
-    ledger.numbers = found["numbers"]
+    ledger.numbers, ledger.lag = found["numbers"], found["lag"]
     ledger.staleness = Counter(dict(found["staleness"]))
 
 

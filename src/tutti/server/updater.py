@@ -10,11 +10,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
+from tutti.errors import ServerError
 from tutti.graph.text import text
 from tutti.graph.updates import BY_OP
 from tutti.server.piece import Piece
 from tutti.server.split import GRADIENT, Owned, Split
-from tutti.server.update import WEIGHT, Variable
+from tutti.server.update import WEIGHT, Updater, Variable
 
 
 class GraphUpdater:
@@ -92,6 +93,17 @@ class GraphUpdater:
 
     def _ready(self, piece: Piece | None) -> Piece | None:
         return piece.promoted() if piece is not None and self._wide else piece
+
+
+def check_same(now: Updater, known: Updater) -> None:
+    """Raise `ServerError` unless servers that run `known` can take the gradients of a step with `now`."""
+    if now.fingerprint != known.fingerprint:
+        raise ServerError(
+            "the step has another update than the one that the servers run",
+            why="options of the optimizer, what it trains, or numbers that follow from the size of the batch "
+            "have changed since the servers captured it",
+            fix="change only what the graph takes as a number: lr, weight_decay, momentum, betas",
+        )
 
 
 def overwriting(owned: Owned) -> Piece:
