@@ -30,7 +30,9 @@ CALL_SECONDS = 150.0
 IMPORTED_ONCE = [
     "torch",
     "tutti.api",
+    "tutti.runtime.launch",
     "tutti.runtime.ranks",
+    "sklearn.datasets",
     "transformers.models.llama.modeling_llama",
 ]
 _ROOT = Path(__file__).parent.parent
