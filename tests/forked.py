@@ -6,17 +6,19 @@
 A fresh interpreter takes 4 to 6 s of processor time until torch, tutti and transformers are imported, which
 is most of a short run. These are processes in all else: a pid, a parent, a group, streams, an environment and
 signals of their own; and so are the ranks that torch's elastic agent starts in them. That a fresh interpreter
-does the same is shown by one test of each file that also starts the command as a user does.
+does the same is shown by tests/test_examples.py and tests/runtime/test_launch.py, which start some as a user does.
 """
 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -30,13 +32,23 @@ from ranks import context
 
 
 class Forked:
-    """What `subprocess.Popen([sys.executable, *words])` is, with pipes for what it prints."""
+    """What `subprocess.Popen([sys.executable, *words])` is, with pipes for what it prints.
 
-    def __init__(self, words: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path) -> None:
+    With `network`, the file of a network namespace, it begins in that.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str | Path],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        network: Path | None = None,
+    ) -> None:
         ends = [context().Pipe(duplex=False) for _ in range(2)]
         theirs = [there for _, there in ends]
         self._process = context().Process(
-            target=_become, args=([str(w) for w in words], dict(env), str(cwd), theirs)
+            target=_become, args=([str(w) for w in words], dict(env), str(cwd), theirs, network)
         )
         self._process.start()
         for there in theirs:
@@ -83,11 +95,21 @@ def run(words: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path, timeo
     return subprocess.CompletedProcess(words, process.returncode or 0, out, err)
 
 
-def _become(words: list[str], env: dict[str, str], cwd: str, streams: list[Connection]) -> None:
+def _become(
+    words: list[str],
+    env: dict[str, str],
+    cwd: str,
+    streams: list[Connection],
+    network: Path | None,
+) -> None:
     """In a copy of the process that has imported: be an interpreter that was given these words."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     os.chdir(cwd)
+    if network is not None:
+        with network.open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns {network}")
     SubprocessHandler._popen = (
         lambda self, args, env: _Child(  # type: ignore[method-assign]
             lambda: _interpret(args[1:], env, [self._stdout, self._stderr])
@@ -130,6 +152,7 @@ def _interpret(words: Sequence[str], env: dict[str, str], streams: Sequence[Any]
     """Play the words, without signal handlers and streams of the process that was copied."""
     import torch
 
+    tempfile.tempdir = None  # found again, from TMPDIR
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 SECONDS = 110
 SHORT = {
     "digits": "--epochs 1 --batch 240",
-    "llama": "--steps 3 --batch 4",
+    "llama": "--steps 3 --batch 4 --layers 1",
     "gpt": "--steps 4 --every 2 --batch 4 --width 32 --depth 1 --out {out}",
 }
 # Started as a user does, each way once; the others by copies of an interpreter that has imported (forked.py).
