@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ranks import Ranks
+from ranks import COLLECT_AFTER, Ranks
 
 # The longest files, which a second worker must not be left with at the end.
 FIRST = ("test_examples.py", "test_models.py")
@@ -24,6 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector, which runs at every capture, need not walk it."""
     gc.freeze()
+    gc.set_threshold(COLLECT_AFTER)
 
 
 @pytest.fixture(scope="module", autouse=True)
