@@ -36,13 +36,13 @@ PLACE = {
 }
 
 
-def make_model() -> LlamaForCausalLM:
+def make_model(num_layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         max_position_embeddings=WINDOW,
         hidden_size=128,
         intermediate_size=352,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         use_cache=False,
@@ -70,7 +70,7 @@ def windows(text: Tensor, start: Tensor) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"steps": 300, "batch": 16, "lr": 3e-3, "seed": 0}.items():
+    for name, default in {"steps": 300, "batch": 16, "layers": 4, "lr": 3e-3, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"({default})")
     args, console = parser.parse_args(), Console(quiet=RANK != 0, highlight=False, soft_wrap=True)
 
@@ -79,7 +79,7 @@ def main() -> None:
     valid_start = torch.linspace(0, len(valid_text) - WINDOW, 4 * args.batch).long()
 
     torch.manual_seed(args.seed)
-    model = make_model()
+    model = make_model(args.layers)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.05, total_iters=30)
     step = tutti.distribute(train_step, model, optimizer, place=PLACE, seed=args.seed)

@@ -45,6 +45,7 @@ from tutti.runtime.residence import (
     forget_values,
     local_of,
     own_memory,
+    refresh,
     residence_of,
     run_device,
     set_local,
@@ -55,7 +56,6 @@ from tutti.runtime.served import (
     STRICT,
     Served,
     Worked,
-    refresh,
     serve,
     state_here,
     state_replaced,
@@ -162,6 +162,7 @@ class _Compiled:
     guards: list[Guard] = field(default_factory=list)
     measured: int | None = None
     holders: Holders | None = None
+    modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
 
 
 class Step:
@@ -283,15 +284,21 @@ class Step:
         key = self._signature(leaves, spec)
         for compiled in self._compiled.get(key, ()):
             if all(holds(*(given[n] for n in names)) for holds, names in compiled.guards):
+                for module, training in compiled.modes:
+                    module.training = training
                 return compiled
+        modes = [(module, module.training) for module in self._modules]
         made = self._compile(batch)
-        self._compiled.setdefault(self._signature(leaves, spec), []).append(made)
+        made.modes = [(m, m.training) for m, before in modes if m.training != before]
+        # A step that calls `model.train()` or `eval()` is found again from either mode.
+        for entered in dict.fromkeys((key, self._signature(leaves, spec))):
+            self._compiled.setdefault(entered, []).append(made)
         self._warn_of_retraces()
         return made
 
     def _warn_of_retraces(self) -> None:
         """Something that changes at every call (a counter on a module) would trace for ever."""
-        count = sum(map(len, self._compiled.values()))
+        count = len({id(one) for found in self._compiled.values() for one in found})
         if count in (8, 64):
             warnings.warn(
                 f"the step has been traced {count} times: shapes, options of the optimizer or plain "

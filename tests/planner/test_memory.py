@@ -57,7 +57,7 @@ def zoo_case(make: Callable[[], nn.Module], batch: Callable[[], Any], opt: Any) 
 
 LLAMA = partial(
     zoo.hf, "LlamaForCausalLM", "LlamaConfig", vocab_size=256, hidden_size=64, head_dim=16,
-    intermediate_size=192, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=64,
 )  # fmt: skip
 RESNET = partial(
@@ -76,7 +76,7 @@ def _images() -> tuple[Tensor, Tensor]:
 
 
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
-    "gpt": partial(gpt_case, 256, 64, 64, 3, 8),
+    "gpt": partial(gpt_case, 256, 64, 64, 2, 8),
     "wide vocabulary": partial(gpt_case, 4096, 32, 64, 2, 2),
     "wide": partial(gpt_case, 256, 32, 256, 2, 2),
     "wide in time": partial(gpt_case, 256, 32, 256, 2, 8),

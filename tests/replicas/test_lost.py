@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader
 
+import forked
 import replicas_train as training
 from ranks import RankFailed, _Pool
 from tests.replicas.lost_ranks import BAD_STEP, STEPS, train_without
@@ -73,13 +72,8 @@ def test_all_ranks_of_a_replica_go_with_the_one_that_is_killed() -> None:
 def test_a_run_ends_well_and_saves_without_its_first_replica(tmp_path: Path) -> None:
     layout = "replica=2 sync=average(every=3)"
     words = ["run", "-n", "2", "--layout", layout, str(SCRIPT), "0", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tutti", *words],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = forked.run(["-m", "tutti", *words], env=env, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "rank 0 died (signal 9): the others went on without replica 0" in done.stderr
     weights = [float(x) for x in (tmp_path / "1.txt").read_text().split()]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from forked import Forked
 
 SCRIPT = Path(__file__).parent / "killed.py"
 LINES = SCRIPT.read_text().splitlines()
@@ -33,13 +33,9 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("layout", ["data=3 zero=3", "pipe=2 micro=3"])
 def test_the_report_names_rank_collective_and_line(layout: str, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tutti", "run", "--layout", layout, str(SCRIPT), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-    )
+    words = ["-m", "tutti", "run", "--layout", layout, str(SCRIPT), str(tmp_path)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    process = Forked(words, env=env, cwd=Path.cwd())
     try:
         assert process.stdout is not None
         first = process.stdout.readline()

@@ -11,26 +11,29 @@ from pathlib import Path
 
 import pytest
 
+from forked import Forked
+
 PROGRAM = Path(__file__).parent / "programs.py"
 SOURCE = PROGRAM.read_text().splitlines()
 WAITS_AT = f"programs.py:{1 + next(i for i, s in enumerate(SOURCE) if '# here ranks wait' in s)}"
 STUCK_AT = f"programs.py:{1 + next(i for i, s in enumerate(SOURCE) if '# the line where' in s)}"
 STOP_SECONDS = 15.0
 START_SECONDS = 40.0
+Started = subprocess.Popen[str] | Forked
 
 
-def start(wrong: str, pids: Path, num_ranks: int = 3, **environment: str) -> subprocess.Popen[str]:
+def start(
+    wrong: str, pids: Path, num_ranks: int = 3, *, fresh: bool = False, **environment: str
+) -> Started:
     words = ["-m", "tutti", "run", "-n", str(num_ranks), str(PROGRAM), wrong, str(pids)]
-    return subprocess.Popen(
-        [sys.executable, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(pids), "OMP_NUM_THREADS": "1", **environment},
-    )
+    env = {**os.environ, "TMPDIR": str(pids), "OMP_NUM_THREADS": "1", **environment}
+    if not fresh:
+        return Forked(words, env=env, cwd=Path.cwd())
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *words], text=True, env=env, **pipes)
 
 
-def finish(process: subprocess.Popen[str], seconds: float = START_SECONDS) -> tuple[str, str]:
+def finish(process: Started, seconds: float = START_SECONDS) -> tuple[str, str]:
     try:
         return process.communicate(timeout=seconds)
     finally:
@@ -54,7 +57,7 @@ def lives(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def wait_for_steps(process: subprocess.Popen[str], directory: Path, number: int) -> None:
+def wait_for_steps(process: Started, directory: Path, number: int) -> None:
     """Until the ranks are in their steps, and so many processes have noted their pid."""
     assert process.stdout is not None
     assert process.stdout.readline() == "rank 0 at step 3\n"
@@ -65,7 +68,7 @@ def wait_for_steps(process: subprocess.Popen[str], directory: Path, number: int)
 
 
 def test_only_rank_0_prints_and_nothing_is_left(tmp_path: Path) -> None:
-    process = start("nothing", tmp_path)
+    process = start("nothing", tmp_path, fresh=True)
     out, err = finish(process)
     assert process.returncode == 0, err
     assert out.splitlines() == ["rank 0 at step 3", "rank 0 done: 3"]

@@ -55,6 +55,42 @@ def test_a_modules_plain_attribute_is_seen() -> None:
     assert sum(map(len, step._compiled.values())) == 3
 
 
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    model.train()
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _evaluate(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(x).square().mean()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_step_that_sets_the_mode_is_found_again_from_either(training: bool) -> None:
+    """Training and evaluation by turns trace once from each mode at most, and leave the mode set."""
+    torch.manual_seed(0)
+    model = Scaled().train(training)
+    step = tutti.distribute(_train, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    evaluate = tutti.distribute(_evaluate, model)
+    x, traced = torch.randn(2, 4), []
+    for _ in range(4):
+        step(x)
+        assert all(m.training for m in model.modules())
+        found = float(evaluate(x))
+        assert not any(m.training for m in model.modules())
+        assert found == pytest.approx(
+            float(_evaluate(model, x)), rel=1e-6
+        )  # no dropout, these weights
+        traced.append(
+            [len({id(c) for v in s._compiled.values() for c in v}) for s in (step, evaluate)]
+        )
+    assert traced[0] == [1, 1] and traced[1:] == [traced[1]] * 3 and max(traced[1]) <= 2
+
+
 def test_a_leaf_that_is_neither_tensor_nor_constant_is_named() -> None:
     step, _, x = _step()
     with pytest.raises(tutti.CaptureError, match=r"numpy\.ndarray[\s\S]*torch\.as_tensor"):

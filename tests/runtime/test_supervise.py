@@ -19,7 +19,7 @@ import tutti
 from ranks import context
 from tutti.layout import Layout
 from tutti.runtime import worker
-from tutti.runtime.roles import LISTEN, SECRET, SERVERS, Role, roles_of
+from tutti.runtime.roles import LISTEN, ROLE, SECRET, SERVERS, Role, roles_of
 from tutti.runtime.server_side import LINGER
 from tutti.runtime.supervise import Supervisor
 
@@ -183,6 +183,37 @@ def test_what_cannot_go_on_is_stopped(
     assert code == 1
     said = capfd.readouterr().err
     assert "ValueError: something is wrong here" in said and "logs in" in said
+
+
+class Brief:
+    """A process that has ended when it has been asked so often."""
+
+    def __init__(self, asked: int, code: int) -> None:
+        self.left, self.returncode = asked, code
+
+    def poll(self) -> int | None:
+        self.left -= 1
+        return None if self.left > 0 else self.returncode
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_others_go_on_only_where_there_are_others(
+    elsewhere: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Played(Supervisor):
+        def spawn(self, environment: dict[str, str], log: Path | None) -> Any:
+            return {"worker 0": Brief(2, 1), "worker 1": Brief(20, 3), "server 0": Brief(60, 0)}[
+                environment[ROLE]
+            ]
+
+    layout = Layout.parse(f"replica={3 if elsewhere else 2} server=1 sync=async")
+    here = [r for r in roles_of(layout) if str(r) != "worker 2"]
+    assert Played(layout, here, ["train.py"], log_dir=tmp_path).run() == 1
+    said = capfd.readouterr().err
+    assert "worker 0 ended (exit code 1); the others go on\n" in said
+    assert f"worker 1 ended (exit code 3){'; the others go on' * elsewhere}\n" in said
 
 
 def test_servers_and_workers_that_are_started_apart(

@@ -6,7 +6,6 @@ import os
 import runpy
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +13,14 @@ from pathlib import Path
 import pytest
 
 import runs
+from forked import Forked
 from ranks import Ranks
 from tests.runtime.two_hosts import total
 
 TRAINING = Path(__file__).parent / "two_hosts_train.py"
 SECONDS = 90
 PORT = 29511
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 def ip(*words: str) -> None:
@@ -57,19 +57,14 @@ def found(hosts: list[tuple[str, str]]) -> list[float]:
     """What rank 0 prints: a total and losses. The namespaces have no way but the cable between them,
     so it carried the collectives."""
     path = os.pathsep.join(filter(None, [str(TRAINING.parent.parent), os.getenv("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     processes = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *TORCHRUN, "--nnodes=2", f"--node-rank={i}"]
-            + ["--nproc-per-node=2", "--master-addr=10.77.0.1", f"--master-port={PORT}", TRAINING],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": interface,
-                "PYTHONPATH": path,
-            },
+        Forked(
+            [*TORCHRUN, "--nnodes=2", f"--node-rank={i}", "--nproc-per-node=2"]
+            + ["--master-addr=10.77.0.1", f"--master-port={PORT}", TRAINING],
+            env={**environment, "GLOO_SOCKET_IFNAME": interface},
+            cwd=Path.cwd(),
+            network=Path("/var/run/netns") / namespace,
         )
         for i, (namespace, interface) in enumerate(hosts)
     ]

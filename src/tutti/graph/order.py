@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from torch import fx
 
@@ -34,13 +34,17 @@ def item(graph: fx.Graph, after: fx.Node, several: fx.Node, index: int, like: fx
 
 
 def ancestors(
-    starts: Iterable[fx.Node], inside: Callable[[fx.Node], bool] = lambda node: True
+    starts: Iterable[fx.Node],
+    inside: Callable[[fx.Node], bool] = lambda node: True,
+    *,
+    given: Container[fx.Node] = (),
 ) -> set[fx.Node]:
-    """`starts`, and what they are made of as far as `inside` holds."""
+    """`starts`, and what they are made of as far as `inside` holds; what is `given` is not made."""
     todo = list(starts)
     found = set(todo)
     while todo:
-        for x in todo.pop().all_input_nodes:
+        node = todo.pop()
+        for x in () if node in given else node.all_input_nodes:
             if x not in found and inside(x):
                 found.add(x)
                 todo.append(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ class Residence:
 
     `owners` are the places on the axis `pipe` that keep each state tensor; empty where there is no such axis.
     `renewed` holds, by the id of a tensor that was replaced, that tensor and the one in its place.
+    `fetch` brings the weights of now, where servers keep them.
     """
 
     layout: Layout
@@ -41,6 +42,7 @@ class Residence:
     owners: dict[str, frozenset[int]] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     renewed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
+    fetch: Callable[[], None] | None = None
 
     def groups_for(self, used: Iterable[tuple[str, ...]]) -> Groups:
         """The groups over the axes in `used`, and those of other programs; all ranks ask together."""
@@ -95,6 +97,13 @@ def residence_of(model: nn.Module, layout: Layout) -> Residence:
             fix="give the same layout to each distribute(), or a fresh model",
         )
     return home
+
+
+def refresh(model: nn.Module) -> None:
+    """Bring the weights of a model that servers keep; does nothing for any other."""
+    home = _RESIDENCES.get(model)
+    if home is not None and home.fetch is not None:
+        home.fetch()
 
 
 def dtensor_axes(mesh: Mesh) -> tuple[str, ...]:

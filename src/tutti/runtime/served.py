@@ -11,7 +11,7 @@ from typing import Any
 from tutti.partition.partition import Program
 from tutti.runtime.roles import ROLE, WORKER, Role, role_now
 from tutti.runtime.server_side import serve
-from tutti.runtime.worker_side import STRICT, Holder, Worked, WorkerSide, parts_of, refresh
+from tutti.runtime.worker_side import STRICT, Holder, Worked, WorkerSide, parts_of
 from tutti.server import consistency
 from tutti.server.split import Split
 
@@ -19,7 +19,6 @@ __all__ = [
     "STRICT",
     "Served",
     "Worked",
-    "refresh",
     "serve",
     "state_here",
     "state_replaced",

@@ -160,7 +160,13 @@ class Supervisor:
         self.codes[one.rank] = code
         if one.role.kind == WORKER and code and self.apart:
             how = f"died (signal {-code})" if code < 0 else f"ended (exit code {code})"
-            self._say(f"{one.role} {how}; the others go on")
+            self._say(f"{one.role} {how}{'; the others go on' if self._others(one) else ''}")
+
+    def _others(self, one: Started) -> bool:
+        """Whether another worker may still train: one of this host, or of another."""
+        here = {x.role.number: x for x in self.started if x.role.kind == WORKER}
+        lives = any(x.lives for number, x in here.items() if number != one.role.number)
+        return lives or len(here) < self.layout.num_replicas
 
     def _hopeless(self) -> bool:
         """Whether the run cannot go on: a server has failed, or under `step` a worker."""

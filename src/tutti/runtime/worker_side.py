@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +24,13 @@ from tutti.runtime.allocator import give_back_now, keep_freed_memory
 from tutti.runtime.checked import Checked
 from tutti.runtime.generate import generate
 from tutti.runtime.loops import Loops
-from tutti.runtime.residence import forget_values, local_of, own_memory, set_local
+from tutti.runtime.residence import (
+    forget_values,
+    local_of,
+    own_memory,
+    residence_of,
+    set_local,
+)
 from tutti.runtime.roles import Role
 from tutti.runtime.server_side import captured_for, whole_state
 from tutti.server import consistency
@@ -247,7 +252,8 @@ class WorkerSide:
             traffic=self.consistency.traffic,
         )
         client.join()
-        self.client, _SIDES[self.step.model] = client, self
+        self.client = client
+        residence_of(self.step.model, self.step.layout).fetch = self.refresh
         atexit.register(client.leave)
 
     @property
@@ -299,13 +305,3 @@ class WorkerSide:
 def _named(tensors: list[Tensor]) -> dict[str, Tensor]:
     """The batch's tensors by the names of the graph's inputs."""
     return {f"batch.{i}": x for i, x in enumerate(tensors)}
-
-
-_SIDES: weakref.WeakKeyDictionary[nn.Module, WorkerSide] = weakref.WeakKeyDictionary()
-
-
-def refresh(model: nn.Module) -> None:
-    """Bring the weights of a model that servers keep; does nothing for any other."""
-    side = _SIDES.get(model)
-    if side is not None:
-        side.refresh()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tutti.graph.edit import value_of
+from tutti.graph.order import ancestors
 from tutti.graph.promote import promoted
 
 aten = torch.ops.aten
@@ -77,15 +78,7 @@ class Cut:
 
     def ancestors(self, starts: Iterable[fx.Node]) -> dict[fx.Node, None]:
         """`starts` and all that makes them, as far as the inputs, in the order of the graph."""
-        found = set(starts)
-        todo = list(found)
-        while todo:
-            node = todo.pop()
-            fresh = (
-                [] if node in self.inputs else [x for x in node.all_input_nodes if x not in found]
-            )
-            found.update(fresh)
-            todo += fresh
+        found = ancestors(starts, given=self.inputs)
         nodes = next(iter(found)).graph.nodes if found else ()
         return dict.fromkeys(n for n in nodes if n in found)
 

@@ -1,0 +1,193 @@
+"""Commands whose interpreter is a copy of one that has imported already.
+
+    process = Forked(["-m", "tutti", "run", "-n", "2", "train.py"], env=environment, cwd=root)
+    out, err = process.communicate(timeout=60)           # and the rest, as of a `subprocess.Popen`
+
+A fresh interpreter takes 4 to 6 s of processor time until torch, tutti and transformers are imported, which
+is most of a short run. These are processes in all else: a pid, a parent, a group, streams, an environment and
+signals of their own; and so are the ranks that torch's elastic agent starts in them. That a fresh interpreter
+does the same is shown by tests/test_examples.py and tests/runtime/test_launch.py, which start some afresh.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ranks import context
+
+
+class Forked:
+    """What `subprocess.Popen([sys.executable, *words])` is, with pipes for what it prints.
+
+    With `network`, the file of a network namespace, it begins in that.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str | Path],
+        *,
+        env: Mapping[str, str],
+        cwd: Path,
+        network: Path | None = None,
+    ) -> None:
+        ends = [context().Pipe(duplex=False) for _ in range(2)]
+        theirs = [there for _, there in ends]
+        self._process = context().Process(
+            target=_become, args=([str(w) for w in words], dict(env), str(cwd), theirs, network)
+        )
+        self._process.start()
+        for there in theirs:
+            there.close()
+        self.stdout, self.stderr = (os.fdopen(os.dup(here.fileno())) for here, _ in ends)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self._process.exitcode is None:
+            os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+        self._process.join()
+
+    def communicate(self, *, timeout: float) -> tuple[str, str]:
+        """All that it printed since, once it has ended; it is killed if that takes too long."""
+        said = {}
+        readers = [
+            threading.Thread(target=lambda i=i, s=s: said.update({i: s.read()}), daemon=True)
+            for i, s in enumerate((self.stdout, self.stderr))
+        ]
+        until = time.monotonic() + timeout
+        for reader in readers:
+            reader.start()
+        for waits in (*readers, self._process):
+            waits.join(max(0.0, until - time.monotonic()))
+        if self._process.exitcode is None or len(said) < 2:
+            self.kill()
+            raise subprocess.TimeoutExpired("a forked command", timeout)
+        return said[0], said[1]
+
+
+def run(words: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path, timeout: float) -> Any:
+    """What `subprocess.run([sys.executable, *words])` is."""
+    process = Forked(words, env=env, cwd=cwd)
+    out, err = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(words, process.returncode or 0, out, err)
+
+
+def _become(
+    words: list[str],
+    env: dict[str, str],
+    cwd: str,
+    streams: list[Connection],
+    network: Path | None,
+) -> None:
+    """In a copy of the process that has imported: be an interpreter that was given these words."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    os.chdir(cwd)
+    if network is not None:
+        with network.open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"setns {network}")
+    SubprocessHandler._popen = (
+        lambda self, args, env: _Child(  # type: ignore[method-assign]
+            lambda: _interpret(args[1:], env, [self._stdout, self._stderr])
+        )
+    )
+    _interpret(words, env, streams)
+
+
+class _Child:
+    """A forked process that the agent takes for a `subprocess.Popen` in a session of its own."""
+
+    def __init__(self, becomes: Callable[[], NoReturn]) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            atexit._clear()  # the agent's
+            util._finalizer_registry.clear()
+            atexit.register(util._exit_function)
+            becomes()
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while (code := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+
+def _interpret(words: Sequence[str], env: dict[str, str], streams: Sequence[Any]) -> NoReturn:
+    """Play the words, without signal handlers and streams of the process that was copied."""
+    import torch
+
+    tempfile.tempdir = None  # found again, from TMPDIR
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    for fd, stream in zip((1, 2), streams, strict=True):
+        if stream is not None:
+            os.dup2(stream.fileno(), fd)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    code = _played([word for word in words if word != "-u"])
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _played(words: list[str]) -> int:
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
