@@ -50,12 +50,14 @@ from tutti.runtime.residence import (
     run_device,
     set_local,
     settle,
+    whole_of,
 )
 from tutti.runtime.roles import SERVER
 from tutti.runtime.served import (
     STRICT,
     Served,
     Worked,
+    layout_of_evaluation,
     serve,
     state_here,
     state_replaced,
@@ -197,7 +199,7 @@ class Step:
         self.served = Served(self) if replicas and layout.server else None
         self._by_servers = bool(layout.server)
         if not self._optimizers:
-            self.layout = layout.of_one
+            self.layout = layout_of_evaluation(layout)
 
     def __call__(self, *batch: Any) -> Any:
         """One step on the global batch; returns what the training step returns, global values.
@@ -221,7 +223,7 @@ class Step:
         execution = compiled.execution
         if isinstance(execution, Worked):
             assert self.served is not None
-            whole = [_whole(x) for x in tensors]
+            whole = [whole_of(x) for x in tensors]
             returned = self.served.worker.call(execution, given, whole, checked=checked)
         else:
             returned = self._run(compiled, execution, given, tensors, checked)
@@ -238,7 +240,7 @@ class Step:
         if self.served is None:
             refresh(self.model)
         elif self.served.role.kind == SERVER:
-            serve(self, self.served.role, tree_map_only(Tensor, _whole, batch))
+            serve(self, self.served.role, tree_map_only(Tensor, whole_of, batch))
             raise SystemExit(0)
 
     def _run(
@@ -265,7 +267,7 @@ class Step:
 
     def _own_rows(self, tensors: list[Tensor]) -> list[Tensor]:
         """The batch's tensors whole, or this replica's rows of them."""
-        whole = [_whole(x) for x in tensors]
+        whole = [whole_of(x) for x in tensors]
         return self.agreeing.rows(whole) if self.agreeing is not None else whole
 
     def _state(self, compiled: _Compiled) -> list[Tensor]:
@@ -312,7 +314,10 @@ class Step:
 
     def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
         if self.served is not None:
-            worked = self.served.worker.compiled(tree_map_only(Tensor, _whole, batch))
+            ensure_process_group()
+            if not self._compiled:
+                self._check_same_batch(batch)
+            worked = self.served.worker.compiled(tree_map_only(Tensor, whole_of, batch))
             return _Compiled(worked.program, worked, _guards(worked.split.captured))
         several = ensure_process_group()
         self.layout.check_ranks(dist.get_world_size() if several else 1)
@@ -345,7 +350,7 @@ class Step:
     def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, list[Guard]]:
         """The partitioned program for a batch like this one, and the guards of its capture."""
         if self.agreeing is not None:
-            batch = self.agreeing.batch(tree_map_only(Tensor, _whole, batch))
+            batch = self.agreeing.batch(tree_map_only(Tensor, whole_of, batch))
         captured = capture(
             self.train_step, self.model, self.optimizer, batch, precision=self.layout.precision
         )
@@ -502,10 +507,6 @@ def layout_now(text: str | Layout | None) -> Layout:
 
 def _names(cut: str | Sequence[str]) -> tuple[str, ...]:
     return (cut,) if isinstance(cut, str) else tuple(cut)
-
-
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x.detach()
 
 
 def _guards(captured: Captured) -> list[Guard]:

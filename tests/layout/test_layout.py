@@ -113,7 +113,11 @@ def test_what_is_refused_and_the_advice(text: str, what: str, fix: str) -> None:
     ("text", "what", "fix"),
     [
         ("server=1", "keeps the weights of workers", '"replica=2 sync=step server=1"'),
-        ("data=2 server=2", "keeps the weights of workers", '"replica=2 sync=step server=2"'),
+        (
+            "data=2 server=2",
+            "keeps the weights of workers",
+            '"replica=2 data=2 sync=step server=2"',
+        ),
         ("replica=3 server=1", "does not say how its workers agree", "sync=async"),
         (
             "replica=2 sync=average server=1",
@@ -122,11 +126,15 @@ def test_what_is_refused_and_the_advice(text: str, what: str, fix: str) -> None:
         ),
         ("replica=2 sync=step", "which layout", '"replica=2 sync=step server=1", or data=2'),
         ("sync=bounded(3)", "which layout", '"replica=2 sync=bounded(3) server=1"'),
-        ("replica=2 data=2 sync=async server=1", '"data"', '"replica=2 sync=async server=1"'),
         (
-            "replica=2 tensor=2 micro=2 sync=step server=1",
-            '"tensor"',
-            '"replica=2 micro=2 sync=step server=1"',
+            "replica=2 data=2 zero=1 sync=async server=1",
+            '"zero"',
+            '"replica=2 data=2 sync=async server=1"',
+        ),
+        (
+            "replica=2 pipe=2 tensor=2 micro=2 sync=step server=1",
+            '"pipe"',
+            '"replica=2 tensor=2 micro=2 sync=step server=1"',
         ),
         ("replica=2", "how its replicas agree", "sync=average"),
     ],
@@ -146,6 +154,18 @@ def test_servers_are_ranks_beside_the_workers(sync: str) -> None:
     with pytest.raises(LayoutError, match="3 and 2 are servers") as caught:
         layout.check_ranks(4)
     assert f'or "replica=2 micro=2 sync={sync} server=2 precision=bf16"' in str(caught.value)
+
+
+def test_workers_of_several_ranks() -> None:
+    layout = Layout.parse("replica=3 data=2 tensor=2 micro=2 server=1 sync=step precision=bf16")
+    layout.check_available()
+    layout.check_ranks(13)
+    assert layout.worker_size == 4
+    assert layout.of_one == Layout.parse("data=2 tensor=2 micro=2 precision=bf16")
+    with pytest.raises(LayoutError, match='or "replica=2 data=2 tensor=2 micro=2 sync=step'):
+        layout.check_ranks(9)
+    with pytest.raises(LayoutError, match='or "data=10"'):
+        layout.check_ranks(10)
 
 
 @pytest.mark.parametrize(

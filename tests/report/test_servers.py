@@ -65,3 +65,13 @@ def test_slices_are_named_and_what_is_summed_once_a_step_counts_once() -> None:
     assert "2 micro-batches, one after the other" in text
     assert "small sums between workers, through a server: 2, 16 B" in text
     assert "pushes 724 B" in text and "loop" in text
+
+
+def test_what_the_ranks_of_a_worker_move() -> None:
+    text = explained("replica=2 data=3 server=1 sync=step(traffic=int8)", model=Apart())
+    assert "2 workers of 3 ranks, 1 servers" in text
+    assert "pulls 724 B, pushes 181 B and" in text
+    assert "small sums between workers, through a server: 2, 48 B" in text  # of three ranks each
+    # every gradient is summed over the three: 2 * 2 / 3 of its bytes
+    found = re.search(r"of 3 ranks: the first hands on 724 B; (\d+) collectives, ([\d.]+) B", text)
+    assert found is not None and int(found[1]) >= 7 and float(found[2]) >= 724 * 4 / 3 - 30

@@ -13,9 +13,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
 import tutti
+
+# Where there is an axis tensor.
+PLACE = {"1.weight": "tensor, -", "4.weight": "-, tensor"}
 
 
 def train_step(
@@ -53,7 +57,8 @@ def batch_at(k: int) -> tuple[Tensor, Tensor]:
 def main(directory: Path, steps: int, seconds: float, wrong: str) -> None:
     who = os.environ.get("TUTTI_ROLE", "one").replace(" ", "")
     model, optimizer = make()
-    step, look = tutti.distribute(train_step, model, optimizer), tutti.distribute(eval_step, model)
+    step = tutti.distribute(train_step, model, optimizer, place=PLACE)
+    look = tutti.distribute(eval_step, model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     if wrong == who:
         raise ValueError("something is wrong here")
@@ -65,7 +70,9 @@ def main(directory: Path, steps: int, seconds: float, wrong: str) -> None:
             file.write(f"step {k} {loss.item()!r} {norm.item()!r}\n")
             time.sleep(seconds)
         file.write(f"eval {look(batch_at(0)[0]).item()!r}\n")
-    torch.save(step.state_dict(), directory / f"{who}.pt")
+    state = step.state_dict()
+    whole = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in state.items()}
+    torch.save(whole, directory / f"{who}.pt")
     step.save(directory / "checkpoint")
 
 

@@ -98,26 +98,30 @@ def wait_for(directory: Path, who: str, steps: int) -> None:
         time.sleep(0.02)
 
 
-def test_step_is_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layout", ["replica=2 server=2 sync=step", "replica=2 tensor=2 server=1 sync=step"]
+)
+def test_step_is_one_device(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sys.path.insert(0, str(SCRIPT.parent))
     import served_script
 
     monkeypatch.delenv("TUTTI_LAYOUT", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    code, said = played(tmp_path, "replica=2 server=2 sync=step")
+    code, said = played(tmp_path, layout)
     assert code == 0, said
     alone = tmp_path / "alone"
     alone.mkdir()
     served_script.main(alone, 4, 0.0, "nobody")
     expected = lines(alone, "one", "step")
-    for who in ("worker0", "worker1"):
+    several = Layout.parse(layout).worker_size > 1
+    for who in ("worker0", "worker1", *(["worker0.1", "worker1.1"] if several else [])):
         found = lines(tmp_path, who, "step")
         torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=0, atol=1e-12)
         assert lines(tmp_path, who, "eval")[0] == pytest.approx(
             lines(alone, "one", "eval")[0], abs=1e-12
         )
     assert not (tmp_path / "server0.pt").exists()  # its script ends at the first step
-    mine = torch.load(tmp_path / "worker1.pt", weights_only=True)
+    mine = torch.load(tmp_path / f"worker1{'.1' if several else ''}.pt", weights_only=True)
     theirs = torch.load(alone / "one.pt", weights_only=True)
     assert mine.keys() == theirs.keys()
     for name, x in theirs.items():
@@ -170,6 +174,34 @@ def test_a_killed_server_goes_on_and_a_killed_worker_has_left(tmp_path: Path) ->
     assert (
         12 + left <= count <= 12 + left + 1
     )  # one push may count whose worker did not live to hear it
+
+
+def test_a_worker_dies_with_any_of_its_ranks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def play(directory: Path) -> None:
+        wait_for(directory, "worker1.1", 3)
+        os.kill(int(lines(directory, "worker1.1", "pid")[-1][0]), signal.SIGKILL)
+
+    code, said = played(
+        tmp_path, "replica=2 data=2 server=1 sync=async", play, steps=10, seconds=0.1
+    )
+    assert code == 0, said
+    assert "worker 1.1 died (signal 9); the others go on" in capfd.readouterr().err
+    for who, least, most in (("worker0", 10, 10), ("worker0.1", 10, 10), ("worker1", 3, 9)):
+        assert least <= len(lines(tmp_path, who, "step")) <= most
+        assert bool(lines(tmp_path, who, "eval")) == (who != "worker1")
+    counted = torch.load(tmp_path / "worker0.1.pt", weights_only=True)["optim.0.weight.step"].item()
+    left = len(lines(tmp_path, "worker1", "step"))
+    assert 10 + left <= counted <= 10 + left + 1
+
+
+def test_names_of_processes() -> None:
+    layout = Layout.parse("replica=2 data=3 server=2 sync=step")
+    roles = roles_of(layout)
+    assert [role.rank(layout) for role in roles] == list(range(8))
+    assert [str(role) for role in roles[2:5]] == ["worker 0.2", "worker 1", "worker 1.1"]
+    assert [Role.parse(str(role)) for role in roles] == roles
 
 
 @pytest.mark.parametrize(

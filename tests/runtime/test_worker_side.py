@@ -37,7 +37,8 @@ class OneServer:
     def prefetch(self, like: Mapping[str, Tensor]) -> None:
         raise AssertionError("rows that the next batch needs are not known yet")
 
-    def pull(self, into: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> Pulled:
+    def pull(self, into: Mapping[str, Tensor], rows: Mapping[str, Rows] | None = None) -> Pulled:
+        rows = rows or {}
         for name, x in into.items():
             x.copy_(self.state[name]["weight"])
         for name, some in rows.items():

@@ -32,6 +32,7 @@ from tutti.report.records import records
 from tutti.server.program import in_slices, worker_layout, worker_program
 from tutti.server.small_sums import SmallSums
 from tutti.server.split import split
+from tutti.server.two_levels import TwoLevels
 from tutti.server.worker import together
 
 
@@ -40,7 +41,7 @@ def test_summed_gradients_are_those_of_one_device(num_workers: int) -> None:
     found, feed = captured("adamw")
     made = split(found)
     part = together(made)
-    layout = worker_layout(Layout.parse(f"replica={num_workers} server=1 sync=step"), num_workers)
+    layout = worker_layout(Layout.parse(f"replica={num_workers} server=1 sync=step"), alone=False)
     program = worker_program(part, layout)
     moved = [n for n in program.graph.nodes if n.target in collectives.COLLECTIVES]
     assert moved and all(n.meta["val"].numel() < 32 for n in moved)  # counts and statistics
@@ -68,16 +69,70 @@ def test_slices_are_added_up_before_they_are_pushed() -> None:
     model = Apart()
     found = capture(partial(step, by_norm), model, torch.optim.AdamW(model.parameters()), batch())
     part = together(split(found))
-    layout = worker_layout(Layout.parse("replica=2 micro=3 server=1 sync=step"), 2)
+    layout = worker_layout(Layout.parse("replica=2 micro=3 server=1 sync=step"), alone=False)
     program = worker_program(part, layout)
     timed = in_slices(program)
     assert timed is not None
     moved = records(program, timed)
-    assert {r.axes for r in moved} == {("data",)} and all(len(r.shape) == 0 for r in moved)
+    assert {r.axes for r in moved} == {("replica",)} and all(len(r.shape) == 0 for r in moved)
     assert sum(r.times for r in moved) == 2  # the count and the loss, not once a slice
     (body,) = timed.bodies
     summed = [s.name for s in body.sums if s.op == "sum"]
     assert body.num_micro == 3 and len(summed) == len(part.variables) + 1
+
+
+def test_gradients_are_summed_inside_a_worker_and_stay_open_across() -> None:
+    torch.manual_seed(0)
+    model = Apart()
+    found = capture(partial(step, by_norm), model, torch.optim.AdamW(model.parameters()), batch())
+    part = together(split(found))
+    text, place = "replica=2 data=2 tensor=2 server=1 sync=step", {"up.weight": "tensor, -"}
+    program = worker_program(part, worker_layout(Layout.parse(text), alone=False), place)
+    across = [r for r in records(program) if "replica" in r.axes]
+    assert len(across) == 2 and all(r.shape == () for r in across)  # the count and the loss
+    returned, _ = program.graph.output_node().args[0]  # type: ignore[misc]
+    _, gradients, _ = part.sections(list(returned))  # type: ignore[arg-type]
+    sizes = [n.meta["val"].shape for n in gradients]
+    assert sizes == [o.variable.shape for o in split(found).owned]  # whole, on every rank
+    inside = [r for r in records(program) if "data" in r.axes and r.kind == "all_reduce"]
+    assert len(inside) >= len({id(n) for n in gradients})
+    assert "all_gather" in {r.kind for r in records(program) if r.axes == ("tensor",)}
+
+
+@pytest.mark.parametrize("op", ["sum", "max"])
+@pytest.mark.parametrize("axes", [("replica", "data"), ("data",), ("replica",)])
+def test_two_levels_are_the_collectives_of_one_mesh(axes: tuple[str, ...], op: str) -> None:
+    mesh = Mesh((("replica", 2), ("data", 3)))
+    g = torch.Generator().manual_seed(0)
+    xs = [torch.randint(-9, 9, (12, 12), generator=g).float() for _ in range(6)]
+    calls = {
+        n: (axes, *a[1:-1], op) if a[-1] == "sum" else (axes, *a[1:]) for n, a in COLLECTIVE.items()
+    }
+    virtual = VirtualRanks(mesh)
+    wanted = {n: getattr(virtual, f"_{n}")([(x, *a) for x in xs]) for n, a in calls.items()}
+    wheres = [(1, 1), (0, 1)]
+    for kind, rest in (("all_gather", ""), ("reduce_scatter", op)):
+        wanted[kind + " together"] = virtual._together(
+            [(kind, [x, x + 1], axes, wheres, rest) for x in xs]
+        )
+    own, across = [Sums(3) for _ in range(2)], [Sums(2) for _ in range(3)]
+
+    def play(rank: int) -> dict[str, Any]:
+        place, x = mesh.coordinates(rank), xs[rank]
+        w, k = place["replica"], place["data"]
+        levels = SmallSums(own[w].of(k), k, 3), SmallSums(across[k].of(w), w, 2)
+        player = TwoLevels(*levels, mesh, place)
+        found = {n: getattr(player, n)(x, *a) for n, a in calls.items()}
+        for kind, rest in (("all_gather", ""), ("reduce_scatter", op)):
+            found[kind + " together"] = player.together(kind, [x, x + 1], axes, wheres, rest)
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        outs = list(pool.map(play, range(6)))
+    for name, values in wanted.items():
+        for rank, value in enumerate(values):
+            for a, b in zip(tree_leaves(outs[rank][name]), tree_leaves(value), strict=True):
+                assert a.dtype == b.dtype and torch.equal(a, b), name
 
 
 COLLECTIVE: dict[str, tuple[Any, ...]] = {

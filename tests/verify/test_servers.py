@@ -83,7 +83,29 @@ def test_stale_gradients_are_those_of_a_replay_in_the_same_order(layout: str, ol
 def verified(model: nn.Module, layout: str) -> Verdict:
     torch.manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return tutti.verify(partial(step, by_norm), model, optimizer, batch(0, 12), layout)
+    place = {"up.weight": "tensor, -", "down.weight": "-, tensor", "table.weight": "-, tensor"}
+    given = (partial(step, by_norm), model, optimizer, batch(0, 12), layout)
+    return tutti.verify(*given, place=place)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "replica=2 data=2 server=1 sync=step",
+        "replica=2 tensor=2 server=2 sync=step",
+        "replica=2 data=3 tensor=2 server=1 sync=step(traffic=int8)",
+        "replica=3 data=2 tensor=2 server=2 sync=async(damped)",
+        "replica=2 tensor=2 server=1 sync=async(after=2, predict)",
+    ],
+)
+def test_workers_of_several_ranks(layout: str) -> None:
+    found = verified(Model(), layout)  # its norm couples all samples
+    assert found.ok and found.max_error < 1e-13, found
+
+
+def test_several_ranks_take_slices() -> None:
+    found = verified(Apart(), "replica=2 data=2 tensor=2 micro=3 server=2 sync=step")
+    assert found.ok and found.max_error < 1e-13, found
 
 
 @pytest.mark.parametrize(

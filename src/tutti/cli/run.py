@@ -74,11 +74,11 @@ def _run_workers(
             f"and {first} to {last - 1} were to start here",
             fix="-n for how many here, --first for the number of the first",
         )
-    from tutti.runtime.roles import SERVERS, WORKER, Role, checked_secret
+    from tutti.runtime.roles import SERVERS, checked_secret, worker_roles
     from tutti.runtime.supervise import Supervisor
 
     checked_secret()
-    roles = [Role(WORKER, w) for w in range(first, last)]
+    roles = worker_roles(layout, range(first, last))
     command, environment = [str(script), *arguments], {SERVERS: servers}
     raise typer.Exit(
         Supervisor(layout, roles, command, environment=environment, log_dir=log_dir).run()

@@ -54,3 +54,5 @@ CODINGS: dict[str, Coding] = {
     "int8": Coding(_to_int8, _from_int8),
 }
 NAMES = ("fp32", *CODINGS)
+# Bytes an element of what is coded.
+NBYTES = {"bf16": 2, "int8": 1}

@@ -128,7 +128,7 @@ class Layout:
             self._check_replicas()
 
     def _check_servers(self) -> None:
-        """Servers serve workers, each of one rank, and say how these agree."""
+        """Servers serve workers, and say how these agree."""
         servers = f"server={self.server}"
         if self.num_replicas == 1:
             raise LayoutError(
@@ -144,12 +144,12 @@ class Layout:
                 else "",
                 fix=f'"{replace(self, sync="step")}", sync=bounded(2) or sync=async',
             )
-        for name in (*(a for a in AXES if a != "replica"), "zero", "schedule"):
+        for name, why in _NOT_SERVED.items():
             given = self.axes.get(name, 1) > 1 or getattr(self, name, None) != _DEFAULTS.get(name)
             if given:
                 raise LayoutError(
                     f'"{name}" in layout "{self}" does not go with servers',
-                    why="each worker is one rank that has the whole model",
+                    why=why,
                     fix=f'"{self._served(self.num_replicas)}"',
                 )
 
@@ -160,8 +160,9 @@ class Layout:
     def _served(self, num_workers: int) -> Layout:
         """So many workers with the servers of this layout, and nothing that does not go with them."""
         sync = self.sync if self._agrees_by_servers else "step"
+        own = {a: n for a, n in self.axes.items() if a not in ("replica", *_NOT_SERVED)}
         return Layout(
-            axes={"replica": num_workers},
+            axes={"replica": num_workers, **own},
             sync=sync,
             server=self.server or 1,
             micro=self.micro,
@@ -206,8 +207,9 @@ class Layout:
     def _fitted(self, num_ranks: int) -> Layout:
         """The nearest layout of `num_ranks`: other axes stay where that divides, data takes the rest."""
         if self.server:
-            if num_ranks - self.server > 1:
-                return self._served(num_ranks - self.server)
+            size = self.worker_size
+            if (num_ranks - self.server) // size > 1 and (num_ranks - self.server) % size == 0:
+                return self._served((num_ranks - self.server) // size)
             return Layout(axes={"data": num_ranks})
         others = {a: s for a, s in self.axes.items() if a != "data"}
         for dropped in range(len(others) + 1):
@@ -250,15 +252,22 @@ class Layout:
 
     @property
     def place_mesh(self) -> Mesh:
-        """The ranks at one place on the axis `pipe` of one replica."""
-        return Mesh(tuple((a, s) for a, s in self.mesh.axes if a not in ("replica", "pipe")))
+        """The ranks at one place on the axis `pipe` of one replica; with servers, of all workers."""
+        apart = ("pipe",) if self.server else ("replica", "pipe")
+        return Mesh(tuple((a, s) for a, s in self.mesh.axes if a not in apart))
 
     @property
     def of_one(self) -> Layout:
-        """This layout as one rank sees its model: with servers each worker has all of it."""
+        """This layout as one worker of servers sees its model, which it has for itself."""
         if not self.server:
             return self
-        return Layout(micro=self.micro, precision=self.precision, remat=self.remat)
+        axes = {a: n for a, n in self.axes.items() if a != "replica"}
+        return Layout(axes=axes, micro=self.micro, precision=self.precision, remat=self.remat)
+
+    @property
+    def worker_size(self) -> int:
+        """How many ranks each replica has."""
+        return self.num_ranks // self.num_replicas
 
     @property
     def num_replicas(self) -> int:
@@ -280,6 +289,12 @@ class Layout:
 
 
 _OPTIONS = tuple(f.name for f in fields(Layout) if f.name != "axes")
+# Words that do not go with servers, and why.
+_NOT_SERVED = {
+    "pipe": "a worker gives its gradients away after its last one, so it has no stages that update apart",
+    "zero": "the optimizer's state lies on the servers, and a worker's ranks have its weights whole",
+    "schedule": "a worker has no stages",
+}
 _DEFAULTS = {f.name: f.default for f in fields(Layout) if f.name != "axes"}
 
 

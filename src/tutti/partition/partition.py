@@ -29,7 +29,7 @@ from tutti.rules.rule import results_of
 
 aten = torch.ops.aten
 # What the batch is split over: values that are split so stay so.
-BATCH_AXES = frozenset({"data", "micro", "seq"})
+BATCH_AXES = frozenset({"replica", "data", "micro", "seq"})
 
 
 @dataclass

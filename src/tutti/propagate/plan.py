@@ -24,8 +24,8 @@ from tutti.rules.decompositions import DECOMPOSITIONS
 
 # Axes over which the weights themselves are split; over the others only data is.
 MODEL_AXES = frozenset({"tensor", "expert"})
-# What the first dim of the batch is split over, major to minor.
-BATCH_AXES = ("data", "micro")
+# What the first dim of the batch is split over, major to minor; `replica` where workers share a program.
+BATCH_AXES = ("replica", "data", "micro")
 Place = Mapping[str, str]
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from tutti.comm.coding import NBYTES
 from tutti.comm.failure import format_nbytes
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
@@ -14,7 +15,6 @@ from tutti.replicas.member import Member
 from tutti.replicas.strategy import AVERAGED, CENTRE, MEAN, PAIR, PUSH, Round, Strategy
 from tutti.report.table import columns
 
-_CODED = {"bf16": 2, "int8": 1}
 _HOW = {
     MEAN: "mean",
     PUSH: "half goes, half stays",
@@ -100,7 +100,7 @@ def _nbytes(program: Program, names: Iterable[str], coding: str) -> int:
     state = {s.name: s.tensor for s in program.captured.state}
     return sum(
         math.prod(program.storage[n].local_shape(program.mesh))
-        * _CODED.get(coding, state[n].element_size())
+        * NBYTES.get(coding, state[n].element_size())
         for n in names
     )
 

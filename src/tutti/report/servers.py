@@ -7,6 +7,7 @@ from collections import Counter
 
 from torch import fx
 
+from tutti.comm.coding import NBYTES
 from tutti.comm.failure import format_nbytes
 from tutti.graph.text import text
 from tutti.layout import Layout
@@ -15,13 +16,14 @@ from tutti.pipeline.timed import Timed
 from tutti.planner.memory import predict
 from tutti.report.memory import memory_text
 from tutti.report.pipeline import pipeline_text
-from tutti.report.records import records
+from tutti.report.records import Record, records
 from tutti.report.table import columns
 from tutti.server import consistency
 from tutti.server.consistency import Consistency
 from tutti.server.keys import Block, blocks
 from tutti.server.program import in_slices
 from tutti.server.split import Split
+from tutti.server.two_levels import REPLICA
 from tutti.server.update import Variable
 from tutti.server.updater import GraphUpdater
 
@@ -50,13 +52,14 @@ def explain_servers(
     timed = timed or in_slices(program)
     local = timed.programs[0] if timed else program
     every = blocks(updater.variables, layout.server)
+    ranks = f" of {layout.worker_size} ranks" if layout.worker_size > 1 else ""
     parts = [
-        f'layout "{layout}": {layout.num_replicas} workers, {layout.server} servers',
+        f'layout "{layout}": {layout.num_replicas} workers{ranks}, {layout.server} servers',
         _variables(updater, every),
         _servers(every, layout.server, twice=due.predict),
         "a worker: " + memory_text(predict(local, run), measured),
         *([pipeline_text(timed)] if timed else []),
-        _traffic(made, program, timed, every, due, alone=apart),
+        _traffic(made, program, timed, layout, every, due, alone=apart),
     ]
     if graph:
         parts.append(f"# worker\n{text(local.graph)}")
@@ -104,26 +107,46 @@ def _phase(due: Consistency, alone: bool) -> str:
     return f"the first {due.after} steps; later each push is an update of its own"
 
 
+def _inside(moved: list[Record], layout: Layout, weights: str) -> list[str]:
+    """What a worker's program moves: sums over all workers, of which each of its ranks has its own, and what
+    its ranks move among each other."""
+    size, lines = layout.worker_size, []
+    summed = [r for r in moved if REPLICA in r.axes]
+    if summed:
+        times = sum(r.times for r in summed)
+        numbers = size * sum(r.times * math.prod(r.shape) for r in summed)
+        nbytes = format_nbytes(_SUMMED_NBYTES * numbers)
+        lines.append(f"small sums between workers, through a server: {times}, {nbytes}")
+    if size > 1:
+        own = [r for r in moved if REPLICA not in r.axes]
+        count, nbytes = sum(r.times for r in own), sum(r.times * r.nbytes for r in own)
+        lines.append(
+            f"inside a worker of {size} ranks: the first hands on {weights}; {count} collectives, "
+            f"{format_nbytes(nbytes)} a rank"
+        )
+    return lines
+
+
 def _traffic(
     made: Split,
     program: Program,
     timed: Timed | None,
+    layout: Layout,
     every: tuple[Block, ...],
     due: Consistency,
     *,
     alone: bool,
 ) -> str:
-    weights = format_nbytes(sum(b.nbytes for b in every if not b.variable.rows))
+    own = [b for b in every if not b.variable.rows]
+    nbytes = sum(b.nbytes for b in own)
+    coded = sum(math.prod(b.shape) * NBYTES.get(due.traffic, 0) for b in own)
+    weights, pushed = format_nbytes(nbytes), format_nbytes(coded or nbytes)
     numbers = len(made.numbers) + (len(made.scalars) if alone else 0)
     tables = [o.variable.name for o in made.owned if o.variable.rows]
     but = f", but of {', '.join(tables)} rows only" if tables else ""
     lines = [_phase(due, alone)] if due.both else []
-    lines += [f"each worker and step: pulls {weights}, pushes {weights} and {numbers} numbers{but}"]
-    summed = records(program, timed)
-    if summed:
-        times = sum(r.times for r in summed)
-        nbytes = format_nbytes(_SUMMED_NBYTES * sum(r.times * math.prod(r.shape) for r in summed))
-        lines.append(f"small sums between workers, through a server: {times}, {nbytes}")
+    lines += [f"each worker and step: pulls {weights}, pushes {pushed} and {numbers} numbers{but}"]
+    lines += _inside(records(program, timed), layout, weights)
     if made.coupling is not None:
         sums = sum(len(o.sums.outputs) for o in made.owned if o.sums is not None)
         where = "each worker on its own gradients" if alone else "servers, over all blocks"

@@ -55,7 +55,7 @@ class Execution:
         mesh, rank = program.layout.mesh, 0
         if mesh.num_ranks > 1:
             rank = dist.get_rank()
-            self.player = ProcessGroups(home.groups_for(_between_ranks(program.graph)))
+            self.player = ProcessGroups(home.groups_for(between_ranks(program.graph)))
             check_order([describe(n) for n in program.collectives])
         self._place = mesh.coordinates(rank)
         self.timed: Timed | None = None
@@ -120,7 +120,7 @@ class Execution:
     def _target(self) -> Target:
         shared: frozenset[tuple[str, ...]] = frozenset()
         if self.player is not None:
-            groups, used = self.player.groups, _between_ranks(self.program.graph)
+            groups, used = self.player.groups, between_ranks(self.program.graph)
             shared = frozenset(axes for axes in used if groups.shared(axes) is not None)
         return Target(donated=self.donated, shared=shared)
 
@@ -192,7 +192,7 @@ def axes_used(graph: fx.Graph) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(axes for n in played if (axes := collectives.axes_of(n))))
 
 
-def _between_ranks(graph: fx.Graph) -> list[tuple[str, ...]]:
+def between_ranks(graph: fx.Graph) -> list[tuple[str, ...]]:
     """The axes used, in its loops too; time has no ranks."""
     used = (axes for one in graphs_of(graph) for axes in axes_used(one))
     named = (tuple(a for a in axes if a != MICRO) for axes in used)

@@ -27,9 +27,9 @@ def ensure_process_group() -> bool:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size == 1 or not dist.is_available():
         return False
-    rank = int(os.environ["RANK"])
+    group, rank = divmod(int(os.environ["RANK"]), world_size)
     dist.init_process_group(
-        _backend(), timeout=collective_timeout(), **_rendezvous(rank, world_size)
+        _backend(), timeout=collective_timeout(), **_rendezvous(group, rank, world_size)
     )
     atexit.register(leave)
     return True
@@ -43,12 +43,15 @@ def _backend() -> str:
     return "cpu:gloo,cuda:nccl"
 
 
-def _rendezvous(rank: int, world_size: int) -> dict[str, Any]:
-    """Ranks of `tutti run` meet in a file of the run's own directory: nothing listens for them."""
+def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:
+    """Ranks of `tutti run` meet in a file of the run's own directory: nothing listens for them.
+
+    With servers each worker's ranks are a group of their own, and never meet those of another.
+    """
     run_dir = os.environ.get(RUN_DIR)
     if run_dir is None:
         return {"init_method": "env://"}
-    path = os.path.join(run_dir, "ranks.store")
+    path = os.path.join(run_dir, f"ranks{group or ''}.store")
     store = dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
     return {"store": store, "rank": rank, "world_size": world_size}
 

@@ -136,6 +136,11 @@ def local_of(x: Tensor) -> Tensor:
     return x.detach()
 
 
+def whole_of(x: Tensor) -> Tensor:
+    """All of a tensor, without autograd; of one in shards all its ranks ask together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
 def set_local(x: Tensor, value: Tensor) -> None:
     """Let state tensor `x` hold `value` from now on."""
     if isinstance(x, DTensor):

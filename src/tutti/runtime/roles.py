@@ -1,6 +1,6 @@
 """What this process is in a run with servers: a worker or a server, which one, and where the servers are.
 
-TUTTI_ROLE      "worker 2" or "server 0"
+TUTTI_ROLE      "worker 2" or "server 0"; of a worker of several ranks "worker 2.1" is the second
 TUTTI_SERVERS   "host:port,host:port"; without it the servers of one host write their addresses to the
                 run's directory
 TUTTI_SECRET    what workers must know
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,22 +31,37 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Role:
-    """`kind` is "worker" or "server"; both are numbered from 0."""
+    """`kind` is "worker" or "server"; both are numbered from 0, and so are the ranks of a worker."""
 
     kind: str
     number: int
+    place: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.number}"
+        return f"{self.kind} {self.number}" + (f".{self.place}" if self.place else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Role:
+        """The role that prints as `text`."""
+        kind, _, numbers = text.partition(" ")
+        number, _, place = numbers.partition(".")
+        return cls(kind, int(number), int(place or 0))
 
     def rank(self, layout: Layout) -> int:
-        """The number among all processes of a run: workers first."""
-        return self.number if self.kind == WORKER else layout.num_replicas + self.number
+        """The number among all processes of a run: workers first, each with its ranks side by side."""
+        if self.kind == WORKER:
+            return self.number * layout.worker_size + self.place
+        return layout.num_ranks + self.number
+
+
+def worker_roles(layout: Layout, workers: Iterable[int]) -> list[Role]:
+    """Every process of some workers."""
+    return [Role(WORKER, w, k) for w in workers for k in range(layout.worker_size)]
 
 
 def roles_of(layout: Layout) -> list[Role]:
     """Every process of a run, by rank."""
-    workers = [Role(WORKER, w) for w in range(layout.num_replicas)]
+    workers = worker_roles(layout, range(layout.num_replicas))
     return workers + [Role(SERVER, s) for s in range(layout.server)]
 
 
@@ -55,14 +71,14 @@ def role_now(layout: Layout) -> Role:
     Raises:
         LayoutError: it was not started as part of a run with servers.
     """
-    kind, _, number = os.environ.get(ROLE, "").partition(" ")
-    if not kind:
+    text = os.environ.get(ROLE, "")
+    if not text:
         raise LayoutError(
             f'layout "{layout}" has servers, but this process is neither a worker nor a server',
             why="workers and servers are started by tutti run, servers of other hosts by tutti serve",
             fix=f'tutti run --layout "{layout}" SCRIPT',
         )
-    return Role(kind, int(number))
+    return Role.parse(text)
 
 
 def secret() -> str:

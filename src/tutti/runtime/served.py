@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.runtime.roles import ROLE, WORKER, Role, role_now
 from tutti.runtime.server_side import serve
-from tutti.runtime.worker_side import STRICT, Holder, Worked, WorkerSide, parts_of
+from tutti.runtime.worked import STRICT, Holder, Worked, parts_of
+from tutti.runtime.worker_side import WorkerSide
 from tutti.server import consistency
 from tutti.server.split import Split
 
@@ -19,6 +22,7 @@ __all__ = [
     "STRICT",
     "Served",
     "Worked",
+    "layout_of_evaluation",
     "serve",
     "state_here",
     "state_replaced",
@@ -57,7 +61,7 @@ class Served:
     def joined(self) -> WorkerSide | None:
         """The side of a worker that servers know already."""
         side: WorkerSide | None = self.__dict__.get("worker")
-        return side if side is not None and side.client is not None else None
+        return side if side is not None and side.has_joined else None
 
 
 @contextmanager
@@ -68,7 +72,7 @@ def state_here(served: Served | None) -> Iterator[None]:
         side.bring()
     yield
     if side is not None:
-        side.forget_slots()
+        side.weights.forget_slots()
 
 
 @contextmanager
@@ -81,5 +85,13 @@ def state_replaced(served: Served | None) -> Iterator[None]:
 
 
 def writes(served: Served | None) -> bool:
-    """Whether this process writes checkpoints: of workers and servers the first worker."""
-    return served is None or os.environ.get(ROLE, f"{WORKER} 0") == f"{WORKER} 0"
+    """Whether this process writes checkpoints: of workers and servers the ranks of the first worker."""
+    role = Role.parse(os.environ.get(ROLE, f"{WORKER} 0"))
+    return served is None or (role.kind, role.number) == (WORKER, 0)
+
+
+def layout_of_evaluation(layout: Layout) -> Layout:
+    """Where a step without an optimizer runs: on a worker's ranks, or on one server alone."""
+    role = Role.parse(os.environ.get(ROLE, f"{WORKER} 0"))
+    alone = layout.server and role.kind != WORKER
+    return replace(layout.of_one, axes={}) if alone else layout.of_one

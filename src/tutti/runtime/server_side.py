@@ -14,7 +14,7 @@ from tutti.capture.step import Captured, capture
 from tutti.layout import Layout
 from tutti.replicas import parts
 from tutti.runtime import roles
-from tutti.runtime.residence import Residence, adopt, local_of, run_device, settle
+from tutti.runtime.residence import Residence, adopt, run_device, settle, whole_of
 from tutti.runtime.roles import Role
 from tutti.server import consistency
 from tutti.server.service import Service
@@ -80,12 +80,12 @@ def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
 
 
 def whole_state(step: Holder, names: set[str]) -> dict[str, dict[str, Tensor]]:
-    """Variables with their slots, by name and slot, as the model and the optimizer hold them."""
+    """Variables with their slots, whole, by name and slot; all ranks of a worker ask together."""
     found: dict[str, dict[str, Tensor]] = {}
     for s in state_of(step.model, step.optimizer):
         if (s.owner or s.name) in names:
             own = found.setdefault(s.owner or s.name, {})
-            own[s.slot or WEIGHT] = local_of(s.tensor).cpu()
+            own[s.slot or WEIGHT] = whole_of(s.tensor).cpu()
     return found
 
 

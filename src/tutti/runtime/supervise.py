@@ -1,7 +1,7 @@
 """Starts workers and servers on this host, and keeps the run going where it can go on without one of them.
 
 a server is killed                it is started again, and goes on from its records
-a worker ends, async or bounded   it has left: the others go on
+a worker ends, async or bounded   it has left: the others go on; a rank that fails takes its worker with it
 a worker fails, step              all are stopped
 a script is wrong (a server's)    all are stopped
 """
@@ -93,7 +93,6 @@ class Supervisor:
             **(environment or {}),
             RUN_DIR: str(self.run_dir),
             LAYOUT: str(layout),
-            "WORLD_SIZE": "1",  # nobody meets anybody but the servers
         }
         self.apart = consistency.parse(layout.sync).apart
         self.started: list[Started] = []
@@ -120,7 +119,14 @@ class Supervisor:
 
     def _start(self, role: Role) -> Started:
         rank = role.rank(self.layout)
-        environment = {**self.environment, ROLE: str(role), "RANK": str(rank)}
+        # nobody meets anybody but the servers, and the ranks of its own worker
+        size = self.layout.worker_size if role.kind == WORKER else 1
+        environment = {
+            **self.environment,
+            ROLE: str(role),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+        }
         process = self.spawn(environment, None if role == self.roles[0] else self._log(role))
         return Started(role, rank, process, [time.monotonic()])
 
@@ -158,15 +164,28 @@ class Supervisor:
             one.process, one.starts = again.process, [*recent, *again.starts]
             return
         self.codes[one.rank] = code
+        fellows = [x for x in self._worker_of(one) if x.lives]
         if one.role.kind == WORKER and code and self.apart:
+            first = all(
+                self.codes.get(x.rank, 0) == 0 for x in self._worker_of(one) if x is not one
+            )
             how = f"died (signal {-code})" if code < 0 else f"ended (exit code {code})"
-            self._say(f"{one.role} {how}{'; the others go on' if self._others(one) else ''}")
+            if first:
+                self._say(f"{one.role} {how}{'; the others go on' if self._others(one) else ''}")
+            for x in fellows:  # a worker lives and dies as a whole
+                with contextlib.suppress(ProcessLookupError):
+                    x.process.send_signal(signal.SIGKILL)
+
+    def _worker_of(self, one: Started) -> list[Started]:
+        """The ranks of a worker, or a server."""
+        kind, number = one.role.kind, one.role.number
+        return [x for x in self.started if (x.role.kind, x.role.number) == (kind, number)]
 
     def _others(self, one: Started) -> bool:
         """Whether another worker may still train: one of this host, or of another."""
-        here = {x.role.number: x for x in self.started if x.role.kind == WORKER}
-        lives = any(x.lives for number, x in here.items() if number != one.role.number)
-        return lives or len(here) < self.layout.num_replicas
+        here = [x for x in self.started if x.role.kind == WORKER]
+        lives = any(x.lives for x in here if x.role.number != one.role.number)
+        return lives or len({x.role.number for x in here}) < self.layout.num_replicas
 
     def _hopeless(self) -> bool:
         """Whether the run cannot go on: a server has failed, or under `step` a worker."""
@@ -183,8 +202,12 @@ class Supervisor:
 
     def _code(self) -> int:
         kind = WORKER if any(r.kind == WORKER for r in self.roles) else SERVER
-        own = [self.codes.get(x.rank, 0) for x in self.started if x.role.kind == kind]
-        if self._hopeless() or (0 not in own):
+        own = [
+            all(self.codes.get(y.rank, 0) == 0 for y in self._worker_of(x))
+            for x in self.started
+            if x.role.kind == kind
+        ]
+        if self._hopeless() or not any(own):
             return failures.exit_code(self._ends())
         return 0
 

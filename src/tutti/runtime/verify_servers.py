@@ -71,7 +71,7 @@ def compare_servers(
     seed: int,
     cut: Sequence[str] = (),
 ) -> Verdict:
-    """Both comparisons for a layout with servers; `place` and `cut` do not matter to workers of one rank."""
+    """Both comparisons for a layout with servers; workers have no stages to `cut`."""
     check_dtype(dtype)
     due, count = consistency.parse(layout.sync), layout.num_replicas
     own = [parts.of_batch(batch, w, count) for w in range(count)]
@@ -87,7 +87,7 @@ def compare_servers(
             precision=layout.precision,
         )
         rest.append((subject, [feed_of(subject.captured, optimizer, one) for one in batches]))
-    return verdict_of(*rest[0], layout, then=rest[1] if due.both else None)
+    return verdict_of(*rest[0], layout, then=rest[1] if due.both else None, place=place)
 
 
 def verdict_of(
@@ -96,6 +96,7 @@ def verdict_of(
     layout: Layout,
     *,
     then: Phase | None = None,
+    place: Mapping[str, str] | None = None,
     spoil: Callable[[VirtualServers], None] | None = None,
 ) -> Verdict:
     """The verdict for a step that is captured already.
@@ -104,6 +105,7 @@ def verdict_of(
         subject: captured with the whole batch while workers are together, else with the rows of worker 0.
         feeds: of that batch, or of each worker's rows.
         then: the same for the steps apart that follow those together, as many again.
+        place: as for `distribute`.
         spoil: is given the servers first (to inject faults).
     """
     made = split(subject.captured)
@@ -112,14 +114,15 @@ def verdict_of(
     servers = _servers(subject, made, layout, due)
     if spoil is not None:
         spoil(servers)
-    comparison = (_InAnyOrder if due.alone(0) else _Together)(subject, made, servers, feeds, layout)
+    kind = _InAnyOrder if due.alone(0) else _Together
+    comparison = kind(subject, made, servers, feeds, layout, place)
     comparison.run(subject.steps)
     captures = [subject.capture]
     if then is not None:
         tables = frozenset(v.name for v in servers.updater.variables if v.rows)
         made = split(then[0].captured, tables=tables)
         check_same(GraphUpdater(made, wide=True), servers.updater)
-        comparison = _InAnyOrder(then[0], made, servers, then[1], layout, before=comparison)
+        comparison = _InAnyOrder(then[0], made, servers, then[1], layout, place, before=comparison)
         comparison.run(then[0].steps)
         captures.append(then[0].capture)
     found = comparison.errors
@@ -172,16 +175,21 @@ class _Comparison:
         servers: VirtualServers,
         feeds: list[Feed],
         layout: Layout,
+        place: Mapping[str, str] | None,
         *,
         before: _Comparison | None = None,
     ) -> None:
         self.subject, self.servers, self.layout = subject, servers, layout
+        side_by_side = isinstance(self, _Together)
+        self.part: WorkerPart = (together if side_by_side else alone)(made)
+        laid_out = worker_layout(layout, alone=not side_by_side)
+        self.program = worker_program(self.part, laid_out, place)
+        self.local = _as_run(self.program)
         self.captured, self.updater = made.captured, servers.updater
         self.feeds = [{n: promoted_value(x) for n, x in feed.items()} for feed in feeds]
         self.one = {n: promoted_value(x) for n, x in subject.start.items()}
         self.held = [dict(self.one) for _ in servers.sessions]
         self.names = {(s.owner or s.name, s.slot or WEIGHT): s.name for s in self.captured.state}
-        side_by_side = isinstance(self, _Together)
         self.whole = self.captured
         self.coded = _coded(made, servers, layout, together=side_by_side)
         if self.coded is not None:
@@ -201,6 +209,24 @@ class _Comparison:
         """Some workers pull, side by side."""
         for w, found in zip(workers, self.servers.pull(workers), strict=True):
             self.held[w] |= found
+
+    def play(self, workers: Sequence[int], feeds: Sequence[Feed], seed: int, k: int) -> list[Any]:
+        """What the ranks of some workers return, from the weights that their worker holds."""
+        mesh, captured = self.program.layout.place_mesh, self.program.captured
+        inputs = []
+        for rank in range(mesh.num_ranks):
+            place = rank // self.layout.worker_size
+            held, at = self.held[workers[place]], mesh.coordinates(rank)
+            storage = {s.name: self.program.storage[s.name] for s in captured.state}
+            own = {n: kept.cut(held[n], mesh, at) for n, kept in storage.items()}
+            inputs.append(_cloned(inputs_of(captured, own, feeds[place])))
+        return VirtualRanks(mesh, seed=seed, step=k).run(*self.local, inputs)
+
+    def keep(self, worker: int, new: list[Tensor], one: Mapping[str, Tensor], k: int) -> None:
+        """A worker's own state as one of its ranks has it, and one device's."""
+        mine = dict(zip(self.program.captured.updated, new, strict=True))
+        self.held[worker] |= mine
+        add_state(self.errors, mine, one, k)
 
     def compare(self, k: int) -> None:
         """The servers' state with that of one device."""
@@ -228,26 +254,17 @@ class _Together(_Comparison):
 
     def __init__(self, subject: Subject, made: Split, *rest: Any) -> None:
         super().__init__(subject, made, *rest)
-        self.part = together(made)
-        count = len(self.servers.sessions)
-        self.program, self.local = _program(self.part, worker_layout(self.layout, count))
         self.dense = promoted(self.whole.graph, self.whole.owner)[:2]
 
     def run(self, steps: int) -> None:
         workers, (feed,) = range(len(self.servers.sessions)), self.feeds
         for k in range(steps):
             self.pull(*workers)
-            mesh = self.program.layout.place_mesh
-            ranks = VirtualRanks(mesh, seed=self.subject.seed, step=k)
             tables = [rows_read(self.part, x, feed) for x in self.held]
-            inputs = [
-                _cloned(inputs_of(self.program.captured, x, {**feed, **rows.feed}))
-                for x, rows in zip(self.held, tables, strict=True)
-            ]
-            outs = ranks.run(*self.local, inputs)
+            outs = self.play(workers, [{**feed, **t.feed} for t in tables], self.subject.seed, k)
             found = [self.part.parts(returned) for returned, _ in outs]
-            pushes = {}
-            for w, (_, gradients, extra) in enumerate(found):
+            size, pushes = self.layout.worker_size, {}
+            for w, (_, gradients, extra) in enumerate(found[::size]):
                 numbers = self.numbers({**feed, **extra}, self.updater.given)
                 pushes[w] = tables[w].pushed(gradients), numbers
             arrived = self.arrived({w: gradients for w, (gradients, _) in pushes.items()})
@@ -255,14 +272,13 @@ class _Together(_Comparison):
             self.pull(*workers)
             numbers = self.servers.machines[0].ledger.numbers
             returned = self._one_device(k, {**feed, **arrived})
-            for held, (own, _, _), (_, new) in zip(self.held, found, outs, strict=True):
-                held |= dict(zip(self.program.captured.updated, new, strict=True))
+            for rank, ((own, _, _), (_, new)) in enumerate(zip(found, outs, strict=True)):
                 leaves = self.part.result(own, numbers, wide=True)
                 add_returned(self.errors, leaves, returned, k)
-                mine = {
-                    n: held[n] for n in self.captured.updated if n in self.program.captured.kinds
-                }
-                add_state(self.errors, mine, self.one, k)
+                self.keep(rank // size, new, self.one, k)
+            for held in self.held:
+                weights = [n for n in self.captured.updated if n in self.program.captured.kinds]
+                add_state(self.errors, {n: held[n] for n in weights}, self.one, k)
             self.compare(k)
 
     def _one_device(self, k: int, feed: Feed) -> list[Any]:
@@ -278,8 +294,6 @@ class _InAnyOrder(_Comparison):
 
     def __init__(self, subject: Subject, made: Split, *rest: Any, **options: Any) -> None:
         super().__init__(subject, made, *rest, **options)
-        self.part: WorkerPart = alone(made)
-        _, self.local = _program(self.part, worker_layout(self.layout, 1))
         self.replay: Captured = stale(self.whole)
         self.dense = promoted(self.replay.graph, self.replay.owner)[:2]
         self.buffers = [dict(self.one) for _ in self.held]  # one device's, for each worker
@@ -314,10 +328,9 @@ class _InAnyOrder(_Comparison):
     def _push(self, w: int, k: int) -> None:
         feed, seed = self.feeds[w], parts.seed_of(self.subject.seed, w)
         tables = rows_read(self.part, self.held[w], feed)
-        inputs = [_cloned(inputs_of(self.part.captured, self.held[w], {**feed, **tables.feed}))]
-        out, new = VirtualRanks(Mesh(), seed=seed, step=k).run(*self.local, inputs)[0]
-        self.held[w] |= dict(zip(self.part.captured.updated, new, strict=True))
-        own, gradients, extra = self.part.parts(out)
+        outs = self.play([w], [{**feed, **tables.feed}], seed, k)
+        found = [self.part.parts(out) for out, _ in outs]
+        own, gradients, extra = found[0]
         numbers = self.numbers({**feed, **extra}, self.updater.numbers)
         pushed = tables.pushed(gradients)
         arrived = self.arrived({w: pushed})
@@ -325,9 +338,9 @@ class _InAnyOrder(_Comparison):
         self.staleness = max(self.staleness or 0, done.staleness)
         returned = self._one_device(w, k, seed, {**feed, **self._damped(w), **arrived})
         self.num_updates += 1
-        add_returned(self.errors, self.part.result(own, numbers), returned, k)
-        mine = {n: self.held[w][n] for n in self.part.captured.updated}
-        add_state(self.errors, mine, self.buffers[w], k)
+        for (own, _, _), (_, new) in zip(found, outs, strict=True):
+            add_returned(self.errors, self.part.result(own, numbers), returned, k)
+            self.keep(w, new, self.buffers[w], k)
         self.compare(k)
 
     def _damped(self, w: int) -> Feed:
@@ -363,13 +376,12 @@ def _coded(
     return CodedSums(due.traffic, servers.blocks, layout.num_replicas, captured)
 
 
-def _program(part: WorkerPart, layout: Layout) -> tuple[Program, tuple[fx.Graph, nn.Module]]:
-    """A worker's program under `layout`, and as it runs, in float64."""
-    program = worker_program(part, layout)
+def _as_run(program: Program) -> tuple[fx.Graph, nn.Module]:
+    """A worker's program as it runs, in float64."""
     timed = in_slices(program)
     updated = frozenset(program.captured.updated)
     graph = played(timed.programs[0] if timed else program, updated)
-    return program, promoted(graph, program.captured.owner)[:2]
+    return promoted(graph, program.captured.owner)[:2]
 
 
 def _cloned(inputs: list[Any]) -> list[Any]:

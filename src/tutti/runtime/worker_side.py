@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor
 
-from tutti.capture.lift import create_slots, optimizers_of, state_of
+from tutti.capture.lift import state_of
+from tutti.comm.agree import check_order
+from tutti.comm.process_groups import ProcessGroups
 from tutti.errors import ServerError
-from tutti.graph import random
-from tutti.layout import Layout
+from tutti.graph.collectives import Player
 from tutti.partition.partition import Program
-from tutti.pipeline.timed import Timed
 from tutti.replicas import parts
 from tutti.runtime import roles
-from tutti.runtime.allocator import give_back_now, keep_freed_memory
-from tutti.runtime.checked import Checked
-from tutti.runtime.generate import generate
-from tutti.runtime.loops import Loops
+from tutti.runtime.allocator import keep_freed_memory
+from tutti.runtime.execute import between_ranks, describe
 from tutti.runtime.residence import (
     forget_values,
     local_of,
@@ -32,103 +28,24 @@ from tutti.runtime.residence import (
     set_local,
 )
 from tutti.runtime.roles import Role
-from tutti.runtime.server_side import captured_for, whole_state
+from tutti.runtime.server_side import whole_state
+from tutti.runtime.worked import Holder, Worked, parts_of
+from tutti.runtime.worker_weights import WorkerWeights
 from tutti.server import consistency
 from tutti.server.client import Client, Rows
-from tutti.server.program import in_slices, played, worker_layout, worker_program
+from tutti.server.crew import Crew
+from tutti.server.rows import Lookup
 from tutti.server.small_sums import SmallSums
-from tutti.server.split import Split, split
+from tutti.server.two_levels import REPLICA, TwoLevels
 from tutti.server.update import WEIGHT
 from tutti.server.updater import GraphUpdater, check_same
-from tutti.server.worker import WorkerPart, alone, together
-
-# Set to anything, an op without a rule is an error instead of a warning.
-STRICT = "TUTTI_STRICT"
-
-
-class Holder(Protocol):
-    """What holds the state: a `tutti.Step`."""
-
-    train_step: Any
-    model: nn.Module
-    optimizer: Any
-    layout: Layout
-    seed: int
-    num_steps: int
-
-
-@dataclass
-class Worked:
-    """A step as this worker runs it."""
-
-    split: Split
-    part: WorkerPart
-    program: Program
-    updater: GraphUpdater
-    player: SmallSums | None
-    coordinates: Mapping[str, int]
-    apart: bool
-    donated: frozenset[str] = field(default_factory=frozenset)
-    place: int = 0
-
-    @cached_property
-    def timed(self) -> Timed | None:
-        """The program with its micro-batches one after the other, if it has any."""
-        return in_slices(self.program)
-
-    @property
-    def _local(self) -> Program:
-        return self.timed.programs[0] if self.timed else self.program
-
-    @cached_property
-    def _loops(self) -> Loops | None:
-        owner, mesh = self.program.captured.owner, self.program.mesh
-        return Loops(owner, self.player, mesh, self.coordinates, {}, {}) if self.timed else None
-
-    @cached_property
-    def graph(self) -> fx.Graph:
-        """The program as it runs."""
-        return played(self._local, self.donated)
-
-    @cached_property
-    def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
-        owner, mesh = self.program.captured.owner, self.program.mesh
-        made = generate(self.graph, owner, self.player, mesh, self.coordinates, loops=self._loops)
-        give_back_now()
-        return made.function
-
-    def run(
-        self, inputs: list[Any], seed: int, step: int, *, checked: bool = False
-    ) -> tuple[list[Any], list[Any]]:
-        """(what it returns, new buffers) for inputs; with `checked`, node by node."""
-        if self.player is not None:
-            self.player.begin()
-        if checked:
-            given = (self.player, self.coordinates, self._loops, seed, step)
-            return Checked(self._local, *given).run(inputs)
-        with torch.no_grad():
-            return self._function(inputs, lambda stream: random.key(seed, stream, step))
-
-
-def parts_of(
-    step: Holder,
-    batch: tuple[Any, ...],
-    tables: frozenset[str] | None = None,
-    *,
-    apart: bool,
-) -> tuple[Split, WorkerPart, Program]:
-    """A step taken apart (of `tables` only rows travel), the worker's part of it, and that as a program;
-    `apart`: for a worker whose pushes are updates of their own."""
-    made = split(captured_for(step, batch, apart=apart), tables=tables)
-    part = (alone if apart else together)(made)
-    laid_out = worker_layout(step.layout, 1 if apart else step.layout.num_replicas)
-    return made, part, worker_program(part, laid_out, strict=bool(os.environ.get(STRICT)))
 
 
 class WorkerSide:
     """What a `Step` does on a worker; joins the servers at its first call and leaves them at exit.
 
-    Weights lie in the model as this worker pulled them last; the optimizer holds no slots.
+    Weights lie in the model as this worker pulled them last; the optimizer holds no slots. Of a worker of
+    several ranks the first alone has a `client`; all of them call together.
     """
 
     def __init__(self, step: Holder, role: Role) -> None:
@@ -137,39 +54,70 @@ class WorkerSide:
         self.client: Client | None = None
         self._updater: GraphUpdater | None = None
         self._numbers: Mapping[str, float] | None = None
+        self._apart = self.consistency.alone(0)
         keep_freed_memory()
 
     @property
     def apart(self) -> bool:
         """Whether this worker's next push is an update of its own."""
-        return self.client.alone if self.client is not None else self.consistency.alone(0)
+        return self._apart
+
+    @cached_property
+    def crew(self) -> Crew:
+        """The ranks of this worker, who must have met."""
+        return Crew(self.step.layout.worker_size)
+
+    @cached_property
+    def weights(self) -> WorkerWeights:
+        """The weights on this rank."""
+        return WorkerWeights(self.step, self.crew)
 
     def compiled(self, batch: tuple[Any, ...]) -> Worked:
         """The step for a batch like this one, as it runs now; joins the servers if that is to be done."""
         apart = self.apart
+        if self._updater is not None:
+            self.weights.make_slots(self._updater.variables)  # capture looks for them
         made, part, program = parts_of(self.step, batch, self._tables, apart=apart)
+        check_order([describe(n) for n in program.collectives])
         updater = GraphUpdater(made)
         self._join(updater)
+        self.weights.forget_slots()
+        self.weights.settle(program)
         if apart != self.apart:  # the others are apart already
             return self.compiled(batch)
-        count = program.layout.num_ranks
-        player = SmallSums(self._add, self.role.number, count) if count > 1 else None
-        coordinates = {"data": self.role.number} if count > 1 else {}
         own = own_memory(state_of(self.step.model, None)) & set(program.captured.updated)
-        self.forget_slots()
         for captured in (made.captured, program.captured):
             forget_values(captured.state)
-        return Worked(made, part, program, updater, player, coordinates, apart, own)
+        sums, player, place = self._players(program)
+        return Worked(made, part, program, updater, player, sums, place, apart, own)
+
+    def _players(self, program: Program) -> tuple[SmallSums | None, Player | None, dict[str, int]]:
+        """What forms sums over the workers, what plays all collectives, and this rank's place."""
+        inside: Player | None = None
+        place = self.weights.place
+        if self.crew.size > 1:
+            used = [tuple(a for a in axes if a in place) for axes in between_ranks(program.graph)]
+            inside = ProcessGroups(self.weights.home.groups_for(filter(None, used)))
+        count = program.layout.num_replicas
+        if count == 1:
+            return None, inside, place
+        sums, place = (
+            SmallSums(self._add, self.role.number, count),
+            {REPLICA: self.role.number, **place},
+        )
+        if inside is None:
+            return sums, sums, place
+        return sums, TwoLevels(inside, sums, program.layout.mesh, place), place
 
     def call(
         self, worked: Worked, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
     ) -> list[Any]:
         """One step; the leaves that it returns."""
-        state = {s.name: s.tensor for s in state_of(self.step.model, None)}
+        state = self.weights.state
         if worked.apart:
             tensors = parts.rows(tensors, self.role.number, self.step.layout.num_replicas)
         tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
-        read = {x.table: x.room(local_of(state[x.table])) for x in worked.part.lookups}
+        read = {x.table: _room(x, state[x.table]) for x in worked.part.lookups}
         wanted = {n: Rows(rows, read[n][: len(rows)]) for n, (rows, _) in tables.items()}
         self._pull(state, wanted, whole=(self._tables or frozenset()) - set(wanted))
         if worked.apart != self.apart:
@@ -191,57 +139,72 @@ class WorkerSide:
         for lookup in worked.part.lookups:
             name = lookup.table
             pushed[name] = Rows(*lookup.pushed(tables[name][0], gradients[name]))
-        self._push(worked, pushed, numbers)
+        if self.client is not None:
+            self._push(self.client, worked, pushed, numbers)
+        self._numbers = None
         if not worked.apart:
             numbers = self._pull(state, {}, whole=frozenset())
         return worked.part.result(mine, numbers)
 
     def refresh(self) -> None:
         """Bring the weights of now, for whoever reads the model between steps."""
-        if self.client is None or self._updater is None:
+        if self._updater is None:
             return
         if not self.apart and not any(v.rows for v in self._updater.variables):
             return
-        state = {s.name: local_of(s.tensor) for s in state_of(self.step.model, None)}
-        into = {v.name: state[v.name] for v in self._updater.variables}
+        state = self.weights.state
+        rooms = self.weights.rooms(state, [v.name for v in self._updater.variables])
         if self.consistency.predict:
-            self.client.look(into)
+            if self.client is not None:
+                self.client.look(rooms)
             self._numbers = None  # the next gradient wants weights to come
-            return
-        self.client.pull(into)  # one that was begun before the last push
-        self._numbers = self.client.pull(into).numbers
+        else:
+            if self.client is not None:
+                self.client.pull(rooms)  # one that was begun before the last push
+                self._numbers = self.client.pull(rooms).numbers
+            self._numbers = self._told(self._numbers or {})
+        self.weights.take(state, rooms)
 
     def bring(self) -> None:
         """Put all state that the servers have into the model and the optimizer."""
-        if self.client is None:
+        if self._updater is None:
             return
-        create_slots(self.step.optimizer)
-        held = self.client.pull_state()
+        self.weights.make_slots(self._updater.variables)
+        held = self.client.pull_state() if self.client is not None else {}
+        for v in self._updater.variables:
+            for slot, (shape, dtype) in {WEIGHT: (v.shape, v.dtype), **v.slots}.items():
+                if self.client is None:
+                    held.setdefault(v.name, {})[slot] = torch.empty(shape, dtype=dtype)
+                self.crew.share(held[v.name][slot])
         for s in state_of(self.step.model, self.step.optimizer):
             own = held.get(s.owner or s.name)
             if own is not None:
-                set_local(s.tensor, own[s.slot or WEIGHT].to(s.tensor.device))
+                self.weights.put(s, own[s.slot or WEIGHT])
 
-    def forget_slots(self) -> None:
-        """The servers have the optimizer's slots; here they would only grow old."""
-        for one in optimizers_of(self.step.optimizer):
-            one.state.clear()
+    @property
+    def has_joined(self) -> bool:
+        """Whether servers know this worker."""
+        return self._updater is not None
 
     def hand_over(self) -> None:
         """Give the servers the state that the model and the optimizer hold; one worker does so for all."""
         self._numbers = None
-        if self.client is not None and self.role.number == 0:
-            assert self._updater is not None
-            self.client.push_state(
-                whole_state(self.step, {v.name for v in self._updater.variables})
-            )
+        if self._updater is not None and self.role.number == 0:
+            held = whole_state(self.step, {v.name for v in self._updater.variables})
+            if self.client is not None:
+                self.client.push_state(held)
 
     def _join(self, updater: GraphUpdater) -> None:
         if self._updater is not None:
             check_same(updater, self._updater)
-        if self.client is not None:
             return
         self._updater = updater
+        residence_of(self.step.model, self.step.layout).fetch = self.refresh
+        if self.crew.speaks:
+            self._connect(updater)
+        self._told({})
+
+    def _connect(self, updater: GraphUpdater) -> None:
         client = Client(
             roles.addresses(self.step.layout),
             updater,
@@ -253,7 +216,6 @@ class WorkerSide:
         )
         client.join()
         self.client = client
-        residence_of(self.step.model, self.step.layout).fetch = self.refresh
         atexit.register(client.leave)
 
     @property
@@ -268,26 +230,40 @@ class WorkerSide:
     ) -> Mapping[str, float]:
         """The weights for the next gradient, of large tables the `rows`, or what is to come `whole`; the
         numbers of the last update."""
-        assert self.client is not None and self._updater is not None
-        numbers, due = self._numbers, self._numbers is None
+        assert self._updater is not None
+        numbers, due = self._numbers or {}, self._numbers is None
         own = [v.name for v in self._updater.variables if due and not v.rows] + sorted(whole)
-        into = {name: local_of(state[name]) for name in own}
+        rooms = self.weights.rooms(state, own)
+        if self.client is not None and (own or rows):
+            numbers = self.client.pull(rooms, rows).numbers
+        if self.client is not None and due and self.consistency.ahead and not self._tables:
+            self.client.prefetch(rooms)
         if own or rows:
-            numbers = self._numbers = self.client.pull(into, rows).numbers
-        if due and self.consistency.ahead and not self._tables:
-            self.client.prefetch(into)
-        assert numbers is not None
-        return numbers
+            self._numbers = self._told(numbers)
+        self.weights.take(state, rooms)
+        for some in rows.values():
+            self.crew.share(some.values)
+        assert self._numbers is not None
+        return self._numbers
 
     def _push(
-        self, worked: Worked, gradients: Mapping[str, Tensor | Rows], numbers: Mapping[str, float]
+        self,
+        client: Client,
+        worked: Worked,
+        gradients: Mapping[str, Tensor | Rows],
+        numbers: Mapping[str, float],
     ) -> None:
-        assert self.client is not None
         names = worked.updater.numbers if worked.apart else worked.updater.given
-        pushed = self.client.push(gradients, {n: numbers[n] for n in names})
-        self._numbers = None
+        pushed = client.push(gradients, {n: numbers[n] for n in names})
         if not pushed.taken and not worked.apart:
             raise self._given_up()
+
+    def _told(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """What the first rank knows: numbers, and whether workers are apart."""
+        own = {_APART: float(self.client.alone)} if self.client is not None else {}
+        found = self.crew.told({**numbers, **own})
+        self._apart = bool(found.pop(_APART))
+        return found
 
     def _given_up(self) -> ServerError:
         first = f"the first {self.consistency.after} steps of " if self.consistency.both else ""
@@ -298,8 +274,20 @@ class WorkerSide:
         )
 
     def _add(self, _name: str, values: Tensor) -> Tensor:
-        assert self.client is not None
-        return self.client.sum(values)
+        return self.crew.sum(values, self.client.sum if self.client is not None else _unheard)
+
+
+# Among the numbers that a first rank tells its fellows.
+_APART = " apart"
+
+
+def _room(lookup: Lookup, table: Tensor) -> Tensor:
+    """Whole rows that are still to come, of a table that may lie here in parts."""
+    return local_of(table).new_zeros((lookup.num_rows, *table.shape[1:]))
+
+
+def _unheard(_: Tensor) -> Tensor:
+    raise AssertionError("the first rank of a worker speaks for all")
 
 
 def _named(tensors: list[Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,68 @@
+"""The ranks of one worker: the first speaks with the servers, for all of them.
+
+servers  <-->  worker 0        worker 0.1
+               first rank  -->  fellows        weights, numbers, sums
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti.comm import transport
+from tutti.comm.exchange import exchange_texts
+from tutti.comm.group import Group
+from tutti.errors import LayoutError
+
+Total = Callable[[Tensor], Tensor]
+
+
+class Crew:
+    """This rank among those of its worker, which are all ranks of its process group; all call together.
+
+    Args:
+        size: how many the layout gives a worker.
+
+    Raises:
+        LayoutError: another number of ranks has met.
+    """
+
+    def __init__(self, size: int) -> None:
+        several = dist.is_initialized()
+        self.size = dist.get_world_size() if several else 1
+        self.rank = dist.get_rank() if several else 0
+        if self.size != size:
+            raise LayoutError(
+                f"a worker of this layout has {size} ranks, and {self.size} have met",
+                why="the ranks of a worker are started together, on one host",
+                fix="tutti run --layout ... SCRIPT",
+            )
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the rank that speaks with the servers."""
+        return self.rank == 0
+
+    def share(self, x: Tensor) -> None:
+        """Let `x`, contiguous, hold on every rank what it holds on the first."""
+        if self.size > 1:
+            dist.broadcast(x, 0)
+
+    def told(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """The first rank's `numbers`, by name."""
+        if self.size == 1:
+            return dict(numbers)
+        return json.loads(exchange_texts(json.dumps(dict(numbers)), Group.world())[0])
+
+    def sum(self, x: Tensor, total: Total) -> Tensor:
+        """What `total`, called by the first rank for all, makes of this rank's `x` (1-D, on the CPU)."""
+        if self.size == 1:
+            return total(x)
+        rows = transport.all_gather(x, Group.world())
+        if self.speaks:
+            rows = total(rows.flatten()).view_as(rows).contiguous()
+        self.share(rows)
+        return rows[self.rank]
