@@ -18,7 +18,7 @@ import torch
 import tutti
 from ranks import context
 from tutti.layout import Layout
-from tutti.runtime import worker
+from tutti.runtime import supervise, worker
 from tutti.runtime.roles import LISTEN, ROLE, SECRET, SERVERS, Role, roles_of
 from tutti.runtime.server_side import LINGER
 from tutti.runtime.supervise import Supervisor
@@ -232,8 +232,13 @@ class Brief:
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_the_others_go_on_only_where_there_are_others(
-    elsewhere: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    elsewhere: bool,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(supervise, "POLL_SECONDS", 0.001)
+
     class Played(Supervisor):
         def spawn(self, environment: dict[str, str], log: Path | None) -> Any:
             return {"worker 0": Brief(2, 1), "worker 1": Brief(20, 3), "server 0": Brief(60, 0)}[
