@@ -79,7 +79,7 @@ def test_a_layout_that_cannot_be_read(layout: str, said: str) -> None:
 @pytest.mark.parametrize("word", ["server=1", "server=2 sync=step", "sync=async"])
 def test_servers_without_workers(word: str) -> None:
     error = refused(LayoutError, lambda: parts(f"data=2 {word}"))
-    assert "lacks" in error.what and "replica=2 sync=" in error.fix
+    assert "lacks" in error.what and "replica=2 data=2 sync=" in error.fix
 
 
 @pytest.mark.parametrize(

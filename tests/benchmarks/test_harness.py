@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ from tests.benchmarks.tiny import (
     SLEEPER,
     Sleeper,
 )
+from tutti.runtime.allocator import give_back_now
 
 PACE = Pace(num_rounds=3, turn_seconds=4 * SECONDS, num_warm=2)
 
@@ -88,10 +90,12 @@ def test_quartiles() -> None:
 
 
 def test_memory_counts_data_and_not_files(tmp_path) -> None:
+    gc.collect()
+    give_back_now()  # what steps of other tests have freed, and was kept, would be taken again
     before = data_nbytes(os.getpid())
     held = torch.ones(40_000_000, dtype=torch.uint8)
     grown = data_nbytes(os.getpid()) - before
-    assert 40_000_000 <= grown < 60_000_000
+    assert 39_900_000 <= grown < 60_000_000  # of its first and last page others may have held a part
     path = tmp_path / "zeros"
     path.write_bytes(bytes(40_000_000))
     mapped = torch.from_file(str(path), shared=True, size=40_000_000, dtype=torch.uint8)

@@ -198,6 +198,11 @@ def test_a_wrong_number_of_ranks_and_the_nearest_layout(
     Layout.parse(nearest).check_ranks(ranks)
 
 
+def test_the_nearest_layout_with_servers_leaves_out_what_does_not_go_with_them() -> None:
+    layout = Layout(axes={"pipe": 2}, server=1)
+    assert str(layout._fitted(5)) == "replica=4 sync=step server=1"
+
+
 @given(layouts(), st.integers(1, 16))
 def test_the_nearest_layout_always_works(layout: Layout, ranks: int) -> None:
     fitted = layout._fitted(ranks)

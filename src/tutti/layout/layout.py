@@ -207,7 +207,7 @@ class Layout:
     def _fitted(self, num_ranks: int) -> Layout:
         """The nearest layout of `num_ranks`: other axes stay where that divides, data takes the rest."""
         if self.server:
-            size = self.worker_size
+            size = self._served(1).num_ranks
             if (num_ranks - self.server) // size > 1 and (num_ranks - self.server) % size == 0:
                 return self._served((num_ranks - self.server) // size)
             return Layout(axes={"data": num_ranks})
