@@ -101,5 +101,5 @@ def test_memory_counts_data_and_not_files(tmp_path) -> None:
     path = tmp_path / "zeros"
     path.write_bytes(bytes(40_000_000))
     mapped = torch.from_file(str(path), shared=True, size=40_000_000, dtype=torch.uint8)
-    assert mapped.sum() == 0 and held.sum() == 40_000_000
+    assert mapped.max() == 0 and held.min() == 1  # a sum would be made of wider numbers, and kept
     assert data_nbytes(os.getpid()) - before - grown < 20_000_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -37,6 +38,7 @@ def main() -> None:
         if step.num_steps == BAD_STEP:
             print(f"rank {RANK} at step {BAD_STEP}", flush=True)
             if RANK == NUM_RANKS - 1:
+                time.sleep(0.5)  # the others come to wait for it, on a busy machine too
                 os.kill(os.getpid(), signal.SIGKILL)
         step(x, y)
 
