@@ -43,7 +43,6 @@ class ProcessGroups:
         self._background = Background()
         self._buffers: dict[Any, Tensor] = {}
         self._cut: dict[Any, list[Tensor]] = {}
-        self._own: dict[Any, Tensor] = {}
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
         """The sum, "max", "min" or "prod" of `x` over the group; same shape, a new tensor."""
@@ -138,16 +137,10 @@ class ProcessGroups:
             parts = [split(x, *where, group.size) for x, where in zip(xs, wheres, strict=True)]
             return together.reduce_scatter(parts, op, via)
 
-    def buffer(
-        self, axes: tuple[str, ...], offset: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        """Memory in the group's arena, once nobody reads what lay there before."""
-        return self.claimed(self.memory(axes, offset, shape, dtype), axes)
-
     def memory(
         self, axes: tuple[str, ...], offset: int, shape: Sequence[int], dtype: torch.dtype
     ) -> Tensor:
-        """The same memory at every call, whoever may read it."""
+        """Memory in the group's arena, the same at every call; others may read yet what lay there before."""
         key = (axes, offset, tuple(shape), dtype)
         if key not in self._buffers:
             row = self.arenas[axes][self.groups[axes].position]
@@ -210,15 +203,9 @@ class ProcessGroups:
         return wholes
 
     def part(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
-        """This rank's part of `x`, a view; one that lies in an arena, which stays, is kept."""
-        key = (x.data_ptr(), x.shape, x.dtype, axes, dim, outer)
-        found = self._own.get(key)
-        if found is None or not x.is_contiguous():
-            group = self.groups[axes]
-            found = split(x, dim, outer, group.size)[group.position]
-            if self._shared(axes).everywhere(x) is not None:
-                self._own[key] = found
-        return found
+        """This rank's part of `x`, a view."""
+        group = self.groups[axes]
+        return split(x, dim, outer, group.size)[group.position]
 
     def meet(self, axes: tuple[str, ...]) -> None:
         """Return when every rank of the group has come here."""

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from tutti.graph.aliases import roots_of
 from tutti.graph.loop import Body, Part, loop
 from tutti.graph.loop_memory import Peak, RowWalk
+from tutti.graph.order import positions_of
 from tutti.graph.part_memory import PartMemory
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Block, Storages
@@ -24,6 +26,17 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 last.setdefault(node, []).append(x)
             seen.add(x)
     return last
+
+
+def memory_ends(graph: fx.Graph) -> dict[fx.Node, int]:
+    """For each root (`aliases.roots_of`) the place of the last node that needs its memory, through any view;
+    behind all nodes for what the output needs."""
+    order = positions_of(graph)
+    dies = {x: order[node] for node, dead in last_uses(graph).items() for x in dead}
+    ends: dict[fx.Node, int] = {}
+    for x, root in roots_of(graph).items():
+        ends[root] = max(ends.get(root, 0), dies.get(x, len(order)))
+    return ends
 
 
 def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[Block]]:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from tutti.graph import collectives
 from tutti.graph.aliases import roots_of
 from tutti.graph.edit import NOTES
-from tutti.graph.liveness import last_uses
+from tutti.graph.liveness import memory_ends
 from tutti.graph.order import positions_of
 
 # Buffers in which results wait take at most this share of all that is scattered, or so many bytes.
@@ -31,10 +31,10 @@ def in_buffer(graph: fx.Graph) -> int:
     nodes = [n for n in graph.nodes if n.target is collectives.together_]
     nodes = [n for n in nodes if n.args[0] == "reduce_scatter"]
     most = max(HELD_NBYTES, sum(map(_nbytes, nodes)) // HELD_SHARE)
-    order, ends = positions_of(graph), _ends(graph)
+    order, roots, ends = positions_of(graph), roots_of(graph), memory_ends(graph)
     chosen: dict[fx.Node, int] = {}
     for node in nodes:
-        end = max(ends[item] for item in node.users)
+        end = max(ends[roots[item]] for item in node.users)
         waiting = [other for other, until in chosen.items() if until > order[node]]
         fits = sum(map(_nbytes, (*waiting, node))) <= most
         if end < len(order) and fits and all(_is_block(x, p) for x, p in _members(node)):
@@ -58,16 +58,6 @@ def _is_block(x: fx.Node, own: Tensor) -> bool:
     """Whether a rank's part lies in one piece."""
     whole: Tensor = x.meta["val"]
     return whole.is_contiguous() and own.shape[1:] == whole.shape[1:]
-
-
-def _ends(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Where a value's memory is needed for the last time; behind all nodes for what is given out."""
-    order, roots = positions_of(graph), roots_of(graph)
-    dies = {x: order[node] for node, dead in last_uses(graph).items() for x in dead}
-    ends: dict[fx.Node, int] = {}
-    for x, root in roots.items():
-        ends[root] = max(ends.get(root, 0), dies.get(x, len(order)))
-    return {x: ends[root] for x, root in roots.items()}
 
 
 def _keep(graph: fx.Graph, node: fx.Node) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor, fx
 from tutti.graph import collectives
 from tutti.graph.aliases import roots_of
 from tutti.graph.edit import NOTES
-from tutti.graph.liveness import last_uses
+from tutti.graph.liveness import memory_ends
+from tutti.graph.order import positions_of
 from tutti.passes.overwriting import Lists, overwriting_lists
 
 aten = torch.ops.aten
@@ -51,27 +52,20 @@ def in_place(graph: fx.Graph, donated: Collection[str]) -> int:
 class _Memory:
     """Which values share memory, and until when it is needed.
 
-    `families` maps a value that memory is made for to all that may look at it. What overwrites a dead
-    value is the only one to look at its memory, as if it were fresh.
+    What overwrites a dead value is the only one to look at its memory, as if it were fresh.
     """
 
     def __init__(self, graph: fx.Graph, donated: Collection[str]) -> None:
         self.donated = donated
         self.roots = roots_of(graph)
-        self.dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.families: dict[fx.Node, list[fx.Node]] = {}
-        for node, root in self.roots.items():
-            self.families.setdefault(root, []).append(node)
+        self.order, self.ends = positions_of(graph), memory_ends(graph)
 
     def free(self, x: fx.Node, node: fx.Node) -> bool:
         """Whether `x` is all of its memory, which nothing needs after `node` and may be overwritten."""
         root = self.roots.get(x)
         if root is None or not _fills(x, root) or not _owned(root, self.donated):
             return False
-        end = len(self.order)
-        last = max(self.order[self.dies[y]] if y in self.dies else end for y in self.families[root])
-        return last <= self.order[node]
+        return self.ends[root] <= self.order[node]
 
 
 def _overwrite(node: fx.Node, memory: _Memory) -> bool:

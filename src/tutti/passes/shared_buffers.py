@@ -21,8 +21,9 @@ from torch import Tensor, fx
 from tutti.graph import collectives
 from tutti.graph.aliases import roots_of
 from tutti.graph.edit import NOTES
-from tutti.graph.liveness import last_uses
+from tutti.graph.liveness import memory_ends
 from tutti.graph.loop import graphs_of
+from tutti.graph.order import positions_of
 from tutti.passes.joined import as_together, is_kind, take_out
 from tutti.passes.target import Target
 
@@ -167,14 +168,7 @@ def _gives_buffer(graph: fx.Graph) -> bool:
 
 def _place(graph: fx.Graph, bases: Mapping[Axes, int]) -> dict[Axes, int]:
     """The same for one graph, from `bases` on; returns where the last of its buffers ends."""
-    roots = roots_of(graph)
-    dies = {x: node for node, dead in last_uses(graph).items() for x in dead}
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    until: dict[fx.Node, int] = {}
-    for x, root in roots.items():
-        if root.target is collectives.buffer:
-            end = order[dies[x]] if x in dies else len(order)
-            until[root] = max(until.get(root, 0), end)
+    order, until = positions_of(graph), memory_ends(graph)
     taken: dict[Axes, list[tuple[int, int, int]]] = {}
     needed: dict[Axes, int] = {}
     for node in graph.nodes:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tutti.capture.lift import StateTensor, create_slots, optimizers_of, state_of
-from tutti.layout import Layout, Sharding
+from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.propagate.storage import slot_like
 from tutti.runtime.residence import (
@@ -28,17 +27,9 @@ from tutti.runtime.residence import (
     set_local,
     settle,
 )
+from tutti.runtime.worked import Holder
 from tutti.server.crew import Crew
 from tutti.server.update import Variable
-
-
-class Holder(Protocol):
-    """What holds the state: a `tutti.Step`."""
-
-    model: nn.Module
-    optimizer: Any
-    layout: Layout
-    seed: int
 
 
 class WorkerWeights:
