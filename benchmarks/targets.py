@@ -72,4 +72,5 @@ def verdicts(result: Result) -> Iterator[Verdict]:
         for entry in race.entries:
             if entry.shares:
                 what = f"Python in {entry.way}"
-                yield Verdict(race.model, what, entry.shares["outside"], PYTHON_SHARE)
+                share = entry.shares.get("between", entry.shares["outside"])
+                yield Verdict(race.model, what, share, PYTHON_SHARE)

@@ -253,16 +253,16 @@ class Step:
     ) -> list[Any]:
         """One call of the program; the new state takes the place of the old one."""
         state = self._state(compiled)
-        inputs: list[Any] = [local_of(t) for t in state]
-        inputs += given.values()
-        inputs += self._own_rows(tensors)
+        own = [local_of(t) for t in state]
+        inputs = [*own, *given.values(), *self._own_rows(tensors)]
         run = execution.run_checked if checked else execution.run
         returned, updates = run(inputs, self.num_steps)
         mine = execution.program.captured.updated
         by_name = dict(zip(mine, updates, strict=True))
-        for entry, tensor in zip(compiled.program.captured.state, state, strict=True):
-            if entry.name in by_name:
-                set_local(tensor, by_name[entry.name])
+        for entry, tensor, old in zip(compiled.program.captured.state, state, own, strict=True):
+            new = by_name.get(entry.name, old)
+            if new is not old:  # most are overwritten where they lie
+                set_local(tensor, new)
         return returned
 
     def _own_rows(self, tensors: list[Tensor]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The two measures of Python's share: what they leave out and what they see."""
+"""The three measures of Python's share: what they leave out and what they see."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import tutti.api
 from benchmarks.contenders.contender import Place
 from benchmarks.contenders.tutti_step import Distributed, build
 from benchmarks.python_share import (
     NOTHING,
     WHOLE_STEP,
     _hollowed,
+    between_seconds,
     execution_of,
     hollow_seconds,
     measure,
@@ -85,6 +87,32 @@ def test_python_between_ops_is_seen(
 
     monkeypatch.setitem(names, name, slow)
     assert outside_seconds(contender) >= PAUSE_SECONDS
+
+
+def test_a_clock_around_each_call_leaves_what_lies_between(
+    contender: Distributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow call is not Python; a slow reading of the batch is."""
+    names: Any = execution_of(contender).generated.function.__globals__
+    name, op = next((n, x) for n, x in names.items() if x in (torch.mm, torch.addmm, torch.add))
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(PAUSE_SECONDS)
+        return op(*args, **kwargs)
+
+    def between() -> float:
+        found = between_seconds(contender)
+        assert found is not None
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setitem(names, name, slow)
+        assert 0 < between() < PAUSE_SECONDS
+    flatten = tutti.api.tree_flatten
+    monkeypatch.setattr(
+        tutti.api, "tree_flatten", lambda x: (time.sleep(PAUSE_SECONDS), flatten(x))[1]
+    )
+    assert between() >= PAUSE_SECONDS
 
 
 def test_what_the_direct_children_leave_uncovered() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from asleep import wait_until_asleep
 from torch import Tensor, nn
 
 import tutti
@@ -28,7 +28,8 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 def main() -> None:
     """Steps without end, but for the one at which the last rank dies."""
-    (Path(sys.argv[1]) / f"rank{RANK}.pid").write_text(str(os.getpid()))
+    noted = [Path(sys.argv[1]) / f"rank{rank}.pid" for rank in range(NUM_RANKS)]
+    noted[RANK].write_text(str(os.getpid()))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -38,7 +39,7 @@ def main() -> None:
         if step.num_steps == BAD_STEP:
             print(f"rank {RANK} at step {BAD_STEP}", flush=True)
             if RANK == NUM_RANKS - 1:
-                time.sleep(0.5)  # the others come to wait for it, on a busy machine too
+                wait_until_asleep([int(path.read_text()) for path in noted[:RANK]])
                 os.kill(os.getpid(), signal.SIGKILL)
         step(x, y)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from asleep import wait_until_asleep
 
 from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups
@@ -31,9 +32,15 @@ def note_pid(pid: int, name: str) -> None:
         (Path(sys.argv[2]) / f"{name}.pid").write_text(str(pid))
 
 
+def noted_pid(name: str) -> int:
+    return int((Path(sys.argv[2]) / f"{name}.pid").read_text())
+
+
 def go_wrong() -> None:
     if wrong == "kill":
-        time.sleep(1.0)  # by then the other ranks wait in the collective
+        wait_until_asleep(
+            [noted_pid(f"rank{other}") for other in range(num_ranks) if other != rank]
+        )
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong == "raise":
         raise ValueError("a batch of the wrong kind")

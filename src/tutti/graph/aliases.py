@@ -53,6 +53,12 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [x for x in given if isinstance(x, fx.Node)]
 
 
+def is_overwritten(node: fx.Node) -> bool:
+    """Whether a user of `node` overwrites it, be it through a view."""
+    seen = [user for user in node.users if aliased(user) is node]
+    return any(node in written(user) for user in node.users) or any(map(is_overwritten, seen))
+
+
 def _writes(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 

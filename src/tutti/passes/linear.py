@@ -20,6 +20,12 @@ from tutti.graph.edit import NOTES
 
 aten = torch.ops.aten
 _TRANSPOSED = [1, 0]
+_PRODUCTS: dict[Any, Any] = {
+    aten.mm.default: aten.linear.default,
+    aten.addmm.default: aten.linear.default,
+    aten.mm.out: aten.linear.out,
+    aten.addmm.out: aten.linear.out,
+}
 
 
 def linear(graph: fx.Graph) -> int:
@@ -35,7 +41,7 @@ def linear(graph: fx.Graph) -> int:
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
     """What the product `node` is made of, where it is one: 2-D rows, weight, bias."""
-    if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
+    if node.target not in _PRODUCTS or set(node.kwargs) - {"out"}:
         return None
     *bias, rows, turned = node.args
     if not isinstance(turned, fx.Node) or turned.target is not aten.permute.default:
@@ -49,9 +55,10 @@ def _rewrite(
     graph: fx.Graph, node: fx.Node, rows: fx.Node, weight: fx.Node, bias: fx.Node | None
 ) -> None:
     turned: Any = node.args[-1]
-    x, result = _around(node, rows)
+    x, result = (rows, node) if node.kwargs else _around(node, rows)
     with graph.inserting_before(node):
-        made = graph.call_function(aten.linear.default, (x, weight, *([bias] if bias else [])))
+        operands = (x, weight, *([bias] if bias else []))
+        made = graph.call_function(_PRODUCTS[node.target], operands, dict(node.kwargs))
     made.meta = {k: result.meta[k] for k in (*NOTES, "val", "sharding") if k in result.meta}
     result.replace_all_uses_with(made)
     for dead in dict.fromkeys((result, node, turned, rows)):

@@ -21,6 +21,7 @@ from tutti.partition.partition import Program
 from tutti.passes.accumulate import accumulate
 from tutti.passes.at_once import gathered_once, reduced_then_split
 from tutti.passes.bucket import bucket
+from tutti.passes.common import common
 from tutti.passes.early_sends import early_sends
 from tutti.passes.early_update import early_update
 from tutti.passes.foreach import foreach
@@ -30,6 +31,7 @@ from tutti.passes.in_place import in_place
 from tutti.passes.linear import linear
 from tutti.passes.overlap import overlap
 from tutti.passes.remat import remat
+from tutti.passes.rows import rows
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
 from tutti.passes.shared_state import shared_state, viewed_in_part, wait_for_readers
 from tutti.passes.target import Target
@@ -75,6 +77,8 @@ PASSES = (
     Pass("reduce_scatter", taken_back=reduced_then_split),
     Pass("regather", taken_back=gathered_once),
     Pass("remat", _remat),
+    Pass("rows", lambda graph, program, target: rows(graph)),
+    Pass("common", lambda graph, program, target: common(graph)),
     Pass("foreach", lambda graph, program, target: foreach(graph)),
     Pass("bucket", lambda graph, program, target: bucket(graph, target)),
     Pass("early_update", lambda graph, program, target: early_update(graph, target)),
@@ -131,6 +135,8 @@ def _part(kind: str, graph: fx.Graph, target: Target, left_out: Collection[str])
     All that it is given is read again.
     """
     passes: dict[str, Callable[[fx.Graph], object]] = {
+        "rows": rows,
+        "common": common,
         "bucket": lambda g: bucket(g, target),
         "shared_state": lambda g: viewed_in_part(g, target),
         "shared_buffers": lambda g: shared_buffers(g, target, IN_BUFFERS.get(kind, SCATTERED)),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tutti.graph import collectives, random, segments
+from tutti.graph.aliases import is_overwritten
 from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
@@ -22,6 +23,8 @@ from tutti.runtime.fixed import Fixed
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
 # which micro-batch it is, and who takes values before it has ended.
 KEY, MICRO, POST = "key", "micro", "post"
+# What is worth keeping from step to step of what is zero on this rank.
+MOST_ZEROS_NBYTES = 1 << 16
 INFIX = {
     operator.add: "+",
     operator.sub: "-",
@@ -47,6 +50,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     _aten.add.out: torch.add,
     _aten.addmm.out: torch.addmm,
     _aten.linear.default: torch.nn.functional.linear,
+    _aten.linear.out: torch.nn.functional.linear,
 }
 
 
@@ -113,6 +117,7 @@ class _Writer:
         self.globals: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
         self.claimed: set[tuple[str, ...]] = set()
+        self.zeros: dict[Any, Tensor] = {}
         self.body: list[str] = []
         self.lines: dict[int, str] = {}
 
@@ -168,6 +173,8 @@ class _Writer:
         in_time = (collectives.shard, collectives.partialize)
         if self.moments and node.target in in_time and MICRO in collectives.axes_of(node):
             return self._in_time(node)
+        if node.target is collectives.partialize and (text := self._partialized(node)):
+            return text
         if node.target is collectives.buffer:
             return self._buffer(self.fixed.of(node), node.args[0])
         if node.target in collectives.PLAYED:
@@ -182,6 +189,21 @@ class _Writer:
         arguments = [self._text(a) for a in node.args]
         arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
         return f"{self._constant(_direct(function))}({', '.join(arguments)})"
+
+    def _partialized(self, node: fx.Node) -> str | None:
+        """On the first rank of a group the value, elsewhere zeros that stay; None where they may not."""
+        x, axes, op = node.args
+        val: Any = node.meta["val"]
+        if "replica" in axes or any(a not in self.coordinates for a in axes):  # type: ignore[operator, union-attr]
+            return None  # who is first may change
+        if self.mesh.index(axes, self.coordinates) == 0:  # type: ignore[arg-type]
+            return self._text(x)
+        if op != "sum" or val.nbytes > MOST_ZEROS_NBYTES or is_overwritten(node):
+            return None
+        key = (tuple(val.shape), val.dtype, val.device)
+        if key not in self.zeros:
+            self.zeros[key] = torch.zeros(val.shape, dtype=val.dtype, device=val.device)
+        return self._constant(self.zeros[key])
 
     def _buffer(self, memory: Any, axes: Any) -> str:
         """Memory of the group's arena; claimed once between two collectives."""

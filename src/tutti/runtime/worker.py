@@ -29,7 +29,7 @@ STOPPED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
 # A failed rank's interpreter gets this long to shut down: peers may be gone that it waits for.
 EXIT_SECONDS = 5.0
-RECORD_SECONDS = 1.0
+RECORD_SECONDS, POLL_SECONDS = 1.0, 0.01
 
 
 def main() -> None:
@@ -170,13 +170,24 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
             _received.add(number)
             if number != signal.SIGTERM:
                 continue
-            if _ending.is_set():
-                time.sleep(RECORD_SECONDS)
-            stack = main_stack(main_thread)
+            stack = _last_stack(main_thread)
             if line := user_line(stack):
                 write_record(run_dir, Place(rank, line, collective(stack)))
             if signal.getsignal(signal.SIGTERM) is _stop:
                 os._exit(STOPPED)
+
+
+def _last_stack(main_thread: int) -> list[tuple[FrameType, int]]:
+    """Where the main thread stands once it waits in a collective, or a second later.
+
+    It may have been on its way there, or be raising because a peer is gone: what it then says is more.
+    """
+    until = time.monotonic() + RECORD_SECONDS
+    stack = main_stack(main_thread)
+    while time.monotonic() < until and (_ending.is_set() or not collective(stack)):
+        time.sleep(POLL_SECONDS)
+        stack = main_stack(main_thread)
+    return stack
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:

@@ -1,0 +1,71 @@
+"""`common`: what is worked out twice from the same values is worked out once.
+
+    %6 = eq(%5, %t)                    %6 = eq(%5, %t)
+    %7 = where(%6, %a, %b)      ->     %7 = where(%6, %a, %b)
+    ...                                ...
+    %8 = eq(%5, %t)
+    %9 = f(%8)                         %9 = f(%6)
+
+Rules write an op out for the forward and for the backward, each with what it needs: the same index is looked
+up twice. A value that is kept for that takes memory in between, so only small ones are; a view takes none.
+What `remat` makes again is meant to be made again. Runs while nothing is overwritten yet.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph import collectives
+from tutti.graph.aliases import aliased, written
+from tutti.graph.edit import REMADE
+
+# A value of more bytes is made twice.
+MOST_NBYTES = 1 << 20
+_CALLS = frozenset({operator.getitem, collectives.positions})
+
+
+def common(graph: fx.Graph) -> int:
+    """Rewrite `graph`; returns how many nodes are gone."""
+    first: dict[Any, fx.Node] = {}
+    count = 0
+    for node in list(graph.nodes):
+        if not _is_function(node):
+            continue
+        known = first.setdefault(_key(node), node)
+        if known is not node and (aliased(node) is not None or _nbytes(node) <= MOST_NBYTES):
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+            count += 1
+    return count
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether the values of `node` depend on its operands only."""
+    if node.op != "call_function" or REMADE in node.meta:
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        tags = node.target.tags
+        return not written(node) and torch.Tag.nondeterministic_seeded not in tags
+    return node.target in _CALLS
+
+
+def _key(node: fx.Node) -> Any:
+    return node.target, _frozen(node.args), _frozen(node.kwargs)
+
+
+def _frozen(x: Any) -> Any:
+    if isinstance(x, list | tuple):
+        return tuple(map(_frozen, x))
+    if isinstance(x, dict):
+        return tuple((k, _frozen(v)) for k, v in x.items())
+    return x if isinstance(x, fx.Node) else (type(x), x)  # 1, 1.0 and True are equal
+
+
+def _nbytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    several = value if isinstance(value, list | tuple) else [value]
+    return sum(x.nbytes for x in several if isinstance(x, Tensor))

@@ -1,0 +1,84 @@
+"""`common`: before and after as text; what must be made twice is."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+
+from small_programs import Builder, lines
+from tutti.graph.edit import REMADE
+from tutti.graph.virtual import VirtualRanks
+from tutti.layout import Mesh
+from tutti.passes import common as module
+from tutti.passes.common import common
+
+aten = torch.ops.aten
+
+
+def _twice(*shape: int) -> fx.Graph:
+    b = Builder()
+    x = b.given("x", *shape, kind="batch")
+    sums = []
+    for _ in range(2):
+        y = b.call(aten.mul.Tensor, x, 2.0)
+        sums.append(b.call(aten.add.Tensor, y, x))
+    return b.done([b.call(aten.sub.Tensor, *sums)], [])
+
+
+def test_before_and_after() -> None:
+    graph = _twice(3)
+    assert lines(graph) == [
+        "mul.Tensor(%x, 2.0)",
+        "add.Tensor(%1, %x)",
+        "mul.Tensor(%x, 2.0)",
+        "add.Tensor(%3, %x)",
+        "sub.Tensor(%2, %4)",
+    ]
+    assert common(graph) == 2
+    graph.lint()
+    assert lines(graph) == ["mul.Tensor(%x, 2.0)", "add.Tensor(%1, %x)", "sub.Tensor(%2, %2)"]
+
+
+def test_equal_numbers_of_other_types_are_other_operands() -> None:
+    b = Builder()
+    x = b.given("x", 3, kind="batch")
+    several = [b.call(aten.mul.Tensor, x, number) for number in (1, 1.0, True, 1)]
+    graph = b.done(several, [])
+    assert common(graph) == 1
+
+
+def test_large_values_are_made_twice_and_views_of_them_once() -> None:
+    size = module.MOST_NBYTES // 4 + 1
+    assert common(_twice(size)) == 0
+    b = Builder()
+    x = b.given("x", size, 1, kind="batch")
+    turned = [b.call(aten.permute.default, x, [1, 0], shape=(1, size)) for _ in range(2)]
+    assert common(b.done(turned, [])) == 1
+
+
+def test_what_is_made_again_to_save_memory_stays() -> None:
+    graph = _twice(3)
+    again = [node for node in graph.nodes if node.op == "call_function"][2:4]
+    for node in again:
+        node.meta[REMADE] = "mul"
+    assert common(graph) == 0
+
+
+def test_random_and_overwriting_calls_stay() -> None:
+    b = Builder()
+    x = b.given("x", 3, kind="batch")
+    for target in (aten.bernoulli.p, aten.mul_.Tensor):
+        b.call(target, x, 0.5)
+        b.call(target, x, 0.5)
+    assert common(b.done([x], [])) == 0
+
+
+def test_the_same_bits() -> None:
+    found = []
+    x = torch.randn(5)
+    for rewritten in (False, True):
+        graph = _twice(5)
+        assert not rewritten or common(graph) == 2
+        ((returned, _),) = VirtualRanks(Mesh(())).run(graph, nn.Module(), [[x]])
+        found.append(returned[0])
+    assert torch.equal(*found)
