@@ -91,3 +91,79 @@ def test_a_bucket_holds_so_many_bytes(
     monkeypatch.setattr(module, "BUCKET_NBYTES", limit)
     monkeypatch.setattr(module, "SPAN", 1.0)
     assert bucket(_gathers(400, 400), APART) == count
+
+
+def _loss(*, clipped: bool = False) -> fx.Graph:
+    """A sum over the batch, divided by how many count; then a gradient. `clipped`: it needs the loss."""
+    b = Builder()
+    x, y = b.given("batch.0", 4, 4, kind="batch"), b.given("batch.1", 4, kind="batch")
+    w = b.given("w", 4)
+    made = b.call(aten.mul.Tensor, x, w)
+    total = b.call(aten.sum.default, made, shape=(1,))
+    count = b.call(aten.sum.default, b.call(aten.ne.Scalar, y, -100), shape=(1,))
+    several = [b.call(collectives.all_reduce, value, HERE, "sum") for value in (total, count)]
+    loss = b.call(aten.div.Tensor, *several)
+    grad = b.call(aten.div.Tensor, b.call(aten.sum.dim_IntList, x, [0], shape=(4,)), several[1])
+    if clipped:
+        grad = b.call(aten.mul.Tensor, grad, loss)
+    reduced = b.call(collectives.all_reduce, grad, HERE, "sum")
+    return b.done([loss], [b.call(aten.sub.Tensor, w, reduced)])
+
+
+def test_a_count_is_reduced_first_and_a_loss_last() -> None:
+    graph = _loss()
+    assert lines(graph) == [
+        "mul.Tensor(%batch.0, %w)",
+        "sum(%3)",
+        "ne.Scalar(%batch.1, -100)",
+        "sum(%5)",
+        "all_reduce(%4, data, sum)",
+        "all_reduce(%6, data, sum)",
+        "div.Tensor(%7, %8)",
+        "sum.dim_IntList(%batch.0, [0])",
+        "div.Tensor(%10, %8)",
+        "all_reduce(%11, data, sum)",
+        "sub.Tensor(%w, %12)",
+    ]
+    assert bucket(graph, SHARED) == 1
+    graph.lint()
+    assert lines(graph) == [
+        "ne.Scalar(%batch.1, -100)",
+        "sum(%3)",
+        "all_reduce(%4, data, sum)",
+        "mul.Tensor(%batch.0, %w)",
+        "sum(%6)",
+        "sum.dim_IntList(%batch.0, [0])",
+        "div.Tensor(%8, %5)",
+        "together(all_reduce, [%7, %9], data, [[], []], sum)",
+        "item(%10, 0)",
+        "item(%10, 1)",
+        "div.Tensor(%11, %5)",
+        "sub.Tensor(%w, %12)",
+    ]
+
+
+def test_a_loss_that_the_update_needs_is_not_kept_waiting() -> None:
+    graph = _loss(clipped=True)
+    assert bucket(graph, SHARED) == 0
+    graph.lint()
+    reductions = [n for n in graph.nodes if n.target is collectives.all_reduce]
+    assert len(reductions) == 3 and lines(graph)[0].startswith("ne")
+
+
+def test_what_is_random_or_large_is_not_moved_to_the_front() -> None:
+    def first(target: object, num: int) -> str:
+        b = Builder()
+        w, x = b.given("w", 4), b.given("batch.0", num, kind="batch")
+        start = b.call(aten.mul.Tensor, w, 2.0)
+        drawn = b.call(target, x, 0.5)  # type: ignore[arg-type]
+        total = b.call(
+            collectives.all_reduce, b.call(aten.sum.default, drawn, shape=(1,)), HERE, "sum"
+        )
+        graph = b.done([b.call(aten.add.Tensor, start, total)], [])
+        bucket(graph, SHARED)
+        return lines(graph)[0].partition("(")[0]
+
+    assert first(aten.mul.Tensor, 4) == "mul.Tensor" and first(aten.gt.Scalar, 4) == "gt.Scalar"
+    assert first(aten.bernoulli.p, 4) == "mul.Tensor"
+    assert first(aten.gt.Scalar, 2**20) == "mul.Tensor"

@@ -53,6 +53,13 @@ def written(node: fx.Node) -> list[fx.Node]:
     return [x for x in given if isinstance(x, fx.Node)]
 
 
+def is_function(node: fx.Node) -> bool:
+    """Whether `node` is an op whose values depend on its operands only, and that changes none of them."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return not written(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
 def is_overwritten(node: fx.Node) -> bool:
     """Whether a user of `node` overwrites it, be it through a view."""
     seen = [user for user in node.users if aliased(user) is node]

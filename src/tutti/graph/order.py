@@ -49,3 +49,14 @@ def ancestors(
                 found.add(x)
                 todo.append(x)
     return found
+
+
+def descendants(starts: Iterable[fx.Node]) -> set[fx.Node]:
+    """`starts`, and what is made of them, the output included."""
+    todo = list(starts)
+    found = set(todo)
+    while todo:
+        new = [user for user in todo.pop().users if user not in found]
+        found.update(new)
+        todo += new
+    return found

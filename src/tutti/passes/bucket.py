@@ -11,19 +11,24 @@ would make values wait, alive, for each other.
 
     reductions   placed behind the last operand of the bucket    ready: |--a--b-c-|R
     gathers      placed before the first use of the bucket       R|-a--b-c--|   :used
+
+Between forward and backward ranks would wait for each other once more, for the loss. So a small reduction of
+what the batch alone tells (how many targets count) is carried out first of all, where they have just met; and
+one of which only results of the step are made waits for others at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
 from tutti.graph import collectives
+from tutti.graph.aliases import is_function
 from tutti.graph.edit import NOTES
-from tutti.graph.order import item, positions_of, ready_at, used_at
+from tutti.graph.order import ancestors, descendants, item, positions_of, ready_at, used_at
 from tutti.passes.target import Target
 
 # What a bucket holds at most, unless one tensor alone is larger.
@@ -31,6 +36,8 @@ BUCKET_NBYTES = 25e6
 # Which part of the graph it may span; what is smaller than SMALL waits as long as need be.
 SPAN = 0.25
 SMALL_NBYTES = 2**16
+# What may be held for a reduction that is carried out first or last of all.
+LIGHT_NBYTES = 2**20
 KINDS = {
     collectives.all_reduce: "all_reduce",
     collectives.reduce_scatter: "reduce_scatter",
@@ -53,7 +60,9 @@ class _Bucket:
 def bucket(graph: fx.Graph, target: Target) -> int:
     """Join collectives of `graph`; returns how many nodes have become part of another."""
     joined = 0
-    for (kind, axes, _), nodes in _alike(graph).items():
+    first = _first_of_all(graph)
+    _last_of_all(graph)
+    for (kind, axes, _, _), nodes in _alike(graph, first).items():
         order = positions_of(graph)
         gathers = kind is collectives.all_gather
         free = gathers and axes in target.shared
@@ -64,13 +73,54 @@ def bucket(graph: fx.Graph, target: Target) -> int:
     return joined
 
 
-def _alike(graph: fx.Graph) -> dict[tuple[Any, ...], list[fx.Node]]:
-    """Collectives by kind, axes and operation."""
+def _first_of_all(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Move what small reductions of the batch alone are made of to the front; returns these reductions."""
+    found: set[fx.Node] = set()
+    made: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in collectives.REDUCTIONS and _nbytes(node, False) <= SMALL_NBYTES:
+            behind = ancestors(node.all_input_nodes)
+            if all(map(_is_of_batch, behind)):
+                found.add(node)
+                made |= behind
+    given = [n for n in graph.nodes if n.op == "placeholder"]
+    for node in [n for n in graph.nodes if n in made and n.op == "call_function"]:
+        given[-1].append(node)
+        given.append(node)
+    return frozenset(found)
+
+
+def _last_of_all(graph: fx.Graph) -> None:
+    """Move to the end what is made of a small reduction, where no more than a little is."""
+    late: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target in collectives.REDUCTIONS and _nbytes(node, False) <= SMALL_NBYTES:
+            made = descendants([node]) - {node, graph.output_node()}
+            if all(is_function(x) and _is_light(x) for x in made):
+                late |= made
+    for node in [n for n in graph.nodes if n in late]:
+        graph.output_node().prepend(node)
+
+
+def _is_of_batch(x: fx.Node) -> bool:
+    """Whether `x` is a part of the batch, or a small value on the way from it."""
+    if x.op == "placeholder":
+        return x.meta.get("kind") == "batch"
+    return _is_light(x) and (x.target is collectives.shard or is_function(x))
+
+
+def _is_light(x: fx.Node) -> bool:
+    val = x.meta.get("val")
+    return isinstance(val, Tensor) and val.nbytes <= LIGHT_NBYTES
+
+
+def _alike(graph: fx.Graph, first: Container[fx.Node]) -> dict[tuple[Any, ...], list[fx.Node]]:
+    """Collectives by kind, axes, operation and whether they are the first."""
     found: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target in KINDS:
             op = node.args[-1] if node.target in collectives.REDUCTIONS else ""
-            found.setdefault((node.target, node.args[1], op), []).append(node)
+            found.setdefault((node.target, node.args[1], op, node in first), []).append(node)
     return found
 
 

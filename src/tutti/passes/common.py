@@ -16,11 +16,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from tutti.graph import collectives
-from tutti.graph.aliases import aliased, written
+from tutti.graph.aliases import aliased, is_function
 from tutti.graph.edit import REMADE
 
 # A value of more bytes is made twice.
@@ -33,7 +32,7 @@ def common(graph: fx.Graph) -> int:
     first: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
-        if not _is_function(node):
+        if not _is_made_once(node):
             continue
         known = first.setdefault(_key(node), node)
         if known is not node and (aliased(node) is not None or _nbytes(node) <= MOST_NBYTES):
@@ -43,14 +42,9 @@ def common(graph: fx.Graph) -> int:
     return count
 
 
-def _is_function(node: fx.Node) -> bool:
-    """Whether the values of `node` depend on its operands only."""
-    if node.op != "call_function" or REMADE in node.meta:
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        tags = node.target.tags
-        return not written(node) and torch.Tag.nondeterministic_seeded not in tags
-    return node.target in _CALLS
+def _is_made_once(node: fx.Node) -> bool:
+    """Whether another node with the operands of `node` has its values."""
+    return REMADE not in node.meta and (is_function(node) or node.target in _CALLS)
 
 
 def _key(node: fx.Node) -> Any:
