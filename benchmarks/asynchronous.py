@@ -19,7 +19,7 @@ from tutti.capture.step import capture
 from tutti.layout import Layout
 from tutti.replicas import parts
 from tutti.runtime.server_side import whole_state
-from tutti.runtime.worker_side import Worked
+from tutti.runtime.worked import Worked
 from tutti.server import consistency
 from tutti.server.keys import blocks
 from tutti.server.ledger import Ledger
@@ -63,7 +63,7 @@ class Asynchronous:
         made = split(captured)
         self.part, self.updater = alone(made), GraphUpdater(made)
         program = worker_program(self.part, Layout())
-        self.worked = Worked(made, self.part, program, self.updater, None, {}, True)
+        self.worked = Worked(made, self.part, program, self.updater, None, None, {}, apart=True)
         names = {v.name for v in self.updater.variables}
         holder: Any = self
         self.servers = VirtualServers(

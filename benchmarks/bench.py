@@ -42,6 +42,12 @@ def main(
     ways: Annotated[str, typer.Option(help="names, with commas between: " + ", ".join(WAYS))] = "",
     rounds: Annotated[int, typer.Option(min=1, help="how often each way has its turn")] = 7,
     turn_seconds: Annotated[float, typer.Option(min=0.01, help="how long a turn is, about")] = 0.7,
+    builds: Annotated[
+        int,
+        typer.Option(
+            min=1, help="how often all are built anew: a process has better or worse pages"
+        ),
+    ] = 1,
     quick: Annotated[bool, typer.Option(help="one model, few rounds: shows that it works")] = False,
     moves: Annotated[bool, typer.Option(help="measure collectives too")] = True,
     out: Annotated[Path | None, typer.Option(help="where the result is kept")] = None,
@@ -49,7 +55,11 @@ def main(
     """Measure, print, keep."""
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)  # a narrow table would lose columns
-    pace = QUICK_PACE if quick else Pace(num_rounds=rounds, turn_seconds=turn_seconds)
+    pace = (
+        QUICK_PACE
+        if quick
+        else Pace(num_rounds=rounds, turn_seconds=turn_seconds, num_builds=builds)
+    )
     cases = chosen(models or (QUICK_MODELS if quick else ""), CASES, "--models")
     contenders = chosen(ways, WAYS, "--ways")
     result = Result(date.today().isoformat(), machine.describe(), asdict(pace))
@@ -76,6 +86,9 @@ def run(case: Case, ways: list[Way], pace: Pace, tell: Tell) -> Race:
         tell(f"{case.name}: {text}")
 
     entries = race(case, able, pace=pace, tell=told, extra=python_share)
+    for _ in range(pace.num_builds - 1):
+        again = race(case, able, pace=pace, tell=told, extra=python_share)
+        entries = [one.with_more(other) for one, other in zip(entries, again, strict=True)]
     return Race(case.name, case.unit, num_parameters(case.model()), fields_of(case), entries)
 
 

@@ -13,7 +13,7 @@ import random
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -155,6 +155,17 @@ class Entry:
         """Median seconds a step."""
         return statistics.median(self.seconds)
 
+    def with_more(self, other: Entry) -> Entry:
+        """The rounds of two races of the same way; what failed in either has failed."""
+        if self.error or other.error:
+            return replace(self, seconds=[], error=self.error or other.error)
+        return replace(
+            self,
+            seconds=self.seconds + other.seconds,
+            peak_nbytes=max(self.peak_nbytes, other.peak_nbytes),
+            shares={k: max(x, other.shares.get(k, x)) for k, x in self.shares.items()},
+        )
+
     @property
     def quartiles(self) -> tuple[float, float]:
         """The middle half of the rounds lies between these."""
@@ -171,6 +182,7 @@ class Pace:
     num_rounds: int = 7
     turn_seconds: float = 0.7
     num_warm: int = 3
+    num_builds: int = 1
 
     def steps_per_turn(self, seconds: float) -> int:
         """As many steps of `seconds` as fill a turn; one at least."""

@@ -27,6 +27,7 @@ import tutti
 from benchmarks.contenders.tutti_step import train_step
 from benchmarks.models import CASES, Case, LlamaCase, optimizer
 from tutti.graph.loop import Body, Part
+from tutti.graph.playing import play
 from tutti.planner.simulate import simulate
 from tutti.runtime import loops
 
@@ -72,7 +73,7 @@ class Clock:
         return result
 
 
-CALL, PLAY = loops.Engine.call, loops.play
+CALL, PLAY = loops.Engine.call, play
 
 
 def main(

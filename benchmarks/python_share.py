@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
+from torch._C._profiler import _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.contenders.contender import Contender
@@ -150,6 +150,7 @@ def execution_of(contender: Distributed) -> Execution:
     """What the last call ran."""
     last = contender.distributed._last
     assert last is not None, "no step yet"
+    assert isinstance(last.execution, Execution)
     return last.execution
 
 
@@ -202,7 +203,7 @@ def _quiet() -> Iterator[None]:
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     # `record_function` would add some 30 us of Python to each.
-    mark = torch._C._profiler._RecordFunctionFast("benchmark: collective")
+    mark = _RecordFunctionFast("benchmark: collective")
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with mark:

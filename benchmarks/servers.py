@@ -196,7 +196,7 @@ def gloo_here(pipe: Connection, directory: Path) -> Turn:
 
 
 def _group(directory: Path, rank: int) -> None:
-    store = dist.FileStore(str(directory / "gloo"), 2)
+    store = dist.FileStore(str(directory / "gloo"), 2)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
@@ -312,7 +312,7 @@ def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--ways", default=",".join(WAYS))
     options = parser.parse_args()

@@ -276,7 +276,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--sync", default="async")
     parser.add_argument("--workers", type=int, default=3)

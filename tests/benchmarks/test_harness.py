@@ -78,6 +78,17 @@ def test_a_crew_for_which_memory_is_short_is_left_out(monkeypatch: pytest.Monkey
     assert entry.error.startswith("left out: 1.0 GB of memory left, 1.0 GB") and not entry.seconds
 
 
+def test_rounds_of_several_builds_are_put_together() -> None:
+    one = Entry("a", 2, 4, [1.0, 2.0], peak_nbytes=5, shares={"outside": 0.1})
+    two = Entry("a", 2, 4, [3.0], peak_nbytes=7, shares={"outside": 0.2})
+    both = one.with_more(two)
+    assert both.seconds == [1.0, 2.0, 3.0] and both.peak_nbytes == 7
+    assert both.shares == {"outside": 0.2}
+    failed = Entry("a", 2, 4, error="no memory")
+    for joined in (one.with_more(failed), failed.with_more(one)):
+        assert joined.error == "no memory" and joined.seconds == []
+
+
 def test_steps_per_turn() -> None:
     assert Pace(turn_seconds=1.0).steps_per_turn(0.24) == 4
     assert Pace(turn_seconds=1.0).steps_per_turn(30.0) == 1

@@ -22,8 +22,9 @@ def verify(
     Layout.parse(layout).check_available()
     from tutti import api
     from tutti.cli.look import look
+    from tutti.runtime.verify import Verdict
 
-    verdicts: list[api.Verdict] = []
+    verdicts: list[Verdict] = []
 
     def seen(step: api.Step, batch: tuple[Any, ...]) -> None:
         verdict = api.verify(

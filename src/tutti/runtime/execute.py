@@ -25,7 +25,7 @@ from tutti.graph.loop import graphs_of
 from tutti.partition.partition import Program
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
-from tutti.pipeline.moments import MICRO
+from tutti.pipeline.over_time import MICRO
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast

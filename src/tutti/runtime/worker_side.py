@@ -32,10 +32,11 @@ from tutti.runtime.server_side import whole_state
 from tutti.runtime.worked import Holder, Worked, parts_of
 from tutti.runtime.worker_weights import WorkerWeights
 from tutti.server import consistency
-from tutti.server.client import Client, Rows
+from tutti.server.client import Client
 from tutti.server.crew import Crew
 from tutti.server.rows import Lookup
 from tutti.server.small_sums import SmallSums
+from tutti.server.table_rows import Rows
 from tutti.server.two_levels import REPLICA, TwoLevels
 from tutti.server.update import WEIGHT
 from tutti.server.updater import GraphUpdater, check_same
