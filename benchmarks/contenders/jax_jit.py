@@ -5,6 +5,8 @@ every device, and the compiler inserts the collectives. Weights and moments are 
 in place. AdamW is written out, with torch's formula.
 """
 
+# pyright: reportMissingImports=false
+# JAX is a peer that only `make bench` installs.
 from __future__ import annotations
 
 import importlib.util

@@ -4,6 +4,8 @@ Weights keep their names; those of linear layers are stored `[in, out]` and thos
 `[height, width, in, out]`, images as `[batch, height, width, channels]`, as JAX likes them.
 """
 
+# pyright: reportMissingImports=false
+# JAX is a peer that only `make bench` installs.
 from __future__ import annotations
 
 from collections.abc import Callable
