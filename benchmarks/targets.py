@@ -72,5 +72,4 @@ def verdicts(result: Result) -> Iterator[Verdict]:
         for entry in race.entries:
             if entry.shares:
                 what = f"Python in {entry.way}"
-                share = entry.shares.get("between", entry.shares["outside"])
-                yield Verdict(race.model, what, share, PYTHON_SHARE)
+                yield Verdict(race.model, what, entry.shares["outside"], PYTHON_SHARE)

@@ -72,7 +72,7 @@ def test_targets_are_judged_where_there_are_figures(result: Result) -> None:
         "time of tutti data=2 / ddp": (0.667, 0.80, True),
         "time of tutti data=2 zero=3 / fsdp2": (0.375, 0.45, True),
         "memory of tutti data=2 zero=3 / fsdp2": (1.2, 1.0, False),
-        "Python in tutti data=2": (0.02, 0.03, True),
+        "Python in tutti data=2": (0.04, 0.03, False),
     }
 
 
