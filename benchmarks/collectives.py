@@ -65,9 +65,7 @@ def reduce_scatters(gloo: Transport, shared: SharedGroup, nbytes: int) -> Ways:
     lying.copy_(x)
     everywhere = shared.everywhere(lying)
     assert everywhere is not None
-    own = [
-        rows[shared.position] for rows in everywhere
-    ]  # this rank's part, where each rank has written it
+    own = [rows[shared.position] for rows in everywhere]  # this rank's part, as each has written it
     return {
         "gloo": lambda: gloo.reduce_scatter(x, "sum"),
         "plain": lambda: shared.reduce_scatter(x, "sum"),

@@ -106,9 +106,8 @@ def test_memory_counts_data_and_not_files(tmp_path) -> None:
     before = data_nbytes(os.getpid())
     held = torch.ones(40_000_000, dtype=torch.uint8)
     grown = data_nbytes(os.getpid()) - before
-    assert (
-        39_900_000 <= grown < 60_000_000
-    )  # of its first and last page others may have held a part
+    # Of its first and last page others may have held a part.
+    assert 39_900_000 <= grown < 60_000_000
     path = tmp_path / "zeros"
     path.write_bytes(bytes(40_000_000))
     mapped = torch.from_file(str(path), shared=True, size=40_000_000, dtype=torch.uint8)

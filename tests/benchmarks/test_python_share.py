@@ -75,9 +75,7 @@ def test_hollow_steps_leave_the_state_and_real_ones_go_on(contender: Distributed
     )
 
 
-def test_python_between_ops_is_seen(
-    contender: Distributed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def make_a_call_slow(contender: Distributed, patch: pytest.MonkeyPatch) -> None:
     names: Any = execution_of(contender).generated.function.__globals__
     name, op = next((n, x) for n, x in names.items() if x in (torch.mm, torch.addmm, torch.add))
 
@@ -85,7 +83,13 @@ def test_python_between_ops_is_seen(
         time.sleep(PAUSE_SECONDS)
         return op(*args, **kwargs)
 
-    monkeypatch.setitem(names, name, slow)
+    patch.setitem(names, name, slow)
+
+
+def test_python_between_ops_is_seen(
+    contender: Distributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_a_call_slow(contender, monkeypatch)
     assert outside_seconds(contender) >= PAUSE_SECONDS
 
 
@@ -93,12 +97,6 @@ def test_a_clock_around_each_call_leaves_what_lies_between(
     contender: Distributed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow call is not Python; a slow reading of the batch is."""
-    names: Any = execution_of(contender).generated.function.__globals__
-    name, op = next((n, x) for n, x in names.items() if x in (torch.mm, torch.addmm, torch.add))
-
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(PAUSE_SECONDS)
-        return op(*args, **kwargs)
 
     def between() -> float:
         found = between_seconds(contender)
@@ -106,7 +104,7 @@ def test_a_clock_around_each_call_leaves_what_lies_between(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setitem(names, name, slow)
+        make_a_call_slow(contender, patch)
         assert 0 < between() < PAUSE_SECONDS
     flatten = tutti.api.tree_flatten
     monkeypatch.setattr(

@@ -187,7 +187,7 @@ class _Group:
     def turn(self) -> None:
         """Rewrite the nodes, with what they are given and give as rows."""
         before = {node: node.meta["val"] for node in self.made}
-        shardings = {node: node.meta.get("sharding") for node in self.made}
+        shardings = {n: n.meta["sharding"] for n in self.nodes if "sharding" in n.meta}
         turned = {x: self._turned(x) for x in self.given}
         for node in self.nodes:
             node.args = fx.map_arg(node.args, lambda x: turned.get(x, x))  # type: ignore[assignment]
@@ -196,10 +196,10 @@ class _Group:
                 over: Any = _reduced(node, len(self.lead))
                 node.args = (node.args[0], over, *node.args[2:])
             node.meta["val"] = self._value(node.meta["val"])
-            if node.meta.get("sharding") is not None:
-                node.meta["sharding"] = self._sharding(node.meta["sharding"])
+            if node in shardings:
+                node.meta["sharding"] = self._sharding(shardings[node])
         for node in self.made:
-            self._give(node, before[node], shardings[node])
+            self._give(node, before[node], shardings.get(node))
         for x in self.given:
             if not x.users and x.op == "call_function" and x.target is aten.reshape.default:
                 self.graph.erase_node(x)
@@ -209,7 +209,8 @@ class _Group:
         source: Any = x.args[0] if x.target is aten.reshape.default else x
         if source is not x and self._is_rows(source, x):
             return source
-        return self._reshape(source, self._value(x.meta["val"]), x, x.meta.get("sharding"))
+        sharding = self._sharding(x.meta.get("sharding"))
+        return self._reshape(source, self._value(x.meta["val"]), x, sharding)
 
     def _give(self, node: fx.Node, before: Tensor, sharding: Any) -> None:
         """Let those who took `node` in its old form take rows, or a view in that form."""
@@ -219,8 +220,7 @@ class _Group:
                 view.replace_all_uses_with(node)
                 self.graph.erase_node(view)
         if plain:
-            back = self._reshape(node, before, node, None)
-            back.meta |= {} if sharding is None else {"sharding": sharding}
+            back = self._reshape(node, before, node, sharding)
             for user in plain:
                 user.replace_input_with(node, back)
 
@@ -231,7 +231,7 @@ class _Group:
             node = self.graph.call_function(aten.reshape.default, (source, list(val.shape)))
         node.meta = {k: like.meta[k] for k in NOTES if k in like.meta} | {"val": val}
         if sharding is not None:
-            node.meta["sharding"] = self._sharding(sharding)
+            node.meta["sharding"] = sharding
         return node
 
     def _value(self, val: Any) -> Any:
