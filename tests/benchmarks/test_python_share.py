@@ -105,7 +105,8 @@ def test_a_clock_around_each_call_leaves_what_lies_between(
 
     with monkeypatch.context() as patch:
         make_a_call_slow(contender, patch)
-        assert 0 < between() < PAUSE_SECONDS
+        # On a busy machine another process may run for longer than that between two calls.
+        assert any(0 < between() < PAUSE_SECONDS for _ in range(5))
     flatten = tutti.api.tree_flatten
     monkeypatch.setattr(
         tutti.api, "tree_flatten", lambda x: (time.sleep(PAUSE_SECONDS), flatten(x))[1]

@@ -112,8 +112,9 @@ def test_silence_for_a_lease_is_a_loss_and_who_was_given_up_is_told() -> None:
 
 
 def test_signs_of_life_keep_a_busy_rank() -> None:
-    a, b = desks(2, lease=1.5)
-    time.sleep(2.2)  # neither sends a letter
+    a, b = desks(2, lease=1.0)
+    while min(a.post.seconds, b.post.seconds) < 2.0:
+        time.sleep(0.05)  # neither sends a letter
     assert a.post.is_here(1) and b.post.is_here(0)
 
 
@@ -159,8 +160,10 @@ def test_random_and_mutated_letters_change_nothing() -> None:
         other.close()
 
 
-def meet(secret: bytes, told: bytes, expected: set[int]) -> tuple[dict, list[BaseException]]:
-    """Rank 1 connects to rank 0, which knows `secret`, with `told`."""
+def meet(
+    secret: bytes, told: bytes, expected: set[int], seconds: float = 1.0
+) -> tuple[dict, list[BaseException]]:
+    """Rank 1 connects to rank 0, which knows `secret`, with `told`, and is waited for so long."""
     listening, errors = lines._listen(near=True), []
 
     def come() -> None:
@@ -172,7 +175,7 @@ def meet(secret: bytes, told: bytes, expected: set[int]) -> tuple[dict, list[Bas
     thread = threading.Thread(target=come)
     thread.start()
     try:
-        found = lines._accept(listening, expected, secret, time.monotonic() + 0.5)
+        found = lines._accept(listening, expected, secret, time.monotonic() + seconds)
     except CommError as error:
         found = {}
         errors.append(error)
@@ -182,14 +185,17 @@ def meet(secret: bytes, told: bytes, expected: set[int]) -> tuple[dict, list[Bas
 
 
 def test_who_knows_the_secret_is_connected_and_who_does_not_is_refused() -> None:
-    found, errors = meet(b"secret", b"secret", {1})
+    found, errors = meet(b"secret", b"secret", {1}, 20.0)
     assert list(found) == [1] and not errors
     found, errors = meet(b"secret", b"another", {1})
     assert not found and any("does not accept this rank" in str(e) for e in errors)
     assert any("ranks 1 did not connect" in str(e) for e in errors)
 
 
-def test_a_rank_that_is_not_expected_and_a_stranger_are_refused() -> None:
+def test_a_rank_that_is_not_expected_and_a_stranger_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lines, "_HANDSHAKE_SECONDS", 1.0)
     found, errors = meet(b"secret", b"secret", {2})
     assert not found and errors
     listening = lines._listen(near=True)

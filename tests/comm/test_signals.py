@@ -74,7 +74,7 @@ def test_a_sleeper_is_woken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With looks as rare as this, one lost wake-up would outlast the time that the test may take."""
     if module._FUTEX is None:
         pytest.skip("this machine has no futex that is known here")
-    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.999)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 30.5)
     a, b = group_of(2)
     a._spin = b._spin = 0.0
     naps: list[float] = []
@@ -87,7 +87,7 @@ def test_a_sleeper_is_woken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     a._futex = timed  # type: ignore[method-assign]
     together([lambda: [a.sync() for _ in range(300)], lambda: [b.sync() for _ in range(300)]])
-    assert naps and sum(nap > 0.99 for nap in naps) == 0
+    assert naps and max(naps) < 30.0
 
 
 def test_notes_that_differ_are_told_to_both() -> None:
@@ -119,7 +119,7 @@ def test_one_that_has_ended_is_lost_unless_it_had_come_this_far() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     here = os.getpid()
-    group = group_of(3, pids=[here, process.pid, here], timeout_seconds=0.5)
+    group = group_of(3, pids=[here, process.pid, here], timeout_seconds=1.0)
     group[0].arrive()
     with pytest.raises(PeerLost) as lost:
         group[0].wait(group[0].count)

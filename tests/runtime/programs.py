@@ -60,6 +60,8 @@ def start() -> ProcessGroups:
     if wrong == "save":
         signal.signal(signal.SIGINT, lambda *_: stop.append(1))
     ensure_process_group()
+    later = os.environ.get("TIMEOUT_ONCE_STARTED")  # to start may take longer on a busy machine
+    os.environ |= {"TUTTI_TIMEOUT": later} if later else {}
     return ProcessGroups(Groups({"data": num_ranks}, [AXES]))
 
 

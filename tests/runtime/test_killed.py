@@ -19,7 +19,7 @@ FIRST, LAST = (
 )
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "meet", "buffer")
 MESSAGES = ("send", "recv")
-STOP_SECONDS = 15.0
+STOP_SECONDS = 30.0
 START_SECONDS = 60.0
 
 

@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parent / "programs.py"
 SOURCE = PROGRAM.read_text().splitlines()
 WAITS_AT = f"programs.py:{1 + next(i for i, s in enumerate(SOURCE) if '# here ranks wait' in s)}"
 STUCK_AT = f"programs.py:{1 + next(i for i, s in enumerate(SOURCE) if '# the line where' in s)}"
-STOP_SECONDS = 15.0
+STOP_SECONDS = 30.0
 START_SECONDS = 40.0
 Started = subprocess.Popen[str] | Forked
 
@@ -65,6 +65,14 @@ def wait_for_steps(process: Started, directory: Path, number: int) -> None:
     while len(pids_of(directory)) < number:
         assert time.monotonic() < until, "not every process started"
         time.sleep(0.05)
+
+
+def wait_for_nobody(directory: Path) -> None:
+    """Until none of the processes lives."""
+    until = time.monotonic() + STOP_SECONDS
+    while living(directory) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not living(directory)
 
 
 def test_only_rank_0_prints_and_nothing_is_left(tmp_path: Path) -> None:
@@ -122,7 +130,7 @@ def test_a_rank_that_leaves_early_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come_is_shown_where_it_is(tmp_path: Path) -> None:
-    process = start("stuck", tmp_path, num_ranks=2, TUTTI_TIMEOUT="3")
+    process = start("stuck", tmp_path, num_ranks=2, TIMEOUT_ONCE_STARTED="3")
     _, err = finish(process)
     assert process.returncode == 1
     assert "rank 1 did not join rank 0 in all_reduce over data (8 B) within 3 s" in err
@@ -156,10 +164,7 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -
     wait_for_steps(process, tmp_path, 2)
     process.send_signal(number)
     finish(process)
-    until = time.monotonic() + STOP_SECONDS
-    while living(tmp_path) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not living(tmp_path)
+    wait_for_nobody(tmp_path)
 
 
 def test_a_killed_rank_leaves_no_child_behind(tmp_path: Path) -> None:
@@ -168,5 +173,4 @@ def test_a_killed_rank_leaves_no_child_behind(tmp_path: Path) -> None:
     os.kill(int((tmp_path / "rank1.pid").read_text()), signal.SIGKILL)
     _, err = finish(process)
     assert "rank 1 died (signal 9)" in err
-    time.sleep(0.2)
-    assert not living(tmp_path)
+    wait_for_nobody(tmp_path)

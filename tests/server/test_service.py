@@ -200,17 +200,38 @@ def test_two_processes_cannot_be_one_worker() -> None:
 def test_a_worker_that_was_given_up_joins_anew() -> None:
     updater = Sgd()
     with (
-        services(updater, "async", 1, lease_seconds=0.3) as running,
+        services(updater, "async", 1) as running,
         client(updater, "async", [running[0].address], 0) as one,
     ):
         one.join()
         seen = like(updater)
         one.pull(seen)
+        machine = running[0].machine
+        lease, machine.lease_seconds = machine.lease_seconds, 0.0
         deadline = time.monotonic() + 20
-        while running[0].machine.ledger.active() and time.monotonic() < deadline:
+        while machine.ledger.active() and time.monotonic() < deadline:
             time.sleep(0.02)
+        machine.lease_seconds = lease
         assert not one.push(gradient(seen, 0, 0), {"lr": LR}).taken
         assert one.pull(seen).versions == {0: 0}
+        assert one.push(gradient(seen, 0, 0), {"lr": LR}).taken
+
+
+def test_a_server_that_was_stopped_for_an_hour_gives_nobody_up() -> None:
+    updater = Sgd()
+    with (
+        services(updater, "async", 1) as running,
+        client(updater, "async", [running[0].address], 0) as one,
+    ):
+        one.join()
+        seen, service = like(updater), running[0]
+        one.pull(seen)
+        before, deadline = service._now, time.monotonic() + 20
+        service._awake._clock = lambda: time.monotonic() + 3600.0
+        while service._now < before + 2.0 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert before + 2.0 <= service._now < before + 60.0
+        assert 0 in service.machine.ledger.active()
         assert one.push(gradient(seen, 0, 0), {"lr": LR}).taken
 
 

@@ -9,8 +9,9 @@ letter is taken while the rank computes, and nobody waits for anybody unless he 
              receiver <---------+         +--- sender <- queue
 
 A rank is lost when its connection breaks (its process has ended), or when nothing has come from it for the
-lease, though it sends a sign of life every second. It is then told so, in case it lives, and heard no more.
-A rank that had itself been stopped counts from when it goes on. One that leaves in good order says goodbye.
+lease, though it sends five signs of life in that time. It is then told so, in case it lives, and heard no
+more. A rank that had itself been stopped counts from when it goes on. One that leaves in good order says
+goodbye.
 
 Ranks of one host use Unix sockets, others TCP. Both ends show that they know a secret of this run, which
 travels with the run's own rendezvous; what follows is neither encrypted nor signed.
@@ -36,8 +37,9 @@ from tutti.comm import letters
 from tutti.comm.letters import Letter
 from tutti.errors import CommError, LayoutError
 
-BEAT_SECONDS = 1.0
 DEFAULT_LEASE_SECONDS = 5.0
+# Signs of life in a lease. Time is counted in the same parts, so one or two that are late do no harm.
+BEATS = 5
 # How long a process that ends waits for its last letters to leave.
 _LEAVE_SECONDS = 2.0
 _CLOSED = "its connection has closed"
@@ -83,6 +85,7 @@ class _Hub:
         self.closed = False
         self.seconds = 0.0
         self._lease, self._ticks = lease, 0
+        self._beat = min(1.0, lease / BEATS)
         self._handler: Any = weakref.WeakMethod(handler)  # type: ignore[arg-type]
 
     def start(self) -> None:
@@ -99,7 +102,7 @@ class _Hub:
         try:
             while True:
                 try:
-                    parts = line.queue.get(timeout=BEAT_SECONDS)
+                    parts = line.queue.get(timeout=self._beat)
                 except queue.Empty:
                     line.socket.sendall(letters.BEAT)
                     continue
@@ -135,11 +138,10 @@ class _Hub:
     def watch(self) -> None:
         """A thread: counts time by its own naps, so that a rank that was stopped suspects nobody."""
         while not self.closed:
-            nap = min(BEAT_SECONDS, self._lease)
-            time.sleep(nap)
+            time.sleep(self._beat)
             self._ticks += 1
-            self.seconds += nap
-            limit = self._lease / nap
+            self.seconds += self._beat
+            limit = self._lease / self._beat
             for line in list(self.lines.values()):
                 if not line.gone and self._ticks - line.heard > limit:
                     self.lose(line, f"no sign of life for {self._lease:g} s", tell=True)
@@ -273,7 +275,7 @@ class Post:
 
     @property
     def seconds(self) -> float:
-        """Time that this process has not been stopped for, in steps of a second."""
+        """Time that this process has not been stopped for, in steps of a fifth of the lease or less."""
         return self._hub.seconds
 
     def check(self) -> None:

@@ -199,7 +199,9 @@ class Signals:
             if op == _WAIT:
                 time.sleep(_POLL_SECONDS)
             return
-        span = None if seconds is None else ctypes.byref(_Timespec(0, int(seconds * 1e9)))
+        span = None
+        if seconds is not None:
+            span = ctypes.byref(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
         address = ctypes.c_void_p(self._address + j * LINE)
         _libc.syscall(ctypes.c_long(_FUTEX), address, op, ctypes.c_uint32(value), span, None, 0)
 

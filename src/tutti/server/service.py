@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.comm.awake import AwakeClock
 from tutti.comm.handshake import RefusedError
 from tutti.server import messages as m
 from tutti.server.address import listener, watch
@@ -130,6 +131,8 @@ class Service:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._waker, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
+        # Leases end by the time that this process is awake: it may itself have been stopped, or busy.
+        self._awake, self._now = AwakeClock(2 * _TICK_SECONDS), 0.0
         self._running = True
 
     def run(self) -> None:
@@ -138,6 +141,7 @@ class Service:
         try:
             while self._running:
                 self._turn()
+                self._now = self._awake.look()
                 if time.monotonic() >= due:
                     due = time.monotonic() + _TICK_SECONDS
                     self._tick()
@@ -163,10 +167,9 @@ class Service:
             self._serve(peer, selectors.EVENT_READ)
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        self._answer(self.machine.tick(now))
+        self._answer(self.machine.tick(self._now))
         for peer in list(self._peers.values()):
-            if not peer.connection.opened and now - peer.since > _HANDSHAKE_SECONDS:
+            if not peer.connection.opened and self._now - peer.since > _HANDSHAKE_SECONDS:
                 self._drop(peer, "it did not finish the handshake")
 
     def _accept(self) -> None:
@@ -185,7 +188,7 @@ class Service:
             sock.setblocking(False)
             sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         connection = Connection(sock, self._secret, self._limits, server_side=True)
-        peer = _Peer(name, connection, time.monotonic())
+        peer = _Peer(name, connection, self._now)
         connection.place = lambda message, part: self._place(peer, message, part)
         self._peers[sock.fileno()] = peer
         self._selector.register(sock, connection.events, peer)
@@ -217,7 +220,7 @@ class Service:
         if isinstance(request, m.Share):
             self._answer([((peer, number), self._share(peer, request))])
             return
-        self._answer(self.machine.handle((peer, number), request, time.monotonic()))
+        self._answer(self.machine.handle((peer, number), request, self._now))
         if peer.slab is not None:
             self._store.release(peer.slab, self.machine.ledger)
             peer.slab = None
