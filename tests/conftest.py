@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ranks import COLLECT_AFTER, Ranks
 
@@ -25,6 +26,10 @@ FIRST = (
     "runtime/test_precision.py",
 )
 _TESTS = Path(__file__).parent
+
+# A busy machine is no failure.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -237,7 +237,7 @@ def played(shared: SharedGroup, name: str, x: Tensor, every: list[Tensor]) -> tu
     return x, every[me]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 2**20), entries=st.lists(ENTRIES, min_size=1, max_size=25))
 def test_random_sequences_over_several_groups(
     ranks: Ranks, seed: int, entries: list[tuple[str, tuple[str, ...], torch.dtype, int, bool]]

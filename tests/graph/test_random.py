@@ -68,7 +68,7 @@ def blocks(draw: st.DrawFn) -> tuple[list[int], list[Tensor]]:
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(case=blocks())
 def test_any_positions_give_their_part_of_the_whole(
     draw: Draw, case: tuple[list[int], list[Tensor]]

@@ -14,7 +14,7 @@ from tutti.layout import Dim, Mesh, Segment, Sharding, assemble, canonical, spli
 
 MESHES = [Mesh.parse(m) for m in ("a=2", "a=3", "a=2 b=2", "a=2 b=3", "a=2 b=2 c=2", "a=4 b=2")]
 meshes = st.sampled_from(MESHES)
-thorough = settings(max_examples=200, deadline=None)
+thorough = settings(max_examples=200)
 
 
 @st.composite

@@ -105,7 +105,7 @@ def test_an_embedding_s_gradient_is_added_up_in_its_buffer(padding: int) -> None
     torch.testing.assert_close(results[1], results[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 6)), min_size=1, max_size=12))
 def test_buffers_that_live_at_once_lie_apart(sizes: list[tuple[int, int]]) -> None:
     """Buffers of some sizes, each needed for some steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tutti.errors import ScheduleError
@@ -23,20 +23,17 @@ rows = st.lists(st.lists(actions, min_size=1, max_size=6).map(tuple), min_size=1
 blanks = st.text(" \t", min_size=1, max_size=3)
 
 
-@settings(deadline=None)
 @given(actions)
 def test_an_action_parses_back(action: Action) -> None:
     assert Action.parse(str(action)) == action
 
 
-@settings(deadline=None)
 @given(rows.map(tuple))
 def test_a_schedule_parses_back(rows: tuple[tuple[Action, ...], ...]) -> None:
     schedule = Schedule(rows)
     assert Schedule.parse(str(schedule)) == schedule
 
 
-@settings(deadline=None)
 @given(rows, st.data())
 def test_blanks_comments_and_empty_lines_mean_nothing(rows: list, data: st.DataObject) -> None:
     text = ""
@@ -78,7 +75,6 @@ WRONG = [
 WRONG += ["9999999F0", "1F0>2>3"]
 
 
-@settings(deadline=None)
 @given(rows, st.data(), st.sampled_from(WRONG))
 def test_a_wrong_word_is_refused_at_its_line_and_column(
     rows: list, data: st.DataObject, wrong: str

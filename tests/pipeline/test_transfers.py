@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.pipeline.strategies import played
 from tutti.errors import ScheduleError
@@ -61,7 +61,6 @@ def test_what_cannot_be_given_transfers() -> None:
         with_transfers(Schedule.parse("0F0 0B0\n1F0"))
 
 
-@settings(deadline=None)
 @given(played())
 def test_every_value_is_moved_once_and_in_order(case: tuple) -> None:
     """Compute rows stay as they are; sends follow their maker at once; streams keep their order."""

@@ -7,7 +7,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.pipeline.strategies import exchanged, played
@@ -185,7 +185,6 @@ def accepted(made: Schedule, pairs: list[tuple[int, int]], *, blocking: bool = F
     return True
 
 
-@settings(deadline=None)
 @given(played())
 def test_what_can_be_played_is_accepted(case: tuple) -> None:
     """Whatever the edges: so the pass puts no receive where it makes ranks wait forever."""
@@ -196,7 +195,6 @@ def test_what_can_be_played_is_accepted(case: tuple) -> None:
     assert accepted(whole, pairs, blocking=True) is not blocked
 
 
-@settings(deadline=None)
 @given(played(), st.data())
 def test_the_verdict_is_that_of_a_search_for_cycles(case: tuple, data: st.DataObject) -> None:
     made, pairs, needs = case
@@ -208,7 +206,6 @@ def test_the_verdict_is_that_of_a_search_for_cycles(case: tuple, data: st.DataOb
     assert accepted(made, pairs) is not has_cycle(graph)
 
 
-@settings(deadline=None)
 @given(played(), st.data())
 def test_the_verdict_with_transfers_in_any_order(case: tuple, data: st.DataObject) -> None:
     """Neighbors exchanged among transfers, too: right if the order is, and nobody waits in a circle."""

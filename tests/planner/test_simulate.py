@@ -150,14 +150,13 @@ def check_times(
     assert timeline.seconds == max(span.end for span in spans.values())
 
 
-@settings(deadline=None)
 @given(played(), st.data(), st.floats(0.0, 5.0))
 def test_any_schedule_at_any_speed(case: tuple, data: st.DataObject, moving: float) -> None:
     made, pairs, needs = case
     check_times(made, random_costs(data, made), moving, pairs, needs)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(["gpipe", "1f1b", "interleaved", "zb", "zbv"]), st.data())
 def test_named_schedules_at_any_speed(name: str, data: st.DataObject) -> None:
     chunks = data.draw(st.integers(1, 3)) if name == "interleaved" else 1

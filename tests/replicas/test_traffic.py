@@ -92,7 +92,7 @@ def test_bytes_on_the_way(coding: str, nbytes: int, count: int) -> None:
         assert numbers == pytest.approx(2 * (count - 1) / count * total * nbytes, abs=16 * count)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(-(2.0**99), 2.0**99, width=32), max_size=20),
     st.sampled_from(sorted(CODINGS)),

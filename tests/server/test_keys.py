@@ -16,7 +16,7 @@ from tutti.server.update import Variable
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SHAPES, st.sampled_from(["whole", "divisible", "rows"]), st.integers(4, 99))
 def test_blocks_cover_a_variable_once(shape: tuple[int, ...], kind: str, nbytes: int) -> None:
     variable = Variable(name="w", shape=shape, divisible=kind == "divisible", rows=kind == "rows")

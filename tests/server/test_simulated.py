@@ -143,7 +143,7 @@ def test_the_bits_do_not_depend_on_the_network_or_the_number_of_servers() -> Non
         assert all(torch.equal(other[n], x) for n, x in found[0].items())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**32),
     sync=st.sampled_from(ALL),
