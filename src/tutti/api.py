@@ -33,6 +33,7 @@ from tutti.report.explain import explain as explain_program
 from tutti.report.records import Record, records
 from tutti.report.servers import explain_servers
 from tutti.runtime import checkpoint
+from tutti.runtime.collector import rarely_collected
 from tutti.runtime.execute import Execution
 from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
@@ -290,7 +291,8 @@ class Step:
                     module.training = training
                 return compiled
         modes = [(module, module.training) for module in self._modules]
-        made = self._compile(batch)
+        with rarely_collected():
+            made = self._compile(batch)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         # A step that calls `model.train()` or `eval()` is found again from either mode.
         for entered in dict.fromkeys((key, self._signature(leaves, spec))):

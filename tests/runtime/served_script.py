@@ -1,6 +1,7 @@
 """A training script for runs with servers: `served_script.py DIRECTORY STEPS SECONDS WRONG`.
 
-Every process writes down what it sees: DIRECTORY/worker0.txt has a line for each step.
+Every process writes down what it sees: DIRECTORY/worker0.txt has a line for each step. WRONG is the process
+that fails before its first step; with ":K", the one that does nothing more after K steps.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def main(directory: Path, steps: int, seconds: float, wrong: str) -> None:
     with open(directory / f"{who}.txt", "a", buffering=1) as file:
         file.write(f"pid {os.getpid()}\n")
         for k in range(steps):
+            while wrong == f"{who}:{k}":
+                time.sleep(1.0)
             loss, norm = step(*batch_at(k))
             schedule.step()
             file.write(f"step {k} {loss.item()!r} {norm.item()!r}\n")

@@ -103,7 +103,7 @@ def capture(
     state = state_of(model, optimizer)
     leaves, spec = tree_flatten(tuple(batch))
     mode = FakeTensorMode(
-        shape_env=ShapeEnv(allow_dynamic_output_shape_ops=False),
+        shape_env=_Symbols(allow_dynamic_output_shape_ops=False),
         static_shapes=True,
         allow_non_fake_inputs=True,
     )
@@ -121,6 +121,17 @@ def capture(
     refuse_other_weights(precision, weights, frozenset(captured.updated))
     canonicalize(captured.graph, captured.owner, mode)
     return captured
+
+
+class _Symbols(ShapeEnv):
+    """The hyper-parameters as symbols.
+
+    PyTorch notes for its own log which line asked for each guard, and imports its exporter and compiler to
+    tell which files are not a user's: a second for each process, and nothing here reads it.
+    """
+
+    def _get_user_frame(self) -> None:
+        return None
 
 
 class _Lifted:

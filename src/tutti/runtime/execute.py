@@ -31,6 +31,7 @@ from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast
 from tutti.runtime.allocator import give_back_now, keep_freed_memory
 from tutti.runtime.checked import Checked
+from tutti.runtime.collector import rarely_collected
 from tutti.runtime.edges import Places, edges_of, in_common
 from tutti.runtime.generate import Generated, generate
 from tutti.runtime.loops import Loops
@@ -81,17 +82,17 @@ class Execution:
     def generated(self) -> Generated:
         """The code, written at its first use: by then it is known what may be overwritten."""
         if self._generated is None:
-            self.graph = self._optimized()
-            owner = self.program.captured.owner
-            self._generated = generate(
-                self.graph,
-                owner,
-                self.player,
-                self.program.mesh,
-                self._place,
-                loops=self._loops,
-                lodged=self._lodger.lodged if self._lodger is not None else {},
-            )
+            with rarely_collected():
+                self.graph = self._optimized()
+                self._generated = generate(
+                    self.graph,
+                    self.program.captured.owner,
+                    self.player,
+                    self.program.mesh,
+                    self._place,
+                    loops=self._loops,
+                    lodged=self._lodger.lodged if self._lodger is not None else {},
+                )
             gc.collect()
             give_back_now()
         return self._generated
