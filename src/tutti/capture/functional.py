@@ -12,7 +12,9 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
+from tutti.capture.overwrites import overwrites
 from tutti.capture.random_ops import RANDOM_OPS, answer
+from tutti.capture.sharing import Memory
 from tutti.capture.verbatim import Copying, copyable
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
@@ -26,8 +28,11 @@ _CARRIED = (*NOTES, "output_of")
 class _Replay(Copying):
     """Runs the first trace's graph node by node, so that the second trace can carry its notes over."""
 
-    def __init__(self, module: fx.GraphModule) -> None:
-        super().__init__(module, copyable(module.graph, _has_own_form, _BATCH_NORMS))
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        graph, memory = module.graph, Memory(list(module.graph.nodes))
+        known = (_has_own_form, _BATCH_NORMS)
+        renamed = overwrites(graph, memory, mode, *known)
+        super().__init__(module, copyable(graph, memory, *known, renamed.memory), renamed)
         self.extra_traceback = False
         self.node: fx.Node | None = None
 
@@ -60,12 +65,13 @@ class _Replay(Copying):
         return super().call_function(target, args, kwargs)
 
 
-_BATCH_NORMS = (
-    aten.native_batch_norm.default,
-    aten._native_batch_norm_legit.default,
-    aten.cudnn_batch_norm.default,
-    aten.miopen_batch_norm.default,
-)
+# With the positions of the running statistics.
+_BATCH_NORMS = {
+    aten.native_batch_norm.default: (3, 4),
+    aten._native_batch_norm_legit.default: (3, 4),
+    aten.cudnn_batch_norm.default: (3, 4),
+    aten.miopen_batch_norm.default: (3, 4),
+}
 
 
 def _has_own_form(target: Any) -> bool:
@@ -136,7 +142,7 @@ def functional_graph(
     traced: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode
 ) -> fx.GraphModule:
     """`traced` again, free of mutation: a write to an input becomes a final `copy_` into it."""
-    replay = _Replay(traced)
+    replay = _Replay(traced, mode)
     create_node = PythonKeyTracer.create_node
 
     def noted(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -148,7 +154,9 @@ def functional_graph(
         return node
 
     def run(*flat: Any) -> Any:
-        return replay.run(*flat, enable_io_processing=False)
+        found = replay.run(*flat, enable_io_processing=False)
+        replay.write_back()
+        return found
 
     with mode, torch.no_grad(), mock.patch.object(PythonKeyTracer, "create_node", noted):
         plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]

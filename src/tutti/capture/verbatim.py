@@ -3,16 +3,18 @@
 To replay a node through PyTorch's dispatcher, only to record the same node, is most of what the second
 trace takes. A node is copied instead where nothing of what functionalization does could show:
 
-    t = aten.t(w)          # w is written below: its views are replayed
+    t = aten.t(w)          # t is read after w is written: the views of w are replayed
     y = aten.mm(x, t)      # copied: neither x nor y is ever written, and t not before here
     w.add_(d)              # replayed
     z = aten.mm(y, t)      # replayed: t has changed
+
+Most writes are simpler than that, and become new values (`overwrites`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -23,6 +25,10 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
+from tutti.capture.overwrites import Overwrites, rewritten
+from tutti.capture.sharing import Memory, Writers, is_tensor, written
+
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _torch: Any = torch  # what `torch.func.functionalize` itself is written with
 
 
@@ -30,20 +36,45 @@ class Copying(fx.Interpreter):
     """Replays a trace inside `functionalize` inside `make_fx`, nodes in `copyable` copied.
 
     What stands in `env` for a copied node is the node that it became, until a replayed node asks for
-    its value.
+    its value. `overwrites` are put down as new values.
     """
 
-    def __init__(self, module: fx.GraphModule, copyable: Collection[fx.Node]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, copyable: Collection[fx.Node], overwrites: Overwrites
+    ) -> None:
         super().__init__(module)
-        self.copyable = copyable
+        self.copyable, self.overwrites = copyable, overwrites
+        self._inputs: dict[fx.Node, fx.Node] = {}
+        self._ends: dict[fx.Node, fx.Node] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         """The value of a node, or the node that it became."""
+        if n in self.overwrites.values:
+            return self._overwrite(n)
         if n not in self.copyable:
-            return super().run_node(n)
+            value = super().run_node(n)
+            if n in self.overwrites.ends:
+                self._inputs[n] = _node_of(value)
+            return value
         new = _tracer().graph.node_copy(n, lambda x: _node_of(self.env[x]))
         new.kwargs = {k: x for k, x in new.kwargs.items() if not _is_default(new.target, k, x)}
         return new
+
+    def _overwrite(self, n: fx.Node) -> fx.Node | None:
+        graph, values = _tracer().graph, self.overwrites.values[n]
+        made = rewritten(n, values, graph, lambda x: _node_of(self.env[x]))
+        for names, new in zip(self.overwrites.renamed[n], made, strict=True):
+            for name in names:
+                self.env[name] = new
+                if name.op == "placeholder":
+                    self._ends[name] = new
+        return made[0] if is_tensor(n) else None
+
+    def write_back(self) -> None:
+        """Note what inputs are at the end, as `functionalize` does where it has seen the writes."""
+        for name in self.overwrites.ends:
+            pair = (self._inputs[name], self._ends[name])
+            _tracer().graph.call_function(torch.ops.aten.copy_.default, pair)
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         """The operands of a replayed node, as values."""
@@ -67,11 +98,16 @@ def _tracer() -> Any:
     return mode.tracer
 
 
-def _node_of(value: Any) -> fx.Node:
-    """The node that recorded a value which is not about to change."""
+def _node_of(value: Any) -> Any:
+    """The node that recorded a value as it is now; a plain number is itself."""
     if isinstance(value, fx.Node):
         return value
+    if isinstance(value, _SYMBOLS):
+        return get_proxy_slot(value, _tracer()).force().node
+    if not isinstance(value, Tensor):
+        return value
     if _torch._is_functional_tensor(value):
+        _torch._sync(value)
         value = _torch._from_functional_tensor(value)
     return get_proxy_slot(value, _tracer()).proxy.node
 
@@ -85,19 +121,23 @@ def _value_of(node: fx.Node) -> Tensor:
 
 
 def copyable(
-    graph: fx.Graph, replayed: Callable[[Any], bool], writers: Collection[Any]
+    graph: fx.Graph,
+    memory: Memory,
+    replayed: Callable[[Any], bool],
+    writers: Writers,
+    renamed: Collection[fx.Node],
 ) -> set[fx.Node]:
     """The nodes of a trace that functionalization leaves as they are.
 
-    `replayed` says which ops the replay has a form of its own for; `writers` write into operands though
-    their schema does not say so.
+    `replayed` says which ops the replay has a form of its own for, as it has for `writers`; writes into
+    `renamed` memory are no writes by then (`overwrites`).
     """
     nodes = list(graph.nodes)
-    memory = _Memory(nodes)
     first_write: dict[fx.Node, int] = {}
     for i, node in enumerate(nodes):
-        for x in _written(node, writers):
-            first_write.setdefault(memory.of(x), i)
+        for x in written(node, writers):
+            if memory.of(x) not in renamed:
+                first_write.setdefault(memory.of(x), i)
     found: set[fx.Node] = set()
     for i, node in enumerate(nodes):
         if node.target is operator.getitem:
@@ -110,15 +150,11 @@ def copyable(
             and not replayed(node.target)
             and node.target not in writers
             and memory.of(node) not in first_write
-            and all(x.op != "get_attr" and _is_tensor(x) for x in operands)
+            and all(x.op != "get_attr" and is_tensor(x) for x in operands)
             and all(first_write.get(memory.of(x), i) >= i for x in operands)
         ):
             found.add(node)
     return found
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -130,66 +166,3 @@ def _is_plain(node: fx.Node) -> bool:
     return bool(values) and all(
         v is None or (isinstance(v, Tensor) and v.layout == torch.strided) for v in values
     )
-
-
-def _written(node: fx.Node, writers: Collection[Any]) -> Iterator[fx.Node]:
-    """The operands that a node writes into; of what is no op of PyTorch's, all."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target in writers:
-        yield from node.all_input_nodes
-        return
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _nodes_in(_given(node, i, argument.name))
-
-
-def _given(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
-
-
-def _nodes_in(x: Any) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(x, found.append)
-    return iter(found)
-
-
-class _Memory:
-    """Which nodes may share memory: by the schema of the ops between them, or by their fake values."""
-
-    def __init__(self, nodes: list[fx.Node]) -> None:
-        self._parent: dict[fx.Node, fx.Node] = {}
-        holders: dict[int, fx.Node] = {}
-        for node in nodes:
-            for x in _aliased(node):
-                self._join(node, x)
-            for storage in _storages(node.meta.get("val")):
-                self._join(node, holders.setdefault(storage, node))
-
-    def of(self, node: fx.Node) -> fx.Node:
-        """The one node that stands for all that may share memory with `node`."""
-        root = node
-        while (parent := self._parent.get(root, root)) is not root:
-            root = parent
-        while node is not root:
-            self._parent[node], node = root, self._parent[node]
-        return root
-
-    def _join(self, a: fx.Node, b: fx.Node) -> None:
-        self._parent[self.of(a)] = self.of(b)
-
-
-def _aliased(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that results of a node may be views of."""
-    if node.target is operator.getitem:
-        yield from node.all_input_nodes
-    elif isinstance(node.target, torch._ops.OpOverload):
-        for i, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is not None:
-                yield from _nodes_in(_given(node, i, argument.name))
-
-
-def _storages(val: Any) -> Iterator[int]:
-    for x in val if isinstance(val, list | tuple) else [val]:
-        if isinstance(x, Tensor) and x.layout == torch.strided:
-            yield x.untyped_storage()._cdata

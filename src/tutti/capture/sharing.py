@@ -1,0 +1,95 @@
+"""Which nodes of a trace may share memory, and which of them a node writes into."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+# Ops that write into operands though their schema does not say so: at which positions.
+Writers = Mapping[Any, Sequence[int]]
+
+
+class Memory:
+    """Which nodes may share memory: by the schema of the ops between them, or by their fake values."""
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self._parent: dict[fx.Node, fx.Node] = {}
+        holders: dict[int, fx.Node] = {}
+        for node in nodes:
+            if _makes_several(node):
+                continue  # its results are nodes of their own
+            for x in _aliased(node):
+                self._join(node, x)
+            for storage in _storages(node.meta.get("val")):
+                self._join(node, holders.setdefault(storage, node))
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The one node that stands for all that may share memory with `node`."""
+        root = node
+        while (parent := self._parent.get(root, root)) is not root:
+            root = parent
+        while node is not root:
+            self._parent[node], node = root, self._parent[node]
+        return root
+
+    def _join(self, a: fx.Node, b: fx.Node) -> None:
+        self._parent[self.of(a)] = self.of(b)
+
+
+def written(node: fx.Node, writers: Writers) -> Iterator[fx.Node]:
+    """The operands that a node writes into; of what is no op of PyTorch's, all."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        yield from node.all_input_nodes
+        return
+    for position in writers.get(node.target, ()):
+        yield from _nodes_in(node.args[position])
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield from _nodes_in(_given(node, i, argument.name))
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a node's value is one tensor."""
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _given(node: fx.Node, position: int, name: str) -> Any:
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
+
+
+def _nodes_in(x: Any) -> Iterator[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(x, found.append)
+    return iter(found)
+
+
+def _aliased(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that results of a node may be views of."""
+    if node.target is operator.getitem:
+        yield from (x for x in node.all_input_nodes if not _makes_several(x))
+    elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns:
+        for i, argument in enumerate(node.target._schema.arguments):
+            if argument.alias_info is not None:
+                yield from _nodes_in(_given(node, i, argument.name))
+
+
+def _makes_several(node: fx.Node) -> bool:
+    """Whether a node gives new tensors, each in memory of its own."""
+    target, val = node.target, node.meta.get("val")
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and isinstance(val, list | tuple)
+        and all(argument.alias_info is None for argument in target._schema.arguments)
+    )
+
+
+def _storages(val: Any) -> Iterator[int]:
+    for x in val if isinstance(val, list | tuple) else [val]:
+        if isinstance(x, Tensor) and x.layout == torch.strided:
+            yield x.untyped_storage()._cdata
