@@ -7,9 +7,9 @@ nothing, called through one more Python frame as `torch`'s op overloads are. Wha
 and the interpreter's work with all it needs in the caches. Python inside of what is called (a random draw, a
 collective's bookkeeping) is not counted, nor is torch's parsing of arguments.
 
-`between`: a clock around every call of an op or collective in the real step, read from Python; what it leaves
-is the interpreter's, as cold as a product leaves it, the reading of the clock included. Parsing of arguments
-counts as the call. A pipeline's engine is not seen this way: there is no such number for it.
+`between`: a clock around every call of an op, a collective or a channel in the real step, read from Python;
+what it leaves is the interpreter's, as cold as a product leaves it, the reading of the clock included.
+Parsing of arguments counts as the call.
 
 `outside`: under `torch.profiler`, what no op and no collective covers. It counts all Python, and also the
 parsing of arguments and the profiler's own work at each op: the truth lies below.
@@ -23,8 +23,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import product
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -35,10 +38,10 @@ from benchmarks.contenders.contender import Contender
 from benchmarks.contenders.tutti_step import Distributed
 from benchmarks.harness import Crew
 from benchmarks.worker import steps
-from tutti.graph.loop import loop
+from tutti.comm.channel import DistributedChannel, SharedChannel
+from tutti.graph.playing import ADD
 from tutti.runtime.execute import Execution
-from tutti.runtime.generate import Generated
-from tutti.runtime.loops import Engine
+from tutti.runtime.loops import Engine, Loops
 
 NUM_STEPS, NUM_HOLLOW, NUM_BETWEEN = 5, 20, 7
 WHOLE_STEP = "benchmark: step"
@@ -55,10 +58,9 @@ def measure(contender: Contender) -> dict[str, float]:
     if not isinstance(contender, Distributed):
         return {}
     seconds = statistics.median(steps(contender, NUM_STEPS).seconds)
-    between = between_seconds(contender)
     return {
         "hollow": hollow_seconds(contender) / seconds,
-        **({} if between is None else {"between": between / seconds}),
+        "between": between_seconds(contender) / seconds,
         "outside": min(outside_seconds(contender) / seconds, 1.0),
     }
 
@@ -75,7 +77,7 @@ def hollow_seconds(contender: Distributed) -> float:
     real = execution.generated.function
     with _function(execution, keep):
         contender.step()
-    empty = rewritten(execution.generated, _hollowed)
+    empty = rewritten(execution.generated.function, _hollowed)
 
     def replay(inputs: list[Any], key: Any) -> Any:
         empty(inputs, key)
@@ -85,17 +87,18 @@ def hollow_seconds(contender: Distributed) -> float:
         return statistics.median(steps(contender, NUM_HOLLOW).seconds)
 
 
-def between_seconds(contender: Distributed) -> float | None:
-    """Median seconds of a step outside of the calls in its generated code; None with a loop among them."""
+def between_seconds(contender: Distributed) -> float:
+    """Median seconds of a step outside of the calls in its generated code, loops and their parts included."""
     execution = execution_of(contender)
-    graph = execution.graph
-    if graph is None or any(node.target is loop for node in graph.nodes):
-        return None
     inside = 0.0
 
     def clocked(x: Any) -> Any:
-        if not callable(x):
-            return x
+        if isinstance(x, partial) and isinstance(getattr(x.func, "__self__", None), Loops):
+            body, functions = x.args
+            return partial(x.func, body, {k: rewritten(f, clocked) for k, f in functions.items()})
+        return timed(x) if callable(x) else x
+
+    def timed(x: Callable[..., Any]) -> Callable[..., Any]:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal inside
@@ -107,7 +110,13 @@ def between_seconds(contender: Distributed) -> float | None:
         return run
 
     found = []
-    with _function(execution, rewritten(execution.generated, clocked)):
+    with (
+        _function(execution, rewritten(execution.generated.function, clocked)),
+        mock.patch.dict(ADD, {op: timed(add) for op, add in ADD.items()}),
+        ExitStack() as stack,
+    ):
+        for channel, name in product((SharedChannel, DistributedChannel), ("send", "recv")):
+            stack.enter_context(mock.patch.object(channel, name, timed(getattr(channel, name))))
         for _ in range(NUM_BETWEEN):
             inside, began = 0.0, time.perf_counter()
             contender.step()
@@ -123,7 +132,7 @@ def outside_seconds(contender: Distributed) -> float:
         is_move = execution.player is not None and getattr(x, "__self__", None) is execution.player
         return _recorded(x) if is_move else x
 
-    visible = rewritten(execution.generated, marked)
+    visible = rewritten(execution.generated.function, marked)
     with (
         _function(execution, visible),
         _messages_recorded(),
@@ -154,17 +163,13 @@ def execution_of(contender: Distributed) -> Execution:
     return last.execution
 
 
-def rewritten(
-    generated: Generated, change: Callable[[Any], Any]
-) -> Callable[[list[Any], Any], tuple[list[Any], list[Any]]]:
-    """The generated function with each constant of it changed."""
-    function: Any = generated.function
-    given: Mapping[str, Any] = function.__globals__
-    names: dict[str, Any] = {
-        name: x if name.startswith("__") else change(x) for name, x in given.items()
+def rewritten(function: Any, change: Callable[[Any], Any]) -> Any:
+    """A generated function with each constant of it changed."""
+    names = {
+        name: x if name.startswith("__") or x is function else change(x)
+        for name, x in function.__globals__.items()
     }
-    exec(compile(generated.text, "<benchmark>", "exec"), names)
-    return names[function.__name__]
+    return FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_hollow_code_runs_no_op(contender: Distributed) -> None:
     inputs: list[Any] = [NOTHING] * 1000
     names = generated.text.split("[", 1)[1].split("]", 1)[0]
     with Count() as count:
-        rewritten(generated, _hollowed)(inputs[: names.count(",") + 1], None)
+        rewritten(generated.function, _hollowed)(inputs[: names.count(",") + 1], None)
     assert count.num_ops == 0
     with Count() as count:
         contender.step()
@@ -75,9 +76,16 @@ def test_hollow_steps_leave_the_state_and_real_ones_go_on(contender: Distributed
     )
 
 
-def make_a_call_slow(contender: Distributed, patch: pytest.MonkeyPatch) -> None:
+def codes(contender: Distributed) -> list[dict[str, Any]]:
+    """The constants of the generated functions: of the step, and of the parts of its loops."""
     names: Any = execution_of(contender).generated.function.__globals__
-    name, op = next((n, x) for n, x in names.items() if x in (torch.mm, torch.addmm, torch.add))
+    loops = [x for x in names.values() if isinstance(x, partial)]
+    return [names, *(f.__globals__ for x in loops for f in x.args[1].values())]
+
+
+def make_a_call_slow(contender: Distributed, patch: pytest.MonkeyPatch) -> None:
+    found = ((names, n, x) for names in codes(contender) for n, x in names.items())
+    names, name, op = next(x for x in found if x[2] in (torch.mm, torch.addmm, torch.add))
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         time.sleep(PAUSE_SECONDS)
@@ -93,15 +101,20 @@ def test_python_between_ops_is_seen(
     assert outside_seconds(contender) >= PAUSE_SECONDS
 
 
+@pytest.mark.parametrize("layout", ["", "micro=2"])
 def test_a_clock_around_each_call_leaves_what_lies_between(
-    contender: Distributed, monkeypatch: pytest.MonkeyPatch
+    layout: str, contender: Distributed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow call is not Python; a slow reading of the batch is."""
+    """A slow call is not Python, also in a part of a loop; a slow reading of the batch is."""
+    if layout:
+        made = build(GPT, Place(0, 1), layout=layout, num_shares=1)
+        assert isinstance(made, Distributed)
+        made.step()
+        assert len(codes(made)) > 1
+        contender = made
 
     def between() -> float:
-        found = between_seconds(contender)
-        assert found is not None
-        return found
+        return between_seconds(contender)
 
     with monkeypatch.context() as patch:
         make_a_call_slow(contender, patch)

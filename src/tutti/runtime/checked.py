@@ -54,7 +54,7 @@ class Checked:
         """The results of a loop, its parts checked."""
         assert self.loops is not None
         functions = {(id(p), False): self._part(key, body) for key, p in body.parts.items()}
-        return self.loops.play(body, given, functions, self.key)
+        return self.loops.play(body, functions, given, self.key)
 
     def _part(self, key: tuple[int, str], body: Body) -> Callable[..., Any]:
         graph, (stage, kind) = body.parts[key].graph, key

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,12 +58,9 @@ class Loops:
             if graph is not None
         }
 
-        def run(values: list[Any], key: Key) -> list[Any]:
-            return self.play(body, values, functions, key)
+        return partial(self.play, body, functions)
 
-        return run
-
-    def play(self, body: Body, values: list[Any], functions: Functions, key: Key) -> list[Any]:
+    def play(self, body: Body, functions: Functions, values: list[Any], key: Key) -> list[Any]:
         """Play the row of `body` with `functions` for its parts, by the `id` of each and whether it adds."""
         return play(body, values, Engine(body, functions, key, self.rank_of, self.channels))
 
