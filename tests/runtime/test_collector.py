@@ -1,8 +1,9 @@
-"""The collector looks rarely while a step is compiled, and as the user wants it afterwards."""
+"""While a step is compiled the collector looks rarely and at new objects alone; then all is as before."""
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +13,17 @@ from tutti.runtime.collector import rarely_collected
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    kept = gc.get_threshold()
+    kept, frozen = gc.get_threshold(), gc.get_freeze_count()
+    gc.unfreeze()
     yield
     gc.set_threshold(*kept)
+    if frozen:
+        gc.freeze()
+
+
+class Circle:
+    def __init__(self) -> None:
+        self.itself = self
 
 
 @pytest.mark.parametrize(("before", "inside"), [(700, 20_000), (50_000, 50_000), (0, 0)])
@@ -23,4 +32,24 @@ def test_less_often_and_as_before_even_after_an_error(before: int, inside: int) 
     with pytest.raises(ValueError, match="inside"), rarely_collected():
         assert gc.get_threshold() == (inside, 7, 5)
         raise ValueError("inside")
-    assert gc.get_threshold() == (before, 7, 5)
+    assert gc.get_threshold() == (before, 7, 5) and gc.get_freeze_count() == 0
+
+
+def test_what_is_made_inside_goes_and_what_was_there_is_not_looked_at() -> None:
+    old = weakref.ref(Circle())
+    with rarely_collected():
+        new = weakref.ref(Circle())
+        gc.collect()
+        assert new() is None and old() is not None
+        new = weakref.ref(Circle())
+    assert new() is None
+    gc.collect()
+    assert old() is None
+
+
+def test_what_the_process_has_frozen_stays_frozen() -> None:
+    gc.freeze()
+    count = gc.get_freeze_count()
+    with rarely_collected():
+        made = [Circle() for _ in range(100)]
+    assert gc.get_freeze_count() == count and made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import traceback
@@ -93,7 +92,6 @@ class Execution:
                     loops=self._loops,
                     lodged=self._lodger.lodged if self._lodger is not None else {},
                 )
-            gc.collect()
             give_back_now()
         return self._generated
 
