@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import date
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.contenders.contender import Way
-from benchmarks.harness import Pace, Tell, race
+from benchmarks.harness import Entry, Pace, Tell, race
 from benchmarks.models import CASES, Case, fields_of, num_parameters
 from benchmarks.moves import measure_moves
 from benchmarks.python_share import python_share
@@ -85,10 +86,10 @@ def run(case: Case, ways: list[Way], pace: Pace, tell: Tell) -> Race:
     def told(text: str) -> None:
         tell(f"{case.name}: {text}")
 
-    entries = race(case, able, pace=pace, tell=told, extra=python_share)
-    for _ in range(pace.num_builds - 1):
-        again = race(case, able, pace=pace, tell=told, extra=python_share)
-        entries = [one.with_more(other) for one, other in zip(entries, again, strict=True)]
+    builds = [
+        race(case, able, pace=pace, tell=told, extra=python_share) for _ in range(pace.num_builds)
+    ]
+    entries = [reduce(Entry.with_more, same) for same in zip(*builds, strict=True)]
     return Race(case.name, case.unit, num_parameters(case.model()), fields_of(case), entries)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import torch
-from torch import Tensor, nn
+from steps import step
+from torch import nn
 
 import tutti
 
@@ -17,19 +18,11 @@ HEAVY = (
 )
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 def main() -> None:
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [name for name in HEAVY if name in sys.modules]
-    tutti.distribute(train_step, model, optimizer)(torch.ones(3, 4))
+    tutti.distribute(step, model, optimizer)(torch.ones(3, 4))
     print("before", *before)
     print("after", *(name for name in HEAVY if name in sys.modules))
 

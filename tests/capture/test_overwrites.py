@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tutti
 import zoo
+from capture.steps import step
 from tutti.capture import functional, overwrites
 from tutti.capture.overwrites import Overwrites
 from tutti.capture.step import Captured, capture
@@ -102,14 +103,6 @@ KINDS = {
     "one_of_several_results": True,
     "one_of_two_views": False,
 }
-
-
-def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def case(kind: str) -> tuple[Any, nn.Module, Any, tuple[Tensor]]:

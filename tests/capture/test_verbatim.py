@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tutti
 import zoo
+from capture.steps import step
 from tutti.capture import functional, overwrites, sharing, verbatim
 from tutti.capture.overwrites import Overwrites
 from tutti.capture.step import Captured, capture
@@ -37,14 +38,6 @@ class Overwriting(nn.Module):
             early = read.exp()
             self.count.add_(scale.mean())
         return self.linear(x * scale) * (before + early.sum() + read.sum())
-
-
-def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def overwriting() -> tuple[Any, nn.Module, Any, tuple[Tensor]]:

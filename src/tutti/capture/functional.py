@@ -131,9 +131,7 @@ def _one(
 
 def _one_by_one(kernel: Kernel, lists: Sequence[Sequence[Any]], numbers: dict[str, Any]) -> None:
     """A fused update of many parameters as one call a parameter, so that each may be split its own way."""
-    for i in range(len(lists[0])):
-        mine = [[xs[i]] if xs else [] for xs in lists]
-        old = [x for k in kernel.written for x in mine[k]]
+    for mine, old in kernel.one_by_one(lists):
         for x, new in zip(old, kernel.op(*mine, **numbers), strict=True):
             x.copy_(new)
 

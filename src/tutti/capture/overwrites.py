@@ -13,7 +13,7 @@ more or shows the very same elements. All other writes are `functionalize`'s.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
 from tutti.capture.sharing import Memory, Writers, is_tensor, written
+from tutti.graph.overloads import counterpart, name_of
 from tutti.graph.updates import BY_RECORDED
 
 aten = torch.ops.aten
@@ -112,7 +113,7 @@ def _covered(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node overwrites from their first to their last element; none where it may not."""
     target = node.target
     if target in BY_RECORDED:
-        return [x for xs in _columns(node) for x in xs]
+        return [x for _, old in BY_RECORDED[target].one_by_one(node.args) for x in old]
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
         return []
     tags = target.tags
@@ -124,21 +125,7 @@ def _covered(node: fx.Node) -> list[fx.Node]:
 
 def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """The op that gives what an op whose name ends with `_` writes."""
-    namespace, _, name = target._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    found = getattr(packet, target._overloadname, None)
-    return found if found is not None and _takes(found) == _takes(target) else None
-
-
-def _takes(target: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in target._schema.arguments]
-
-
-def _columns(node: fx.Node) -> Iterator[list[fx.Node]]:
-    """What a recorded update of many parameters writes, one parameter after the other."""
-    kernel = BY_RECORDED[node.target]
-    for i in range(len(node.args[0])):  # type: ignore[arg-type]
-        yield [node.args[k][i] for k in kernel.written if node.args[k]]  # type: ignore[index, misc]
+    return counterpart(target, name_of(target).removesuffix("_"))
 
 
 def _values(node: fx.Node, whole: list[fx.Node], mode: FakeTensorMode) -> list[Any] | None:
@@ -188,9 +175,7 @@ def rewritten(
         return [call(_functional(node.target), *args, val=values[0], **kwargs)]  # type: ignore[arg-type]
     kernel, found = BY_RECORDED[node.target], []
     given, copied = iter(values[: len(values) // 2]), iter(values[len(values) // 2 :])
-    for i in range(len(args[0])):
-        mine = [[xs[i]] if xs else [] for xs in args]
-        old = [x for k in kernel.written for x in mine[k]]
+    for mine, old in kernel.one_by_one(args):
         vals = [next(given) for _ in old]
         made = call(kernel.op, *mine, val=vals, **kwargs)
         new = [call(operator.getitem, made, j, val=val) for j, val in enumerate(vals)]

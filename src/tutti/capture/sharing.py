@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.graph.aliases import marked
+
 # Ops that write into operands though their schema does not say so: at which positions.
 Writers = Mapping[Any, Sequence[int]]
 
@@ -47,11 +49,9 @@ def written(node: fx.Node, writers: Writers) -> Iterator[fx.Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         yield from node.all_input_nodes
         return
-    for position in writers.get(node.target, ()):
-        yield from _nodes_in(node.args[position])
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _nodes_in(_given(node, i, argument.name))
+    found = (node.args[position] for position in writers.get(node.target, ()))
+    yield from (x for x in found if isinstance(x, fx.Node))
+    yield from marked(node, writes=True)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -59,24 +59,12 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), Tensor)
 
 
-def _given(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name)
-
-
-def _nodes_in(x: Any) -> Iterator[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(x, found.append)
-    return iter(found)
-
-
 def _aliased(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that results of a node may be views of."""
     if node.target is operator.getitem:
         yield from (x for x in node.all_input_nodes if not _makes_several(x))
     elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns:
-        for i, argument in enumerate(node.target._schema.arguments):
-            if argument.alias_info is not None:
-                yield from _nodes_in(_given(node, i, argument.name))
+        yield from marked(node, writes=False)
 
 
 def _makes_several(node: fx.Node) -> bool:

@@ -9,9 +9,9 @@ letter is taken while the rank computes, and nobody waits for anybody unless he 
              receiver <---------+         +--- sender <- queue
 
 A rank is lost when its connection breaks (its process has ended), or when nothing has come from it for the
-lease, though it sends five signs of life in that time. It is then told so, in case it lives, and heard no
-more. A rank that had itself been stopped counts from when it goes on. One that leaves in good order says
-goodbye.
+lease, though it sends at least five signs of life in that time. It is then told so, in case it lives, and
+heard no more. A rank that had itself been stopped counts from when it goes on. One that leaves in good order
+says goodbye.
 
 Ranks of one host use Unix sockets, others TCP. Both ends show that they know a secret of this run, which
 travels with the run's own rendezvous; what follows is neither encrypted nor signed.
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm import letters
+from tutti.comm.awake import AwakeClock
 from tutti.comm.letters import Letter
 from tutti.errors import CommError, LayoutError
 
@@ -68,7 +69,7 @@ class _Line:
     rank: int
     socket: socket.socket
     queue: queue.SimpleQueue[list[memoryview] | None] = field(default_factory=queue.SimpleQueue)
-    heard: int = 0
+    heard: float = 0.0
     pending: int = 0
     nbytes: int = 0
     gone: str = ""  # why, once nothing is taken from it any more
@@ -84,7 +85,7 @@ class _Hub:
         self.refused = ""
         self.closed = False
         self.seconds = 0.0
-        self._lease, self._ticks = lease, 0
+        self._lease = lease
         self._beat = min(1.0, lease / BEATS)
         self._handler: Any = weakref.WeakMethod(handler)  # type: ignore[arg-type]
 
@@ -122,7 +123,7 @@ class _Hub:
         """A thread: letters and signs, until the other end closes."""
         try:
             while kind := line.socket.recv(1):
-                line.heard = self._ticks
+                line.heard = self.seconds
                 if kind == letters.LETTER:
                     self._deliver(line, self._letter(line))
                 elif kind == letters.OUT:
@@ -137,13 +138,12 @@ class _Hub:
 
     def watch(self) -> None:
         """A thread: counts time by its own naps, so that a rank that was stopped suspects nobody."""
+        clock = AwakeClock(self._beat)
         while not self.closed:
             time.sleep(self._beat)
-            self._ticks += 1
-            self.seconds += self._beat
-            limit = self._lease / self._beat
+            self.seconds = clock.look()
             for line in list(self.lines.values()):
-                if not line.gone and self._ticks - line.heard > limit:
+                if not line.gone and self.seconds - line.heard > self._lease:
                     self.lose(line, f"no sign of life for {self._lease:g} s", tell=True)
 
     def lose(self, line: _Line, why: str, *, left: bool = False, tell: bool = False) -> None:
@@ -209,7 +209,7 @@ class _Hub:
             count = line.socket.recv_into(view[begin:])
             if not count:
                 raise ValueError(_CLOSED)
-            line.heard = self._ticks
+            line.heard = self.seconds
             begin += count
         return view
 

@@ -46,11 +46,24 @@ def written(node: fx.Node) -> list[fx.Node]:
     target: Any = node.target
     if hasattr(target, "written"):
         return [x for k in target.written for x in node.args[k]]  # type: ignore[union-attr]
+    return marked(node, writes=True)
+
+
+def marked(node: fx.Node, *, writes: bool) -> list[fx.Node]:
+    """The operands, those in lists too, that the schema of PyTorch's op marks: as written, or as what results
+    may share memory with."""
+    target: Any = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
-    names = [(i, a.name) for i, a in enumerate(target._schema.arguments) if _writes(a)]
+    names = [
+        (i, a.name)
+        for i, a in enumerate(target._schema.arguments)
+        if a.alias_info is not None and (a.alias_info.is_write or not writes)
+    ]
     given = [node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in names]
-    return [x for x in given if isinstance(x, fx.Node)]
+    found: list[fx.Node] = []
+    fx.map_arg(given, found.append)
+    return found
 
 
 def is_function(node: fx.Node) -> bool:
@@ -64,10 +77,6 @@ def is_overwritten(node: fx.Node) -> bool:
     """Whether a user of `node` overwrites it, be it through a view."""
     seen = [user for user in node.users if aliased(user) is node]
     return any(node in written(user) for user in node.users) or any(map(is_overwritten, seen))
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _part_of_several(node: fx.Node) -> fx.Node | None:

@@ -12,7 +12,7 @@ Each op has two forms that overwrite instead: `tutti::adamw_`, which a trace rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,6 +63,12 @@ class Kernel:
         overwrite.__name__ = f"{self.name}_"
         overwrite.written = self.written  # type: ignore[attr-defined]
         return overwrite
+
+    def one_by_one(self, lists: Sequence[Any]) -> Iterator[tuple[list[list[Any]], list[Any]]]:
+        """For each parameter its own lists, and what of them is written."""
+        for i in range(len(lists[0])):
+            mine = [[xs[i]] if xs else [] for xs in lists]
+            yield mine, [x for k in self.written for x in mine[k]]
 
     def has(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether PyTorch has this kernel for tensors of `device` and `dtype`."""

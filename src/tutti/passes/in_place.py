@@ -23,6 +23,7 @@ from tutti.graph.aliases import roots_of
 from tutti.graph.edit import NOTES
 from tutti.graph.liveness import memory_ends
 from tutti.graph.order import positions_of
+from tutti.graph.overloads import counterpart, name_of
 from tutti.passes.overwriting import Lists, overwriting_lists
 
 aten = torch.ops.aten
@@ -150,11 +151,4 @@ def _variant(target: Any) -> Any:
     """The in-place overload of an element-by-element op, if it has one."""
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    namespace, _, name = target._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
-    overload = target._overloadname
-    if packet is None or overload not in packet.overloads():
-        return None
-    found = getattr(packet, overload)
-    same = len(found._schema.arguments) == len(target._schema.arguments)
-    return found if same else None
+    return counterpart(target, f"{name_of(target)}_")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.graph.overloads import counterpart, name_of
 from tutti.graph.updates import BY_OP
 
 FOREACH = "aten::_foreach_"
@@ -40,11 +41,10 @@ def overwriting_lists(target: Any) -> Lists | None:
         return Lists(kernel.written, kernel.overwriting, True)
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    name, which = target._schema.name, target._overloadname
-    packet = getattr(torch.ops.aten, f"{name.removeprefix('aten::')}_", None)
-    if not name.startswith(FOREACH) or packet is None or which not in packet.overloads():
+    if not target._schema.name.startswith(FOREACH):
         return None
-    return Lists((0,), _returning(getattr(packet, which)), False)
+    found = counterpart(target, f"{name_of(target)}_")
+    return None if found is None else Lists((0,), _returning(found), False)
 
 
 def _returning(op: Callable[..., Any]) -> Callable[..., list[Tensor]]:

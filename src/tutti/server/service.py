@@ -11,7 +11,6 @@ import logging
 import selectors
 import socket
 import ssl
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -137,13 +136,13 @@ class Service:
 
     def run(self) -> None:
         """Serve until `stop`."""
-        due = time.monotonic()
+        due = self._now
         try:
             while self._running:
                 self._turn()
                 self._now = self._awake.look()
-                if time.monotonic() >= due:
-                    due = time.monotonic() + _TICK_SECONDS
+                if self._now >= due:
+                    due = self._now + _TICK_SECONDS
                     self._tick()
         finally:
             self._close()
