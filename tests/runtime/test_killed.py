@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forked import Forked
+from runtime.asleep import MOST_SECONDS
 
 SCRIPT = Path(__file__).parent / "killed.py"
 LINES = SCRIPT.read_text().splitlines()
@@ -19,7 +20,7 @@ FIRST, LAST = (
 )
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "meet", "buffer")
 MESSAGES = ("send", "recv")
-STOP_SECONDS = 30.0
+STOP_SECONDS = MOST_SECONDS + 10.0  # the victim waits until the others sleep
 START_SECONDS = 60.0
 
 
