@@ -70,7 +70,7 @@ class Pipelined:
         else:
             self.schedule.step(inputs, return_outputs=False)
         self.optimizer.step()
-        return 2 * float(torch.stack(losses).mean()) if self.is_last else 0.0
+        return 2 * float(torch.stack(losses).detach().mean()) if self.is_last else 0.0
 
 
 def first_blocks(model: Any) -> int:

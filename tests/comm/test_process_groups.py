@@ -48,21 +48,25 @@ def player_by(way: str, sizes: dict[str, int]) -> ProcessGroups:
 
 
 def play(way: str, sizes: dict[str, int], axes: tuple[str, ...], cases: list[Case]) -> list[Tensor]:
-    """On one rank: each case's result on this rank's row of the inputs."""
-    warnings.simplefilter("error")
-    player, results = player_by(way, sizes), []
-    for name, args, inputs in cases:
-        x = inputs[player.groups.rank]
-        before = x.clone()
-        result = getattr(player, name)(x, axes, *args)
-        assert torch.equal(x, before), f"{name} changed its input"
-        assert result.is_contiguous() and result.dtype == x.dtype
-        assert player.current is None
-        if x.numel():
-            storages = {y.untyped_storage().data_ptr() for y in (x, result)}
-            assert len(storages) == 2, f"{name} returned its input"
-        results.append(result)
-    return results
+    """On one rank: each case's result on this rank's row of the inputs; a warning is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        player = player_by(way, sizes)
+        return [result_of(player, axes, case) for case in cases]
+
+
+def result_of(player: ProcessGroups, axes: tuple[str, ...], case: Case) -> Tensor:
+    name, args, inputs = case
+    x = inputs[player.groups.rank]
+    before = x.clone()
+    result = getattr(player, name)(x, axes, *args)
+    assert torch.equal(x, before), f"{name} changed its input"
+    assert result.is_contiguous() and result.dtype == x.dtype
+    assert player.current is None
+    if x.numel():
+        storages = {y.untyped_storage().data_ptr() for y in (x, result)}
+        assert len(storages) == 2, f"{name} returned its input"
+    return result
 
 
 def expected(sizes: dict[str, int], axes: tuple[str, ...], case: Case) -> list[Tensor]:

@@ -34,8 +34,8 @@ _groups: dict[Any, Groups] = {}
 def groups_of(sizes: dict[str, int], used: tuple[tuple[str, ...], ...]) -> Groups:
     key = tuple(sizes.items())
     if key not in _groups:
-        warnings.simplefilter("error")
-        with by(SHARED):
+        with by(SHARED), warnings.catch_warnings():
+            warnings.simplefilter("error")
             _groups[key] = Groups(sizes, used)
     return _groups[key]
 
