@@ -22,13 +22,15 @@ SHARES = {
     "between": "between calls, by the clock",
     "outside": "outside of ops and collectives, by the profiler",
 }
-PEERS = ("one", "ddp", "fsdp2", "dtensor", "jax")
+ANY_BATCH = ("one", "one x 2")
+PEERS = (*ANY_BATCH, "ddp", "fsdp2", "dtensor", "jax")
 OURS, THEIRS, ONE = "#08519c", "#9ecae1", "0.6"
 NOTE = """Milliseconds are medians over rounds in which all ways take turns, with the range of the middle half
 of the rounds. `/ way` is the median over the rounds of the ratio of step times: below 1 is faster. It is
-given where both train the same global batch; `/ one` always, where `one` is one process with the work of one
-rank. Memory is the peak per rank over what the process held before the model was built; pages that ranks
-share count by their share."""
+given where both train the same global batch; `/ one` and `/ one x 2` always, where `one` is one process with
+the work of one rank, and `one x 2` are two such that wait for each other after each step and sum nothing.
+Memory is the peak per rank over what the process held before the model was built; pages that ranks share
+count by their share."""
 
 
 @dataclass
@@ -99,7 +101,7 @@ def _row(race: Race, entry: Entry) -> list[str]:
 
 
 def _ratio(race: Race, way: str, peer: str) -> str:
-    comparable = peer == "one" or race.same_batch(way, peer)
+    comparable = peer in ANY_BATCH or race.same_batch(way, peer)
     ratio = race.time_ratio(way, peer) if comparable and way != peer else None
     return "" if ratio is None else f"{ratio:.2f}"
 
@@ -158,7 +160,7 @@ def _panel(race: Race, axes: Axes) -> None:
     middle = [1e3 * e.median for e in entries]
     low = [m - 1e3 * e.quartiles[0] for m, e in zip(middle, entries, strict=True)]
     high = [1e3 * e.quartiles[1] - m for m, e in zip(middle, entries, strict=True)]
-    colors = [OURS if "tutti" in e.way else ONE if e.way == "one" else THEIRS for e in entries]
+    colors = [OURS if "tutti" in e.way else ONE if e.way in ANY_BATCH else THEIRS for e in entries]
     labels = [e.way for e in entries]
     bars = axes.barh(labels, middle, color=colors, xerr=[low, high], error_kw={"linewidth": 0.8})
     axes.bar_label(bars, [f" {m:.0f}" for m in middle], fontsize=7)

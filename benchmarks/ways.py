@@ -12,6 +12,7 @@ from benchmarks.contenders import (
     eager,
     fsdp2,
     gloo,
+    in_step,
     jax_jit,
     torch_pipeline,
     tutti_step,
@@ -35,6 +36,7 @@ WAYS: dict[str, Way] = {
     way.name: way
     for way in (
         Way(name="one", build=eager.build, prepare=eager.prepare, num_ranks=1, num_shares=1),
+        Way(name="one x 2", build=in_step.build, prepare=gloo.prepare, num_shares=1),
         Way(name="ddp", build=ddp.build, prepare=gloo.prepare),
         _tutti("data=2", 2, "ddp"),
         _tutti("data=2 zero=1", 2, "ddp"),
