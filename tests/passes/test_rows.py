@@ -151,6 +151,24 @@ def test_a_row_for_each_place_of_the_sequence_is_not_one_for_each_row() -> None:
         assert torch.equal(_run(graph)[0], before[0])
 
 
+def test_one_number_of_all_rows_stays() -> None:
+    """The loss of a regression: the mean of [2, 3, 4]."""
+    b = Builder()
+    x, y, w = (
+        b.given("x", ROWS, 4, kind="batch"),
+        b.given("y", *LEAD, 4, kind="batch"),
+        b.given("w", 4, 4),
+    )
+    made = b.call(aten.reshape.default, b.call(aten.mm.default, x, w), [*LEAD, 4], shape=(*LEAD, 4))
+    square = b.call(aten.pow.Tensor_Scalar, b.call(aten.sub.Tensor, made, y), 2)
+    loss = b.call(aten.mean.default, square)
+    loss.meta["val"] = torch.empty(())
+    graph = b.done([loss], [])
+    before = _run(graph)
+    rows(graph)
+    assert torch.equal(_run(graph)[0], before[0])
+
+
 def test_a_turn_that_saves_nothing_is_not_made() -> None:
     b = Builder()
     x = b.given("x", *LEAD, 4, kind="batch")

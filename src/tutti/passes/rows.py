@@ -99,11 +99,11 @@ def _elementwise(node: fx.Node) -> bool:
     target: Any = node.target
     if target in _ELEMENTWISE:
         return set(node.kwargs) <= {"dtype"}
+    if torch.Tag.pointwise not in target.tags or node.kwargs.get("memory_format"):
+        return False
     val = node.meta.get("val")
-    pointwise = torch.Tag.pointwise in target.tags and not node.kwargs.get("memory_format")
     wide = max(x.meta["val"].shape[-1] for x in node.all_input_nodes if _num_dims(x))
-    fits = isinstance(val, Tensor) and val.is_contiguous() and val.shape[-1] == wide
-    return pointwise and fits
+    return isinstance(val, Tensor) and val.is_contiguous() and val.shape[-1] == wide
 
 
 def _reduced(node: fx.Node, num_lead: int) -> list[int] | None:
