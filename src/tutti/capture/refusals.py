@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 
@@ -54,7 +55,8 @@ def clean_gradients(params: list[Tensor]) -> Iterator[Gradients]:
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def backward(*args: Any, **kwargs: Any) -> Any:
-        grads.before_backward()
+        if kwargs.get("accumulate_grad", True):  # `autograd.grad` leaves `.grad` alone
+            grads.before_backward()
         return run_backward(*args, **kwargs)
 
     optimizer_zero, module_zero = Optimizer.zero_grad, nn.Module.zero_grad
@@ -114,10 +116,21 @@ def _without_onednn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _without_value_checks() -> Iterator[None]:
+    """`torch.distributions` looks at the values of its arguments, of which there are none while tracing."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
     try:
-        with _without_onednn():
+        with _without_onednn(), _without_value_checks():
             yield
     except TuttiError:
         raise

@@ -162,6 +162,20 @@ def _sum(emit: Emit, node: fx.Node) -> fx.Node:
     return emit(aten.sum.dim_IntList, x, list(range(len(shape_list(x)))), False, **keep)
 
 
+def _norm(emit: Emit, node: fx.Node) -> fx.Node:
+    """`Tensor.norm` and what is made of it, such as pairwise distances."""
+    x, p, dims, keep = (*node.args, *(None,) * 4)[:4]
+    dtype = node.kwargs.get("dtype")
+    return emit(
+        aten.linalg_vector_norm.default,
+        x,
+        2 if p is None else p,
+        dims or None,
+        bool(keep),
+        dtype=dtype,
+    )
+
+
 def _nll_forward(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     """Normalize by the whole batch's weight: sum over tokens, count of tokens, then one division."""
     logp, target, weight, reduction, ignore = node.args
@@ -340,6 +354,10 @@ REWRITES: dict[Any, Rewrite] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.sum.default: _sum,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten.norm.ScalarOpt_dtype: _norm,
+    aten.norm.ScalarOpt_dim_dtype: _norm,
     aten.nll_loss_forward.default: _nll_forward,
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_forward.default: _nll2d_forward,

@@ -84,7 +84,7 @@ def _places(
     for node in graph.nodes:
         if node in movable:
             given = [x for x in node.all_input_nodes if x.op == "placeholder"]
-            made = [at.get(x, order[x]) for x in node.all_input_nodes if x.op == "call_function"]
+            made = [at.get(x, order[x]) for x in node.all_input_nodes if x.op != "placeholder"]
             reads = [order[r] for x in given for r in _readers(x) if r not in movable]
             at[node] = max((p for p in (*made, *reads) if p < order[node]), default=-1)
     for node in reversed(graph.nodes):
