@@ -54,6 +54,13 @@ def masking(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Ten
     return update(model, optimizer, logits.square().mean())
 
 
+def grouping(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    weights = torch.ones(2, x.shape[1], x.shape[1])
+    ends = torch.stack([(y == 0).sum(), torch.tensor(len(y))]).int()
+    x = torch._grouped_mm(x, weights, offs=ends)  # group here
+    return update(model, optimizer, cross_entropy(model(x), y))
+
+
 def accumulating(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     loss = cross_entropy(model(x), y)
     loss.backward()  # accumulate here
@@ -92,6 +99,7 @@ WAYS_OUT: dict[str, tuple[Step, str, str, str]] = {
     "float": (converting, "reads a tensor's value into Python", "# float here", "keep it a tensor"),
     "nonzero": (selecting, "nonzero", "# nonzero here", "torch.where"),
     "mask": (masking, "shape that depends on values", "# mask here", "torch.where"),
+    "group": (grouping, "groups of rows", "# group here", "batched_mm"),
     "accumulate": (
         *(accumulating, "gradients that an earlier call left"),
         *("# accumulate here", "zero_grad"),

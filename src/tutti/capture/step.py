@@ -34,6 +34,7 @@ from tutti.capture.lift import (
 )
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.refusals import (
+    REFUSED_OPS,
     clean_gradients,
     explained,
     python_numbers,
@@ -176,7 +177,8 @@ class _Lifted:
 
     def trace(self) -> fx.GraphModule:
         with self.mode, watching(self.model), explained():
-            return make_fx(lambda *flat: self._run(*flat), tracing_mode="real")(*self.inputs)
+            traced = make_fx(lambda *flat: self._run(*flat), REFUSED_OPS, tracing_mode="real")
+            return traced(*self.inputs)
 
     def _run(self, *flat: Any) -> list[Any]:
         state = dict(zip([id(s.tensor) for s in self.state], flat, strict=False))
