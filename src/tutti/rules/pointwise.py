@@ -102,18 +102,22 @@ def derived_pointwise(node: fx.Node) -> Rule | None:
     operands, out = [shape(x) for x in operands_of(node)], tuple(first.shape)
     # `log_sigmoid` on a GPU has an empty buffer beside its result
     stray = [i for i, r in enumerate(more, 1) if r is None or tuple(r.shape) != out]
+    buffers = [0 in s and 0 not in out for s in operands]
     linear = tuple(g for g in _linear(node) if all(i < len(operands) for i in g))
     rule = broadcast_rule(
-        [out if 0 in s else s for s in operands], out, len(more) + 1, linear=linear
+        [out if b else s for s, b in zip(operands, buffers, strict=True)],
+        out,
+        len(more) + 1,
+        linear=linear,
     )
-    if not stray and not any(0 in s for s in operands):
+    if not stray and not any(buffers):
         return rule
     results = tuple(
         t if i not in stray else ((),) * (0 if r is None else r.ndim)
         for i, (t, r) in enumerate(zip(rule.results, (first, *more), strict=True))
     )
     terms = tuple(
-        ((),) * len(s) if 0 in s else t for t, s in zip(rule.operands, operands, strict=True)
+        ((),) * len(s) if b else t for t, s, b in zip(rule.operands, operands, buffers, strict=True)
     )
     return replace(rule, operands=terms, results=results, apart=frozenset(stray))
 

@@ -21,6 +21,7 @@ _NUMBERS = {"number": 0.7, "float": 0.7, "int": 2, "bool": False, "str": "none"}
 OWN = [
     sample("_to_copy", f(4, 6), dtype=torch.float64),
     sample("_to_copy", f(4, 6), dtype=torch.float32),
+    sample("_to_copy", f(4, 0), dtype=torch.bfloat16),
     sample("_to_copy", flags(4, 6), dtype=torch.float64),
     sample("_conj", pairs(4, 6)),
     sample("clamp", f(4, 6), -0.5, 0.5),
