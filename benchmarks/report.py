@@ -22,6 +22,7 @@ SHARES = {
     "between": "between calls, by the clock",
     "outside": "outside of ops and collectives, by the profiler",
 }
+# What every way is compared with, whatever batch it trains.
 ANY_BATCH = ("one", "one x 2")
 PEERS = (*ANY_BATCH, "ddp", "fsdp2", "dtensor", "jax")
 OURS, THEIRS, ONE = "#08519c", "#9ecae1", "0.6"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import torch
-from steps import step
 from torch import nn
 
 import tutti
+from small_steps import step
 
 HEAVY = (
     "networkx",

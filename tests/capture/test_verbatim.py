@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tutti
 import zoo
-from capture.steps import step
+from small_steps import step
 from tutti.capture import functional, overwrites, sharing, verbatim
 from tutti.capture.overwrites import Overwrites
 from tutti.capture.step import Captured, capture

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 import tutti
 from small_programs import Builder, lines
+from small_steps import step as train_step
 from tutti.graph import collectives
 from tutti.graph.liveness import held
 from tutti.graph.storage import Storages
@@ -61,20 +62,12 @@ def test_reductions_before_and_after() -> None:
     ]
 
 
-def _train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 @pytest.fixture(scope="module")
 def program() -> Program:
     """Six equal layers under zero=3, whose weights are most of what is held."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = tutti.distribute(_train, model, optimizer, "data=2 zero=3")
+    step = tutti.distribute(train_step, model, optimizer, "data=2 zero=3")
     return step.program_of((torch.ones(4, 64),))
 
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 import tutti
 from small_programs import APART, SHARED, Builder, lines
+from small_steps import step as train_step
 from tutti.graph import collectives
 from tutti.graph.liveness import peak_with_given
 from tutti.passes.early_update import early_update
@@ -100,20 +101,12 @@ def test_a_graph_that_overwrites_stays() -> None:
     assert lines(graph) == before
 
 
-def _train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def test_no_more_than_two_gradients_are_held() -> None:
     """Six equal layers of 4 MiB each, which is more than may wait for another."""
     size, num_layers = 1024, 6
     model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(num_layers)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=True)
-    program = tutti.distribute(_train, model, optimizer, "").program_of((torch.ones(1, size),))
+    program = tutti.distribute(train_step, model, optimizer, "").program_of((torch.ones(1, size),))
     target = Target(donated=frozenset(n for n, _ in model.named_parameters()))
 
     def peak(*without: str) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import tutti
+from small_steps import step as train_step
 
 
 class Doubled(nn.Module):
@@ -22,14 +23,6 @@ class Doubled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ (self.weight * 2 + self.frozen.mul(3) + self.table.mul(5))
-
-
-def _train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
@@ -51,7 +44,7 @@ def test_training_changes_what_the_optimizer_updates_and_nothing_else() -> None:
     model, x = Doubled(), torch.randn(2, 4)
     held = model.weight
     optimizer = torch.optim.SGD([model.weight], lr=0.1, momentum=0.9)
-    step = tutti.distribute(_train, model, optimizer)
+    step = tutti.distribute(train_step, model, optimizer)
     before = _state(model)
     step(x)
     address = model.weight.data_ptr()
@@ -72,7 +65,7 @@ def test_a_buffer_that_follows_a_weight_keeps_its_own_value() -> None:
     def train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
         with torch.no_grad():
             model.last.copy_(model.weight)  # type: ignore[operator, union-attr]
-        return _train(model, optimizer, x)
+        return train_step(model, optimizer, x)
 
     step = tutti.distribute(train, model, torch.optim.SGD(model.parameters(), lr=0.5))
     x = torch.randn(2, 4)
@@ -88,7 +81,7 @@ def test_a_buffer_that_follows_a_weight_keeps_its_own_value() -> None:
 def test_what_the_user_holds_is_seen_to_change_as_in_eager_code(name: str) -> None:
     model, x = Doubled(), torch.randn(2, 4)
     optimizer = torch.optim.SGD([model.weight], lr=0.1)
-    step = tutti.distribute(_train, model, optimizer)
+    step = tutti.distribute(train_step, model, optimizer)
     step(x)
     view = getattr(model, name).detach()
     step(x)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from asleep import wait_until_asleep
+from processes import wait_until_asleep
 from torch import Tensor, nn
 
 import tutti

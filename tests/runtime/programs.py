@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from asleep import wait_until_asleep
+from processes import wait_until_asleep
 
 from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups

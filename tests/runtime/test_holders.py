@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tutti
+from small_steps import step as train_step
 from tutti.capture.lift import state_of
 from tutti.runtime.holders import Holders
 
@@ -86,24 +87,16 @@ def test_what_is_replaced_is_noticed(change: Any) -> None:
         assert all(a is b for a, b in zip(now, walked, strict=True))
 
 
-def _train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
-
-
 def test_a_step_goes_on_with_what_was_replaced() -> None:
     """A loaded optimizer and a new buffer between two steps, against the plain step."""
     torch.manual_seed(0)
     plain = _model().double()
     ours = copy.deepcopy(plain)
     optimizers = [torch.optim.AdamW(m.parameters(), 0.1) for m in (plain, ours)]
-    step = tutti.distribute(_train, ours, optimizers[1], "")
+    step = tutti.distribute(train_step, ours, optimizers[1], "")
     x = torch.randn(4, 3, dtype=torch.float64)
     for _ in range(3):
-        assert torch.allclose(_train(plain, optimizers[0], x), step(x), rtol=1e-12)
+        assert torch.allclose(train_step(plain, optimizers[0], x), step(x), rtol=1e-12)
         for model, optimizer in zip((plain, ours), optimizers, strict=True):
             _inner(model)[1].running_mean = torch.full((3,), 0.5, dtype=torch.float64)
             _load_optimizer(model, optimizer)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from forked import Forked
-from runtime.asleep import MOST_SECONDS
+from runtime.processes import MOST_SECONDS, lives
 
 SCRIPT = Path(__file__).parent / "killed.py"
 LINES = SCRIPT.read_text().splitlines()
@@ -22,14 +22,6 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "meet
 MESSAGES = ("send", "recv")
 STOP_SECONDS = MOST_SECONDS + 10.0  # the victim waits until the others sleep
 START_SECONDS = 60.0
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 @pytest.mark.parametrize("layout", ["data=3 zero=3", "pipe=2 micro=3"])
@@ -61,4 +53,4 @@ def test_the_report_names_rank_collective_and_line(layout: str, tmp_path: Path) 
     assert "Traceback" not in err
     pids = [int(path.read_text()) for path in tmp_path.glob("rank*.pid")]
     assert len(pids) == num_ranks
-    assert not [pid for pid in pids if is_alive(pid)]
+    assert not [pid for pid in pids if lives(pid)]

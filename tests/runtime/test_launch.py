@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from forked import Forked
-from runtime.asleep import MOST_SECONDS
+from runtime.processes import MOST_SECONDS, lives
 
 PROGRAM = Path(__file__).parent / "programs.py"
 SOURCE = PROGRAM.read_text().splitlines()
@@ -47,15 +47,6 @@ def pids_of(directory: Path) -> list[int]:
 
 def living(directory: Path) -> list[int]:
     return [pid for pid in pids_of(directory) if lives(pid)]
-
-
-def lives(pid: int) -> bool:
-    """A zombie does not: it has ended, and waits for a parent that may never look."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def wait_for_steps(process: Started, directory: Path, number: int) -> None:

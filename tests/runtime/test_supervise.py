@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ import torch
 
 import tutti
 from ranks import context
+from runtime.processes import lives
 from tutti.layout import Layout
 from tutti.runtime import supervise, worker
 from tutti.runtime.roles import LISTEN, ROLE, SECRET, SERVERS, Role, roles_of
@@ -107,11 +107,10 @@ def kill(directory: Path, who: str) -> None:
 
 
 def wait_for_end(directory: Path, who: str) -> None:
-    stat, until = Path(f"/proc/{process_of(directory, who)}/stat"), time.monotonic() + WAIT_SECONDS
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        while stat.read_text().rpartition(")")[2].split()[0] != "Z":
-            assert time.monotonic() < until, f"{who} does not end"
-            time.sleep(0.02)
+    until = time.monotonic() + WAIT_SECONDS
+    while lives(process_of(directory, who)):
+        assert time.monotonic() < until, f"{who} does not end"
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

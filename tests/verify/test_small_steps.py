@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 
 import tutti
+from small_steps import Loss, trained
 
 LAYOUTS = ("data=2 zero=3", "micro=2")
-Loss = Callable[..., Tensor]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -23,19 +22,6 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def classes(num: int, *shape: int) -> Tensor:
     return torch.randint(num, shape, generator=torch.Generator().manual_seed(0))
-
-
-def trained(loss_of: Loss) -> Callable[..., Tensor]:
-    """The usual step around a loss."""
-
-    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, *batch: Tensor) -> Tensor:
-        loss = loss_of(model, *batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return train_step
 
 
 def regression(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

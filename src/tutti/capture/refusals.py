@@ -130,21 +130,11 @@ def _without_onednn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_value_checks() -> Iterator[None]:
-    """`torch.distributions` looks at the values of its arguments, of which there are none while tracing."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        Distribution.set_default_validate_args(before)
-
-
-@contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
     try:
-        with _without_onednn(), _without_value_checks():
+        # Distributions look at the values of their arguments, of which there are none while tracing.
+        with _without_onednn(), mock.patch.object(Distribution, "_validate_args", False):
             yield
     except TuttiError:
         raise

@@ -1,4 +1,4 @@
-"""Whether other processes wait for something, as the kernel tells: for a rank that dies while others wait."""
+"""What the kernel tells of other processes: whether they live, and whether they wait for something."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from pathlib import Path
 
 SAMPLES, SAMPLE_SECONDS = 20, 0.02
 MOST_SECONDS = 20.0
+
+
+def lives(pid: int) -> bool:
+    """A zombie does not: it has ended, and waits for a parent that may never look."""
+    try:
+        return _state(pid) != "Z"
+    except OSError:
+        return False
 
 
 def wait_until_asleep(pids: list[int]) -> None:
@@ -26,5 +34,5 @@ def wait_until_asleep(pids: list[int]) -> None:
 
 
 def _state(pid: int) -> str:
-    """S is asleep, R running or ready to run (proc(5))."""
+    """S is asleep, R running or ready to run, Z a zombie (proc(5))."""
     return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0]
