@@ -9,6 +9,7 @@ must come to the same numbers: nothing is measured here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,30 +60,33 @@ def seconds_of(node: fx.Node) -> float:
 
 def flops_of(node: fx.Node) -> float:
     """Multiplications and additions of matrix products, convolutions and attention; 0 for other ops."""
-    target: Any = node.target
+    args, kwargs = value_of(node.args), value_of(node.kwargs)
+    return flops_of_call(node.target, args, kwargs, node.meta.get("val")) or 0.0
+
+
+def flops_of_call(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> float | None:
+    """As `flops_of`, of a call with these values; None for ops that are not of those kinds."""
     packet = getattr(target, "overloadpacket", None)
+    if "attention" in str(packet):
+        return _attention(str(packet), args)
     count = flop_registry.get(packet)
-    if count is not None:
-        args, kwargs = value_of(node.args), value_of(node.kwargs)
-        return float(count(*args, **kwargs, out_val=node.meta["val"]))
-    name = str(packet)
-    if "attention" in name:
-        return _attention(node) * (2.5 if "backward" in name else 1.0)
-    return 0.0
+    return None if count is None else float(count(*args, **kwargs, out_val=result))
 
 
-def _attention(node: fx.Node) -> float:
-    """Two products of `(s, d)` and `(t, d)` for each of the leading dims."""
-    shapes = [
-        x.meta["val"].shape
-        for x in node.all_input_nodes
-        if isinstance(x.meta.get("val"), Tensor) and x.meta["val"].ndim == 4
-    ]
-    if len(shapes) < 2:
+def _attention(name: str, args: Sequence[Any]) -> float:
+    """Two products of `(s, d)` and `(t, d)` for each head of the queries; five in a backward.
+
+    Keys may have fewer heads than queries.
+    """
+    shapes = [x.shape for x in args if isinstance(x, Tensor) and x.ndim == 4]
+    backward = "backward" in name
+    if len(shapes) < 2 + backward:
         return 0.0
-    q, k = shapes[-3:-1] if "backward" in str(node.target) and len(shapes) > 3 else shapes[:2]
-    leading = q[0] * q[1] if len(q) == 4 else 1
-    return 4.0 * float(leading) * float(q[2]) * float(k[2]) * float(q[3])
+    q, k = shapes[backward : backward + 2]
+    flops = 4.0 * float(q[0] * q[1]) * float(q[2]) * float(k[2]) * float(q[3])
+    return flops * (2.5 if backward else 1.0)
 
 
 def nbytes_of(node: fx.Node) -> int:

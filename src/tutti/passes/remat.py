@@ -13,31 +13,24 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from tutti.errors import LayoutError
 from tutti.graph import collectives
+from tutti.graph.cost import flops_of_call
 from tutti.graph.draw import draw
 from tutti.graph.storage import Block, Storages
 from tutti.layout.budget import Budget, nbytes_text
 from tutti.passes.remake import is_forward, is_remakeable, remake, sources
 from tutti.passes.segments import kept_blocks
 
-aten = torch.ops.aten
-
 # Work of an element that an op makes, in floating-point operations: most ops wait for memory, and
 # random bits are hashed.
 _ELEMENT, _RANDOM = 32, 256
 # Among so many plans a number of bytes is looked for.
 _NUM_PLANS = 32
-# Ops that PyTorch's own table of formulas lacks.
-_SAME_WORK = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention
-}
 
 
 def remat(
@@ -104,12 +97,10 @@ class _Plans:
         made = sum(b.nbytes for b in self.storages.made(node))
         if node.target in (draw, collectives.draw_part):
             return float(_RANDOM * made)
-        packet: Any = getattr(node.target, "overloadpacket", None)
-        count = flop_registry.get(_SAME_WORK.get(packet, packet))
-        if count is None:
-            return float(_ELEMENT * made / 4)
-        args, kwargs = map_arg((node.args, node.kwargs), self.storages.fakes.__getitem__)
-        return float(count(*args, **kwargs, out_val=self.storages.fakes[node]))
+        fakes = self.storages.fakes
+        args, kwargs = map_arg((node.args, node.kwargs), fakes.__getitem__)
+        flops = flops_of_call(node.target, args, kwargs, fakes[node])
+        return float(_ELEMENT * made / 4) if flops is None else flops
 
     def fewest(self, budget: Budget, peak: Callable[[fx.Graph], int]) -> int:
         """The least number of dropped blocks with which the budget is kept.
