@@ -9,6 +9,7 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 from tutti.capture.rewrites import AGAIN, REWRITES, shape_list
+from tutti.capture.strided import note_layout
 from tutti.graph.edit import Editor
 
 aten = torch.ops.aten
@@ -19,6 +20,7 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
     """Apply every rewrite in place: same values up to rounding, fewer kinds of ops."""
     editor = Editor(graph, mode)
     _take_regions_apart(graph)
+    note_layout(graph)
     for node in list(graph.nodes):
         _rewrite(editor, node)
     for node in list(graph.nodes):

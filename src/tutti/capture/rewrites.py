@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.capture import lookups, strided
 from tutti.graph.edit import Emit
 
 aten = torch.ops.aten
@@ -160,6 +161,14 @@ def _sum(emit: Emit, node: fx.Node) -> fx.Node:
     x: Any = node.args[0]
     keep = {k: v for k, v in node.kwargs.items() if v is not None}
     return emit(aten.sum.dim_IntList, x, list(range(len(shape_list(x)))), False, **keep)
+
+
+def _sum_dims(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """No dims named are all dims."""
+    x, dims, *rest = node.args
+    if dims:
+        return None
+    return emit(node.target, x, list(range(len(shape_list(x)))), *rest, **node.kwargs)
 
 
 def _norm(emit: Emit, node: fx.Node) -> fx.Node:
@@ -354,6 +363,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.sum.default: _sum,
+    aten.sum.dim_IntList: _sum_dims,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dim: _norm,
     aten.norm.ScalarOpt_dtype: _norm,
@@ -369,6 +379,10 @@ REWRITES: dict[Any, Rewrite] = {
     aten.fill.Tensor: _fill,
     aten.copy.default: _copy,
     aten.baddbmm.default: _matmul_pair,
+    aten.index.Tensor: lookups.looked_up,
+    aten.index_put.default: lookups.put,
+    aten.as_strided.default: strided.strided,
+    aten.as_strided_scatter.default: strided.strided_scatter,
 }
 # Rewrites that may be the result of other rewrites.
 AGAIN = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from tutti.graph.edit import Emit
+from tutti.rules import added_rows
 from tutti.rules.rule import shape
 
 aten = torch.ops.aten
@@ -314,4 +315,5 @@ DECOMPOSITIONS: dict[Any, Callable[[Emit, fx.Node], New]] = {
     aten.native_batch_norm.default: _batch_norm,
     aten._native_batch_norm_legit_functional.default: _batch_norm,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
+    **added_rows.DECOMPOSITIONS,
 }

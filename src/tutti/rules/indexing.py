@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from tutti.graph.lookup import Lookup
 from tutti.rules.parts import embedding_backward_part, embedding_part
 from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, parse_rule, shape
 
@@ -37,58 +39,46 @@ def _embedding_backward(node: fx.Node) -> Rule:
 
 def _index(node: fx.Node) -> Rule | None:
     """x[i, j, ...]: dims that are looked up stay whole; the others, and the indices' own dims, split."""
-    x, out = shape(node.args[0]), shape(node)
-    indices: Any = list(node.args[1])  # type: ignore[arg-type]
-    indices += [None] * (len(x) - len(indices))
-    used = [d for d, i in enumerate(indices) if i is not None]
-    if any(i.meta["val"].dtype == torch.bool for i in indices if i is not None):
+    lookup = Lookup.of(node)
+    if lookup is None:
         return None
-    contiguous = used == list(range(used[0], used[-1] + 1))
-    common = torch.broadcast_shapes(*(shape(indices[d]) for d in used))
-    first = used[0] if contiguous else 0
-    sizes = {f"d{i}": n for i, n in enumerate(x)} | {f"i{k}": n for k, n in enumerate(common)}
-    rest: list[Factors] = [(f"d{d}",) for d in range(len(x)) if d not in used]
-    looked: list[Factors] = [(f"i{k}",) for k in range(len(common))]
-    result = tuple(rest[:first] + looked + rest[first:])
-    assert len(result) == len(out)
-    terms: list[Term] = [tuple((f"d{d}",) for d in range(len(x)))]
-    for d in used:
-        dims = shape(indices[d])
-        lead = len(common) - len(dims)
-        terms.append(
-            tuple((f"i{lead + k}",) if n == common[lead + k] else () for k, n in enumerate(dims))
-        )
-    whole = frozenset(f"d{d}" for d in used)
+    terms, result, sizes = _looked_up(lookup)
+    whole = frozenset(f"d{d}" for d in lookup.used)
     return Rule(tuple(terms), (result,), sizes, whole, linear=_ONE)
 
 
+def _looked_up(lookup: Lookup) -> tuple[list[Term], Term, dict[str, int]]:
+    """The terms of x and of each index, that of what is found, and the factors' sizes."""
+    sizes = {f"d{d}": n for d, n in enumerate(lookup.x)}
+    sizes |= {f"i{k}": n for k, n in enumerate(lookup.common)}
+    rest: list[Factors] = [(f"d{d}",) for d in lookup.rest]
+    common: list[Factors] = [(f"i{k}",) for k in range(len(lookup.common))]
+    terms: list[Term] = [tuple((f"d{d}",) for d in range(len(lookup.x)))]
+    for d in lookup.used:
+        terms.append(_aligned_right(lookup.shape_of(d), common, sizes))
+    return terms, (*rest[: lookup.first], *common, *rest[lookup.first :]), sizes
+
+
+def _aligned_right(dims: tuple[int, ...], term: Sequence[Factors], sizes: dict[str, int]) -> Term:
+    """What dims run along that are stretched to those of `term`."""
+    factors = term[len(term) - len(dims) :]
+    return tuple(f if sizes[f[0]] == n else () for f, n in zip(factors, dims, strict=True))
+
+
 def _index_put(node: fx.Node) -> Rule | None:
-    """Dims after the looked-up ones split when the indices cover a leading run of dims."""
+    """x[i, j, ...] = values: the dims without an index split, in the values too."""
     x, values = shape(node.args[0]), shape(node.args[2])
-    indices: Any = list(node.args[1])  # type: ignore[arg-type]
-    used = [d for d, i in enumerate(indices) if i is not None]
-    if len(used) == 1 and indices[0] is not None and indices[0].meta["val"].dtype == torch.bool:
-        return _masked_put(x, shape(indices[0]), values)
-    if used != list(range(len(used))) or any(
-        i.meta["val"].dtype == torch.bool for i in indices if i is not None
-    ):
-        return None
-    common = torch.broadcast_shapes(*(shape(indices[d]) for d in used))
-    base: Term = tuple((f"d{d}",) for d in range(len(x)))
-    sizes = {f"d{i}": n for i, n in enumerate(x)}
-    full = (*common, *x[len(used) :])
-    lead = len(full) - len(values)
-    value: Term = tuple(
-        (f"d{lead + i - len(common) + len(used)}",)
-        if lead + i >= len(common) and n == full[lead + i]
-        else ()
-        for i, n in enumerate(values)
-    )
-    terms: list[Term] = [base, *(((),) * len(shape(indices[d])) for d in used), value]
-    whole = frozenset(f"d{d}" for d in used)
-    accumulate = len(node.args) > 3 and bool(node.args[3])
-    linear = groups((0, len(terms) - 1)) if accumulate else ()
-    return Rule(tuple(terms), (base,), sizes, whole, linear=linear)
+    lookup = Lookup.of(node)
+    if lookup is None:
+        indices: Any = list(node.args[1])  # type: ignore[arg-type]
+        return _masked_put(x, shape(indices[0]), values) if len(indices) == 1 else None
+    terms, found, sizes = _looked_up(lookup)
+    terms.append(_aligned_right(values, found, sizes))
+    whole = frozenset(f for dim in found for f in dim if f.startswith("i"))
+    whole |= {f"d{d}" for d in lookup.used}
+    adding = len(node.args) > 3 and bool(node.args[3])
+    linear = groups((0, len(terms) - 1)) if adding else ()
+    return Rule(tuple(terms), (terms[0],), sizes, whole, linear=linear)
 
 
 def _masked_put(x: tuple[int, ...], mask: tuple[int, ...], values: tuple[int, ...]) -> Rule | None:
@@ -151,14 +141,17 @@ def _index_into(linear: tuple[tuple[int, ...], ...] = ()):
         dim %= len(x)
         base: Term = tuple((f"d{i}",) for i in range(len(x)))
         sizes = {f"d{i}": n for i, n in enumerate(x)}
-        terms: list[Term] = [base, ((),) * len(shape(operands[1]))]
+        index = shape(operands[1])
+        terms: list[Term] = [base, (("i",),) * len(index)]
+        whole = frozenset({f"d{dim}", "i"})
         if len(operands) > 2:
             same = len(shape(operands[2])) == len(x)
-            term = tuple(() if i == dim else (f"d{i}",) for i in range(len(x)))
+            term = tuple(("i",) if i == dim else (f"d{i}",) for i in range(len(x)))
             terms.append(term if same else ((),) * len(shape(operands[2])))
             if not same:
-                return Rule(tuple(terms), (base,), sizes, frozenset(sizes))
-        return Rule(tuple(terms), (base,), sizes, frozenset({f"d{dim}"}), linear=groups(*linear))
+                whole = frozenset(sizes) | {"i"}
+        sizes |= {"i": index[0]} if index else {}
+        return Rule(tuple(terms), (base,), sizes, whole, linear=groups(*linear))
 
     return rule
 
