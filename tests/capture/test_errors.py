@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from small_steps import trained
 from tutti.capture.step import capture
 from tutti.errors import CaptureError
 from zoo_models import MLP
@@ -61,6 +65,24 @@ def grouping(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Te
     return update(model, optimizer, cross_entropy(model(x), y))
 
 
+def packing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    packed = pack_padded_sequence(x[:, None], torch.ones(len(y)))  # pack here
+    return update(model, optimizer, cross_entropy(model(packed.data), y))
+
+
+def comparing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    spread = torch.cov(model(x).t())  # cov here
+    return update(model, optimizer, spread.square().sum())
+
+
+seen = torch.zeros(())
+
+
+def counting(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    seen.add_(len(y))  # count here
+    return update(model, optimizer, cross_entropy(model(x), y) / seen)
+
+
 def accumulating(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     loss = cross_entropy(model(x), y)
     loss.backward()  # accumulate here
@@ -100,6 +122,9 @@ WAYS_OUT: dict[str, tuple[Step, str, str, str]] = {
     "nonzero": (selecting, "nonzero", "# nonzero here", "torch.where"),
     "mask": (masking, "shape that depends on values", "# mask here", "torch.where"),
     "group": (grouping, "groups of rows", "# group here", "batched_mm"),
+    "pack": (packing, "shape that depends on values", "# pack here", "lengths - 1"),
+    "compare": (comparing, "decides in Python on values", "# cov here", "torch.where"),
+    "count": (counting, "changes a tensor that it was not given", "# count here", "a buffer"),
     "accumulate": (
         *(accumulating, "gradients that an earlier call left"),
         *("# accumulate here", "zero_grad"),
@@ -159,6 +184,30 @@ def test_an_optimizer_that_counts_in_python() -> None:
     error = refused(plain, lambda p: Counts(p, lr=0.1))
     assert 'keeps "count" as a Python number' in error.what
     assert error.why and 'state["count"] = torch.tensor(0.0)' in error.fix
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RAdam, torch.optim.ASGD])
+def test_an_optimizer_that_branches_on_its_steps(kind: Callable[..., Optimizer]) -> None:
+    error = refused(trained(lambda model, x, y: cross_entropy(model(x), y)), kind)
+    assert "number that is known only when it runs" in error.what
+    assert f"another optimizer: {kind.__name__.lower()}" in error.fix  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "draw"),
+    [("Python's random", random.random), ("numpy.random", lambda: np.random.beta(0.2, 0.2))],
+)
+def test_numbers_drawn_on_the_host(name: str, draw: Callable[[], float]) -> None:
+    """They would be the same at every call."""
+    error = refused(trained(lambda model, x, y: draw() * cross_entropy(model(x), y)))
+    assert error.what == f"the step draws random numbers from {name}"
+    assert "torch.rand" in error.fix
+
+
+def test_a_generator_of_its_own_does_not_matter() -> None:
+    model = MLP()
+    step = trained(lambda model, x, y: random.Random(0).random() * cross_entropy(model(x), y))
+    capture(step, model, SGD(model.parameters(), lr=0.1), vector_batch(0))
 
 
 def test_writing_into_the_batch() -> None:

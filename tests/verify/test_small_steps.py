@@ -48,6 +48,61 @@ def policy(model: nn.Module, x: Tensor, action: Tensor, advantage: Tensor) -> Te
     return -(chosen.log_prob(action) * advantage).mean() - 0.01 * chosen.entropy().mean()
 
 
+def last_token(model: nn.Module, x: Tensor, length: Tensor) -> Tensor:
+    """Classifiers of Hugging Face read each row at its own place."""
+    out = model(x)
+    return out[torch.arange(len(out)), length].square().mean()
+
+
+def pairs_of_features(model: nn.Module, x: Tensor) -> Tensor:
+    """DLRM: products of pairs, of which one triangle counts."""
+    out = model(x)
+    first, second = torch.tril_indices(5, 5, -1)
+    return (out @ out.transpose(1, 2))[:, first, second].sin().mean()
+
+
+def shared_heads(model: nn.Module, x: Tensor) -> Tensor:
+    """Falcon: the last heads are keys and values, picked by a list."""
+    heads = model(x).reshape(8, 5, 3, 2)
+    return (heads[:, :, :-2] * heads[:, :, [-2]] + heads[:, :, [-1]]).square().mean()
+
+
+def pooled(model: nn.Module, x: Tensor) -> Tensor:
+    """Swin: the backward of the pooling is written with strides."""
+    return F.adaptive_avg_pool1d(model(x).transpose(1, 2), 1).flatten(1).square().mean()
+
+
+def masked(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
+    """Masked modelling: a value with a gradient at places that a mask picks."""
+    out = model(x).clone()
+    out[mask] = list(model.parameters())[-1]
+    out[:, 1:3] += 1
+    out[:, torch.arange(5) > 3] = 0.5
+    return out.square().mean()
+
+
+def frames(model: nn.Module, x: Tensor) -> Tensor:
+    """Overlapping windows by strides."""
+    return model(x).flatten(1).contiguous().as_strided((8, 7, 6), (30, 4, 1)).sin().square().mean()
+
+
+def likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """PyTorch looks whether a variance is negative."""
+    out = model(x)
+    return F.gaussian_nll_loss(out, y, F.softplus(out))
+
+
+def against_constants(model: nn.Module, x: Tensor) -> Tensor:
+    """PyTorch works 1 - target out in place, and the target is no input here."""
+    target = torch.linspace(0, 1, 6)
+    total = torch.tensor(0.0)
+    total += F.binary_cross_entropy_with_logits(model(x), TARGETS * target)
+    return total
+
+
+TARGETS = torch.rand(8, 5, 6, generator=torch.Generator().manual_seed(0))
+
+
 def mlp(outputs: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.SiLU(), nn.Linear(8, outputs))
@@ -57,14 +112,35 @@ STEPS: dict[str, tuple[Loss, int, tuple[Tensor, ...]]] = {
     "regression": (regression, 6, (numbers(8, 5, 6), numbers(8, 5, 6, seed=1))),
     "triplets": (triplets, 4, tuple(numbers(8, 6, seed=i) for i in range(3))),
     "gradient penalty": (gradient_penalty, 1, (numbers(8, 6), numbers(8, 6, seed=1))),
+    "last token": (last_token, 6, (numbers(8, 5, 6), classes(10, 8) - 5)),
+    "pairs of features": (pairs_of_features, 4, (numbers(8, 5, 6),)),
+    "shared heads": (shared_heads, 6, (numbers(8, 5, 6),)),
+    "pooled": (pooled, 6, (numbers(8, 5, 6),)),
+    "masked": (masked, 6, (numbers(8, 5, 6), numbers(8, 5) > 0)),
+    "likelihood": (likelihood, 6, (numbers(8, 5, 6), numbers(8, 5, 6, seed=1))),
     "policy": (policy, 3, (numbers(8, 6), classes(3, 8), numbers(8, seed=1))),
+}
+
+
+# What they close over, or how their backward adds up, takes the whole batch.
+WHOLE: dict[str, tuple[Loss, int, tuple[Tensor, ...]]] = {
+    "frames": (frames, 6, (numbers(8, 5, 6),)),
+    "against constants": (against_constants, 6, (numbers(8, 5, 6),)),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_same_step(name: str, layout: str) -> None:
-    loss_of, outputs, batch = STEPS[name]
+    check(*STEPS[name], layout)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_the_same_step_of_ranks(name: str) -> None:
+    check(*WHOLE[name], LAYOUTS[0])
+
+
+def check(loss_of: Loss, outputs: int, batch: tuple[Tensor, ...], layout: str) -> None:
     model = mlp(outputs)
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
     found = tutti.verify(trained(loss_of), model, optimizer, batch, layout)

@@ -14,11 +14,12 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
 from tutti.capture.overwrites import overwrites
 from tutti.capture.random_ops import RANDOM_OPS, answer
-from tutti.capture.sharing import Memory
+from tutti.capture.regions import quoted
+from tutti.capture.sharing import Memory, written
 from tutti.capture.verbatim import Copying, copyable
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
-from tutti.graph.edit import NOTES
+from tutti.graph.edit import NOTES, source_of
 from tutti.graph.updates import BY_RECORDED, Kernel
 
 aten = torch.ops.aten
@@ -30,6 +31,7 @@ class _Replay(Copying):
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
         graph, memory = module.graph, Memory(list(module.graph.nodes))
+        _refuse_writes(graph, memory)
         known = (_has_own_form, _BATCH_NORMS)
         renamed = overwrites(graph, memory, mode, *known)
         super().__init__(module, copyable(graph, memory, *known, renamed.memory), renamed)
@@ -39,6 +41,11 @@ class _Replay(Copying):
     def run_node(self, n: fx.Node) -> Any:
         self.node = n
         return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A constant, as a value that functionalization knows: else writes to what it makes would stay."""
+        value = super().get_attr(target, args, kwargs)
+        return aten.lift_fresh_copy.default(value) if isinstance(value, Tensor) else value
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         assert self.node is not None
@@ -72,6 +79,21 @@ _BATCH_NORMS = {
     aten.cudnn_batch_norm.default: (3, 4),
     aten.miopen_batch_norm.default: (3, 4),
 }
+
+
+def _refuse_writes(graph: fx.Graph, memory: Memory) -> None:
+    """Raise where the step changes a tensor that is neither state nor part of its batch."""
+    constants = {memory.of(n) for n in graph.nodes if n.op == "get_attr"}
+    for node in graph.nodes:
+        evaluates = node.target in _BATCH_NORMS and not node.args[5]
+        if not evaluates and any(memory.of(x) in constants for x in written(node, _BATCH_NORMS)):
+            source = source_of(node)
+            raise CaptureError(
+                "the step changes a tensor that it was not given",
+                at=quoted(source) if source else "",
+                why="it would happen once, while the step is captured, and not at each call",
+                fix="a buffer of the model, or an argument of the step and a value that it returns",
+            )
 
 
 def _has_own_form(target: Any) -> bool:

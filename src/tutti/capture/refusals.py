@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
+import random
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +14,10 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
@@ -130,6 +136,26 @@ def _without_onednn() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_host_randomness() -> Iterator[None]:
+    """Raise if what is traced draws from Python's `random` or NumPy: the numbers would never change again."""
+    numpy: Any = sys.modules.get("numpy.random")
+
+    def states() -> dict[str, Any]:
+        known = {"Python's random": random.getstate()}
+        return known if numpy is None else known | {"numpy.random": repr(numpy.get_state()[1:])}
+
+    before = states()
+    yield
+    for name, state in states().items():
+        if state != before[name]:
+            raise CaptureError(
+                f"the step draws random numbers from {name}",
+                why="they would be drawn once, while the step is captured, and be the same at every call",
+                fix="torch.rand and the like; or draw before the step and hand them over as arguments",
+            )
+
+
+@contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
     try:
@@ -143,15 +169,42 @@ def explained() -> Iterator[None]:
             f"{error.func} has a shape that depends on values",
             at=_raising_line(error),
             why="every shape must be known before the step runs",
-            fix="a mask and torch.where instead of selecting elements",
+            fix=_WAYS_OUT.get(error.func, "a mask and torch.where instead of selecting elements"),
+        ) from error
+    except DataDependentOutputException as error:
+        raise CaptureError(
+            f"the step decides in Python on values: {error.func}",
+            at=_raising_line(error),
+            why="the step is captured once, before it has values",
+            fix="torch.where(condition, a, b) on tensors, or the computation written out",
         ) from error
     except GuardOnDataDependentSymNode as error:
         raise CaptureError(
             "the step decides in Python on a number that is known only when it runs",
             at=_raising_line(error),
             why="the step is captured once, before it has values",
-            fix="torch.where(condition, a, b) on tensors",
+            fix=_fix_of(error),
         ) from error
+
+
+# For ops whose shapes depend on values; there is a general one for all others.
+_WAYS_OUT = {
+    torch.ops.aten._pack_padded_sequence.default: "the padded sequences as they are, and the outputs at "
+    "their ends: out[torch.arange(n), lengths - 1]",
+}
+
+
+def _fix_of(error: BaseException) -> str:
+    """A way out of a branch; of one in PyTorch's own optimizers, another of those."""
+    home = os.path.dirname(inspect.getfile(Optimizer))
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    inside = [f for f in files if os.path.dirname(f) == home]
+    if not inside:
+        return "torch.where(condition, a, b) on tensors"
+    name = os.path.basename(inside[-1]).removesuffix(".py")
+    return (
+        f"another optimizer: {name} branches on its count of steps, AdamW, NAdam or Adamax do not"
+    )
 
 
 def _raising_line(error: BaseException) -> str:

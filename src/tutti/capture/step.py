@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tutti.capture.calls import OtherForms
 from tutti.capture.canonical import canonicalize
 from tutti.capture.functional import functional_graph
 from tutti.capture.lift import (
@@ -37,6 +38,7 @@ from tutti.capture.refusals import (
     REFUSED_OPS,
     clean_gradients,
     explained,
+    no_host_randomness,
     python_numbers,
     refuse_changed_numbers,
     refuse_counters,
@@ -176,7 +178,7 @@ class _Lifted:
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def trace(self) -> fx.GraphModule:
-        with self.mode, watching(self.model), explained():
+        with self.mode, watching(self.model), explained(), OtherForms(), no_host_randomness():
             traced = make_fx(lambda *flat: self._run(*flat), REFUSED_OPS, tracing_mode="real")
             return traced(*self.inputs)
 
