@@ -8,6 +8,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
+from tutti.capture.compounds import COMPOUNDS
 from tutti.capture.rewrites import AGAIN, REWRITES, shape_list
 from tutti.capture.strided import note_layout
 from tutti.graph.edit import Editor
@@ -33,7 +34,8 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
 
 def _rewrite(editor: Editor, node: fx.Node) -> None:
     """Rewrite a node, and in turn what the rewrite wrote."""
-    rewrite = REWRITES.get(node.target) if node.op == "call_function" else None
+    known = REWRITES.get(node.target) or COMPOUNDS.get(node.target)
+    rewrite = known if node.op == "call_function" else None
     if rewrite is None:
         return
     before = node.prev

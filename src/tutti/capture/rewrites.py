@@ -98,10 +98,11 @@ def _permute(emit: Emit, node: fx.Node) -> fx.Node:
     x = given[0]
     rank = len(shape_list(x))
     order = list(range(rank))
-    if node.target is aten.permute.default:
+    if node.target in (aten.permute.default, aten.permute_copy.default):
         order = [d % rank for d in given[1]]
     elif rank > 1:
-        a, b = (0, 1) if node.target is aten.t.default else (d % rank for d in given[1:3])
+        turned = node.target in (aten.t.default, aten.t_copy.default)
+        a, b = (0, 1) if turned else (d % rank for d in given[1:3])
         order[a], order[b] = order[b], order[a]
     if order == list(range(rank)):
         return x
@@ -111,6 +112,24 @@ def _permute(emit: Emit, node: fx.Node) -> fx.Node:
         if order == list(range(rank)):
             return x
     return emit(aten.permute.default, x, order)
+
+
+def _viewing(view: Any) -> Rewrite:
+    """The view that is copied, in the place of the copy."""
+
+    def rewrite(emit: Emit, node: fx.Node) -> fx.Node:
+        return emit(view, *node.args)
+
+    return rewrite
+
+
+def _narrow(emit: Emit, node: fx.Node) -> fx.Node:
+    x: Any = node.args[0]
+    dim: Any = node.args[1]
+    start: Any = node.args[2]
+    size = shape_list(x)[dim]
+    first = start + size if start < 0 else start
+    return emit(aten.slice.Tensor, x, dim, first, first + node.args[3])
 
 
 def _split(emit: Emit, node: fx.Node) -> tuple[fx.Node, ...]:
@@ -146,6 +165,14 @@ def _slice(emit: Emit, node: fx.Node) -> fx.Node | None:
     return node.args[0] if shape_list(node.args[0]) == shape_list(node) else None  # type: ignore[return-value]
 
 
+def _add(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """The 0 that Python's `sum` starts with would keep pending sums from passing."""
+    x, y = node.args[:2]
+    if isinstance(y, fx.Node) or y != 0 or not isinstance(x, fx.Node):
+        return None
+    return x if x.meta["val"].dtype == node.meta["val"].dtype else None
+
+
 def _mean(emit: Emit, node: fx.Node) -> fx.Node:
     """mean = sum / count, the count a constant of the whole tensor: a mean of means cannot arise."""
     x: Any = node.args[0]
@@ -169,20 +196,6 @@ def _sum_dims(emit: Emit, node: fx.Node) -> fx.Node | None:
     if dims:
         return None
     return emit(node.target, x, list(range(len(shape_list(x)))), *rest, **node.kwargs)
-
-
-def _norm(emit: Emit, node: fx.Node) -> fx.Node:
-    """`Tensor.norm` and what is made of it, such as pairwise distances."""
-    x, p, dims, keep = (*node.args, *(None,) * 4)[:4]
-    dtype = node.kwargs.get("dtype")
-    return emit(
-        aten.linalg_vector_norm.default,
-        x,
-        2 if p is None else p,
-        dims or None,
-        bool(keep),
-        dtype=dtype,
-    )
 
 
 def _nll_forward(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -244,34 +257,17 @@ def _pixels(emit: Emit, x: Any) -> fx.Node:
     return emit(aten.reshape.default, last, [-1, shape_list(x)[1]])
 
 
-def _pixel_shuffle(emit: Emit, node: fx.Node) -> fx.Node:
-    x: Any = node.args[0]
-    r: Any = node.args[1]
-    *lead, c, h, w = shape_list(x)
-    k = len(lead)
-    parts = emit(aten.reshape.default, x, [*lead, c // (r * r), r, r, h, w])
-    order = [*range(k), k, k + 3, k + 1, k + 4, k + 2]
-    moved = emit(aten.permute.default, parts, order)
-    return emit(aten.reshape.default, moved, [*lead, c // (r * r), h * r, w * r])
-
-
-def _pixel_unshuffle(emit: Emit, node: fx.Node) -> fx.Node:
-    x: Any = node.args[0]
-    r: Any = node.args[1]
-    *lead, c, h, w = shape_list(x)
-    k = len(lead)
-    parts = emit(aten.reshape.default, x, [*lead, c, h // r, r, w // r, r])
-    order = [*range(k), k, k + 2, k + 4, k + 1, k + 3]
-    moved = emit(aten.permute.default, parts, order)
-    return emit(aten.reshape.default, moved, [*lead, c * r * r, h // r, w // r])
-
-
 def _like(emit: Emit, node: fx.Node) -> fx.Node:
     """`ones_like(x)` and the like do not depend on the values of x: `full` of its shape."""
     name = node.target._schema.name.removeprefix("aten::").removeprefix("new_")  # type: ignore[union-attr]
-    fill: Any = {"ones": 1, "zeros": 0, "empty": 0, "empty_strided": 0, "scalar_tensor": None}.get(
-        name.removesuffix("_like")
-    )
+    fill: Any = {
+        "ones": 1,
+        "zeros": 0,
+        "zero": 0,
+        "empty": 0,
+        "empty_strided": 0,
+        "scalar_tensor": None,
+    }.get(name.removesuffix("_like"))
     if name.startswith("full"):
         fill = node.args[-1]
     elif name == "scalar_tensor":
@@ -299,20 +295,6 @@ def _copy(emit: Emit, node: fx.Node) -> fx.Node:
     return value
 
 
-def _matmul_pair(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """baddbmm and addbmm-like sums keep their product apart from what is added."""
-    x, a, b = node.args
-    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    product = emit(aten.bmm.default, a, b)
-    if alpha != 1:
-        product = emit(aten.mul.Tensor, product, alpha)
-    if beta == 0:
-        return product
-    if beta != 1:
-        x = emit(aten.mul.Tensor, x, beta)
-    return emit(aten.add.Tensor, x, product)
-
-
 _VIEWS = (
     aten.view.default,
     aten._unsafe_view.default,
@@ -322,7 +304,23 @@ _VIEWS = (
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
+    aten.view_copy.default,
+    aten._reshape_alias_copy.default,
+    aten.unsqueeze_copy.default,
+    aten.squeeze_copy.default,
+    aten.squeeze_copy.dim,
+    aten.squeeze_copy.dims,
 )
+# A copy of a view has the values of the view: the graph has no storage to tell them apart.
+_COPIES = {
+    aten.expand_copy.default: aten.expand.default,
+    aten.slice_copy.Tensor: aten.slice.Tensor,
+    aten.select_copy.int: aten.select.int,
+    aten.diagonal_copy.default: aten.diagonal.default,
+    aten.unfold_copy.default: aten.unfold.default,
+    aten.view_as_real_copy.default: aten.view_as_real.default,
+    aten.view_as_complex_copy.default: aten.view_as_complex.default,
+}
 _CREATE = (
     aten.ones_like.default,
     aten.zeros_like.default,
@@ -333,6 +331,7 @@ _CREATE = (
     aten.new_full.default,
     aten.new_empty.default,
     aten.zeros.default,
+    aten.zero.default,
     aten.ones.default,
     aten.empty.memory_format,
     aten.new_empty_strided.default,
@@ -345,40 +344,44 @@ REWRITES: dict[Any, Rewrite] = {
     aten.lift_fresh.default: _same,
     aten.lift_fresh_copy.default: _same,
     aten.lift.default: _same,
+    aten.alias_copy.default: _same,
+    aten.detach_copy.default: _same,
     aten.clone.default: _same,
     aten.contiguous.default: _same,
     aten._to_copy.default: _cast,
     **dict.fromkeys(_VIEWS, _view),
+    **{copy: _viewing(view) for copy, view in _COPIES.items()},
+    aten.narrow_copy.default: _narrow,
     aten.t.default: _permute,
     aten.transpose.int: _permute,
     aten.permute.default: _permute,
+    aten.t_copy.default: _permute,
+    aten.transpose_copy.int: _permute,
+    aten.permute_copy.default: _permute,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
+    aten.split_copy.Tensor: _split,
+    aten.split_with_sizes_copy.default: _split,
     aten.chunk.default: _split,
     aten.unsafe_split.Tensor: _split,
     aten.unsafe_split_with_sizes.default: _split,
     aten.cat.default: _cat,
     aten.unbind.int: _unbind,
+    aten.unbind_copy.int: _unbind,
     aten.slice.Tensor: _slice,
+    aten.add.Tensor: _add,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum_dims,
-    aten.norm.Scalar: _norm,
-    aten.norm.ScalarOpt_dim: _norm,
-    aten.norm.ScalarOpt_dtype: _norm,
-    aten.norm.ScalarOpt_dim_dtype: _norm,
     aten.nll_loss_forward.default: _nll_forward,
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_forward.default: _nll2d_forward,
     aten.nll_loss2d_backward.default: _nll2d_backward,
-    aten.pixel_shuffle.default: _pixel_shuffle,
-    aten.pixel_unshuffle.default: _pixel_unshuffle,
     **dict.fromkeys(_CREATE, _like),
     aten.fill.Scalar: _fill,
     aten.fill.Tensor: _fill,
     aten.copy.default: _copy,
-    aten.baddbmm.default: _matmul_pair,
     aten.index.Tensor: lookups.looked_up,
     aten.index_put.default: lookups.put,
     aten.as_strided.default: strided.strided,

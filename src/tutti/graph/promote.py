@@ -11,6 +11,7 @@ from tutti.graph.loop import loop
 
 aten = torch.ops.aten
 WIDE = torch.float64
+WIDE_COMPLEX = torch.complex128
 
 # Ops whose dtype may be the default one instead of an argument.
 _CREATE = (
@@ -25,13 +26,19 @@ _CREATE = (
 
 
 def promoted_value(x: Any) -> Any:
-    """A floating tensor in float64; anything else unchanged."""
-    return x.to(WIDE) if isinstance(x, Tensor) and x.is_floating_point() else x
+    """A floating tensor in float64, a complex one in two of these; anything else unchanged."""
+    return x.to(_wide(x.dtype)) if isinstance(x, Tensor) else x
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return WIDE_COMPLEX
+    return WIDE if dtype.is_floating_point else dtype
 
 
 def _promoted_argument(x: Any) -> Any:
     if isinstance(x, torch.dtype):
-        return WIDE if x.is_floating_point else x
+        return _wide(x)
     if isinstance(x, list | tuple):
         return type(x)(_promoted_argument(y) for y in x)
     return x

@@ -1,4 +1,4 @@
-"""Products that sum over a shared factor."""
+"""Products that sum over a shared factor, and distances of rows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.rules.rule import Rule, broadcast_rule, groups, operands_of, parse_rule, shape
+from tutti.rules.rule import Rule, Term, broadcast_rule, groups, operands_of, shape, spelled
 
 aten = torch.ops.aten
 BILINEAR = groups((0,), (1,))
 
 
 def _product(text: str):
-    def rule(node: fx.Node) -> Rule:
-        return parse_rule(
-            text, [shape(x) for x in operands_of(node)], [shape(node)], linear=BILINEAR
-        )
-
-    return rule
+    return spelled(text, linear=BILINEAR)
 
 
 def _addmm(node: fx.Node) -> Rule:
@@ -57,11 +52,36 @@ def _cross(node: fx.Node) -> Rule:
     return replace(rule, whole=frozenset({f"d{dim}"}))
 
 
+def _trilinear(node: fx.Node) -> Rule:
+    """The product of three tensors, each with dims of 1 put in at its list, summed over a list of dims."""
+    given: Any = node.args
+    operands, inserted, summed = [shape(x) for x in given[:3]], given[3:6], given[6]
+    rank = len(operands[0]) + len(inserted[0])
+    sizes: dict[str, int] = {}
+    terms: list[Term] = []
+    for dims, new in zip(operands, inserted, strict=True):
+        places = [d for d in range(rank) if d not in new]
+        sizes |= {f"d{d}": n for d, n in zip(places, dims, strict=True) if n != 1}
+        terms.append(tuple((f"d{d}",) if n != 1 else () for d, n in zip(places, dims, strict=True)))
+    full: Term = tuple((f"d{d}",) if f"d{d}" in sizes else () for d in range(rank))
+    result = tuple(t for d, t in enumerate(full) if d not in summed)
+    return Rule(tuple(terms), (result,), sizes, linear=groups((0,), (1,), (2,)))
+
+
+_DISTANCE = "... m k!, ... n k! -> ... m n"
+
 RULES = {
     aten.mm.default: _product("m k, k n -> m n"),
     aten.bmm.default: _product("b m k, b k n -> b m n"),
     aten.mv.default: _product("m k, k -> m"),
     aten.dot.default: _product("k, k ->"),
+    aten.vdot.default: _product("k, k ->"),
+    aten._trilinear.default: _trilinear,
+    aten._cdist_forward.default: _DISTANCE,
+    aten._euclidean_dist.default: _DISTANCE,
+    aten._cdist_backward.default: spelled(
+        "... m n, ... m k, ... n k, ... m n -> ... m k", linear=groups((0,))
+    ),
     aten.addmm.default: _addmm,
     aten.addmv.default: _addmv,
     aten.linalg_cross.default: _cross,

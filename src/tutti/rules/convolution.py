@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from tutti.rules.rule import Rule, Term, groups, operands_of, results_of, shape
+from tutti.rules.rule import Rule, Term, groups, operands_of, parse_rule, results_of, shape
 
 aten = torch.ops.aten
 
@@ -96,19 +95,29 @@ def _pooling(node: fx.Node) -> Rule:
 
 def _is_linear(node: fx.Node) -> bool:
     name = str(node.target)
-    return "avg" in name or "backward" in name or "upsample" in name
+    return "avg" in name or "backward" in name or "unpool" in name
 
 
-def _upsample_backward(node: fx.Node) -> Rule:
-    rule = _pooling(node)
-    return replace(rule, parts={"n": _sizes_part, "c": _sizes_part})
+def _fractional(node: fx.Node) -> Rule:
+    """Pooling at random places, which are an operand: those of each sample and channel."""
+    x, places = (shape(o) for o in operands_of(node))
+    num_space = places[-1]
+    space, out = (" ".join(f"{s}{i}!" for i in range(num_space)) for s in "io")
+    lead, places_lead = ("n c", "n c") if len(x) == num_space + 2 else ("c", "1 c")
+    text = f"{lead} {space}, {places_lead} xy! -> {lead} {out}, {lead} {out}"
+    return parse_rule(
+        text, [x, places], [tuple(r.shape) for r in results_of(node) if r is not None]
+    )
 
 
-def _sizes_part(part: Any) -> fx.Node:
-    """The input size is an argument: batch and channels are this rank's."""
-    args = list(part.args)
-    args[2] = [*args[0].meta["val"].shape[:2], *args[2][2:]]
-    return part.emit(part.node.target, *args, **part.kwargs)
+def _windows(node: fx.Node) -> Rule:
+    """im2col and col2im: a channel's windows stand side by side, channel by channel."""
+    x, out = shape(node.args[0]), shape(node)
+    image = max(x, out, key=len)
+    n = "n " if len(image) == 4 else ""
+    left, right = f"{n}c y! x!", f"{n}(c k!) l!"
+    text = f"{left} -> {right}" if image is x else f"{right} -> {left}"
+    return parse_rule(text, [x], [out], sizes={"c": image[-3]}, linear=groups((0,)))
 
 
 RULES = {
@@ -126,12 +135,16 @@ RULES = {
     aten.avg_pool3d_backward.default: _pooling,
     aten.adaptive_max_pool2d.default: _pooling,
     aten.adaptive_max_pool2d_backward.default: _pooling,
-    aten.upsample_nearest1d.default: _pooling,
-    aten.upsample_nearest1d_backward.default: _upsample_backward,
-    aten.upsample_bicubic2d.default: _pooling,
-    aten.upsample_bicubic2d_backward.default: _upsample_backward,
-    aten.upsample_nearest2d.default: _pooling,
-    aten.upsample_bilinear2d.default: _pooling,
-    aten.upsample_nearest2d_backward.default: _upsample_backward,
-    aten.upsample_bilinear2d_backward.default: _upsample_backward,
+    aten._adaptive_avg_pool3d.default: _pooling,
+    aten._adaptive_avg_pool3d_backward.default: _pooling,
+    aten.adaptive_max_pool3d.default: _pooling,
+    aten.adaptive_max_pool3d_backward.default: _pooling,
+    aten.max_unpool2d.default: _pooling,
+    aten.max_unpool3d.default: _pooling,
+    aten.fractional_max_pool2d.default: _fractional,
+    aten.fractional_max_pool2d_backward.default: _pooling,
+    aten.fractional_max_pool3d.default: _fractional,
+    aten.fractional_max_pool3d_backward.default: _pooling,
+    aten.im2col.default: _windows,
+    aten.col2im.default: _windows,
 }

@@ -209,4 +209,8 @@ RULES = {
     aten.replication_pad1d_backward.default: _frame,
     aten.replication_pad2d.default: _frame,
     aten.replication_pad2d_backward.default: _frame,
+    aten.reflection_pad3d.default: _frame,
+    aten.reflection_pad3d_backward.default: _frame,
+    aten.replication_pad3d.default: _frame,
+    aten.replication_pad3d_backward.default: _frame,
 }

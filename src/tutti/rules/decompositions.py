@@ -16,6 +16,7 @@ from torch import fx
 
 from tutti.graph.edit import Emit
 from tutti.rules import added_rows
+from tutti.rules.norms import length_dim
 from tutti.rules.rule import shape
 
 aten = torch.ops.aten
@@ -295,6 +296,28 @@ def _batch_norm_backward(emit: Emit, node: fx.Node) -> New:
     )
 
 
+def _weight_norm(emit: Emit, node: fx.Node) -> New:
+    """Lengths of rows that are split: sums of squares."""
+    v, g = (_to(emit, x, node.meta["val"][1].dtype) for x in node.args[:2])  # type: ignore[arg-type]
+    dims = [i for i in range(len(shape(v))) if i != length_dim(node)]
+    norms = emit(aten.sqrt.default, _sum(emit, emit(aten.mul.Tensor, v, v), dims))
+    scale = emit(aten.div.Tensor, g, norms)
+    return _like(emit, emit(aten.mul.Tensor, v, scale), node), norms
+
+
+def _weight_norm_backward(emit: Emit, node: fx.Node) -> New:
+    dtype = node.args[3].meta["val"].dtype  # type: ignore[union-attr]
+    grad, v, g, norms = (_to(emit, x, dtype) for x in node.args[:4])  # type: ignore[arg-type]
+    dims = [i for i in range(len(shape(v))) if i != length_dim(node)]
+    along = _sum(emit, emit(aten.mul.Tensor, grad, v), dims)
+    dg = emit(aten.div.Tensor, along, norms)
+    radial = emit(aten.div.Tensor, dg, norms)
+    across = emit(aten.sub.Tensor, grad, emit(aten.mul.Tensor, v, radial))
+    dv = emit(aten.mul.Tensor, across, emit(aten.div.Tensor, g, norms))
+    vals = node.meta["val"]
+    return _to(emit, dv, vals[0].dtype), _to(emit, dg, vals[1].dtype)
+
+
 DECOMPOSITIONS: dict[Any, Callable[[Emit, fx.Node], New]] = {
     aten._log_softmax.default: _log_softmax,
     aten._softmax.default: _softmax,
@@ -309,6 +332,8 @@ DECOMPOSITIONS: dict[Any, Callable[[Emit, fx.Node], New]] = {
     aten.var.correction: _var,
     aten.var_mean.correction: _variance,
     aten.std.correction: _std,
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten._fused_rms_norm.default: _rms_norm,

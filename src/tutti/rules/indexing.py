@@ -156,6 +156,17 @@ def _index_into(linear: tuple[tuple[int, ...], ...] = ()):
     return rule
 
 
+def _index_fill(node: fx.Node) -> Rule:
+    """One number, on every rank, for all places of the index along the dim."""
+    x, index, _ = (shape(o) for o in operands_of(node))
+    dim: Any = node.args[1]
+    base: Term = tuple((f"d{i}",) for i in range(len(x)))
+    whole = frozenset({f"d{dim % len(x)}"})
+    sizes = {f"d{i}": n for i, n in enumerate(x)}
+    terms = (base, ((),) * len(index), ())
+    return Rule(terms, (base,), sizes, whole, linear=groups((0, 2)))
+
+
 def _search(line: int):
     """Each value is looked up by itself in a row that every rank holds; the row is operand `line`."""
 
@@ -193,6 +204,7 @@ RULES = {
     aten.index_add.default: _index_into(((0, 2),)),
     aten.index_copy.default: _index_into(((0, 2),)),
     aten.index_fill.int_Scalar: _index_into(),
+    aten.index_fill.int_Tensor: _index_fill,
     aten.bucketize.Tensor: _search(1),
     aten.searchsorted.Tensor: _search(0),
     aten.arange.default: _line,

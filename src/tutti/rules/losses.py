@@ -104,6 +104,27 @@ def _nll_backward(node: fx.Node) -> Rule | None:
     return rule
 
 
+def _margin(node: fx.Node) -> Rule | None:
+    """Samples by themselves, each with all of its classes; a mean must have all samples."""
+    operands, (_, how) = [shape(x) for x in operands_of(node)], _reduction(node)
+    name = str(node.target)
+    backward = "backward" in name
+    if len(operands[int(backward)]) == 1:
+        return None
+    n = "n!" if how == MEAN else "n"
+    loss, classes = n if how == NONE else "", f"{n} c!"
+    if "multilabel" in name:
+        taken, made = [classes] * (3 if backward else 2), [loss, classes]
+    else:
+        weighted = len(operands) - backward > 2
+        taken, made = [classes, n, *["c!"] * weighted], [loss]
+    if backward:
+        taken, made = [loss, *taken], [classes]
+    results = [tuple(r.shape) for r in results_of(node) if r is not None]
+    linear = groups((0,)) if backward else ()
+    return parse_rule(f"{', '.join(taken)} -> {', '.join(made)}", operands, results, linear=linear)
+
+
 RULES = {
     aten.mse_loss.default: _forward,
     aten.mse_loss_backward.default: _backward,
@@ -116,6 +137,10 @@ RULES = {
     aten.binary_cross_entropy.default: _forward,
     aten.binary_cross_entropy_backward.default: _backward,
     aten.binary_cross_entropy_with_logits.default: _forward,
+    aten.multi_margin_loss.default: _margin,
+    aten.multi_margin_loss_backward.default: _margin,
+    aten.multilabel_margin_loss_forward.default: _margin,
+    aten.multilabel_margin_loss_backward.default: _margin,
     aten.nll_loss_forward.default: _nll_forward,
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_forward.default: _nll_forward,

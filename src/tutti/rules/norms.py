@@ -147,6 +147,34 @@ def _group_norm_backward_part(part: Any) -> fx.Node:
     return part.emit(part.node.target, *args, **part.kwargs)
 
 
+def _weight_norm(node: fx.Node) -> Rule:
+    """A weight's direction and length, one length for each place along a dim."""
+    v, dim = shape(node.args[0]), length_dim(node)
+    full, length = _direction_terms(v, dim)
+    whole = frozenset(f"d{i}" for i in range(len(v)) if i != dim)
+    return Rule((full, length), (full, length), {f"d{i}": n for i, n in enumerate(v)}, whole)
+
+
+def _weight_norm_backward(node: fx.Node) -> Rule:
+    v, dim = shape(node.args[1]), length_dim(node)
+    full, length = _direction_terms(v, dim)
+    whole = frozenset(f"d{i}" for i in range(len(v)) if i != dim)
+    sizes = {f"d{i}": n for i, n in enumerate(v)}
+    operands = (full, full, length, length)
+    return Rule(operands, (full, length), sizes, whole, linear=groups((0,)))
+
+
+def length_dim(node: fx.Node) -> int:
+    """The dim along which a weight has lengths."""
+    dims = [a for a in node.args if isinstance(a, int)]
+    return dims[0] if dims else 0
+
+
+def _direction_terms(v: tuple[int, ...], dim: int) -> tuple[Term, Term]:
+    full: Term = tuple((f"d{i}",) for i in range(len(v)))
+    return full, tuple((f"d{i}",) if i == dim else () for i in range(len(v)))
+
+
 RULES = {
     aten.native_layer_norm.default: _layer_norm,
     aten.native_layer_norm_backward.default: _layer_norm_backward,
@@ -158,4 +186,6 @@ RULES = {
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.native_group_norm.default: _group_norm,
     aten.native_group_norm_backward.default: _group_norm_backward,
+    aten._weight_norm_interface.default: _weight_norm,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
 }

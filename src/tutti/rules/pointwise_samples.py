@@ -46,6 +46,8 @@ OWN = [
     sample("round.decimals", f(4, 6), decimals=1),
     sample("copy", f(4, 6), f(4, 6)),
     sample("elu_backward", f(4, 6), 1.0, 1.0, 1.0, False, f(4, 6)),
+    sample("rrelu_with_noise_backward", f(4, 6), f(4, 6), positive(4, 6), 0.1, 0.4, True, False),
+    sample("rrelu_with_noise_backward", f(4, 6), f(4, 6), positive(4, 6), 0.1, 0.4, False, False),
     sample("_prelu_kernel", f(4, 6, 12), f(1, 6, 1)),
     sample("_prelu_kernel_backward", f(4, 6, 12), f(4, 6, 12), f(1, 6, 1)),
     sample("native_dropout_backward", f(4, 6), flags(4, 6), 1.25),

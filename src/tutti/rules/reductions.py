@@ -125,6 +125,7 @@ RULES = {
     aten.sum.dim_IntList: _reduce("sum", linear=True),
     aten.amax.default: _reduce("max"),
     aten.amin.default: _reduce("min"),
+    aten.prod.default: _reduce("prod"),
     aten.prod.dim_int: _reduce("prod"),
     aten.any.default: _reduce("max"),
     aten.any.dim: _reduce("max"),

@@ -132,9 +132,32 @@ def parse_rule(
     known = dict(sizes or {})
     pairs = [*zip(lefts, operands, strict=True), *zip(rights, results, strict=True)]
     lead = max((len(s) - len(t) + 1 for t, s in pairs if s is not None and "..." in t), default=0)
+    _broadcast_lead(pairs, lead, known)
     spelled = [() if s is None else _fit(t, s, lead, known, whole, text) for t, s in pairs]
     n = len(lefts)
     return Rule(tuple(spelled[:n]), tuple(spelled[n:]), known, frozenset(whole), **options)
+
+
+def spelled(text: str, **options: Any) -> Callable[[fx.Node], Rule]:
+    """The same text for every call of an op; `options` are those of `Rule`."""
+
+    def rule(node: fx.Node) -> Rule:
+        operands = [shape(x) for x in operands_of(node)]
+        results = [None if r is None else tuple(r.shape) for r in results_of(node)]
+        return parse_rule(text, operands, results, **options)
+
+    return rule
+
+
+def _broadcast_lead(pairs: Iterable[Any], lead: int, known: dict[str, int]) -> None:
+    """The sizes of the dims of `...`: a tensor may have 1 where another has more."""
+    for term, dims in pairs:
+        if dims is None or "..." not in term:
+            continue
+        at, here = term.index("..."), len(dims) - len(term) + 1
+        for i, size in enumerate(dims[at : at + here]):
+            name = f"_{lead - here + i}"
+            known[name] = size if known.get(name, 1) == 1 else known[name]
 
 
 def _terms(text: str, whole: set[str]) -> list[list[Any]]:

@@ -90,6 +90,26 @@ def ordered(size: int) -> Operand:
     )
 
 
+def definite(*shape: int) -> Operand:
+    """Symmetric positive definite matrices, float64."""
+
+    def fill(s: tuple[int, ...], g: torch.Generator) -> Tensor:
+        root = torch.randn(s, generator=g, dtype=torch.float64)
+        return root @ root.mT + s[-1] * torch.eye(s[-1], dtype=torch.float64)
+
+    return Operand(shape, torch.float64, fill)
+
+
+def pivots(*shape: int) -> Operand:
+    """Rows to swap with, as LAPACK counts: from 1, none before its own."""
+
+    def fill(s: tuple[int, ...], g: torch.Generator) -> Tensor:
+        own = torch.arange(s[-1])
+        return own + 1 + (torch.rand(s, generator=g) * (s[-1] - own)).long()
+
+    return Operand(shape, torch.int32, fill)
+
+
 def pairs(*shape: int) -> Operand:
     """Complex numbers, both parts normal."""
     return Operand(

@@ -6,7 +6,9 @@ import torch
 
 from tutti.graph.boundary import shard_as_op
 from tutti.graph.draw import draw
-from tutti.rules.layer_samples import ATTENTION, IMAGES, NORMS
+from tutti.rules.image_samples import IMAGES, INTERPOLATION
+from tutti.rules.layer_samples import ATTENTION, NORMS
+from tutti.rules.matrix_samples import LINEAR_ALGEBRA, PRODUCTS
 from tutti.rules.sample import (
     Sample,
     distinct,
@@ -49,6 +51,10 @@ VIEWS = [
     sample("diagonal", f(4, 6, 6), 0, 1, 2),
     sample("diagonal", f(6, 4, 6), 1, -1, 0),
     sample("diagonal_backward", f(4, 6), [4, 6, 6], 0, 1, 2),
+    sample("diag_embed", f(4, 6)),
+    sample("diag_embed", f(4, 6, 3), 1, 0, 2),
+    sample("diagonal_scatter", f(4, 6, 6), f(4, 6), 0, 1, 2),
+    sample("diagonal_scatter", f(6, 4, 6), f(4, 5), -1, -1, 0),
     sample("view_as_complex", f(4, 6, 2)),
     sample("view_as_real", pairs(4, 6)),
     sample("full", [4, 12], 1.5, dtype=_F64, device=_CPU),
@@ -60,26 +66,13 @@ VIEWS = [
     Sample(shard_as_op, (f(4, 6), "data, -")),
 ]
 
-PRODUCTS = [
-    sample("mm", f(12, 8), f(8, 6)),
-    sample("bmm", f(4, 12, 8), f(4, 8, 6)),
-    sample("mv", f(12, 8), f(8)),
-    sample("dot", f(12), f(12)),
-    sample("addmm", f(6), f(12, 8), f(8, 6)),
-    sample("addmm", f(12, 6), f(12, 8), f(8, 6), beta=0.5, alpha=2.0),
-    sample("addmm", f(1, 6), f(12, 8), f(8, 6)),
-    sample("addmm", f(12, 1), f(12, 8), f(8, 6)),
-    sample("addmv", f(12), f(12, 8), f(8)),
-    sample("linalg_cross", f(4, 6, 3), f(4, 6, 3)),
-    sample("linalg_cross", f(4, 3, 6), f(4, 3, 6), dim=1),
-]
-
 _REDUCING = ("sum.dim_IntList", "amax", "amin")
 REDUCTIONS = [
     *(sample(op, f(4, 6, 12), [1]) for op in _REDUCING),
     *(sample(op, f(4, 6, 12), [0, -1], True) for op in _REDUCING),
     *(sample(op, f(4, 6), []) for op in _REDUCING),
     sample("sum.dim_IntList", flags(4, 6), [1], dtype=_F64),
+    sample("prod", f(4, 6)),
     sample("prod.dim_int", f(4, 6, 12), 1, True),
     sample("prod.dim_int", f(4, 6), -1),
     *(sample(op, flags(4, 6)) for op in ("any", "all")),
@@ -131,6 +124,16 @@ LINES = [
     sample("glu_backward", f(4, 6, 6), f(4, 6, 12), 2),
 ]
 
+FOURIER = [
+    sample("_fft_r2c", f(4, 6, 12), [1], 0, True),
+    sample("_fft_r2c", f(4, 6, 12), [0, 2], 1, True),
+    sample("_fft_r2c", f(4, 6, 12), [0], 2, False),
+    sample("_fft_c2c", pairs(4, 6, 12), [1, 2], 2, True),
+    sample("_fft_c2c", pairs(4, 6), [0], 0, False),
+    sample("_fft_c2r", pairs(4, 6, 7), [2], 2, 12),
+    sample("_fft_c2r", pairs(4, 6, 4), [0, 1], 0, 6),
+]
+
 _POINTWISE_LOSSES = (
     ("mse_loss", ()), ("smooth_l1_loss", (0.5,)), ("huber_loss", (0.5,)), ("soft_margin_loss", ()),
 )  # fmt: skip
@@ -151,12 +154,20 @@ LOSSES = [
     *(sample("nll_loss_backward", f(), f(12, 8), some(8, ignore, 12), w, 2, ignore, positive())
       for w in (None, positive(8)) for ignore in (-100, 3)),
     sample("nll_loss_backward", f(12), f(12, 8), some(8, -100, 12), None, 0, -100, positive()),
+    *(sample("multi_margin_loss", f(4, 6), ints(6, 4), 2, 0.5, w, how)
+      for w, how in ((None, 0), (positive(6), 2), (None, 1))),
+    *(sample("multi_margin_loss_backward", f(*g), f(4, 6), ints(6, 4), 1, 0.5, w, how)
+      for g, w, how in (((4,), positive(6), 0), ((), None, 2), ((), None, 1))),
+    *(sample("multilabel_margin_loss_forward", f(4, 6), some(6, -1, 4, 6), how) for how in (0, 2, 1)),
+    *(sample("multilabel_margin_loss_backward", f(*g), f(4, 6), some(6, -1, 4, 6), how, positive(4, 6))
+      for g, how in (((4,), 0), ((), 2), ((), 1))),
     *(sample("nll_loss2d_forward", f(4, 8, 2, 3), some(8, ignore, 4, 2, 3), w, how, ignore)
       for w in (None, positive(8)) for how, ignore in ((0, -100), (2, 3), (1, -100))),
     *(sample("nll_loss2d_backward", f(), f(4, 8, 2, 3), some(8, 3, 4, 2, 3), w, 2, 3, positive())
       for w in (None, positive(8))),
 ]  # fmt: skip
 
+_FRAMES = ("reflection", "replication")
 CUTS = [
     sample("slice.Tensor", f(4, 12, 6), 1, 2, 8),
     sample("slice.Tensor", f(12, 6), 0, 1, 12, 2),
@@ -177,12 +188,15 @@ CUTS = [
     sample("constant_pad_nd", f(4, 6, 12), [0, 0, 2, -1], 1.5),
     sample("tril", f(4, 6, 12), 1),
     sample("triu", f(6, 12)),
-    *(sample(f"{how}_pad1d", f(4, 6, 8), [1, 2]) for how in ("reflection", "replication")),
-    *(sample(f"{how}_pad2d", f(4, 6, 5), [1, 2, 0, 1]) for how in ("reflection", "replication")),
+    *(sample(f"{how}_pad1d", f(4, 6, 8), [1, 2]) for how in _FRAMES),
+    *(sample(f"{how}_pad2d", f(4, 6, 5), [1, 2, 0, 1]) for how in _FRAMES),
+    *(sample(f"{how}_pad3d", f(4, 6, 3, 3, 3), [1, 2, 0, 1, 1, 0]) for how in _FRAMES),
+    *(sample(f"{how}_pad3d_backward", f(4, 6, 4, 4, 6), f(4, 6, 3, 3, 3), [1, 2, 0, 1, 1, 0])
+      for how in _FRAMES),
     *(sample(f"{how}_pad1d_backward", f(4, 6, 11), f(4, 6, 8), [1, 2])
-      for how in ("reflection", "replication")),
+      for how in _FRAMES),
     *(sample(f"{how}_pad2d_backward", f(4, 6, 6, 8), f(4, 6, 5, 5), [1, 2, 0, 1])
-      for how in ("reflection", "replication")),
+      for how in _FRAMES),
     sample("unfold", f(4, 12, 6), 1, 4, 2),
     sample("unfold_backward", f(4, 5, 6, 4), [4, 12, 6], 1, 4, 2),
 ]  # fmt: skip
@@ -216,6 +230,7 @@ LOOKUPS = [
     sample("index_add", f(4, 12, 6), 1, ints(12, 8), f(4, 8, 6), alpha=2),
     sample("index_copy", f(4, 12, 6), 1, distinct(12, 8), f(4, 8, 6)),
     sample("index_fill.int_Scalar", f(4, 12, 6), 1, ints(12, 3), 0.5),
+    sample("index_fill.int_Tensor", f(4, 12, 6), 1, ints(12, 3), f()),
     sample("bucketize.Tensor", f(4, 6), ordered(8)),
     sample("searchsorted.Tensor", ordered(8), f(4, 6), right=True),
     sample("arange", 12), sample("arange.start", 3, 15), sample("arange.start_step", 0, 24, 2),
@@ -232,6 +247,9 @@ FAMILIES = {
     "lookups": LOOKUPS,
     "norms": NORMS,
     "images": IMAGES,
+    "interpolation": INTERPOLATION,
+    "fourier transforms": FOURIER,
+    "linear algebra": LINEAR_ALGEBRA,
     "attention": ATTENTION,
     "updates": UPDATES,
 }

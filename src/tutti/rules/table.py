@@ -14,7 +14,10 @@ from tutti.rules import (
     contraction,
     convolution,
     cuts,
+    fourier,
     indexing,
+    interpolation,
+    linear_algebra,
     losses,
     norms,
     reductions,
@@ -29,7 +32,7 @@ Entry = str | Callable[[fx.Node], Rule | None]
 TABLE: dict[Any, Entry] = {}
 _FAMILIES = (
     *(views, contraction, reductions, losses, cuts),
-    *(indexing, attention, norms, convolution, updates),
+    *(indexing, attention, norms, convolution, interpolation, fourier, linear_algebra, updates),
 )
 for _family in _FAMILIES:
     TABLE.update(_family.RULES)

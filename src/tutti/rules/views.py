@@ -177,6 +177,28 @@ def _diagonal(backward: bool) -> Any:
     return rule
 
 
+def _diag_embed(node: fx.Node) -> Rule:
+    """One dim, the last, becomes two: all three stay whole."""
+    out = shape(node)
+    given: Any = [*node.args[1:], *(0, -2, -1)[len(node.args) - 1 :]]
+    two = {d % len(out) for d in given[1:]}
+    rest = [(f"d{i}",) for i in range(len(out)) if i not in two]
+    full: Term = tuple(() if i in two else (f"d{i}",) for i in range(len(out)))
+    sizes = {f"d{i}": n for i, n in enumerate(out) if i not in two}
+    return Rule(((*rest, ()),), (full,), sizes, linear=_ONE)
+
+
+def _diagonal_scatter(node: fx.Node) -> Rule:
+    """A diagonal written into a tensor: its two dims stay whole."""
+    x = shape(node.args[0])
+    given: Any = [*node.args[2:], *(0, 0, 1)[len(node.args) - 2 :]]
+    two = {d % len(x) for d in given[1:]}
+    rest = [(f"d{i}",) for i in range(len(x)) if i not in two]
+    full: Term = tuple(() if i in two else (f"d{i}",) for i in range(len(x)))
+    sizes = {f"d{i}": n for i, n in enumerate(x) if i not in two}
+    return Rule((full, (*rest, ())), (full,), sizes, linear=groups((0, 1)))
+
+
 def _pairs(node: fx.Node) -> Rule:
     """A complex number as a pair of reals in a last dim of 2, or back."""
     before, after = shape(node.args[0]), shape(node)
@@ -201,6 +223,8 @@ RULES = {
     aten.roll.default: _roll,
     aten.diagonal.default: _diagonal(backward=False),
     aten.diagonal_backward.default: _diagonal(backward=True),
+    aten.diag_embed.default: _diag_embed,
+    aten.diagonal_scatter.default: _diagonal_scatter,
     aten.view_as_real.default: _pairs,
     aten.view_as_complex.default: _pairs,
     aten.full.default: _create(0),
