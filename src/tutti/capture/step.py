@@ -33,6 +33,7 @@ from tutti.capture.lift import (
     state_of,
     swapped,
 )
+from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.refusals import (
     REFUSED_OPS,
@@ -178,9 +179,9 @@ class _Lifted:
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def trace(self) -> fx.GraphModule:
-        with self.mode, watching(self.model), explained(), OtherForms(), no_host_randomness():
-            traced = make_fx(lambda *flat: self._run(*flat), REFUSED_OPS, tracing_mode="real")
-            return traced(*self.inputs)
+        with self.mode, watching(self.model), explained(), in_other_forms(), OtherForms(), no_host_randomness():
+            table = {**REFUSED_OPS, **OTHER_FORMS}
+            return make_fx(self._run, table, tracing_mode="real")(*self.inputs)
 
     def _run(self, *flat: Any) -> list[Any]:
         state = dict(zip([id(s.tensor) for s in self.state], flat, strict=False))

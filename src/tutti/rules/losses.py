@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tutti.graph.ctc import ctc_loss, ctc_slopes
 from tutti.rules.parts import nll_backward_part, nll_forward_part
 from tutti.rules.rule import (
     Rule,
@@ -124,6 +125,8 @@ def _margin(node: fx.Node) -> Rule | None:
     linear = groups((0,)) if backward else ()
     return parse_rule(f"{', '.join(taken)} -> {', '.join(made)}", operands, results, linear=linear)
 
+# Samples are lost by themselves; each is one path through all of its time and classes.
+_CTC = "t! n c!, n s!, n, n -> n"
 
 RULES = {
     aten.mse_loss.default: _forward,
@@ -145,4 +148,6 @@ RULES = {
     aten.nll_loss_backward.default: _nll_backward,
     aten.nll_loss2d_forward.default: _nll_forward,
     aten.nll_loss2d_backward.default: _nll_backward,
+    ctc_loss: _CTC,
+    ctc_slopes: f"{_CTC}, t! n c!",
 }

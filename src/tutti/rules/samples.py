@@ -6,6 +6,7 @@ import torch
 
 from tutti.graph.boundary import shard_as_op
 from tutti.graph.draw import draw
+from tutti.rules.ctc_samples import CTC
 from tutti.rules.image_samples import IMAGES, INTERPOLATION
 from tutti.rules.layer_samples import ATTENTION, NORMS
 from tutti.rules.matrix_samples import LINEAR_ALGEBRA, PRODUCTS
@@ -165,6 +166,7 @@ LOSSES = [
       for w in (None, positive(8)) for how, ignore in ((0, -100), (2, 3), (1, -100))),
     *(sample("nll_loss2d_backward", f(), f(4, 8, 2, 3), some(8, 3, 4, 2, 3), w, 2, 3, positive())
       for w in (None, positive(8))),
+    *CTC,
 ]  # fmt: skip
 
 _FRAMES = ("reflection", "replication")
