@@ -39,7 +39,7 @@ def with_gradients(call: Callable[..., Tensor], *given: Tensor) -> Any:
     """The value of `call`, and the gradients of its operands for cotangents of many values."""
     given = tuple(x.detach().requires_grad_() for x in given)
     value = call(*given)
-    weight = torch.linspace(0.5, 2, value.numel(), dtype=value.dtype).reshape(value.shape)
+    weight = torch.linspace(2, 0.5, value.numel(), dtype=value.dtype).reshape(value.shape)
     return value, *torch.autograd.grad((value * weight).sum(), given)
 
 
@@ -104,6 +104,22 @@ def test_ctc_loss_without_a_gradient_works_none_out() -> None:
     have, ops = traced(lambda x: LOSS(x, *call), log_probs())
     assert torch.equal(have, LOSS(log_probs(), *call))
     assert ctc_loss in ops and ctc_slopes not in ops
+
+
+def test_a_gradient_that_the_forward_does_not_know_of() -> None:
+    call = CTC_CALLS["one after the other, int64"]
+    have, _ = traced(lambda x: torch.func.grad(lambda x: LOSS(x, *call))(x), log_probs())
+    x = log_probs().requires_grad_()
+    assert torch.equal(have, torch.autograd.grad(LOSS(x, *call), x)[0])
+
+    def by_hand(x: Tensor) -> Tensor:
+        given = (x, *CTC_CALLS["rows, int64"])
+        losses, saved = OTHER_FORMS[aten._ctc_loss.Tensor](*given)
+        grad = torch.full_like(losses, 0.5)
+        return OTHER_FORMS[aten._ctc_loss_backward.Tensor](grad, *given, losses, saved, 0)
+
+    _, whole = with_gradients(lambda x: LOSS(x, *CTC_CALLS["rows, int64"], reduction="sum"), x)
+    assert torch.equal(by_hand(log_probs()), whole * 0.25)  # its cotangent is 2
 
 
 @pytest.mark.parametrize("op", (ctc_loss, ctc_slopes))

@@ -24,6 +24,14 @@ aten = torch.ops.aten
 Lengths = Tensor | Sequence[int]
 
 
+def _operands(
+    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lengths = (input_lengths.reshape(-1), target_lengths.reshape(-1))
+    targets = _in_rows(targets, lengths[1]) if targets.dim() == 1 else targets
+    return log_probs, targets, *lengths
+
+
 def _ctc_loss(
     log_probs: Tensor,
     targets: Tensor,
@@ -33,17 +41,27 @@ def _ctc_loss(
     zero_infinity: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The losses, and the slopes in place of what ATen saves for its backward."""
-    lengths = (input_lengths.reshape(-1), target_lengths.reshape(-1))
-    if targets.dim() == 1:
-        targets = _in_rows(targets, lengths[1])
-    given = (log_probs, targets, *lengths, blank, zero_infinity)
+    given = _operands(log_probs, targets, input_lengths, target_lengths)
     if log_probs.requires_grad:
-        return ctc_slopes(*given)
-    return ctc_loss(*given), log_probs.new_empty(())
+        return ctc_slopes(*given, blank, zero_infinity)
+    return ctc_loss(*given, blank, zero_infinity), log_probs.new_empty(())
 
 
-def _ctc_loss_backward(grad: Tensor, *saved: Any) -> Tensor:
-    slopes = saved[5]
+def _ctc_loss_backward(
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    _losses: Tensor,
+    slopes: Tensor,
+    blank: int,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """The slopes times the gradient of the losses; the forward need not have known of a backward."""
+    if slopes.dim() == 0:
+        given = _operands(log_probs, targets, input_lengths, target_lengths)
+        _, slopes = ctc_slopes(*given, blank, zero_infinity)
     return slopes * grad.unsqueeze(-1)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.graph import collectives
+from tutti.graph.ctc import ctc_loss, ctc_slopes
 from tutti.graph.draw import draw
 from tutti.graph.random import CHUNK_CPU
 from tutti.graph.storage import Storages
@@ -42,6 +43,17 @@ def _convolution_backward(operands: tuple[Any, ...], result: Any) -> int:
 
 def _grad_copy(operands: tuple[Any, ...], result: Any) -> int:
     return operands[0].nbytes
+
+
+def _paths(operands: tuple[Any, ...], result: Any) -> int:
+    """What the paths up to each time and place of a target come to; no target is longer than its time."""
+    log_probs, targets = operands[:2]
+    time, samples, _ = log_probs.shape
+    return time * samples * (2 * min(time, targets.shape[1]) + 1) * log_probs.element_size()
+
+
+def _paths_both_ways(operands: tuple[Any, ...], result: Any) -> int:
+    return 2 * _paths(operands, result)
 
 
 def _hash(operands: tuple[Any, ...], result: Any) -> int:
@@ -80,6 +92,8 @@ _BORROWED: dict[Any, Borrow] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _grad_copy,
+    ctc_loss: _paths,
+    ctc_slopes: _paths_both_ways,
     draw: _hash,
     collectives.draw_part: _hash,
     collectives.all_gather: _all_gather,

@@ -11,9 +11,7 @@ _TIME, _SAMPLES, _CLASSES, _LONGEST, _BLANK = 7, 12, 5, 3, 4
 
 
 def _lengths(low: int, high: int, dtype: torch.dtype = torch.int64) -> Operand:
-    return Operand(
-        (_SAMPLES,), dtype, lambda s, g: torch.randint(low, high + 1, s, generator=g)
-    )  # fmt: skip
+    return Operand((_SAMPLES,), dtype, lambda s, g: torch.randint(low, high + 1, s, generator=g))
 
 
 def _call(op: object, shortest: int, zero_infinity: bool, dtype: torch.dtype) -> Sample:
