@@ -8,129 +8,44 @@ place of PyTorch's, above autograd.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tutti.capture.bags import embedding_bag
-from tutti.capture.regions import quoted, user_line
-from tutti.errors import CaptureError
-from tutti.graph.ctc import ctc_loss, ctc_slopes
+from tutti.capture import bags, ctc, masks
 
 aten = torch.ops.aten
-Lengths = Tensor | Sequence[int]
-
-
-def _operands(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lengths = (input_lengths.reshape(-1), target_lengths.reshape(-1))
-    targets = _in_rows(targets, lengths[1]) if targets.dim() == 1 else targets
-    return log_probs, targets, *lengths
-
-
-def _ctc_loss(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    blank: int = 0,
-    zero_infinity: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The losses, and the slopes in place of what ATen saves for its backward."""
-    given = _operands(log_probs, targets, input_lengths, target_lengths)
-    if log_probs.requires_grad:
-        return ctc_slopes(*given, blank, zero_infinity)
-    return ctc_loss(*given, blank, zero_infinity), log_probs.new_empty(())
-
-
-def _ctc_loss_backward(
-    grad: Tensor,
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor,
-    target_lengths: Tensor,
-    _losses: Tensor,
-    slopes: Tensor,
-    blank: int,
-    zero_infinity: bool = False,
-) -> Tensor:
-    """The slopes times the gradient of the losses; the forward need not have known of a backward."""
-    if slopes.dim() == 0:
-        given = _operands(log_probs, targets, input_lengths, target_lengths)
-        _, slopes = ctc_slopes(*given, blank, zero_infinity)
-    return slopes * grad.unsqueeze(-1)
-
-
-_CTC: Any = torch.ctc_loss
-
-
-def _ctc_loss_of_lists(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Lengths,
-    target_lengths: Lengths,
-    *how: Any,
-    **named: Any,
-) -> Tensor:
-    """`torch.ctc_loss` with lists of lengths as tensors (N,), which are split as the batch is."""
-    if not isinstance(input_lengths, Tensor) and not isinstance(target_lengths, Tensor):
-        if targets.dim() == 1:
-            targets = _in_rows(targets, target_lengths)
-        input_lengths, target_lengths = (
-            torch.tensor(list(x), dtype=torch.int64, device=log_probs.device)
-            for x in (input_lengths, target_lengths)
-        )
-    return _CTC(log_probs, targets, input_lengths, target_lengths, *how, **named)
-
-
-def _in_rows(targets: Tensor, lengths: Lengths) -> Tensor:
-    """Targets that lie one sample's after the other's as rows (N, S) as long as a sample's may be.
-
-    What a row holds beyond its sample's length is never read.
-    """
-    if isinstance(lengths, Tensor):
-        longest, counts = targets.shape[0], lengths.to(torch.int64)
-    else:
-        _refuse_other_total(targets.shape[0], lengths)
-        longest, counts = max(lengths), torch.tensor(list(lengths), device=targets.device)
-    starts = (counts.cumsum(0) - counts).unsqueeze(1)
-    within = torch.arange(longest, device=targets.device).unsqueeze(0)
-    # a length that does not fit is an index beyond the targets, which raises when the step runs
-    index = torch.where(within < counts.unsqueeze(1), starts + within, 0)
-    return targets[index]
-
-
-def _refuse_other_total(num_targets: int, lengths: Sequence[int]) -> None:
-    if sum(lengths) != num_targets:
-        raise CaptureError(
-            f"the target lengths add up to {sum(lengths)}, and there are {num_targets} targets",
-            at=quoted(user_line()),
-            why="targets of one dim lie one sample's after the other's",
-            fix="lengths that add up to the number of targets, or targets of shape (samples, longest)",
-        )
-
-
-def _no_cudnn(*_given: Any) -> bool:
-    """cuDNN's CTC loss is not taken: it reads lengths on the host, and is none of the ops above."""
-    return False
-
-
 OTHER_FORMS: dict[Any, Callable[..., Any]] = {
-    aten._ctc_loss.Tensor: _ctc_loss,
-    aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
-    aten._use_cudnn_ctc_loss.Tensor: _no_cudnn,
+    aten._ctc_loss.Tensor: ctc.losses,
+    aten._ctc_loss_backward.Tensor: ctc.losses_backward,
+    aten._use_cudnn_ctc_loss.Tensor: ctc.no_cudnn,
 }
+_GAUSSIAN_NLL: Any = F.gaussian_nll_loss
+
+
+def _gaussian_nll_loss(*args: Any, **kwargs: Any) -> Tensor:
+    """Without a look whether a variance is negative."""
+    with mock.patch.object(torch, "any", return_value=False):
+        return _GAUSSIAN_NLL(*args, **kwargs)
+
+
+# Whose attribute is which function meanwhile.
+_FUNCTIONS = (
+    (torch, "ctc_loss", ctc.loss_of),
+    (torch, "embedding_bag", bags.embedding_bag),
+    (F, "gaussian_nll_loss", _gaussian_nll_loss),
+    (Tensor, "__setitem__", masks.write),
+)
 
 
 @contextlib.contextmanager
 def in_other_forms() -> Iterator[None]:
     """What PyTorch's functions called inside do is done by functions of ours."""
-    with (
-        mock.patch.object(torch, "ctc_loss", _ctc_loss_of_lists),
-        mock.patch.object(torch, "embedding_bag", embedding_bag),
-    ):
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in _FUNCTIONS:
+            stack.enter_context(mock.patch.object(owner, name, function))
         yield

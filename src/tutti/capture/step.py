@@ -22,7 +22,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from tutti.capture.calls import OtherForms
 from tutti.capture.canonical import canonicalize
 from tutti.capture.functional import functional_graph
 from tutti.capture.lift import (
@@ -179,7 +178,7 @@ class _Lifted:
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def trace(self) -> fx.GraphModule:
-        with self.mode, watching(self.model), explained(), in_other_forms(), OtherForms(), no_host_randomness():
+        with self.mode, watching(self.model), explained(), no_host_randomness(), in_other_forms():
             table = {**REFUSED_OPS, **OTHER_FORMS}
             return make_fx(self._run, table, tracing_mode="real")(*self.inputs)
 

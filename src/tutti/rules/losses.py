@@ -125,6 +125,7 @@ def _margin(node: fx.Node) -> Rule | None:
     linear = groups((0,)) if backward else ()
     return parse_rule(f"{', '.join(taken)} -> {', '.join(made)}", operands, results, linear=linear)
 
+
 # Samples are lost by themselves; each is one path through all of its time and classes.
 _CTC = "t! n c!, n s!, n, n -> n"
 

@@ -1,56 +1,42 @@
-"""Functions of PyTorch that a step calls, in a form of the same values and gradients that can be captured."""
+"""`x[mask] = value` as a choice for each element: above autograd, which then knows a gradient of fixed shape.
+
+PyTorch picks the gradient of the value by the mask, and how many elements that has depends on values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+
+_PLAIN: Any = Tensor.__setitem__
 
 
-class OtherForms(TorchFunctionMode):
-    """Calls of what is in `FORMS` take that form, where it has one for their arguments."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        given = kwargs or {}
-        if func in FORMS:
-            result = FORMS[func](*args, **given)
-            if result is not NotImplemented:
-                return result
-        return func(*args, **given)
+def write(x: Any, key: Any, value: Any) -> None:
+    """`x[key] = value`; what is no mask, or takes another value at each place, is left to PyTorch."""
+    if not _written(x, key, value):
+        _PLAIN(x, key, value)
 
 
-def _write(x: Any, key: Any, value: Any) -> Any:
-    """`x[mask] = value`, the same value at each place.
-
-    PyTorch would pick the gradient of the value by the mask, and its shape would depend on values.
-    """
+def _written(x: Any, key: Any, value: Any) -> bool:
+    """Write one value at each place of a mask; whether that is what was asked for."""
     found = _mask_in(key, x)
     if found is None or not _suits(x, value):
-        return NotImplemented
+        return False
     mask, before = found
     behind = x.dim() - before - mask.dim()
     places = mask.reshape(*mask.shape, *[1] * behind)
     if not isinstance(value, Tensor):
         x.masked_fill_(places, value)
-        return None
+        return True
     if value.dim() > behind:
         at = value.dim() - behind - 1  # the dim of the places that the mask picks
         if value.shape[at] != 1:
-            return NotImplemented
+            return False
         value = value.reshape(*value.shape[:at], *[1] * mask.dim(), *value.shape[at + 1 :])
     x.copy_(torch.where(places, value.to(x.dtype), x))
-    return None
+    return True
 
 
 def _suits(x: Tensor, value: Any) -> bool:
@@ -71,15 +57,3 @@ def _mask_in(key: Any, x: Tensor) -> tuple[Tensor, int] | None:
     before = masks[0]
     fits = mask.dim() > 0 and mask.shape == x.shape[before : before + mask.dim()]
     return (mask, before) if fits else None
-
-
-def _gaussian_nll_loss(*args: Any, **kwargs: Any) -> Any:
-    """Without the look whether a variance is negative."""
-    with mock.patch.object(torch, "any", return_value=False):
-        return F.gaussian_nll_loss(*args, **kwargs)
-
-
-FORMS: dict[Any, Callable[..., Any]] = {
-    Tensor.__setitem__: _write,
-    F.gaussian_nll_loss: _gaussian_nll_loss,
-}
