@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stacks
 import tutti
+from small_steps import trained
 from tutti.errors import LayoutError, ScheduleError, ShardingError, TuttiError
 
 
@@ -148,3 +150,24 @@ def test_two_layouts_of_one_model() -> None:
     tutti.distribute(step, model, optimizer, "micro=4")(*batches[0])
     error = refused(lambda: tutti.distribute(step, model, optimizer, "micro=2")(*batches[0]))
     assert error.what == 'this model is laid out as "micro=4" already, not "micro=2"'
+
+
+def test_an_op_without_a_rule_is_named() -> None:
+    """It is not said to couple samples: its operands are gathered because nothing is known of it."""
+    with torch.library._scoped_library("tutti_test_refusals", "FRAGMENT") as library:
+        library.define("doubled(Tensor x) -> Tensor")
+        library.impl("doubled", lambda x: 2 * x, "CompositeExplicitAutograd")
+        op = torch.ops.tutti_test_refusals.doubled
+        model = torch.nn.Linear(4, 4)
+        step = trained(lambda model, x: (model(x) - op(model(x).detach())).square().mean())
+        error = refused(
+            lambda: tutti.verify(
+                step,
+                model,
+                torch.optim.SGD(model.parameters(), 0.1),
+                (torch.randn(8, 4),),
+                "micro=2",
+            )
+        )
+    assert "no rule says how" in error.what and "doubled" in error.what
+    assert "tutti.rule(" in error.fix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
+from torch.optim import SGD
 
 import tutti
-from small_steps import Loss, trained
+from small_steps import Loss, step, trained
 
 LAYOUTS = ("data=2 zero=3", "micro=2")
 
@@ -167,3 +169,15 @@ def test_distributions_check_their_arguments_again_after_a_capture() -> None:
     assert Distribution._validate_args == before
     with pytest.raises(ValueError, match="logits"):
         Categorical(logits=torch.tensor([float("nan"), 0.0]))
+
+
+def test_a_weight_that_a_hook_makes_at_each_call() -> None:
+    """The older `weight_norm`: the module holds a weight with a history, which PyTorch does not copy."""
+    model = mlp(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is said to be deprecated
+        nn.utils.weight_norm(model[0])  # type: ignore[index]
+    found = tutti.verify(
+        step, model, SGD(model.parameters(), 0.1), (numbers(8, 6),), "data=2 zero=3"
+    )
+    assert found.ok, str(found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tutti.capture.lift import create_slots
 from tutti.capture.step import capture, copied
@@ -135,7 +135,7 @@ class Subject:
         precision: str = "fp32",
     ) -> None:
         self.steps, self.seed, self.precision = steps, seed, precision
-        model, optimizer = copy.deepcopy((model, optimizer))
+        model, optimizer = copy.deepcopy((model, optimizer), _made_by_hooks(model))
         create_slots(optimizer)
         settle(model, optimizer, Residence(Layout()), run_device(model), seed)
         self.captured = capture(train_step, model, optimizer, batch, precision=precision)
@@ -227,6 +227,15 @@ class Subject:
             if not self._compared(program, played).worst <= PARTITION_TOLERANCE:
                 return chosen[count - 1] if count else IN_TIME if program.layout.in_time else ""
         return ""
+
+
+def _made_by_hooks(model: nn.Module) -> dict[int, Any]:
+    """What modules hold that is made of parameters at each call (`weight_norm`), without its history.
+
+    In the form of `deepcopy`'s memory: PyTorch copies no tensor that has a history.
+    """
+    held = (x for module in model.modules() for x in vars(module).values())
+    return {id(x): x.detach() for x in held if isinstance(x, Tensor) and not x.is_leaf}
 
 
 def _target(program: Program) -> Target:
