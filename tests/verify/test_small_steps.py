@@ -83,6 +83,14 @@ def masked(model: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
     return out.square().mean()
 
 
+def images(model: nn.Module, x: Tensor, picture: Tensor, tokens: Tensor) -> Tensor:
+    """Models of images and text put what they make of images at the places of their tokens, in order."""
+    mask = (tokens == 0).unsqueeze(-1)
+    out = model(x).masked_scatter(mask, model(picture))
+    torch._check_tensor_all(mask.sum() > 0, lambda: "no place for an image")
+    return out.sin().mean()
+
+
 def frames(model: nn.Module, x: Tensor) -> Tensor:
     """Overlapping windows by strides."""
     return model(x).flatten(1).contiguous().as_strided((8, 7, 6), (30, 4, 1)).sin().square().mean()
@@ -126,6 +134,11 @@ STEPS: dict[str, tuple[Loss, int, tuple[Tensor, ...]]] = {
 
 # What they close over, or how their backward adds up, takes the whole batch.
 WHOLE: dict[str, tuple[Loss, int, tuple[Tensor, ...]]] = {
+    "images": (
+        images,
+        6,
+        (numbers(8, 5, 6), numbers(8, 2, 6, seed=1), torch.arange(40).view(8, 5) % 3),
+    ),
     "frames": (frames, 6, (numbers(8, 5, 6),)),
     "against constants": (against_constants, 6, (numbers(8, 5, 6),)),
 }

@@ -1,6 +1,8 @@
-"""`x[mask] = value` as a choice for each element: above autograd, which then knows a gradient of fixed shape.
+"""Writes by a mask as a choice for each element: above autograd, which then knows gradients of fixed shape.
 
-PyTorch picks the gradient of the value by the mask, and how many elements that has depends on values.
+In `x[mask] = value` PyTorch picks the gradient of the value by the mask, and how many elements that has
+depends on values. `x.masked_scatter(mask, source)` takes elements from its source in order; where its mask
+picks whole rows (images among tokens), a row's number is a running count of the mask.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 _PLAIN: Any = Tensor.__setitem__
+_PLAIN_SCATTER: Any = Tensor.masked_scatter
 
 
 def write(x: Any, key: Any, value: Any) -> None:
@@ -57,3 +60,30 @@ def _mask_in(key: Any, x: Tensor) -> tuple[Tensor, int] | None:
     before = masks[0]
     fits = mask.dim() > 0 and mask.shape == x.shape[before : before + mask.dim()]
     return (mask, before) if fits else None
+
+
+def scattered(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """`x.masked_scatter(mask, source)`; what picks parts of rows is left to PyTorch."""
+    width = _row_dims(x, mask)
+    if not width or not x.numel() or source.numel() < x[(0,) * (x.dim() - width)].numel():
+        return _PLAIN_SCATTER(x, mask, source)
+    lead, row = x.shape[: x.dim() - width], x.shape[x.dim() - width :]
+    places = mask[(..., *[0] * min(width, mask.dim()))].expand(lead)
+    number = (places.reshape(-1).cumsum(0) - 1).reshape(lead)
+    number = torch.where(
+        places, number, 0
+    )  # a row too few is an index beyond the source, which raises
+    each = row.numel()
+    rows = source.reshape(-1)[: source.numel() // each * each].reshape(-1, each)
+    taken = torch.embedding(rows, number).reshape(x.shape)
+    return torch.where(places.reshape(*lead, *[1] * width), taken, x)
+
+
+def _row_dims(x: Tensor, mask: Tensor) -> int:
+    """Along how many of the last dims of x a mask says the same."""
+    dims = 0
+    for d in range(1, min(x.dim(), mask.dim()) + 1):
+        if mask.shape[-d] != 1 and mask.stride(-d) != 0:
+            break
+        dims += 1
+    return dims

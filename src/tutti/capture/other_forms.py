@@ -33,12 +33,19 @@ def _gaussian_nll_loss(*args: Any, **kwargs: Any) -> Tensor:
         return _GAUSSIAN_NLL(*args, **kwargs)
 
 
+def _unchecked(*_given: Any) -> None:
+    """What a step asserts of values is not looked at, as by Python's `-O`: a trace has none."""
+
+
 # Whose attribute is which function meanwhile.
 _FUNCTIONS = (
     (torch, "ctc_loss", ctc.loss_of),
     (torch, "embedding_bag", bags.embedding_bag),
     (F, "gaussian_nll_loss", _gaussian_nll_loss),
     (Tensor, "__setitem__", masks.write),
+    (Tensor, "masked_scatter", masks.scattered),
+    (torch, "masked_scatter", masks.scattered),
+    (torch, "_check_tensor_all_with", _unchecked),
 )
 
 

@@ -89,7 +89,8 @@ class Layout:
         for d, step in zip(self.left, self.step, strict=True):
             dim = emit(aten.arange.default, size[d], device=device)
             dim = emit(aten.mul.Tensor, dim, step) if step != 1 else dim
-            total = emit(aten.add.Tensor, emit(aten.unsqueeze.default, total, -1), dim)
+            column = shaped(emit, total, [*total.meta["val"].shape, 1])
+            total = emit(aten.add.Tensor, column, dim)
         return shaped(emit, total, [math.prod(size[d] for d in self.left)])
 
     @property

@@ -15,7 +15,10 @@ _EACH = "... n! m!"
 
 
 def _matrices(text: str, **options: Any) -> Callable[[fx.Node], Rule]:
-    """Rule `text` of a call; what a call leaves out (no eigenvectors wanted) is an empty result."""
+    """Rule `text` of a call; what a call leaves out (no eigenvectors wanted) is an empty result.
+
+    Further operands (tolerances) stay whole.
+    """
 
     def rule(node: fx.Node) -> Rule:
         left, right = text.split(" -> ")
@@ -23,6 +26,7 @@ def _matrices(text: str, **options: Any) -> Callable[[fx.Node], Rule]:
         pairs = zip(right.split(","), results, strict=True)
         right = ",".join("?" if r == (0,) else term for term, r in pairs)
         operands = [shape(x) for x in operands_of(node)]
+        left += ", ?" * (len(operands) - left.count(",") - 1)
         return parse_rule(f"{left} -> {right}", operands, results, **options)
 
     return rule
