@@ -199,8 +199,10 @@ def test_an_optimizer_that_branches_on_its_steps(kind: Callable[..., Optimizer])
 )
 def test_numbers_drawn_on_the_host(name: str, draw: Callable[[], float]) -> None:
     """They would be the same at every call."""
-    error = refused(trained(lambda model, x, y: draw() * cross_entropy(model(x), y)))
+    step = trained(lambda model, x, y: draw() * cross_entropy(model(x), y))  # drawn here
+    error = refused(step)
     assert error.what == f"the step draws random numbers from {name}"
+    assert "# drawn here" in error.at
     assert "torch.rand" in error.fix
 
 

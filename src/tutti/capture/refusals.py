@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import random
-import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -133,26 +131,6 @@ def _without_onednn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-@contextlib.contextmanager
-def no_host_randomness() -> Iterator[None]:
-    """Raise if what is traced draws from Python's `random` or NumPy: the numbers would never change again."""
-    numpy: Any = sys.modules.get("numpy.random")
-
-    def states() -> dict[str, Any]:
-        known = {"Python's random": random.getstate()}
-        return known if numpy is None else known | {"numpy.random": repr(numpy.get_state()[1:])}
-
-    before = states()
-    yield
-    for name, state in states().items():
-        if state != before[name]:
-            raise CaptureError(
-                f"the step draws random numbers from {name}",
-                why="they would be drawn once, while the step is captured, and be the same at every call",
-                fix="torch.rand and the like; or draw before the step and hand them over as arguments",
-            )
 
 
 @contextlib.contextmanager

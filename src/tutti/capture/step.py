@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tutti.capture.canonical import canonicalize
 from tutti.capture.functional import functional_graph
+from tutti.capture.host_random import no_host_randomness
 from tutti.capture.lift import (
     StateTensor,
     create_slots,
@@ -34,11 +35,11 @@ from tutti.capture.lift import (
 )
 from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.precision import computing, refuse_other_weights
+from tutti.capture.python_state import Numbers, no_values_left, refuse_counters_in_python
 from tutti.capture.refusals import (
     REFUSED_OPS,
     clean_gradients,
     explained,
-    no_host_randomness,
     python_numbers,
     refuse_changed_numbers,
     refuse_counters,
@@ -112,7 +113,7 @@ def capture(
     )
     lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode, precision)
     with _use_lazy_graph_module(True):  # only the graphs are used: no code is made for them
-        traced = lifted.trace()
+        traced = lifted.traced()
         functional = functional_graph(traced, lifted.inputs, mode)
     captured = _collect(functional, lifted)
     lifted.refuse_constants(functional, state)
@@ -176,6 +177,20 @@ class _Lifted:
         """The kind of each input by name."""
         kinds = {s.name: s.kind for s in self.state} | {h.name: "hyper" for h in self.hypers}
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
+
+    def traced(self) -> fx.GraphModule:
+        """The trace, if another would find Python's side of the step as this one leaves it."""
+        numbers = Numbers(self.train_step)
+
+        def traced_again() -> dict[str, Any]:
+            self.trace()
+            return numbers.now()
+
+        before = numbers.now()
+        with no_values_left(self.model):
+            traced = self.trace()
+            refuse_counters_in_python(before, numbers.now(), traced_again)
+        return traced
 
     def trace(self) -> fx.GraphModule:
         with self.mode, watching(self.model), explained(), no_host_randomness(), in_other_forms():
