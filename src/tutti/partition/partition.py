@@ -30,6 +30,8 @@ from tutti.rules.rule import results_of
 aten = torch.ops.aten
 # What the batch is split over: values that are split so stay so.
 BATCH_AXES = frozenset({"replica", "data", "micro", "seq"})
+# On a call of the whole step whose operands were gathered because no rule says how it may be split.
+WITHOUT_RULE = "without_rule"
 
 
 @dataclass
@@ -263,6 +265,7 @@ class _Writer:
                     stacklevel=2,
                 )
             self.program.fallbacks.append(text)
+            node.meta[WITHOUT_RULE] = True
         return Rule(
             tuple(((),) * x.meta["val"].ndim for x in operands),
             tuple(() if r is None else ((),) * r.ndim for r in results_of(node)),

@@ -32,8 +32,8 @@ from tutti.graph.order import ancestors
 from tutti.graph.state import is_state
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Sharding
+from tutti.partition.partition import WITHOUT_RULE
 from tutti.pipeline.over_time import MICRO, sums_over_time, take_apart
-from tutti.rules import is_tensor_call, rule_of
 
 aten = torch.ops.aten
 BEFORE, DURING, AFTER = "before", "during", "after"
@@ -266,7 +266,7 @@ class _Sorter:
                 why="stages go through one forward and one backward, and the update follows them",
                 fix="one update a step: two calls of distribute, one for each, share the model",
             )
-        if _has_no_rule(coupled):
+        if coupled.meta.get(WITHOUT_RULE):
             raise ShardingError(
                 f"micro={self.num_micro} cannot split the batch in time: no rule says how "
                 f"{op_name(coupled)}{where} may be split",
@@ -284,10 +284,6 @@ class _Sorter:
             "micro-batch; BatchNorm in training and contrastive losses do so",
             fix=f"leave micro={self.num_micro} out, or use a norm of each sample (GroupNorm, LayerNorm)",
         )
-
-
-def _has_no_rule(node: fx.Node) -> bool:
-    return is_tensor_call(node) and node.target not in collectives.PLAYED and rule_of(node) is None
 
 
 def _in_time(node: fx.Node) -> bool:
