@@ -10,19 +10,14 @@ of the test suite's, is captured once for all its cells. Kept as a table and as 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import machine
-from tutti.errors import TuttiError
+from benchmarks.cells import Cell, cell, write
 from tutti.layout import Layout
 from tutti.runtime.verify import Subject
 
@@ -44,7 +39,6 @@ LAYOUTS = (
     ),
     "pipe=2 data=2 tensor=2 zero=3 micro=4",
 )
-LARGEST = 1e-9
 
 
 def translation(which: int) -> Batch:
@@ -65,36 +59,10 @@ MODELS: dict[str, Callable[[], zoo.Built]] = {
 }
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One model under one layout; `error` is what was raised, or "" """
-
-    model: str
-    layout: str
-    max_error: float
-    seconds: float
-    error: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether it is the same step."""
-        return not self.error and self.max_error < LARGEST
-
-    def __str__(self) -> str:
-        return self.error.splitlines()[0][:60] if self.error else f"{self.max_error:.0e}"
-
-
 def verify(model: str, subject: Subject, layout: str) -> Cell:
     """One cell."""
-    start = time.perf_counter()
     place = zoo.CASES[model].place if "tensor" in layout else None
-    try:
-        error, found = "", subject.verdict(Layout.parse(layout), place).max_error
-    except TuttiError as refused:
-        error, found = str(refused), float("nan")
-    except Exception:
-        error, found = traceback.format_exc().strip().splitlines()[-1], float("nan")
-    return Cell(model, layout, found, time.perf_counter() - start, error)
+    return cell(model, layout, lambda: (subject.verdict(Layout.parse(layout), place).max_error, ()))
 
 
 def cells(models: Iterable[str], layouts: list[str]) -> Iterator[Cell]:
@@ -104,36 +72,6 @@ def cells(models: Iterable[str], layouts: list[str]) -> Iterator[Cell]:
         subject = Subject(step, model, optimizer, batches[0])
         for layout in layouts:
             yield verify(name, subject, layout)
-
-
-def table(found: list[Cell]) -> str:
-    """Layouts by models, in Markdown; a cell that is not ok is bold."""
-    models = list(dict.fromkeys(c.model for c in found))
-    at = {(c.model, c.layout): c for c in found}
-    lines = [f"| layout | {' | '.join(models)} |", "| --- |" + " --- |" * len(models)]
-    for layout in dict.fromkeys(c.layout for c in found):
-        row = [at.get((m, layout)) for m in models]
-        texts = ["" if c is None else str(c) if c.ok else f"**{c}**" for c in row]
-        lines.append(f"| `{layout}` | {' | '.join(texts)} |")
-    return "\n".join(lines)
-
-
-def write(found: list[Cell], path: Path) -> None:
-    """The table and the cells, beside each other."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = machine.describe()
-    failed = [c for c in found if not c.ok]
-    text = [
-        "# Pipelines verified in float64",
-        f"{len(found)} cells, {len(failed)} not the same step; batch of {ROWS}, two steps, "
-        f"torch {about['torch']}, commit {about['commit']}. "
-        "A cell is the largest relative difference to one device.",
-        table(found),
-        *(f"`{c.model}` under `{c.layout}`:\n\n    {c.error or c.max_error}" for c in failed),
-    ]
-    path.with_suffix(".md").write_text("\n\n".join(text) + "\n")
-    made = {"machine": about, "cells": [asdict(c) for c in found]}
-    path.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n")
 
 
 def main() -> None:
@@ -153,10 +91,11 @@ def main() -> None:
     words = [w for w in args.layouts.split(",") if w]
     layouts = [one for one in LAYOUTS if not words or any(w in one for w in words)]
     found: list[Cell] = []
-    for cell in cells(models, layouts):
-        found.append(cell)
-        print(f"{cell.model:6} {cell.layout:50} {cell} ({cell.seconds:.1f} s)", flush=True)
-        write(found, Path(args.keep))
+    note = f"batch of {ROWS}, two steps"
+    for one in cells(models, layouts):
+        found.append(one)
+        print(f"{one.model:6} {one.layout:50} {one} ({one.seconds:.1f} s)", flush=True)
+        write(found, Path(args.keep), "Pipelines verified in float64", note)
     sys.exit(any(not c.ok for c in found))
 
 

@@ -160,14 +160,8 @@ def test_an_op_without_a_rule_is_named() -> None:
         op = torch.ops.tutti_test_refusals.doubled
         model = torch.nn.Linear(4, 4)
         step = trained(lambda model, x: (model(x) - op(model(x).detach())).square().mean())
-        error = refused(
-            lambda: tutti.verify(
-                step,
-                model,
-                torch.optim.SGD(model.parameters(), 0.1),
-                (torch.randn(8, 4),),
-                "micro=2",
-            )
-        )
+        optimizer, batch = torch.optim.SGD(model.parameters(), 0.1), (torch.randn(8, 4),)
+        with pytest.warns(UserWarning, match="no rule says"):
+            error = refused(lambda: tutti.verify(step, model, optimizer, batch, "micro=2"))
     assert "no rule says how" in error.what and "doubled" in error.what
     assert "tutti.rule(" in error.fix

@@ -1,0 +1,88 @@
+"""Architectures of Hugging Face under layouts of every kind, compared with one device in float64.
+
+    python -m benchmarks.verify_models                              # all of them, ten minutes or so
+    python -m benchmarks.verify_models --models "LLaVA,Swin" --layouts "data=4" --keep runs/models
+
+A cell is `verify` of two steps (loss, backward, clipping, AdamW) of a small model with random weights: the
+largest relative difference of any loss or state tensor. An op whose operands are gathered on every rank,
+since it has no rule, is named. Kept as a table and as JSON, written after each cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tutti
+from benchmarks.architectures import ARCHITECTURES, Architecture
+from benchmarks.cells import Cell, cell, write
+
+LAYOUTS = ("data=2 zero=3", "data=2 micro=2", "pipe=2 micro=4")
+
+
+def step_of(names: Sequence[str], named: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """The usual step of a model that works its loss out itself from inputs of these names."""
+
+    def train_step(model: nn.Module, optimizer: Any, *inputs: Tensor) -> Tensor:
+        loss = model(**dict(zip(names, inputs, strict=True)), **named).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return train_step
+
+
+def verified(architecture: Architecture, layout: str) -> tuple[float, list[str]]:
+    """The largest error, and the ops that are gathered."""
+    model, inputs = architecture.build(), architecture.inputs()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = tutti.verify(
+            step_of(list(inputs), architecture.named),
+            model,
+            optimizer,
+            tuple(inputs.values()),
+            layout,
+        )
+    texts = [str(w.message) for w in caught if "no rule says how" in str(w.message)]
+    return found.max_error, [t.removeprefix("no rule says how ").split(" at ")[0] for t in texts]
+
+
+def main() -> None:
+    """Verify and keep."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--models", default="", help="names with commas; all by default")
+    parser.add_argument("--layouts", default=";".join(LAYOUTS), help="layouts with semicolons")
+    parser.add_argument(
+        "--keep", default="runs/verify-models", help="path of the results, no suffix"
+    )
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)
+    names = [m.strip() for m in args.models.split(",") if m.strip()] or list(ARCHITECTURES)
+    found: list[Cell] = []
+    for name in names:
+        for layout in args.layouts.split(";"):
+            one = cell(name, layout, lambda n=name, at=layout: verified(ARCHITECTURES[n], at))
+            found.append(one)
+            print(f"{name:18} {layout:18} {one} ({one.seconds:.1f} s)", flush=True)
+            note = "small models with random weights, two steps"
+            write(found, Path(args.keep), "Architectures verified in float64", note, rows="model")
+    sys.exit(any(not c.ok for c in found))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
