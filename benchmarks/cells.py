@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ def cell(model: str, layout: str, verify: Callable[[], tuple[float, Sequence[str
         error = str(refused)
     except Exception:
         error = traceback.format_exc().strip().splitlines()[-1]
+    error = error.replace(f"{sysconfig.get_path('purelib')}/", "")  # lines as on any machine
     return Cell(model, layout, found, time.perf_counter() - start, error, tuple(gathered))
 
 
@@ -74,11 +76,13 @@ def write(found: list[Cell], path: Path, title: str, note: str, *, rows: str = "
     path.parent.mkdir(parents=True, exist_ok=True)
     about = machine.describe()
     failed = [c for c in found if not c.ok]
+    refused = [c for c in failed if c.error]
     gathered = sorted({g for c in found for g in c.gathered})
     text = [
         f"# {title}",
-        f"{len(found)} cells, {len(failed)} not the same step; {note}, torch {about['torch']}, "
-        f"commit {about['commit']}. A cell is the largest relative difference to one device.",
+        f"{len(found)} cells: {len(found) - len(failed)} are the same step, {len(refused)} are refused, "
+        f"{len(failed) - len(refused)} are not the same; {note}, torch {about['torch']}, commit "
+        f"{about['commit']}. A cell is the largest relative difference to one device.",
         table(found, rows=rows),
         *([f"Gathered for want of a rule: {', '.join(gathered)}."] if gathered else []),
         *(f"{c.model} under `{c.layout}`:\n\n    {_indented(c)}" for c in failed),
