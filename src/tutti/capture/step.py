@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -134,8 +135,8 @@ class _Symbols(ShapeEnv):
     tell which files are not a user's: a second for each process, and nothing here reads it.
     """
 
-    def _get_user_frame(self) -> None:
-        return None
+    def _get_user_frame(self) -> FrameType:
+        return sys._getframe()  # any one: to an error of PyTorch 2.11 it must be a frame
 
 
 class _Lifted:
