@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+
+import tutti
+from tutti.partition.partition import Program
 
 Loss = Callable[..., Tensor]
 
@@ -29,3 +33,17 @@ def squares(model: nn.Module, x: Tensor) -> Tensor:
 
 
 step = trained(squares)
+
+
+def same_step(
+    loss_of: Loss, model: nn.Module, optimizer: Any, batch: tuple[Tensor, ...], layout: str
+) -> Program:
+    """Assert that `layout` plays the same step and gathers no operand for want of a rule; its program."""
+    train_step = trained(loss_of)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = tutti.verify(train_step, model, optimizer, batch, layout)
+    assert found.ok, str(found)
+    program = tutti.distribute(train_step, model, optimizer, layout).program_of(batch)
+    assert program.fallbacks == []
+    return program

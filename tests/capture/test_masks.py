@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
+from other_forms import traced, with_gradients
+from tutti.capture.other_forms import in_other_forms
 
 aten = torch.ops.aten
 ALL = slice(None)
@@ -31,25 +32,6 @@ WRITES: dict[str, tuple[Any, tuple[int, ...] | None]] = {
 }
 
 
-def traced(call: Callable[..., Any], *given: Any) -> tuple[Any, set[Any]]:
-    with in_other_forms():
-        graph = make_fx(call, OTHER_FORMS)(*given)
-    return graph(*given), {n.target for n in graph.graph.nodes}
-
-
-def both(call: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
-    """The value of `call`, and the gradients of its operands."""
-
-    def run(*given: Tensor) -> list[Tensor]:
-        given = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in given)
-        value = call(*given)
-        weight = torch.linspace(2, 0.5, value.numel(), dtype=value.dtype).reshape(value.shape)
-        floats = [x for x in given if x.is_floating_point()]
-        return [value, *torch.autograd.grad((value * weight).sum(), floats)]
-
-    return run
-
-
 @pytest.mark.parametrize("name", WRITES)
 def test_a_value_at_each_place_of_a_mask(name: str) -> None:
     key, shape = WRITES[name]
@@ -61,9 +43,9 @@ def test_a_value_at_each_place_of_a_mask(name: str) -> None:
         x[key] = value
         return x
 
-    have, ops = traced(both(write), *given)
+    have, ops = traced(partial(with_gradients, write), *given)
     assert not ops & {aten.index_put_.default, aten.index.Tensor}
-    torch.testing.assert_close(have, both(write)(*given), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(have, with_gradients(write, *given), rtol=1e-12, atol=1e-12)
 
 
 TWO = (torch.arange(4) < 2, torch.arange(6) < 2)
@@ -117,8 +99,8 @@ def test_rows_taken_in_order(name: str, more: int) -> None:
     def scatter(x: Tensor, source: Tensor) -> Tensor:
         return x.masked_scatter(mask, source)
 
-    have, ops = traced(both(scatter), x, source)
-    torch.testing.assert_close(have, both(scatter)(x, source), rtol=1e-12, atol=1e-12)
+    have, ops = traced(partial(with_gradients, scatter), x, source)
+    torch.testing.assert_close(have, with_gradients(scatter, x, source), rtol=1e-12, atol=1e-12)
     assert aten.masked_scatter.default not in ops
 
 

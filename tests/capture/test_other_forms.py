@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
+from other_forms import traced, with_gradients
+from tutti.capture.other_forms import OTHER_FORMS
 from tutti.capture.step import capture
 from tutti.errors import CaptureError
 from tutti.graph.ctc import ctc_loss, ctc_slopes
@@ -24,23 +25,6 @@ INPUTS, TARGETS = [7, 6, 7, 5], [3, 1, 0, 2]
 
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-def traced(call: Callable[..., Any], *given: Any) -> tuple[Any, set[Any]]:
-    """What `call` gives when it is run as it is traced, and the ops that it runs."""
-    with in_other_forms():
-        graph = make_fx(call, OTHER_FORMS)(*given)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return graph(*given), {n.target for n in graph.graph.nodes}
-
-
-def with_gradients(call: Callable[..., Tensor], *given: Tensor) -> Any:
-    """The value of `call`, and the gradients of its operands for cotangents of many values."""
-    given = tuple(x.detach().requires_grad_() for x in given)
-    value = call(*given)
-    weight = torch.linspace(2, 0.5, value.numel(), dtype=value.dtype).reshape(value.shape)
-    return value, *torch.autograd.grad((value * weight).sum(), given)
 
 
 def log_probs() -> Tensor:
@@ -80,7 +64,7 @@ def test_ctc_loss_is_the_same_to_the_bit(name: str, reduction: str, zero_infinit
         return LOSS(x, targets, *lengths, 0, reduction, zero_infinity)
 
     want = with_gradients(loss, log_probs())
-    have, ops = traced(lambda x: with_gradients(loss, x), log_probs())
+    have, ops = traced(partial(with_gradients, loss), log_probs())
     assert ctc_slopes in ops
     for x, y in zip(have, want, strict=True):
         assert torch.allclose(x, y, rtol=0, atol=0, equal_nan=True)
@@ -95,7 +79,7 @@ def test_ctc_loss_of_one_sample(lengths: tuple[Any, Any]) -> None:
         return LOSS(x, targets, *given)
 
     want = with_gradients(loss, x)
-    have, _ = traced(lambda x: with_gradients(loss, x), x)
+    have, _ = traced(partial(with_gradients, loss), x)
     assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
 
 
@@ -183,7 +167,7 @@ def bag_of(name: str, **named: Any) -> Callable[..., Tensor]:
 def test_embedding_bags(name: str, mode: str, padding_idx: int | None) -> None:
     call = bag_of(name, mode=mode, padding_idx=padding_idx)
     want = with_gradients(call, table())
-    have, ops = traced(lambda w: with_gradients(call, w), table())
+    have, ops = traced(partial(with_gradients, call), table())
     torch.testing.assert_close(have, want, rtol=1e-14, atol=1e-14)
     assert not [op for op in ops if "embedding_bag" in str(op)]
     assert (aten.searchsorted.Tensor in ops) == (
@@ -197,7 +181,7 @@ def test_weights_of_samples_have_gradients(name: str, padding_idx: int | None) -
     by_sample = torch.rand(BAGS[name][0].shape, generator=generator(), dtype=torch.float64)
     call = bag_of(name, mode="sum", padding_idx=padding_idx)
     want = with_gradients(call, table(), by_sample)
-    have, _ = traced(lambda *given: with_gradients(call, *given), table(), by_sample)
+    have, _ = traced(partial(with_gradients, call), table(), by_sample)
     torch.testing.assert_close(have, want, rtol=1e-14, atol=1e-14)
 
 

@@ -22,6 +22,7 @@ VIEWS: dict[str, tuple[list[int], list[int], int | None, bool]] = {
     "every other": ([8, 3, 5], [30, 10, 1], 5, True),
     "a diagonal": ([8, 5], [30, 6], 0, True),
     "one element": ([], [], 17, True),
+    "no element": ([0, 5], [30, 1], 0, False),
     "repeated": ([3, 8, 30], [0, 30, 1], 0, True),
 }
 

@@ -21,6 +21,7 @@ aten = torch.ops.aten
 _PLAIN: Any = torch.embedding_bag
 _SUM, _MEAN = 0, 1
 _INF = float("inf")
+_LINES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 
 def embedding_bag(
@@ -134,11 +135,8 @@ def _step(offsets: Tensor) -> int | None:
     mode: Any = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(offsets, mode.tracer, None)
     node: Any = None if slot is None else slot.proxy.node
-    if getattr(node, "target", None) not in tuple(getattr(aten.arange, o) for o in _LINES):
+    if getattr(node, "target", None) not in _LINES:
         return None
     args = node.args
     first, step = args[0] if len(args) > 1 else 0, args[2] if len(args) > 2 else 1
     return step if first == 0 and isinstance(step, int) and step > 0 else None
-
-
-_LINES = ("default", "start", "start_step")

@@ -72,25 +72,30 @@ class _Replay(Copying):
         return super().call_function(target, args, kwargs)
 
 
-# With the positions of the running statistics.
-_BATCH_NORMS = {
-    aten.native_batch_norm.default: (3, 4),
-    aten._native_batch_norm_legit.default: (3, 4),
-    aten.cudnn_batch_norm.default: (3, 4),
-    aten.miopen_batch_norm.default: (3, 4),
-}
+def _running_statistics(node: fx.Node) -> tuple[int, ...]:
+    """At which positions a batch norm writes: none when it evaluates."""
+    return (3, 4) if node.args[5] else ()
+
+
+_BATCH_NORMS = dict.fromkeys(
+    (
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten.cudnn_batch_norm.default,
+        aten.miopen_batch_norm.default,
+    ),
+    _running_statistics,
+)
 
 
 def _refuse_writes(graph: fx.Graph, memory: Memory) -> None:
     """Raise where the step changes a tensor that is neither state nor part of its batch."""
     constants = {memory.of(n) for n in graph.nodes if n.op == "get_attr"}
     for node in graph.nodes:
-        evaluates = node.target in _BATCH_NORMS and not node.args[5]
-        if not evaluates and any(memory.of(x) in constants for x in written(node, _BATCH_NORMS)):
-            source = source_of(node)
+        if any(memory.of(x) in constants for x in written(node, _BATCH_NORMS)):
             raise CaptureError(
                 "the step changes a tensor that it was not given",
-                at=quoted(source) if source else "",
+                at=quoted(source_of(node)),
                 why="it would happen once, while the step is captured, and not at each call",
                 fix="a buffer of the model, or an argument of the step and a value that it returns",
             )

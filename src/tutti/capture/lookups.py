@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from tutti.graph.edit import Emit
-from tutti.graph.lookup import Lookup, inverse, permuted, shaped, stretched
+from tutti.graph.edit import Emit, inverse, permuted, shaped, stretched
+from tutti.graph.lookup import Lookup
 from tutti.graph.order import ancestors
 
 aten = torch.ops.aten

@@ -65,17 +65,14 @@ def _mask_in(key: Any, x: Tensor) -> tuple[Tensor, int] | None:
 def scattered(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """`x.masked_scatter(mask, source)`; what picks parts of rows is left to PyTorch."""
     width = _row_dims(x, mask)
-    if not width or not x.numel() or source.numel() < x[(0,) * (x.dim() - width)].numel():
+    lead, each = x.shape[: x.dim() - width], x.shape[x.dim() - width :].numel()
+    if not width or not x.numel() or source.numel() < each:
         return _PLAIN_SCATTER(x, mask, source)
-    lead, row = x.shape[: x.dim() - width], x.shape[x.dim() - width :]
-    places = mask[(..., *[0] * min(width, mask.dim()))].expand(lead)
+    places = mask[(..., *[0] * width)].expand(lead)
     number = (places.reshape(-1).cumsum(0) - 1).reshape(lead)
-    number = torch.where(
-        places, number, 0
-    )  # a row too few is an index beyond the source, which raises
-    each = row.numel()
     rows = source.reshape(-1)[: source.numel() // each * each].reshape(-1, each)
-    taken = torch.embedding(rows, number).reshape(x.shape)
+    # a row too few is an index beyond the source, which raises
+    taken = torch.embedding(rows, torch.where(places, number, 0)).reshape(x.shape)
     return torch.where(places.reshape(*lead, *[1] * width), taken, x)
 
 

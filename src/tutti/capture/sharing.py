@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from tutti.graph.aliases import marked
 
-# Ops that write into operands though their schema does not say so: at which positions.
-Writers = Mapping[Any, Sequence[int]]
+# Ops whose schema does not say, or not for every call, what they write into: at which positions a call does.
+Writers = Mapping[Any, Callable[[fx.Node], Sequence[int]]]
 
 
 class Memory:
@@ -49,9 +49,11 @@ def written(node: fx.Node, writers: Writers) -> Iterator[fx.Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         yield from node.all_input_nodes
         return
-    found = (node.args[position] for position in writers.get(node.target, ()))
-    yield from (x for x in found if isinstance(x, fx.Node))
-    yield from marked(node, writes=True)
+    if node.target in writers:
+        found = (node.args[position] for position in writers[node.target](node))
+        yield from (x for x in found if isinstance(x, fx.Node))
+    else:
+        yield from marked(node, writes=True)
 
 
 def is_tensor(node: fx.Node) -> bool:

@@ -16,8 +16,7 @@ from torch import Tensor, fx
 
 from tutti.capture.regions import quoted
 from tutti.errors import CaptureError
-from tutti.graph.edit import Emit, source_of
-from tutti.graph.lookup import inverse, permuted, shaped
+from tutti.graph.edit import Emit, inverse, permuted, shaped, source_of
 
 aten = torch.ops.aten
 # On a call: strides and offset of its operand as the step has laid it out, before any rewrite.
@@ -103,6 +102,9 @@ def strided(emit: Emit, node: fx.Node) -> fx.Node:
     """`as_strided` as a view, or a view and a lookup along its last dim."""
     given: Any = node.args
     x, size = given[0], given[1]
+    if 0 in size:
+        val: Tensor = x.meta["val"]
+        return emit(aten.full.default, list(size), 0, dtype=val.dtype, device=val.device)
     layout = _layout(node, size, given[2], given[3] if len(given) > 3 else None)
     line = shaped(emit, permuted(emit, x, layout.order), layout.line)
     if not layout.is_whole:
@@ -116,6 +118,8 @@ def strided_scatter(emit: Emit, node: fx.Node) -> fx.Node:
     """`as_strided_scatter`: the operand with other values at these places."""
     given: Any = node.args
     x, values, size = given[:3]
+    if 0 in size:
+        return x
     layout = _layout(node, size, given[3], given[4] if len(given) > 4 else None)
     dims = [*layout.split, *layout.left]
     once = [d for d in range(len(size)) if size[d] == 1]
@@ -142,15 +146,13 @@ def _as_in(emit: Emit, line: fx.Node, dims: list[int], size: Sequence[int]) -> f
 
 def _layout(node: fx.Node, size: Any, step: Any, start: Any) -> Layout:
     x: Any = node.args[0]
-    val: Tensor = x.meta["val"]
-    strides, offset = node.meta.get(LAID_OUT) or (val.stride(), val.storage_offset())
-    first = 0 if start is None else int(start) - int(offset)
-    found = Layout.of(val.shape, strides, size, step, first) if val.numel() else None
+    strides, offset = node.meta[LAID_OUT]
+    first = 0 if start is None else int(start) - offset
+    found = Layout.of(x.meta["val"].shape, strides, size, step, first)
     if found is None:
-        source = source_of(node)
         raise CaptureError(
             "as_strided reads memory that is not its operand's, or an operand with gaps",
-            at=quoted(source) if source else "",
+            at=quoted(source_of(node)),
             why="a captured step has values, and no memory around them",
             fix="x.contiguous() before it, or a view: unfold, expand, slices",
         )

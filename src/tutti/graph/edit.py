@@ -11,6 +11,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
+aten = torch.ops.aten
 NOTES = ("source", "forward_source", "module", "region", "stream")
 # On a node that computes again what the forward has computed: the name of the node that did at first.
 REMADE = "remade"
@@ -65,3 +66,25 @@ class Emit:
             node.meta["val"] = target(*value_of(args), **value_of(kwargs))
         node.meta |= {k: self.before.meta[k] for k in NOTES if k in self.before.meta}
         return node
+
+
+def stretched(emit: Emit, x: Any, shape: Sequence[int]) -> fx.Node:
+    """`x` expanded to `shape`."""
+    same = list(value_of(x).shape) == list(shape)
+    return x if same else emit(aten.expand.default, x, list(shape))
+
+
+def shaped(emit: Emit, x: Any, shape: Sequence[int]) -> fx.Node:
+    """`x` reshaped to `shape`."""
+    same = list(value_of(x).shape) == list(shape)
+    return x if same else emit(aten.reshape.default, x, list(shape))
+
+
+def permuted(emit: Emit, x: Any, order: Sequence[int]) -> fx.Node:
+    """`x` with its dims in `order`."""
+    return x if list(order) == sorted(order) else emit(aten.permute.default, x, list(order))
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The order that puts dims back that `order` has moved."""
+    return sorted(range(len(order)), key=order.__getitem__)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.edit import Emit
+from tutti.graph.edit import Emit, stretched
 
 aten = torch.ops.aten
 
@@ -88,25 +88,3 @@ def _from_start(emit: Emit, index: Any, size: int) -> fx.Node:
         index = emit(aten._to_copy.default, index, dtype=torch.int64)
     negative = emit(aten.lt.Scalar, index, 0)
     return emit(aten.where.self, negative, emit(aten.add.Tensor, index, size), index)
-
-
-def stretched(emit: Emit, x: Any, shape: Sequence[int]) -> fx.Node:
-    """`x` expanded to `shape`."""
-    same = list(x.meta["val"].shape) == list(shape)
-    return x if same else emit(aten.expand.default, x, list(shape))
-
-
-def shaped(emit: Emit, x: Any, shape: Sequence[int]) -> fx.Node:
-    """`x` reshaped to `shape`."""
-    same = list(x.meta["val"].shape) == list(shape)
-    return x if same else emit(aten.reshape.default, x, list(shape))
-
-
-def permuted(emit: Emit, x: Any, order: Sequence[int]) -> fx.Node:
-    """`x` with its dims in `order`."""
-    return x if list(order) == sorted(order) else emit(aten.permute.default, x, list(order))
-
-
-def inverse(order: Sequence[int]) -> list[int]:
-    """The order that puts dims back that `order` has moved."""
-    return sorted(range(len(order)), key=order.__getitem__)

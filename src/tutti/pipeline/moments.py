@@ -256,30 +256,28 @@ class _Sorter:
         while self.moments.when.get(summed) == AFTER and not sums_over_time(summed):
             summed = next(x for x in summed.all_input_nodes if self.moments.when[x] == AFTER)
         coupled = summed.meta.get("user") or node
-        source = source_of(coupled)
+        at = quoted(source_of(coupled))
         module = coupled.meta.get("module") or ""
-        where = f" in {module}" if module else ""
+        op = f"{op_name(coupled)} in {module}" if module else op_name(coupled)
         if self.num_micro == 1:
             raise ShardingError(
-                f"pipe= cannot cut the step: {op_name(coupled)}{where} reads what an update has made",
-                at=quoted(source) if source else "",
+                f"pipe= cannot cut the step: {op} reads what an update has made",
+                at=at,
                 why="stages go through one forward and one backward, and the update follows them",
                 fix="one update a step: two calls of distribute, one for each, share the model",
             )
         if coupled.meta.get(WITHOUT_RULE):
             raise ShardingError(
-                f"micro={self.num_micro} cannot split the batch in time: no rule says how "
-                f"{op_name(coupled)}{where} may be split",
-                at=quoted(source) if source else "",
+                f"micro={self.num_micro} cannot split the batch in time: no rule says how {op} may be split",
+                at=at,
                 why="it reads its operands whole, which would be known only after the last micro-batch",
                 fix=f'leave micro={self.num_micro} out, or tutti.rule("namespace::op", "m k, n k -> m n")',
             )
         value = op_name(summed.meta.get("value", summed))
         read = value if summed.target is collectives.all_gather else f"a sum of {value}"
         raise ShardingError(
-            f"micro={self.num_micro} cannot split the batch in time: {op_name(coupled)}{where} "
-            "needs all its samples at once",
-            at=quoted(source) if source else "",
+            f"micro={self.num_micro} cannot split the batch in time: {op} needs all its samples at once",
+            at=at,
             why=f"it reads {read} over the whole batch, which would be known only after the last "
             "micro-batch; BatchNorm in training and contrastive losses do so",
             fix=f"leave micro={self.num_micro} out, or use a norm of each sample (GroupNorm, LayerNorm)",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.rules.rule import Rule, Term, groups, operands_of, parse_rule, results_of, shape
+from tutti.rules.rule import Rule, Term, groups, operands_of, results_of, shape, spelled
 
 aten = torch.ops.aten
 
@@ -105,9 +105,7 @@ def _fractional(node: fx.Node) -> Rule:
     space, out = (" ".join(f"{s}{i}!" for i in range(num_space)) for s in "io")
     lead, places_lead = ("n c", "n c") if len(x) == num_space + 2 else ("c", "1 c")
     text = f"{lead} {space}, {places_lead} xy! -> {lead} {out}, {lead} {out}"
-    return parse_rule(
-        text, [x, places], [tuple(r.shape) for r in results_of(node) if r is not None]
-    )
+    return spelled(text)(node)
 
 
 def _windows(node: fx.Node) -> Rule:
@@ -117,7 +115,7 @@ def _windows(node: fx.Node) -> Rule:
     n = "n " if len(image) == 4 else ""
     left, right = f"{n}c y! x!", f"{n}(c k!) l!"
     text = f"{left} -> {right}" if image is x else f"{right} -> {left}"
-    return parse_rule(text, [x], [out], sizes={"c": image[-3]}, linear=groups((0,)))
+    return spelled(text, sizes={"c": image[-3]}, linear=groups((0,)))(node)
 
 
 RULES = {

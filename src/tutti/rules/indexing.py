@@ -74,8 +74,7 @@ def _index_put(node: fx.Node) -> Rule | None:
         return _masked_put(x, shape(indices[0]), values) if len(indices) == 1 else None
     terms, found, sizes = _looked_up(lookup)
     terms.append(_aligned_right(values, found, sizes))
-    whole = frozenset(f for dim in found for f in dim if f.startswith("i"))
-    whole |= {f"d{d}" for d in lookup.used}
+    whole = frozenset(sizes) - {f"d{d}" for d in lookup.rest}
     adding = len(node.args) > 3 and bool(node.args[3])
     linear = groups((0, len(terms) - 1)) if adding else ()
     return Rule(tuple(terms), (terms[0],), sizes, whole, linear=linear)

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from tutti.rules.rule import Rule, Term, groups, operands_of, parse_rule, results_of, shape
+from tutti.rules.rule import Rule, Term, groups, shape, spelled
 
 aten = torch.ops.aten
 _ONE = groups((0,))
 
 
-def _resized(node: fx.Node) -> Rule:
+def _resized(node: fx.Node, **options: Any) -> Rule:
     """Each sample and channel by itself."""
-    x = shape(node.args[0])
-    term: Term = (("n",), ("c",), *((),) * (len(x) - 2))
-    return Rule((term,), (term,), {"n": x[0], "c": x[1]}, linear=_ONE)
+    n, c, *space = shape(node)
+    term: Term = (("n",), ("c",), *((),) * len(space))
+    return Rule((term,), (term,), {"n": n, "c": c}, linear=_ONE, **options)
 
 
-def _resized_backward(node: fx.Node) -> Rule:
-    """As forward; the shape of the image is an argument."""
-    x = shape(node)
-    term: Term = (("n",), ("c",), *((),) * (len(x) - 2))
-    return Rule((term,), (term,), {"n": x[0], "c": x[1]}, linear=_ONE, shape_argument=2)
+# The shape of the image is an argument of a backward.
+_resized_backward = partial(_resized, shape_argument=2)
 
 
 def _grid_terms(node: fx.Node, at: int) -> tuple[str, str, str]:
@@ -38,17 +37,13 @@ def _grid_terms(node: fx.Node, at: int) -> tuple[str, str, str]:
 def _grid_sample(node: fx.Node) -> Rule:
     """Every point reads anywhere in its own image: points split as well."""
     image, grid, read = _grid_terms(node, 0)
-    operands = [shape(x) for x in operands_of(node)]
-    return parse_rule(f"{image}, {grid} -> {read}", operands, [shape(node)], linear=_ONE)
+    return spelled(f"{image}, {grid} -> {read}", linear=_ONE)(node)
 
 
 def _grid_sample_backward(node: fx.Node) -> Rule:
     """The image's gradient is a sum over points, the grid's a sum over channels."""
     image, grid, read = _grid_terms(node, 1)
-    operands = [shape(x) for x in operands_of(node)]
-    results = [None if r is None else tuple(r.shape) for r in results_of(node)]
-    text = f"{read}, {image}, {grid} -> {image}, {grid}"
-    return parse_rule(text, operands, results, linear=_ONE)
+    return spelled(f"{read}, {image}, {grid} -> {image}, {grid}", linear=_ONE)(node)
 
 
 def _affine_grid(node: fx.Node) -> Rule:
@@ -65,31 +60,15 @@ def _affine_grid_part(part: Any) -> fx.Node:
     return part.emit(part.node.target, theta, [num_local, *size[1:]], *rest, **part.kwargs)
 
 
-RULES = {
-    aten.upsample_nearest1d.default: _resized,
-    aten.upsample_nearest1d_backward.default: _resized_backward,
-    aten.upsample_nearest2d.default: _resized,
-    aten.upsample_nearest2d_backward.default: _resized_backward,
-    aten.upsample_nearest3d.default: _resized,
-    aten.upsample_nearest3d_backward.default: _resized_backward,
-    aten._upsample_nearest_exact1d.default: _resized,
-    aten._upsample_nearest_exact1d_backward.default: _resized_backward,
-    aten._upsample_nearest_exact2d.default: _resized,
-    aten._upsample_nearest_exact2d_backward.default: _resized_backward,
-    aten._upsample_nearest_exact3d.default: _resized,
-    aten._upsample_nearest_exact3d_backward.default: _resized_backward,
-    aten.upsample_linear1d.default: _resized,
-    aten.upsample_linear1d_backward.default: _resized_backward,
-    aten.upsample_bilinear2d.default: _resized,
-    aten.upsample_bilinear2d_backward.default: _resized_backward,
-    aten.upsample_trilinear3d.default: _resized,
-    aten.upsample_trilinear3d_backward.default: _resized_backward,
-    aten.upsample_bicubic2d.default: _resized,
-    aten.upsample_bicubic2d_backward.default: _resized_backward,
-    aten._upsample_bilinear2d_aa.default: _resized,
-    aten._upsample_bilinear2d_aa_backward.default: _resized_backward,
-    aten._upsample_bicubic2d_aa.default: _resized,
-    aten._upsample_bicubic2d_aa_backward.default: _resized_backward,
+_RESIZED = (
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d"),
+    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+    *("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+)
+RULES: dict[Any, Callable[[fx.Node], Rule]] = {
+    **{getattr(aten, name).default: _resized for name in _RESIZED},
+    **{getattr(aten, f"{name}_backward").default: _resized_backward for name in _RESIZED},
     aten.grid_sampler_2d.default: _grid_sample,
     aten.grid_sampler_2d_backward.default: _grid_sample_backward,
     aten.grid_sampler_3d.default: _grid_sample,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.rules.rule import Rule, groups, operands_of, parse_rule, results_of, shape
+from tutti.rules.rule import Rule, groups, operands_of, results_of, shape, spelled
 
 aten = torch.ops.aten
 _EACH = "... n! m!"
@@ -22,12 +22,10 @@ def _matrices(text: str, **options: Any) -> Callable[[fx.Node], Rule]:
 
     def rule(node: fx.Node) -> Rule:
         left, right = text.split(" -> ")
-        results = [None if r is None else tuple(r.shape) for r in results_of(node)]
-        pairs = zip(right.split(","), results, strict=True)
-        right = ",".join("?" if r == (0,) else term for term, r in pairs)
-        operands = [shape(x) for x in operands_of(node)]
-        left += ", ?" * (len(operands) - left.count(",") - 1)
-        return parse_rule(f"{left} -> {right}", operands, results, **options)
+        pairs = zip(right.split(","), results_of(node), strict=True)
+        right = ",".join("?" if r is not None and r.shape == (0,) else term for term, r in pairs)
+        left += ", ?" * (len(operands_of(node)) - left.count(",") - 1)
+        return spelled(f"{left} -> {right}", **options)(node)
 
     return rule
 

@@ -18,6 +18,7 @@ from tutti.rules.rule import (
     parse_rule,
     results_of,
     shape,
+    spelled,
 )
 
 aten = torch.ops.aten
@@ -121,9 +122,8 @@ def _margin(node: fx.Node) -> Rule | None:
         taken, made = [classes, n, *["c!"] * weighted], [loss]
     if backward:
         taken, made = [loss, *taken], [classes]
-    results = [tuple(r.shape) for r in results_of(node) if r is not None]
     linear = groups((0,)) if backward else ()
-    return parse_rule(f"{', '.join(taken)} -> {', '.join(made)}", operands, results, linear=linear)
+    return spelled(f"{', '.join(taken)} -> {', '.join(made)}", linear=linear)(node)
 
 
 # Samples are lost by themselves; each is one path through all of its time and classes.

@@ -25,7 +25,7 @@ from tutti.rules import (
     views,
 )
 from tutti.rules.pointwise import derived_pointwise
-from tutti.rules.rule import Rule, operands_of, parse_rule, results_of
+from tutti.rules.rule import Rule, spelled
 
 Entry = str | Callable[[fx.Node], Rule | None]
 
@@ -57,9 +57,7 @@ def rule_of(node: fx.Node) -> Rule | None:
         return derived_pointwise(node)
     if callable(entry):
         return entry(node)
-    operands = [tuple(x.meta["val"].shape) for x in operands_of(node)]
-    results = [None if r is None else tuple(r.shape) for r in results_of(node)]
-    return parse_rule(entry, operands, results)
+    return spelled(entry)(node)
 
 
 def is_tensor_call(node: fx.Node) -> bool:

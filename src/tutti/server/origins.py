@@ -100,10 +100,9 @@ def _is_update(node: fx.Node) -> bool:
 
 def refused(node: fx.Node, what: str, why: str) -> CaptureError:
     """The error for a step that servers cannot run, with the line of `node`."""
-    source = source_of(node)
     return CaptureError(
         f"servers cannot run this step: {op_name(node)} {what}",
-        at=quoted(source) if source else "",
+        at=quoted(source_of(node)),
         why=why,
         fix="a layout without server, where the whole step runs on each rank",
     )
