@@ -36,6 +36,10 @@ WAYS: dict[str, Way] = {
     way.name: way
     for way in (
         Way(name="one", build=eager.build, prepare=eager.prepare, num_ranks=1, num_shares=1),
+        Way(
+            name="tutti one", build=tutti_step.builder("", 1), prepare=eager.prepare,
+            num_ranks=1, num_shares=1, peer="one",
+        ),
         Way(name="one x 2", build=in_step.build, prepare=gloo.prepare, num_shares=1),
         Way(name="ddp", build=ddp.build, prepare=gloo.prepare),
         _tutti("data=2", 2, "ddp"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -17,6 +18,7 @@ from tutti.comm.segment import SharedMemoryError, directory
 from tutti.comm.shared_memory import SharedGroup
 from tutti.comm.transport import Distributed, Transport
 from tutti.errors import LayoutError
+from tutti.graph.product import is_faster
 from tutti.layout.mesh import Mesh
 
 Axes = tuple[str, ...]
@@ -59,12 +61,14 @@ class Groups:
         self._groups: dict[Axes, Group] = {}
         self._near: dict[Axes, Transport] = {}
         self._far: dict[Axes, Transport] = {}
-        self._hosts = [""] * self._world_size
+        self._hosts, self._onednn = [""] * self._world_size, is_faster()
         self._warned = False
         if self._world_size > 1:
             # A rank that shares no memory is a host of its own; all must know, whoever switched it off.
             host = f"rank {self.rank}" if directory() is None else host_name()
-            self._hosts = exchange_texts(host, Group.world())
+            said = exchange_texts(json.dumps([host, self._onednn]), Group.world())
+            self._hosts = [json.loads(text)[0] for text in said]
+            self._onednn = all(json.loads(text)[1] for text in said)
         self.add(used)
 
     def add(self, used: Iterable[Axes]) -> None:
@@ -108,6 +112,11 @@ class Groups:
     def num_neighbors(self) -> int:
         """How many ranks of the run lie on this rank's host, itself among them."""
         return self._hosts.count(self._hosts[self.rank])
+
+    @property
+    def onednn(self) -> bool:
+        """Whether matrix products of oneDNN are the faster ones on the processors of all ranks."""
+        return self._onednn
 
     @property
     def timeout(self) -> timedelta:

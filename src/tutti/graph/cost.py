@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tutti.graph.aliases import aliased
 from tutti.graph.edit import value_of
+from tutti.graph.product import product
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ RATES = {"cpu": Rates(9e10, 6e9, 3e10, 1e9), "cuda": Rates(3e14, 2e12, 4e12, 1e1
 CACHE_NBYTES = 2**20
 # What these names stand in works out an exponential or a logarithm of each element.
 _EXPONENTIALS = ("softmax", "exp", "log", "gelu", "silu", "tanh", "sigmoid", "erf")
+# `x @ weight.T`, of which PyTorch's table knows nothing.
+_ROWS = (torch.ops.aten.linear, product.overloadpacket)
 # An op that only looks at its operand, or is carried out ahead.
 _FREE = ("getitem", "positions")
 
@@ -71,6 +74,8 @@ def flops_of_call(
     packet = getattr(target, "overloadpacket", None)
     if "attention" in str(packet):
         return _attention(str(packet), args)
+    if packet in _ROWS:
+        return 2.0 * result.numel() * args[1].shape[1]
     count = flop_registry.get(packet)
     return None if count is None else float(count(*args, **kwargs, out_val=result))
 

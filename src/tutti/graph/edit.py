@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ def value_of(x: Any) -> Any:
 
 
 class Editor:
-    """Inserts nodes into `graph`, computing their fake values under `mode`."""
+    """Inserts nodes into `graph`, computing their fake values under `mode`, or that of their operands."""
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
-        self.graph, self.mode = graph, mode
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode | None = None) -> None:
+        self.graph, self.mode = graph, mode or nullcontext()
 
     def at(self, node: fx.Node) -> Emit:
         """A place right before `node`; what is emitted there inherits the notes of `node`."""

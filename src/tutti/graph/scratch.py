@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from tutti.graph import collectives
 from tutti.graph.ctc import ctc_loss, ctc_slopes
 from tutti.graph.draw import draw
+from tutti.graph.product import product
 from tutti.graph.random import CHUNK_CPU
 from tutti.graph.storage import Storages
 
@@ -39,6 +40,11 @@ def _convolution(operands: tuple[Any, ...], result: Any) -> int:
 def _convolution_backward(operands: tuple[Any, ...], result: Any) -> int:
     grad, x, weight = operands[:3]
     return max(grad.nbytes + x.nbytes, weight.nbytes)
+
+
+def _product(operands: tuple[Any, ...], result: Any) -> int:
+    """A transposed left operand laid out anew; strips of the right one are small."""
+    return _laid_out(operands[0], 0)
 
 
 def _grad_copy(operands: tuple[Any, ...], result: Any) -> int:
@@ -95,6 +101,7 @@ _BORROWED: dict[Any, Borrow] = {
     ctc_loss: _paths,
     ctc_slopes: _paths_both_ways,
     draw: _hash,
+    product: _product,
     collectives.draw_part: _hash,
     collectives.all_gather: _all_gather,
     collectives.reduce_scatter: _reduce_scatter,

@@ -29,6 +29,7 @@ from tutti.passes.fused_update import fused_update
 from tutti.passes.in_buffer import in_buffer
 from tutti.passes.in_place import in_place
 from tutti.passes.linear import linear
+from tutti.passes.onednn import onednn
 from tutti.passes.overlap import overlap
 from tutti.passes.remat import remat
 from tutti.passes.rows import rows
@@ -89,6 +90,7 @@ PASSES = (
     Pass("overlap", lambda graph, program, target: overlap(graph, target)),
     Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
     Pass("linear", lambda graph, program, target: linear(graph)),
+    Pass("onednn", lambda graph, program, target: onednn(graph, target)),
     Pass("early_sends"),  # of the parts of loops, after the rest
     Pass("accumulate"),
 )
@@ -143,6 +145,7 @@ def _part(kind: str, graph: fx.Graph, target: Target, left_out: Collection[str])
         "overlap": lambda g: overlap(g, target),
         "in_place": lambda g: in_place(g, ()),
         "linear": linear,
+        "onednn": lambda g: onednn(g, target),
     }
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))

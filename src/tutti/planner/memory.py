@@ -21,6 +21,7 @@ from tutti.graph.edit import REMADE, source_of
 from tutti.graph.liveness import last_holders, peak, peak_inside
 from tutti.graph.loop import loop
 from tutti.graph.part_memory import Piece
+from tutti.graph.product import is_faster
 from tutti.graph.scratch import borrowed
 from tutti.graph.state import is_state
 from tutti.graph.storage import Block, Storages
@@ -82,7 +83,8 @@ def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
     if graph is None and program.layout.in_time and not _has_loop(program.graph):
         return max(predict_places(in_time(program)), key=lambda memory: memory.peak_nbytes)
     if graph is None:
-        graph = optimized(program, Target(donated=frozenset(program.captured.updated)))
+        donated = frozenset(program.captured.updated)
+        graph = optimized(program, Target(donated=donated, onednn=is_faster()))
     storages = Storages(graph, program.captured.mode)
     at, call_nbytes = peak(graph, storages)
     kinds = _Kinds(graph, storages)

@@ -21,6 +21,7 @@ from tutti.comm.segment import SharedMemoryError
 from tutti.errors import CommError
 from tutti.graph import collectives, random
 from tutti.graph.loop import graphs_of
+from tutti.graph.product import is_faster
 from tutti.partition.partition import Program
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
@@ -117,11 +118,11 @@ class Execution:
         return graph
 
     def _target(self) -> Target:
-        shared: frozenset[tuple[str, ...]] = frozenset()
-        if self.player is not None:
-            groups, used = self.player.groups, between_ranks(self.program.graph)
-            shared = frozenset(axes for axes in used if groups.shared(axes) is not None)
-        return Target(donated=self.donated, shared=shared)
+        if self.player is None:
+            return Target(donated=self.donated, onednn=is_faster())
+        groups, used = self.player.groups, between_ranks(self.program.graph)
+        shared = frozenset(axes for axes in used if groups.shared(axes) is not None)
+        return Target(donated=self.donated, shared=shared, onednn=groups.onednn)
 
     def _stage(self, made: Timed) -> Loops:
         """What plays the loops; with stages on several ranks, the channels between them."""

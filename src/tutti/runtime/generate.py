@@ -17,6 +17,7 @@ from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import Body, loop, post
+from tutti.graph.product import play_product, product
 from tutti.layout import Mesh, Sharding
 from tutti.runtime.fixed import Fixed
 
@@ -51,6 +52,7 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     _aten.addmm.out: torch.addmm,
     _aten.linear.default: torch.nn.functional.linear,
     _aten.linear.out: torch.nn.functional.linear,
+    product: play_product,
 }
 
 

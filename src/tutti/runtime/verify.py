@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tutti.capture.lift import create_slots
 from tutti.capture.step import capture, copied
 from tutti.graph.loop import graphs_of
+from tutti.graph.product import is_faster
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.order import PASSES, left_out_by_environment, optimized
@@ -242,4 +243,5 @@ def _target(program: Program) -> Target:
     """As if all ranks shared memory and all state might be overwritten."""
     graphs = graphs_of(program.graph)
     shared = {axes for graph in graphs for axes in axes_used(graph)}
-    return Target(donated=frozenset(program.captured.updated), shared=frozenset(shared))
+    donated = frozenset(program.captured.updated)
+    return Target(donated=donated, shared=frozenset(shared), onednn=is_faster())

@@ -16,6 +16,7 @@ from torch import fx
 from tutti.capture.canonical import erase_dead
 from tutti.capture.step import copied
 from tutti.graph import collectives
+from tutti.graph.product import is_faster
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import Program, partition
 from tutti.passes.order import left_out_by_environment, optimized
@@ -82,7 +83,7 @@ def played(program: Program, donated: frozenset[str] = frozenset()) -> fx.Graph:
     One with micro-batches is that of `in_slices`.
     """
     without = left_out_by_environment() | {"overlap"}
-    return optimized(program, Target(donated=donated), without=without)
+    return optimized(program, Target(donated=donated, onednn=is_faster()), without=without)
 
 
 def _leave_sums_open(program: Program, part: WorkerPart) -> None:

@@ -1,0 +1,73 @@
+"""Matrix products by oneDNN, on processors for which PyTorch's BLAS has no kernels of full width.
+
+    tutti::product(x, weight, bias=None) -> x @ weight.T + bias
+
+with x (..., k), weight (n, k) and bias (n,). `torch.mm` in float32 calls MKL, which runs AVX2 kernels on
+processors that are not Intel's, whatever they can do; oneDNN, a part of PyTorch as well, looks at what they
+can. Sums are float32 in both, in another order.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("tutti", "FRAGMENT")
+_LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_ONEDNN: Any = torch.ops.mkldnn
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def play_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The op without a dispatcher in between, for what is not float64."""
+    if bias is not None:
+        bias = bias.contiguous()  # oneDNN's op reads it as if it were
+    return _linear()(x, weight, bias, "none", [], "")
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.dtype == torch.float64:  # a comparison in float64 plays the same graph
+        return torch.nn.functional.linear(x, weight, bias)
+    return play_product(x, weight, bias)
+
+
+def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_LIBRARY.impl("product", _product, "CompositeExplicitAutograd")
+torch.library.register_fake("tutti::product", _fake_product, lib=_LIBRARY)
+
+product = torch.ops.tutti.product.default
+
+
+@cache
+def _linear() -> Any:
+    return _ONEDNN._linear_pointwise.default._op
+
+
+def is_faster() -> bool:
+    """Whether oneDNN's products are the faster ones here: MKL is PyTorch's BLAS, the processor is another
+    vendor's and has AVX-512. `torch.backends.mkldnn.flags(enabled=False)` says no."""
+    backends: Any = torch.backends
+    return (
+        backends.mkldnn.is_available()
+        and backends.mkldnn.enabled
+        and backends.mkl.is_available()
+        and hasattr(_ONEDNN, "_linear_pointwise")
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _vendor() not in ("", "GenuineIntel")
+    )
+
+
+@cache
+def _vendor() -> str:
+    if not _CPU_INFO.exists():
+        return ""
+    found = re.search(r"^vendor_id\s*:\s*(\S+)", _CPU_INFO.read_text(), re.MULTILINE)
+    return found[1] if found else ""

@@ -1,0 +1,116 @@
+"""`onednn`: large matrix products are calls of oneDNN, where that is the faster library.
+
+    %7 = mm(%5, %w)             ->   %6 = permute(%w, [1, 0])        product(x, weight) = x @ weight.T
+                                     %7 = product(%5, %6)
+
+    %6 = permute(%g, [1, 0])    ->   %6 = permute(%g, [1, 0])
+    %7 = mm(%6, %x, out=%b)          %7 = permute(%x, [1, 0])
+                                     %8 = product(%7, %6)            here %x is smaller than %g
+                                     %9 = permute(%8, [1, 0])
+                                     %10 = copy_(%b, %9)
+
+The op of oneDNN has no `out=`, lays a transposed left operand out anew and takes longer to start. So a
+product may be that of the transposes, and it is rewritten where it is predicted to gain more than all this
+costs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph.edit import Editor, Emit
+from tutti.graph.product import product
+from tutti.passes.target import Target
+
+aten = torch.ops.aten
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.linear})
+_DTYPES = (torch.float32, torch.float64)  # in float64 it is the same op, for comparisons
+# Of one thread: flops in a second by either library, seconds that a call takes more, bytes moved in a second.
+MKL_FLOPS, ONEDNN_FLOPS = 9e10, 1.8e11
+START_SECONDS = 1e-5
+TURNED_BYTES, COPIED_BYTES = 4e9, 1e10
+
+
+class Operands(NamedTuple):
+    """What a product is made of: (m, k), (k, n) and (n,), the first of `linear` with more leading dims.
+
+    turned: the right one is given as (n, k).
+    """
+
+    x: fx.Node
+    y: fx.Node
+    bias: fx.Node | None
+    turned: bool
+
+
+def onednn(graph: fx.Graph, target: Target) -> int:
+    """Rewrite `graph`; returns how many products are oneDNN's now."""
+    count = 0
+    if target.onednn:
+        for node in list(graph.nodes):
+            given = _operands(node)
+            if given is not None:
+                count += _rewrite(graph, node, given)
+    return count
+
+
+def _operands(node: fx.Node) -> Operands | None:
+    """The operands of a product; None of another op, or of a form that `product` lacks."""
+    kind = getattr(node.target, "overloadpacket", None)
+    if kind not in _PRODUCTS or set(node.kwargs) - {"out"}:
+        return None
+    given: list[Any] = [*node.args, None]
+    bias, x, y = given[:3] if kind is aten.addmm else (given[2], *given[:2])
+    values = [n.meta["val"] for n in (x, y, bias) if n is not None]
+    fits = all(v.dtype in _DTYPES and v.device.type == "cpu" for v in values)
+    fits &= bias is None or values[-1].dim() == 1
+    return Operands(x, y, bias, kind is aten.linear) if fits else None
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node, given: Operands) -> bool:
+    """Rewrite the product that is `node`, if that gains anything; every rank comes to the same."""
+    x, y, bias, turned = given
+    left, right, made = _value(x), _value(y), _value(node)
+    flops = 2 * made.numel() * left.shape[-1]
+    gain = flops * (1 / MKL_FLOPS - 1 / ONEDNN_FLOPS) - START_SECONDS
+    plain = _turning(left) + (made.nbytes / COPIED_BYTES if node.kwargs else 0)
+    swapped = _turning(right.mT) + made.nbytes / TURNED_BYTES
+    swaps = bias is None and not turned and swapped < plain
+    if gain <= (swapped if swaps else plain):
+        return False
+    emit = Editor(graph).at(node)
+    if swaps:
+        result = emit(aten.permute.default, emit(product, _transposed(emit, y), x), [1, 0])
+        if not node.kwargs:
+            result = emit(aten.clone.default, result, memory_format=torch.contiguous_format)
+    else:
+        weight = y if turned else _transposed(emit, y)
+        result = emit(product, x, weight, *([bias] if bias else []))
+    if node.kwargs:
+        result = emit(aten.copy_.default, node.kwargs["out"], result)
+    result.meta |= {k: node.meta[k] for k in ("val", "sharding") if k in node.meta}
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    if not y.users and y.target is aten.permute.default:
+        graph.erase_node(y)
+    return True
+
+
+def _turning(left: Tensor) -> float:
+    """Seconds to lay a left operand out anew, where its rows do not lie one after the other."""
+    return 0 if left.is_contiguous() else left.nbytes / TURNED_BYTES
+
+
+def _value(node: fx.Node) -> Tensor:
+    return node.meta["val"]
+
+
+def _transposed(emit: Emit, x: fx.Node) -> fx.Node:
+    """The transpose of a matrix: what it is the transpose of, or a view."""
+    if x.target is aten.permute.default and list(x.args[1]) == [1, 0]:  # type: ignore[arg-type]
+        source: Any = x.args[0]
+        return source
+    return emit(aten.permute.default, x, [1, 0])
