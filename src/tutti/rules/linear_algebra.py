@@ -54,7 +54,6 @@ def _solving(a: int, b: int, others: str = "") -> Callable[[fx.Node], Rule]:
 
 
 RULES = {
-    aten.cholesky.default: _matrices(f"{_EACH} -> {_EACH}"),
     aten.cholesky_inverse.default: _matrices(f"{_EACH} -> {_EACH}"),
     aten.linalg_matrix_exp.default: _matrices(f"{_EACH} -> {_EACH}"),
     aten.linalg_cholesky_ex.default: _matrices(f"{_EACH} -> {_EACH}, ..."),
@@ -80,3 +79,5 @@ RULES = {
     aten.linalg_lu_solve.default: _solving(0, 2),
     aten.linalg_ldl_solve.default: _solving(0, 2),
 }
+if hasattr(aten, "cholesky"):  # gone in PyTorch 2.15
+    RULES[aten.cholesky.default] = _matrices(f"{_EACH} -> {_EACH}")

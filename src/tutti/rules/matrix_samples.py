@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from tutti.rules.sample import definite, f, pairs, pivots, positive, sample
 
 INF = float("inf")
@@ -32,7 +34,7 @@ PRODUCTS = [
 
 _ONE, _TWO, _LEAD = definite(4, 4), definite(6, 4, 4), definite(2, 6, 4, 4)
 LINEAR_ALGEBRA = [
-    sample("cholesky", _TWO),
+    *([sample("cholesky", _TWO)] if hasattr(torch.ops.aten, "cholesky") else []),
     sample("cholesky_inverse", _TWO),
     sample("linalg_matrix_exp", f(2, 6, 3, 3)),
     sample("linalg_cholesky_ex", _LEAD),
