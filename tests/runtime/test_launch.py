@@ -145,7 +145,7 @@ def test_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:
     wait_for_steps(process, tmp_path, 2)
     process.send_signal(signal.SIGINT)
     _, err = finish(process)
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert "Traceback" not in err and "Error" not in err
     assert not living(tmp_path)
 
