@@ -20,6 +20,7 @@ from tutti.comm.failure import format_nbytes
 SHARES = {
     "hollow": "all calls hollow",
     "between": "between calls, by the clock",
+    "sampled": "in the interpreter, by looks at the thread",
     "outside": "outside of ops and collectives, by the profiler",
 }
 # What every way is compared with, whatever batch it trains.

@@ -40,7 +40,7 @@ TARGETS = (
     Target("tutti pipe=2 micro=8 schedule=zb", "tutti pipe=2 micro=8", 1.0),
     Target("tutti data=2", "jax", 1.0),
 )
-# Of a step, by the larger of the two measures in `python_share`.
+# Of a step; see `python_share`.
 PYTHON_SHARE = 0.03
 
 
@@ -72,4 +72,5 @@ def verdicts(result: Result) -> Iterator[Verdict]:
         for entry in race.entries:
             if entry.shares:
                 what = f"Python in {entry.way}"
-                yield Verdict(race.model, what, entry.shares["outside"], PYTHON_SHARE)
+                share = entry.shares.get("sampled", entry.shares["outside"])
+                yield Verdict(race.model, what, share, PYTHON_SHARE)

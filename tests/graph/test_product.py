@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from tutti.graph import product as module
 from tutti.graph.cost import flops_of_call
 from tutti.graph.edit import Editor
-from tutti.graph.product import is_faster, play_product, product
+from tutti.graph.product import is_faster, product
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Storages
 from tutti.runtime.measure import peak_nbytes
@@ -62,9 +62,9 @@ BIASES = {
 def test_the_values_of_linear(left: str, right: str, bias: str) -> None:
     x, weight, b = LEFT[left], RIGHT[right], BIASES[bias]
     exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
-    for have in (play_product(x, weight, b), product(x, weight, b)):
-        assert have.dtype == torch.float32 and have.is_contiguous()
-        torch.testing.assert_close(have.double(), exact, rtol=1e-5, atol=2e-5)
+    have = product(x, weight, b)
+    assert have.dtype == torch.float32 and have.is_contiguous()
+    torch.testing.assert_close(have.double(), exact, rtol=1e-5, atol=2e-5)
 
 
 def test_in_float64_it_is_linear() -> None:
@@ -77,7 +77,7 @@ def test_in_float64_it_is_linear() -> None:
 def test_what_is_not_finite_stays_so() -> None:
     x = numbers(64, 32)
     x[3, 5], x[7, 1] = float("nan"), float("inf")
-    have = play_product(x, RIGHT["rows"].abs())
+    have = product(x, RIGHT["rows"].abs())
     assert have[3].isnan().all() and have[7].isinf().all()
     assert have.isfinite().all(1).sum() == 62
 
@@ -108,8 +108,8 @@ def test_memory_beside_the_result(turned: bool) -> None:
     assert predicted == (1024 * 512 * 4 if turned else 0)
     given = numbers(*shape).t() if turned else numbers(*shape)
     right = numbers(256, 512)
-    play_product(given, right)
-    nbytes, made = peak_nbytes(lambda: play_product(given, right))
+    product(given, right)
+    nbytes, made = peak_nbytes(lambda: product(given, right))
     assert abs(nbytes - made.nbytes - predicted) < 2**18
 
 

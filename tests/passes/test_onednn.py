@@ -71,12 +71,10 @@ def test_before_and_after() -> None:
         "permute(%y, [1, 0])",
         "product(%x, %5)",
         "product(%x, %w)",
-        "permute(%y, [1, 0])",
-        "product(%x, %8, %c)",
+        "product(%x, %5, %c)",
         "product(%x, %w, %c)",
-        "permute(%y, [1, 0])",
-        "product(%x, %11)",
-        "copy_(%out, %12)",
+        "product(%x, %5)",
+        "copy_(%out, %10)",
     ]
 
 

@@ -23,17 +23,12 @@ _ONEDNN: Any = torch.ops.mkldnn
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def play_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The op without a dispatcher in between, for what is not float64."""
-    if bias is not None:
-        bias = bias.contiguous()  # oneDNN's op reads it as if it were
-    return _linear()(x, weight, bias, "none", [], "")
-
-
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.dtype == torch.float64:  # a comparison in float64 plays the same graph
         return torch.nn.functional.linear(x, weight, bias)
-    return play_product(x, weight, bias)
+    if bias is not None:
+        bias = bias.contiguous()  # oneDNN's op reads it as if it were
+    return onednn_linear()(x, weight, bias, "none", [], "")
 
 
 def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -47,7 +42,8 @@ product = torch.ops.tutti.product.default
 
 
 @cache
-def _linear() -> Any:
+def onednn_linear() -> Any:
+    """The function `(x, weight, bias, "none", [], "")` behind the op, of float32 and a contiguous bias."""
     return _ONEDNN._linear_pointwise.default._op
 
 

@@ -49,11 +49,16 @@ class Operands(NamedTuple):
 def onednn(graph: fx.Graph, target: Target) -> int:
     """Rewrite `graph`; returns how many products are oneDNN's now."""
     count = 0
-    if target.onednn:
-        for node in list(graph.nodes):
-            given = _operands(node)
-            if given is not None:
-                count += _rewrite(graph, node, given)
+    turned: dict[fx.Node, fx.Node] = {}
+    for node in list(graph.nodes) if target.onednn else ():
+        if _is_transpose(node):
+            turned.setdefault(node.args[0], node)  # type: ignore[arg-type]
+        given = _operands(node)
+        if given is not None:
+            count += _rewrite(graph, node, given, turned)
+    for node in turned.values():
+        if not node.users:
+            graph.erase_node(node)
     return count
 
 
@@ -70,8 +75,13 @@ def _operands(node: fx.Node) -> Operands | None:
     return Operands(x, y, bias, kind is aten.linear) if fits else None
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node, given: Operands) -> bool:
-    """Rewrite the product that is `node`, if that gains anything; every rank comes to the same."""
+def _rewrite(
+    graph: fx.Graph, node: fx.Node, given: Operands, transposes: dict[fx.Node, fx.Node]
+) -> bool:
+    """Rewrite the product that is `node`, if that gains anything; every rank comes to the same.
+
+    `transposes` are those that are there already.
+    """
     x, y, bias, turned = given
     left, right, made = _value(x), _value(y), _value(node)
     flops = 2 * made.numel() * left.shape[-1]
@@ -83,19 +93,19 @@ def _rewrite(graph: fx.Graph, node: fx.Node, given: Operands) -> bool:
         return False
     emit = Editor(graph).at(node)
     if swaps:
-        result = emit(aten.permute.default, emit(product, _transposed(emit, y), x), [1, 0])
+        result = emit(
+            aten.permute.default, emit(product, _transposed(emit, y, transposes), x), [1, 0]
+        )
         if not node.kwargs:
             result = emit(aten.clone.default, result, memory_format=torch.contiguous_format)
     else:
-        weight = y if turned else _transposed(emit, y)
+        weight = y if turned else _transposed(emit, y, transposes)
         result = emit(product, x, weight, *([bias] if bias else []))
     if node.kwargs:
         result = emit(aten.copy_.default, node.kwargs["out"], result)
     result.meta |= {k: node.meta[k] for k in ("val", "sharding") if k in node.meta}
     node.replace_all_uses_with(result)
     graph.erase_node(node)
-    if not y.users and y.target is aten.permute.default:
-        graph.erase_node(y)
     return True
 
 
@@ -108,9 +118,15 @@ def _value(node: fx.Node) -> Tensor:
     return node.meta["val"]
 
 
-def _transposed(emit: Emit, x: fx.Node) -> fx.Node:
+def _transposed(emit: Emit, x: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
     """The transpose of a matrix: what it is the transpose of, or a view."""
-    if x.target is aten.permute.default and list(x.args[1]) == [1, 0]:  # type: ignore[arg-type]
+    if _is_transpose(x):
         source: Any = x.args[0]
         return source
-    return emit(aten.permute.default, x, [1, 0])
+    if x not in known:
+        known[x] = emit(aten.permute.default, x, [1, 0])
+    return known[x]
+
+
+def _is_transpose(node: fx.Node) -> bool:
+    return node.target is aten.permute.default and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]

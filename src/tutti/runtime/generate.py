@@ -17,7 +17,7 @@ from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import Body, loop, post
-from tutti.graph.product import play_product, product
+from tutti.graph.product import onednn_linear, product
 from tutti.layout import Mesh, Sharding
 from tutti.runtime.fixed import Fixed
 
@@ -52,7 +52,6 @@ DIRECT: dict[Any, Callable[..., Any]] = {
     _aten.addmm.out: torch.addmm,
     _aten.linear.default: torch.nn.functional.linear,
     _aten.linear.out: torch.nn.functional.linear,
-    product: play_product,
 }
 
 
@@ -116,6 +115,8 @@ class _Writer:
         )
         self.coordinates = coordinates
         self.names: dict[fx.Node, str] = {}
+        self.free: list[str] = []
+        self.num_names = 0
         self.globals: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
         self.claimed: set[tuple[str, ...]] = set()
@@ -127,9 +128,8 @@ class _Writer:
         last = last_uses(graph)
         feeds, looks = [], set[fx.Node]()
         for node in graph.nodes:
-            self.names[node] = f"v{len(self.names)}"
             if node.op == "placeholder":
-                feeds.append(self.names[node])
+                feeds.append(self._new_name(node))
                 continue
             if self.fixed.is_look(node):
                 looks.add(node)
@@ -138,10 +138,12 @@ class _Writer:
             if node.op == "output":
                 self.body.append(f"return {self._text(node.args[0])}")
                 continue
-            line = f"{self.names[node]} = {self._value(node)}"
+            value = self._value(node)
+            line = f"{self._new_name(node)} = {value}"
             dead = [self.names[d] for d in last.get(node, ()) if d not in looks]
             if dead:
                 line += f"; del {', '.join(dead)}"
+                self.free += dead
             self.body.append(line)
             self.lines[len(self.body) + 2] = node.meta.get("source", "")
         head = [f"def {name}(inputs, {KEY}, {MICRO}=0, {POST}=None):"]
@@ -150,6 +152,16 @@ class _Writer:
         self.globals["__tutti_lines__"] = self.lines
         exec(compile(text, f"<tutti {name}>", "exec"), self.globals)
         return Generated(self.globals[name], text, self.lines)
+
+    def _new_name(self, node: fx.Node) -> str:
+        """A name that no living value has.
+
+        Few names are a small frame: where the interpreter's stack leaves no room for one more, each call of a
+        Python function maps memory for its frame and unmaps it again.
+        """
+        self.names[node] = self.free.pop() if self.free else f"v{self.num_names}"
+        self.num_names = max(self.num_names, int(self.names[node][1:]) + 1)
+        return self.names[node]
 
     def _value(self, node: fx.Node) -> str:
         if node.op == "get_attr":
@@ -185,12 +197,21 @@ class _Writer:
             function = node.target
         if node.target is operator.getitem:
             return f"{self._text(node.args[0])}[{node.args[1]}]"
+        if node.target is product and node.meta["val"].dtype == torch.float32:
+            return self._product(*node.args)
         if function in INFIX and len(node.args) == 2:
             a, b = node.args
             return f"{self._text(a)} {INFIX[function]} {self._text(b)}"
         arguments = [self._text(a) for a in node.args]
         arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
         return f"{self._constant(_direct(function))}({', '.join(arguments)})"
+
+    def _product(self, x: Any, weight: Any, bias: Any = None) -> str:
+        """As the op does it, without a dispatcher and a Python function in between."""
+        given = [self._text(x), self._text(weight), "None"]
+        if bias is not None:
+            given[2] = f"{self._text(bias)}.contiguous()"
+        return f"{self._constant(onednn_linear())}({', '.join(given)}, 'none', [], '')"
 
     def _partialized(self, node: fx.Node) -> str | None:
         """On the first rank of a group the value, elsewhere zeros that stay; None where they may not."""
