@@ -78,6 +78,16 @@ def test_before_and_after() -> None:
     ]
 
 
+def test_no_transpose_is_left_over() -> None:
+    """Two of one weight, of which neither is read any more."""
+    b = Builder()
+    x, w = b.given("x", 256, 256, kind="batch"), b.given("w", 512, 256)
+    turned = [b.call(aten.permute.default, w, [1, 0], shape=(256, 512)) for _ in range(2)]
+    graph = b.done([b.call(aten.mm.default, x, t, shape=(256, 512)) for t in turned], [])
+    assert onednn(graph, HERE) == 2
+    assert lines(graph) == ["product(%x, %w)", "product(%x, %w)"]
+
+
 def test_the_smaller_operand_is_laid_out_anew() -> None:
     graph = gradient(1024, 128, 512)
     assert onednn(graph, HERE) == 1

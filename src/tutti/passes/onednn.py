@@ -56,8 +56,8 @@ def onednn(graph: fx.Graph, target: Target) -> int:
         given = _operands(node)
         if given is not None:
             count += _rewrite(graph, node, given, turned)
-    for node in turned.values():
-        if not node.users:
+    for node in list(graph.nodes) if count else ():
+        if _is_transpose(node) and not node.users:
             graph.erase_node(node)
     return count
 
