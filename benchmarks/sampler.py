@@ -70,11 +70,9 @@ class _Owners:
         self._begins: list[int] = []
         self._rows: list[tuple[int, bool]] = []
         for line in Path("/proc/self/maps").read_text().splitlines():
-            span, *_, name = (
-                line.split(maxsplit=5) if line.count(" ") > 5 else (line.split()[0], "")
-            )
+            span, *_, path = [*line.split(maxsplit=5), ""][:6]  # memory of no file has no path
             begin, end = (int(x, 16) for x in span.split("-"))
-            file = name.strip().rpartition("/")[2]
+            file = path.rpartition("/")[2]
             self._begins.append(begin)
             self._rows.append((end, file.startswith(_PYTHON) or _MODULE in file))
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from tutti.graph.edit import NOTES
+from tutti.graph.edit import NOTES, value_of
 
 aten = torch.ops.aten
 _TRANSPOSED = [1, 0]
@@ -74,11 +74,7 @@ def _around(node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
     x: Any = rows.args[0]
     if result.target is not aten.reshape.default:
         return rows, node
-    given, made, product = _value(x), _value(result), _value(node)
+    given, made, product = value_of(x), value_of(result), value_of(node)
     same = given.is_contiguous() and made.shape == (*given.shape[:-1], product.shape[-1])
-    fits = given.dim() > 1 and given.shape[-1] == _value(rows).shape[-1]
+    fits = given.dim() > 1 and given.shape[-1] == value_of(rows).shape[-1]
     return (x, result) if same and fits else (rows, node)
-
-
-def _value(node: fx.Node) -> Tensor:
-    return node.meta["val"]

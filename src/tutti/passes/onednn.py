@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.edit import Editor, Emit
+from tutti.graph.edit import Editor, Emit, value_of
 from tutti.graph.product import product
 from tutti.passes.target import Target
 
@@ -83,7 +83,7 @@ def _rewrite(
     `transposes` are those that are there already.
     """
     x, y, bias, turned = given
-    left, right, made = _value(x), _value(y), _value(node)
+    left, right, made = value_of(x), value_of(y), value_of(node)
     flops = 2 * made.numel() * left.shape[-1]
     gain = flops * (1 / MKL_FLOPS - 1 / ONEDNN_FLOPS) - START_SECONDS
     plain = _turning(left) + (made.nbytes / COPIED_BYTES if node.kwargs else 0)
@@ -112,10 +112,6 @@ def _rewrite(
 def _turning(left: Tensor) -> float:
     """Seconds to lay a left operand out anew, where its rows do not lie one after the other."""
     return 0 if left.is_contiguous() else left.nbytes / TURNED_BYTES
-
-
-def _value(node: fx.Node) -> Tensor:
-    return node.meta["val"]
 
 
 def _transposed(emit: Emit, x: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:

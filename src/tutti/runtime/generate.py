@@ -159,8 +159,10 @@ class _Writer:
         Few names are a small frame: where the interpreter's stack leaves no room for one more, each call of a
         Python function maps memory for its frame and unmaps it again.
         """
-        self.names[node] = self.free.pop() if self.free else f"v{self.num_names}"
-        self.num_names = max(self.num_names, int(self.names[node][1:]) + 1)
+        if not self.free:
+            self.free.append(f"v{self.num_names}")
+            self.num_names += 1
+        self.names[node] = self.free.pop()
         return self.names[node]
 
     def _value(self, node: fx.Node) -> str:
