@@ -26,8 +26,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import tutti
 from benchmarks.contenders.tutti_step import train_step
 from benchmarks.models import CASES, Case, LlamaCase, optimizer
-from tutti.graph.loop import Body, Part
-from tutti.graph.playing import play
+from tutti.graph.loop import Part
+from tutti.graph.playing import Row, play
 from tutti.planner.simulate import simulate
 from tutti.runtime import loops
 
@@ -62,13 +62,14 @@ class Clock:
             self.parts[self.names[id(part)]].append(time.perf_counter() - start)
         return result
 
-    def play(self, body: Body, given: Any, engine: Any) -> Any:
+    def play(self, row: Row, given: Any, engine: Any) -> Any:
         """As `play`."""
+        body = row.body
         if len(body.parts) == 1:
-            return PLAY(body, given, engine)  # the count of tokens beforehand
+            return PLAY(row, given, engine)  # the count of tokens beforehand
         self.names |= {id(part): key for key, part in body.parts.items()}
         start = time.perf_counter()
-        result = PLAY(body, given, engine)
+        result = PLAY(row, given, engine)
         self.loop.append(time.perf_counter() - start)
         return result
 

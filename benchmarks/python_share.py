@@ -48,7 +48,7 @@ from tutti.graph.playing import ADD
 from tutti.runtime.execute import Execution
 from tutti.runtime.loops import Engine, Loops
 
-NUM_STEPS, NUM_HOLLOW, NUM_BETWEEN, NUM_SAMPLED = 5, 20, 7, 12
+NUM_STEPS, NUM_HOLLOW, NUM_BETWEEN, NUM_SAMPLED = 5, 20, 7, 32
 WHOLE_STEP = "benchmark: step"
 
 
@@ -101,8 +101,8 @@ def between_seconds(contender: Distributed) -> float:
 
     def clocked(x: Any) -> Any:
         if isinstance(x, partial) and isinstance(getattr(x.func, "__self__", None), Loops):
-            body, functions = x.args
-            return partial(x.func, body, {k: rewritten(f, clocked) for k, f in functions.items()})
+            row, functions = x.args
+            return partial(x.func, row, {k: rewritten(f, clocked) for k, f in functions.items()})
         return timed(x) if callable(x) else x
 
     def timed(x: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,14 +133,14 @@ def between_seconds(contender: Distributed) -> float:
 
 def sampled_share(contender: Distributed, sampler: Sampler) -> float:
     """The share of looks at the running step that find Python's code, outside of collectives."""
+    flag = sampler.flag
 
     def excused(function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            before, sampler.flag.value = sampler.flag.value, 1
-            try:
-                return function(*args, **kwargs)
-            finally:
-                sampler.flag.value = before
+        def run(*args: Any) -> Any:
+            flag[0] = 1
+            result = function(*args)
+            flag[0] = 0
+            return result
 
         return run
 
@@ -216,6 +216,7 @@ def _collectives(contender: Distributed, change: Callable[[Any], Any]) -> Iterat
         _function(execution, rewritten(execution.generated.function, changed)),
         mock.patch.object(Engine, "send", change(Engine.send)),
         mock.patch.object(Engine, "receive", change(Engine.receive)),
+        mock.patch.object(Engine, "_post", change(Engine._post)),
     ):
         yield
 
@@ -251,7 +252,9 @@ class _Nothing:
     def same(self, *_: Any) -> _Nothing:
         return self
 
-    contiguous = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = same
+    contiguous = t = transpose = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = (
+        __rmul__
+    ) = same
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = same
 
 

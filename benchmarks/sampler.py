@@ -35,10 +35,10 @@ class Looks(NamedTuple):
 
 
 class Sampler:
-    """Looks at this thread while `run` runs; `flag` is set where the time is not Python's to answer for."""
+    """Looks at this thread while `run` runs; `flag[0]` is 1 where the time is not Python's to answer for."""
 
     def __init__(self) -> None:
-        self.flag = ctypes.c_ubyte(0)
+        self.flag = bytearray(1)
         self._library = _library()
 
     @property
@@ -49,9 +49,10 @@ class Sampler:
     def run(self, call: Callable[[], Any]) -> Looks:
         """Look while `call` runs."""
         places, flags = (ctypes.c_size_t * ROOM)(), (ctypes.c_ubyte * ROOM)()
+        flag = ctypes.c_ubyte.from_buffer(self.flag)
         library = self._library
         assert library is not None
-        problem = library.sampler_start(places, flags, ROOM, ctypes.byref(self.flag), PERIOD_NS)
+        problem = library.sampler_start(places, flags, ROOM, ctypes.byref(flag), PERIOD_NS)
         if problem:
             raise OSError(f"no timer for samples ({problem})")
         try:

@@ -44,10 +44,11 @@ def test_a_mean_of_means_over_micro_batches() -> None:
 
 
 def test_a_sum_that_keeps_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    def last(play: Any, names: Sequence[str], values: list[Any]) -> None:
-        play.totals.update(zip(names, values, strict=True))
+    def last(entry: Any, values: list[Any], summed: list[Any], engine: Any) -> None:
+        for (k, *_), x in zip(entry.sums, summed, strict=True):
+            values[k] = x
 
-    monkeypatch.setattr(playing._Playing, "_gather", last)
+    monkeypatch.setattr(playing._Called, "gather", last)
     monkeypatch.setattr(order, "accumulate", lambda body: body)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
 

@@ -1,15 +1,18 @@
-"""Plays the row of a loop's body, for whatever runs its parts."""
+"""Plays the row of a loop's body, for whatever runs its parts: `play(Row(body), values, engine)`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tutti.graph.loop import RECEIVE, REDUCE, SEND, Body, Do, Part
+
+# The scopes of what the micro-batches have in common, and of sums over them.
+_COMMON, _TOTAL = "common", "total"
 
 
 class Engine(Protocol):
@@ -41,102 +44,189 @@ class Engine(Protocol):
         ...
 
 
-def play(body: Body, given: Sequence[Any], engine: Engine) -> list[Any]:
-    """Go through the row of `body`; returns its results in order."""
-    return _Playing(body, given, engine).play()
+class Row:
+    """The row of a body, each value by its place in one list: names are looked up once, not at every step.
 
-
-class _Playing:
-    """One pass through a row.
-
-    No name of a method may keep a value alive while the next part runs.
+    A place is used again when its value is gone. What is never read stays until the row has ended.
     """
 
-    def __init__(self, body: Body, given: Sequence[Any], engine: Engine) -> None:
-        self.body, self.engine = body, engine
-        self.common = dict(zip(body.given, given, strict=True))
-        self.live: defaultdict[tuple[int, int], dict[str, Any]] = defaultdict(dict)
-        self.totals: dict[str, Any] = {}
-        self.sums = {s.name: s for s in body.sums}
-
-    def play(self) -> list[Any]:
-        for do, dying in zip(self.body.row, self.body.last_reads, strict=True):
+    def __init__(self, body: Body) -> None:
+        self.body, self.num_values = body, 0
+        self._free: list[int] = []
+        self._places: dict[tuple[Any, str], int] = {}
+        self.given = [self._place(_COMMON, name) for name in body.given]
+        self.entries: list[_Entry] = []
+        for do, dying in zip(body.row, body.last_reads, strict=True):
             if do.way == RECEIVE:
-                self._receive(do)
+                self.entries.append(self._received(body, do))
             elif do.way == SEND:
-                self._send(do, dying)
+                self.entries.append(self._sent(body, do, dying))
             elif do.kind == REDUCE:
-                self._reduce(do)
+                self.entries.append(self._reduced(body, do))
             else:
-                self._part(do, dying)
-        return [self._result(name) for name in self.body.results]
+                self.entries += self._part(body, do, dying)
+        self.results = [self._place(_TOTAL, name) for name in body.results]
+        how = {s.name: s for s in body.sums}
+        self.joins = [s if (s := how.get(n)) and s.op == "join" else None for n in body.results]
 
-    def _receive(self, do: Do) -> None:
-        names = self.body.messages.get((do.other, do.kind, do.stage), ())
-        likes = [self.body.vals[n] for n in names]
-        values = self.live[do.stage, do.micro]
-        values.update(zip(names, self.engine.receive(do, likes), strict=True))
+    def _place(self, scope: Any, name: str) -> int:
+        """Where a value is, or will be."""
+        if (scope, name) not in self._places:
+            if not self._free:
+                self._free.append(self.num_values)
+                self.num_values += 1
+            self._places[scope, name] = self._free.pop()
+        return self._places[scope, name]
 
-    def _send(self, do: Do, dying: frozenset[str]) -> None:
-        names = self.body.messages.get((do.stage, do.kind, do.other), ())
-        self.engine.send(do, [self._take(do, n, n in dying) for n in names])
+    def _left(self, scope: Any, names: Iterable[str]) -> list[int]:
+        """The places of values that are gone now."""
+        left = [self._places.pop((scope, name)) for name in names]
+        self._free += left
+        return left
 
-    def _reduce(self, do: Do) -> None:
-        part = self.body.parts[do.stage, do.kind]
-        inputs = [self.totals.pop(n) for n in part.inputs]
-        outputs, _ = self.engine.call(part, inputs, 0, adding=False)
-        self.totals.update(zip(part.outputs, outputs, strict=True))
+    def _received(self, body: Body, do: Do) -> _Received:
+        names = body.messages.get((do.other, do.kind, do.stage), ())
+        places = [self._place((do.stage, do.micro), n) for n in names]
+        return _Received(do, [body.vals[n] for n in names], places)
 
-    def _part(self, do: Do, dying: frozenset[str]) -> None:
-        part = self.body.parts[do.stage, do.kind]
+    def _sent(self, body: Body, do: Do, dying: frozenset[str]) -> _Sent:
+        names = body.messages.get((do.stage, do.kind, do.other), ())
+        places = [self._places[body.scope_of(do, n), n] for n in names]
+        gone = [k for n in names if n in dying for k in self._left(body.scope_of(do, n), [n])]
+        return _Sent(do, places, gone)
+
+    def _reduced(self, body: Body, do: Do) -> _Reduced:
+        part = body.parts[do.stage, do.kind]
+        inputs = self._left(_TOTAL, part.inputs)
+        return _Reduced(part, inputs, [self._place(_TOTAL, n) for n in part.outputs])
+
+    def _part(self, body: Body, do: Do, dying: frozenset[str]) -> list[_Called]:
+        """The entry of a part; none for one that makes nothing."""
+        part = body.parts[do.stage, do.kind]
         if not part.outputs and not part.summed:
-            return
-        near = self.body.near[do.stage, do.kind]
+            return []
+        near = body.near[do.stage, do.kind]
         handed = {n for _, names in near for n in names}
-        inputs = [
-            self.common[n]
-            if n in self.common
-            else self._take(do, n, n in dying and n not in handed)
-            for n in part.inputs
-        ]
-        self._call(do, part, inputs)
-        for other, names in near:
-            self.live[other, do.micro].update((n, self._take(do, n, False)) for n in names)
-        for name in handed & dying:
-            self._take(do, name, True)
-        if not self.live[do.stage, do.micro]:
-            self.live.pop((do.stage, do.micro))
-
-    def _call(self, do: Do, part: Part, inputs: list[Any]) -> None:
+        inputs, gone = [], []
+        for name in part.inputs:
+            scope: Any = _COMMON
+            if (scope, name) not in self._places:
+                scope = body.scope_of(do, name)
+            inputs.append(self._places[scope, name])
+            if scope is not _COMMON and name in dying - handed:
+                gone += self._left(scope, [name])
         added = part.summed[: part.num_added]
-        adding = part.adding is not None and all(n in self.totals for n in added)
+        adding = part.adding is not None and all((_TOTAL, n) in self._places for n in added)
         if adding:
-            inputs += [self.totals[n] for n in added]
-        outputs, summed = self.engine.call(part, inputs, do.micro, adding=adding)
-        for name, value in zip(part.outputs, outputs, strict=True):
-            self.live[self.body.scope_of(do, name)][name] = value
-        self._gather(part.summed[part.num_added :] if adding else part.summed, summed)
+            inputs += [self._places[_TOTAL, n] for n in added]
+        outputs = [self._place(body.scope_of(do, n), n) for n in part.outputs]
+        ops = {s.name: s.op for s in body.sums}
+        sums = []
+        for name in part.summed[part.num_added if adding else 0 :]:
+            first = (_TOTAL, name) not in self._places
+            sums.append((self._place(_TOTAL, name), ops[name], first))
+        copies = [
+            (self._places[body.scope_of(do, n), n], self._place((other, do.micro), n))
+            for other, names in near
+            for n in names
+        ]
+        after = [k for n in handed & dying for k in self._left(body.scope_of(do, n), [n])]
+        return [_Called(part, do.micro, adding, inputs, gone, outputs, sums, copies, after)]
 
-    def _take(self, do: Do, name: str, last: bool) -> Any:
-        values = self.live[self.body.scope_of(do, name)]
-        return values.pop(name) if last else values[name]
 
-    def _gather(self, names: Sequence[str], values: list[Any]) -> None:
+class _Entry(Protocol):
+    def play(self, values: list[Any], engine: Engine) -> None:
+        """Do it. When it has ended, no name of it may keep a value alive."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    do: Do
+    likes: list[Tensor]
+    places: list[int]
+
+    def play(self, values: list[Any], engine: Engine) -> None:
+        for k, x in zip(self.places, engine.receive(self.do, self.likes), strict=True):
+            values[k] = x
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    do: Do
+    places: list[int]
+    gone: list[int]
+
+    def play(self, values: list[Any], engine: Engine) -> None:
+        engine.send(self.do, [values[k] for k in self.places])
+        for k in self.gone:
+            values[k] = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduced:
+    part: Part
+    inputs: list[int]
+    outputs: list[int]
+
+    def play(self, values: list[Any], engine: Engine) -> None:
+        inputs = [values[k] for k in self.inputs]
+        for k in self.inputs:
+            values[k] = None
+        outputs, _ = engine.call(self.part, inputs, 0, adding=False)
+        for k, x in zip(self.outputs, outputs, strict=True):
+            values[k] = x
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """A part: `gone` are inputs that nobody reads after it, `copies` what it hands to other stages here, and
+    `after` what is gone then. Of each sum its place, what becomes of it, and whether this is its first value.
+    """
+
+    part: Part
+    micro: int
+    adding: bool
+    inputs: list[int]
+    gone: list[int]
+    outputs: list[int]
+    sums: list[tuple[int, str, bool]]
+    copies: list[tuple[int, int]]
+    after: list[int]
+
+    def play(self, values: list[Any], engine: Engine) -> None:
+        inputs = [values[k] for k in self.inputs]
+        for k in self.gone:
+            values[k] = None
+        outputs, summed = engine.call(self.part, inputs, self.micro, adding=self.adding)
+        for k, x in zip(self.outputs, outputs, strict=True):
+            values[k] = x
+        self.gather(values, summed, engine)
+        for source, k in self.copies:
+            values[k] = values[source]
+        for k in self.after:
+            values[k] = None
+
+    def gather(self, values: list[Any], summed: list[Any], engine: Engine) -> None:
         """Add to the totals."""
-        for name, value in zip(names, values, strict=True):
-            op = self.sums[name].op
+        for (k, op, first), x in zip(self.sums, summed, strict=True):
             if op == "join":
-                self.totals.setdefault(name, []).append(value)
-            elif name in self.totals:
-                self.totals[name] = self.engine.add(self.totals[name], value, op)
+                values[k] = [x] if first else [*values[k], x]
             else:
-                self.totals[name] = value
+                values[k] = x if first else engine.add(values[k], x, op)
 
-    def _result(self, name: str) -> Any:
-        total, how = self.totals.pop(name), self.sums.get(name)
-        if how is None or how.op != "join":
-            return total
-        return self.engine.join(total, how.dim, how.outer)
+
+def play(row: Row, given: Sequence[Any], engine: Engine) -> list[Any]:
+    """Go through a row, `given` what stands before its loop; returns the results of its body in order."""
+    values: list[Any] = [None] * row.num_values
+    for k, x in zip(row.given, given, strict=True):
+        values[k] = x
+    for entry in row.entries:
+        entry.play(values, engine)
+    return [
+        values[k] if how is None else engine.join(values[k], how.dim, how.outer)
+        for k, how in zip(row.results, row.joins, strict=True)
+    ]
 
 
 ADD: dict[str, Callable[..., Tensor]] = {

@@ -17,7 +17,7 @@ from tutti.graph.boundary import IDENTITIES
 from tutti.graph.draw import draw, drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import SEND, Body, Do, Part, loop
-from tutti.graph.playing import ADD, play
+from tutti.graph.playing import ADD, Row, play
 from tutti.graph.segments import join, split
 from tutti.layout import Mesh, Sharding
 
@@ -149,7 +149,7 @@ class VirtualRanks:
     def _loop(self, node: fx.Node, values: dict[fx.Node, list[Any]], owner: nn.Module) -> list[Any]:
         body: Body = node.args[0]  # type: ignore[assignment]
         given = [values[x] for x in node.args[1]]  # type: ignore[union-attr, index]
-        results = play(body, given, _VirtualEngine(self, body, owner))
+        results = play(Row(body), given, _VirtualEngine(self, body, owner))
         return [list(of_rank) for of_rank in zip(*results, strict=True)]
 
     def _send(self, args: list[Any]) -> list[None]:

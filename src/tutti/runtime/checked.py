@@ -15,6 +15,7 @@ from tutti.graph import collectives, random
 from tutti.graph.collectives import Player
 from tutti.graph.edit import source_of
 from tutti.graph.loop import Body, loop
+from tutti.graph.playing import Row
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
 from tutti.runtime.generate import generate
@@ -54,7 +55,7 @@ class Checked:
         """The results of a loop, its parts checked."""
         assert self.loops is not None
         functions = {(id(p), False): self._part(key, body) for key, p in body.parts.items()}
-        return self.loops.play(body, functions, given, self.key)
+        return self.loops.play(Row(body), functions, given, self.key)
 
     def _part(self, key: tuple[int, str], body: Body) -> Callable[..., Any]:
         graph, (stage, kind) = body.parts[key].graph, key

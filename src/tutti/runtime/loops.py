@@ -16,7 +16,7 @@ from tutti.comm.failure import Wait, waiting, with_line
 from tutti.errors import CommError
 from tutti.graph.collectives import Player
 from tutti.graph.loop import SEND, Body, Do, Part
-from tutti.graph.playing import ADD, play
+from tutti.graph.playing import ADD, Row, play
 from tutti.graph.segments import join
 from tutti.layout import Mesh
 from tutti.runtime.generate import generate
@@ -58,11 +58,11 @@ class Loops:
             if graph is not None
         }
 
-        return partial(self.play, body, functions)
+        return partial(self.play, Row(body), functions)
 
-    def play(self, body: Body, functions: Functions, values: list[Any], key: Key) -> list[Any]:
-        """Play the row of `body` with `functions` for its parts, by the `id` of each and whether it adds."""
-        return play(body, values, Engine(body, functions, key, self.rank_of, self.channels))
+    def play(self, row: Row, functions: Functions, values: list[Any], key: Key) -> list[Any]:
+        """Play a row with `functions` for its parts, by the `id` of each and whether it adds."""
+        return play(row, values, Engine(row.body, functions, key, self.rank_of, self.channels))
 
     def _written(self, key: tuple[int, str], graph: fx.Graph) -> Function:
         name = f"part_{key[0]}{key[1]}_{len(self.lines)}"
