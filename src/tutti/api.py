@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ from tutti.runtime.served import (
     state_replaced,
     writes,
 )
-from tutti.runtime.signature import signature
+from tutti.runtime.signature import Signatures
 from tutti.runtime.verify import Verdict, compare
 from tutti.runtime.verify_replicas import compare_replicas
 from tutti.runtime.verify_servers import compare_servers
@@ -167,6 +168,12 @@ class _Compiled:
     holders: Holders | None = None
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
 
+    @cached_property
+    def updated(self) -> list[int]:
+        """Where each tensor that a step updates stands among the state."""
+        places = {entry.name: k for k, entry in enumerate(self.program.captured.state)}
+        return [places[name] for name in self.execution.program.captured.updated]
+
 
 class Step:
     """A captured training step, called with the *global* batch.
@@ -194,6 +201,7 @@ class Step:
         self._last: _Compiled | None = None
         self._modules = list(model.modules())
         self._optimizers = optimizers_of(optimizer)
+        self._signatures = Signatures(self._modules, self._optimizers)
         # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
         replicas = layout.num_replicas > 1 and bool(self._optimizers)
         self.agreeing = Agreeing(layout) if replicas and not layout.server else None
@@ -258,12 +266,9 @@ class Step:
         inputs = [*own, *given.values(), *self._own_rows(tensors)]
         run = execution.run_checked if checked else execution.run
         returned, updates = run(inputs, self.num_steps)
-        mine = execution.program.captured.updated
-        by_name = dict(zip(mine, updates, strict=True))
-        for entry, tensor, old in zip(compiled.program.captured.state, state, own, strict=True):
-            new = by_name.get(entry.name, old)
-            if new is not old:  # most are overwritten where they lie
-                set_local(tensor, new)
+        for at, new in zip(compiled.updated, updates, strict=True):
+            if new is not own[at]:  # most are overwritten where they lie
+                set_local(state[at], new)
         return returned
 
     def _own_rows(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -311,7 +316,7 @@ class Step:
             )
 
     def _signature(self, leaves: list[Any], spec: Any) -> Any:
-        made = signature(leaves, spec, self._modules, self._optimizers)
+        made = self._signatures.of(leaves, spec)
         return (made, self.served.apart) if self.served is not None else made
 
     def _compile(self, batch: tuple[Any, ...]) -> _Compiled:

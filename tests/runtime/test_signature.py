@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,35 @@ def test_a_modules_plain_attribute_is_seen() -> None:
     model.eval()
     assert float(step(x)) == pytest.approx(5 * before, rel=1e-6)
     assert sum(map(len, step._compiled.values())) == 3
+
+
+def test_an_attribute_that_becomes_something_equal_of_another_kind_is_seen() -> None:
+    step, model, x = _step()
+    before = float(step(x))
+    model.gain = torch.tensor(1.0)  # equal, and another trace
+    step(x)
+    model.gain.fill_(3.0)
+    assert float(step(x)) == pytest.approx(3 * before, rel=1e-6)
+
+
+def test_no_tensor_is_kept_alive_by_the_signature() -> None:
+    step, model, x = _step()
+    step(x)
+    model.seen = torch.zeros(3)
+    gone = weakref.ref(model.seen)
+    step(x)
+    del model.seen
+    assert gone() is None
+
+
+def test_an_attribute_that_comes_and_goes_finds_the_old_trace() -> None:
+    step, model, x = _step()
+    step(x)
+    model.extra = 3
+    step(x)
+    del model.extra
+    step(x)
+    assert sum(map(len, step._compiled.values())) == 2
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ from tutti.graph import collectives
 
 aten = torch.ops.aten
 
+# Kinds of `together_` whose results are its operands.
+IN_PLACE = ("all_reduce", "reduce_part")
+
 
 def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """For each tensor the value whose memory it may share; itself for what is freshly made."""
@@ -35,6 +38,18 @@ def aliased(node: fx.Node) -> fx.Node | None:
         return out
     first: Any = node.args[0] if node.args else None
     return first if isinstance(first, fx.Node) and _is_view(node.target) else None
+
+
+def itself(node: fx.Node) -> fx.Node | None:
+    """The operand that `node` is once it has run, the very tensor; None where it is one of its own.
+
+    So is a result of what overwrites lists, and of a reduction where its operands lie.
+    """
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return None
+    several: Any = node.args[0]
+    in_place = several.target is collectives.together_ and several.args[0] in IN_PLACE
+    return _part_of_several(node) if in_place or hasattr(several.target, "written") else None
 
 
 def written(node: fx.Node) -> list[fx.Node]:

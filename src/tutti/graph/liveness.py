@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 from torch import fx
 from torch._subclasses import FakeTensorMode
@@ -16,12 +17,19 @@ from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Block, Storages
 
 
-def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nobody needs after it; what the output needs lives on."""
+def last_uses(
+    graph: fx.Graph, same: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nobody needs after it; what the output needs lives on.
+
+    `same` are nodes that do nothing and stand for another: who needs one needs that other.
+    """
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
-        for x in (*node.all_input_nodes, node):
+        if node in same:
+            continue
+        for x in (*(same.get(x, x) for x in node.all_input_nodes), node):
             if x not in seen and node.op != "output":
                 last.setdefault(node, []).append(x)
             seen.add(x)

@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
 from tutti.graph import collectives
+from tutti.graph.aliases import IN_PLACE
 from tutti.graph.draw import draw
 from tutti.graph.loop import loop
 
@@ -103,7 +104,7 @@ class Storages:
             return args[0].as_strided(own.shape, args[0].stride())
         if node.target is collectives.gather_into:
             return [self.fakes[self._state[name]] for name in args[0]]
-        if args[0] in ("all_reduce", "reduce_part"):
+        if args[0] in IN_PLACE:
             return list(args[1])
         return _fresh(node.meta["val"])
 

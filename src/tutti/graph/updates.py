@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class Kernel:
 
         def overwrite(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
             _play(self, lists, numbers)
-            return [x for k in self.written for x in lists[k]]
+            return list(chain.from_iterable(lists[k] for k in self.written))
 
         overwrite.__name__ = f"{self.name}_"
         overwrite.written = self.written  # type: ignore[attr-defined]
@@ -112,7 +113,7 @@ _FUSED: dict[str, Callable[..., Any]] = {k.name: getattr(torch, k.fused_name) fo
 def _play(kernel: Kernel, lists: Lists, numbers: dict[str, Any]) -> None:
     """Run the kernel, which takes it that all tensors of a parameter lie alike in memory."""
     fused, numbers = _FUSED[kernel.name], {**numbers, **dict(kernel.constants)}
-    if all(x.is_contiguous() for xs in lists for x in xs):
+    if all(map(Tensor.is_contiguous, chain.from_iterable(lists))):
         fused(*lists, **numbers)
         return
     columns = [_alike([xs[i] for xs in lists if xs]) for i in range(len(lists[0]))]

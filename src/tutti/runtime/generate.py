@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from tutti.graph import collectives, random, segments
-from tutti.graph.aliases import is_overwritten
+from tutti.graph.aliases import is_overwritten, itself
 from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import Body, loop, post
 from tutti.graph.product import onednn_linear, product
 from tutti.layout import Mesh, Sharding
+from tutti.runtime.direct import direct, shorter_view
 from tutti.runtime.fixed import Fixed
 
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
@@ -33,33 +34,6 @@ INFIX = {
     operator.truediv: "/",
     operator.pow: "**",
 }
-
-
-# The same op by a shorter way: PyTorch's own bindings parse arguments faster than an op overload does.
-_aten = torch.ops.aten
-DIRECT: dict[Any, Callable[..., Any]] = {
-    _aten.mm.default: torch.mm,
-    _aten.addmm.default: torch.addmm,
-    _aten.bmm.default: torch.bmm,
-    _aten.reshape.default: torch.reshape,
-    _aten.permute.default: torch.permute,
-    _aten.add.Tensor: torch.add,
-    _aten.mul.Tensor: torch.mul,
-    _aten.sum.dim_IntList: torch.sum,
-    _aten.native_layer_norm.default: torch.native_layer_norm,
-    _aten.mm.out: torch.mm,
-    _aten.add.out: torch.add,
-    _aten.addmm.out: torch.addmm,
-    _aten.linear.default: torch.nn.functional.linear,
-    _aten.linear.out: torch.nn.functional.linear,
-}
-
-
-def _direct(function: Any) -> Any:
-    """What to call for an op: at least not through the Python function that an overload is."""
-    if function in DIRECT:
-        return DIRECT[function]
-    return function._op if isinstance(function, torch._ops.OpOverload) else function
 
 
 # The function `(values, key) -> results` for the body of a loop.
@@ -119,28 +93,33 @@ class _Writer:
         self.num_names = 0
         self.globals: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
+        self.moves: dict[str, Any] = {}
         self.claimed: set[tuple[str, ...]] = set()
         self.zeros: dict[Any, Tensor] = {}
         self.body: list[str] = []
         self.lines: dict[int, str] = {}
 
     def write(self, graph: fx.Graph, name: str) -> Generated:
-        last = last_uses(graph)
-        feeds, looks = [], set[fx.Node]()
+        looks = {node for node in graph.nodes if self.fixed.is_look(node)}
+        same = self._same(graph, looks)
+        last = last_uses(graph, same)
+        feeds = []
         for node in graph.nodes:
+            if node in same:
+                self.names[node] = self.names[same[node]]
+                continue
             if node.op == "placeholder":
                 feeds.append(self._new_name(node))
                 continue
-            if self.fixed.is_look(node):
-                looks.add(node)
+            if node in looks:
                 self.names[node] = self._constant(self.fixed.of(node))
                 continue
             if node.op == "output":
                 self.body.append(f"return {self._text(node.args[0])}")
                 continue
-            value = self._value(node)
-            line = f"{self._new_name(node)} = {value}"
-            dead = [self.names[d] for d in last.get(node, ()) if d not in looks]
+            value, dead = self._value(node), [d for d in last.get(node, ()) if d not in looks]
+            line = value if node in dead else f"{self._new_name(node)} = {value}"
+            dead = [self.names[d] for d in dead if d is not node]
             if dead:
                 line += f"; del {', '.join(dead)}"
                 self.free += dead
@@ -152,6 +131,15 @@ class _Writer:
         self.globals["__tutti_lines__"] = self.lines
         exec(compile(text, f"<tutti {name}>", "exec"), self.globals)
         return Generated(self.globals[name], text, self.lines)
+
+    def _same(self, graph: fx.Graph, looks: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The nodes for which nothing is written: the value of each has a name already."""
+        same: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            operand: Any = node.args[0] if self._is_first(node) else itself(node)
+            if operand is not None and node not in looks:
+                same[node] = same.get(operand, operand)
+        return same
 
     def _new_name(self, node: fx.Node) -> str:
         """A name that no living value has.
@@ -194,19 +182,21 @@ class _Writer:
         if node.target is collectives.buffer:
             return self._buffer(self.fixed.of(node), node.args[0])
         if node.target in collectives.PLAYED:
-            function: Any = getattr(self.player, node.target.__name__)  # type: ignore[union-attr]
+            function: Any = self._move(node.target.__name__)  # type: ignore[union-attr]
         else:
             function = node.target
         if node.target is operator.getitem:
             return f"{self._text(node.args[0])}[{node.args[1]}]"
         if node.target is product and node.meta["val"].dtype == torch.float32:
             return self._product(*node.args)
+        if (view := shorter_view(node)) is not None:
+            return f"{self._text(node.args[0])}.{view}"
         if function in INFIX and len(node.args) == 2:
             a, b = node.args
             return f"{self._text(a)} {INFIX[function]} {self._text(b)}"
         arguments = [self._text(a) for a in node.args]
         arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
-        return f"{self._constant(_direct(function))}({', '.join(arguments)})"
+        return f"{self._constant(direct(function))}({', '.join(arguments)})"
 
     def _product(self, x: Any, weight: Any, bias: Any = None) -> str:
         """As the op does it, without a dispatcher and a Python function in between."""
@@ -216,15 +206,24 @@ class _Writer:
         return f"{self._constant(onednn_linear())}({', '.join(given)}, 'none', [], '')"
 
     def _partialized(self, node: fx.Node) -> str | None:
-        """On the first rank of a group the value, elsewhere zeros that stay; None where they may not."""
-        x, axes, op = node.args
+        """Zeros that stay, on ranks that are not the first of a group; None where they may not."""
         val: Any = node.meta["val"]
-        if "replica" in axes or any(a not in self.coordinates for a in axes):  # type: ignore[operator, union-attr]
-            return None  # who is first may change
-        if self.mesh.index(axes, self.coordinates) == 0:  # type: ignore[arg-type]
-            return self._text(x)
-        if op != "sum" or val.nbytes > MOST_ZEROS_NBYTES or is_overwritten(node):
-            return None
+        if self._has_place(node) and node.args[2] == "sum" and val.nbytes <= MOST_ZEROS_NBYTES:
+            return None if is_overwritten(node) else self._zeros(val)
+        return None
+
+    def _is_first(self, node: fx.Node) -> bool:
+        """Whether `node` is the share of a value that this rank has whole."""
+        if node.target is not collectives.partialize or not self._has_place(node):
+            return False
+        return self.mesh.index(collectives.axes_of(node), self.coordinates) == 0
+
+    def _has_place(self, node: fx.Node) -> bool:
+        """Whether this rank's place over the axes of `node` is known, and stays."""
+        axes = collectives.axes_of(node)
+        return "replica" not in axes and all(a in self.coordinates for a in axes)
+
+    def _zeros(self, val: Any) -> str:
         key = (tuple(val.shape), val.dtype, val.device)
         if key not in self.zeros:
             self.zeros[key] = torch.zeros(val.shape, dtype=val.dtype, device=val.device)
@@ -235,8 +234,15 @@ class _Writer:
         if axes in self.claimed:
             return self._constant(memory)
         self.claimed.add(axes)
-        player: Any = self.player
-        return f"{self._constant(player.claimed)}({self._constant(memory)}, {self._text(axes)})"
+        return (
+            f"{self._constant(self._move('claimed'))}({self._constant(memory)}, {self._text(axes)})"
+        )
+
+    def _move(self, name: str) -> Any:
+        """A method of the player, the same object each time."""
+        if name not in self.moves:
+            self.moves[name] = getattr(self.player, name)
+        return self.moves[name]
 
     def _in_time(self, node: fx.Node) -> str:
         """This micro-batch's part of a value; or the value at the first one, nothing at the others."""

@@ -133,7 +133,7 @@ def local_of(x: Tensor) -> Tensor:
     """This rank's part of a state tensor, without autograd."""
     if isinstance(x, DTensor):
         return x._local_tensor
-    return x.detach()
+    return x.detach() if x.requires_grad else x
 
 
 def whole_of(x: Tensor) -> Tensor:
