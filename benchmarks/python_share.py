@@ -252,10 +252,12 @@ class _Nothing:
     def same(self, *_: Any) -> _Nothing:
         return self
 
-    contiguous = t = transpose = __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = (
-        __rmul__
-    ) = same
+    __getitem__ = __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = same
     __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = same
+
+    def __getattr__(self, name: str) -> Any:
+        """A method in place of an op."""
+        return self.same
 
 
 NOTHING = _Nothing()

@@ -28,7 +28,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
         bias = bias.contiguous()  # oneDNN's op reads it as if it were
-    return onednn_linear()(x, weight, bias, "none", [], "")
+    return onednn_linear()(x, weight, bias, "none", (), None)
 
 
 def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -43,7 +43,7 @@ product = torch.ops.tutti.product.default
 
 @cache
 def onednn_linear() -> Any:
-    """The function `(x, weight, bias, "none", [], "")` behind the op, of float32 and a contiguous bias."""
+    """The function `(x, weight, bias, "none", (), None)` behind the op, of float32 and a contiguous bias."""
     return _ONEDNN._linear_pointwise.default._op
 
 

@@ -125,7 +125,9 @@ class _Writer:
                 self.free += dead
             self.body.append(line)
             self.lines[len(self.body) + 2] = node.meta.get("source", "")
-        head = [f"def {name}(inputs, {KEY}, {MICRO}=0, {POST}=None):"]
+        # Names of parameters come first among the locals: the first 256 take one instruction less.
+        own = "".join(f", v{k}=None" for k in range(len(feeds), self.num_names))
+        head = [f"def {name}(inputs, {KEY}, {MICRO}=0, {POST}=None{own}):"]
         head += [f"    [{', '.join(feeds)}] = inputs; inputs.clear()" if feeds else "    pass"]
         text = "\n".join(head + [f"    {line}" for line in self.body])
         self.globals["__tutti_lines__"] = self.lines
@@ -203,7 +205,7 @@ class _Writer:
         given = [self._text(x), self._text(weight), "None"]
         if bias is not None:
             given[2] = f"{self._text(bias)}.contiguous()"
-        return f"{self._constant(onednn_linear())}({', '.join(given)}, 'none', [], '')"
+        return f"{self._constant(onednn_linear())}({', '.join(given)}, 'none', (), None)"
 
     def _partialized(self, node: fx.Node) -> str | None:
         """Zeros that stay, on ranks that are not the first of a group; None where they may not."""
