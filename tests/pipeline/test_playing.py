@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import pytest
+from torch import fx
 
 import stacks
-from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, Body, Do, Part
+from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, Body, Do, Part, Sum
 from tutti.graph.playing import Row, play
 from tutti.layout import Layout
 from tutti.passes.accumulate import accumulate
@@ -172,9 +173,25 @@ def test_places_are_used_again() -> None:
     assert sizes[4] == sizes[7] == sizes[14]
 
 
-def test_gathered_weights_lie_where_they_did() -> None:
-    """What a stage gathers anew takes a place that is free."""
+def test_a_stage_gets_the_weights_that_it_has_gathered() -> None:
     for body in bodies("stack", "data=2 pipe=2 micro=7 zero=3"):
         told = Told(body)
         play(Row(body), list(told.given.values()), told)
         assert any(c.do.kind == GATHER for c in told.calls)
+
+
+def test_what_is_joined_is_not_kept_beside_the_next() -> None:
+    part = Part(fx.Graph(), (), (), ("a", "b"))
+    row = tuple(Do("F", 0, k) for k in range(3))
+    sums = (Sum("a", "join"), Sum("b", "join"))
+    body = Body(3, {(0, "F"): part}, row, (), sums, ("a", "b"))
+    told, living = Told(body), []
+    join = told.join
+
+    def counted(values: list[Any], dim: int, outer: int) -> Any:
+        living.append(len(told.living))
+        return join(values, dim, outer)
+
+    told.join = counted  # type: ignore[method-assign]
+    play(Row(body), [], told)
+    assert living == [6, 4]  # three of each; then the first joined, and three

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,7 @@ class Row:
         self.body, self.num_values = body, 0
         self._free: list[int] = []
         self._places: dict[tuple[Any, str], int] = {}
+        self._sums = {s.name: s for s in body.sums}
         self.given = [self._place(_COMMON, name) for name in body.given]
         self.entries: list[_Entry] = []
         for do, dying in zip(body.row, body.last_reads, strict=True):
@@ -66,8 +67,8 @@ class Row:
             else:
                 self.entries += self._part(body, do, dying)
         self.results = [self._place(_TOTAL, name) for name in body.results]
-        how = {s.name: s for s in body.sums}
-        self.joins = [s if (s := how.get(n)) and s.op == "join" else None for n in body.results]
+        found = (self._sums.get(name) for name in body.results)
+        self.joins = [s if s is not None and s.op == "join" else None for s in found]
 
     def _place(self, scope: Any, name: str) -> int:
         """Where a value is, or will be."""
@@ -78,11 +79,10 @@ class Row:
             self._places[scope, name] = self._free.pop()
         return self._places[scope, name]
 
-    def _left(self, scope: Any, names: Iterable[str]) -> list[int]:
-        """The places of values that are gone now."""
-        left = [self._places.pop((scope, name)) for name in names]
-        self._free += left
-        return left
+    def _left(self, scope: Any, name: str) -> int:
+        """The place of a value that is gone now."""
+        self._free.append(self._places.pop((scope, name)))
+        return self._free[-1]
 
     def _received(self, body: Body, do: Do) -> _Received:
         names = body.messages.get((do.other, do.kind, do.stage), ())
@@ -92,13 +92,14 @@ class Row:
     def _sent(self, body: Body, do: Do, dying: frozenset[str]) -> _Sent:
         names = body.messages.get((do.stage, do.kind, do.other), ())
         places = [self._places[body.scope_of(do, n), n] for n in names]
-        gone = [k for n in names if n in dying for k in self._left(body.scope_of(do, n), [n])]
+        gone = [self._left(body.scope_of(do, n), n) for n in names if n in dying]
         return _Sent(do, places, gone)
 
-    def _reduced(self, body: Body, do: Do) -> _Reduced:
+    def _reduced(self, body: Body, do: Do) -> _Called:
         part = body.parts[do.stage, do.kind]
-        inputs = self._left(_TOTAL, part.inputs)
-        return _Reduced(part, inputs, [self._place(_TOTAL, n) for n in part.outputs])
+        inputs = [self._left(_TOTAL, n) for n in part.inputs]
+        outputs = [self._place(_TOTAL, n) for n in part.outputs]
+        return _Called(part, 0, False, inputs, inputs, outputs)
 
     def _part(self, body: Body, do: Do, dying: frozenset[str]) -> list[_Called]:
         """The entry of a part; none for one that makes nothing."""
@@ -107,30 +108,29 @@ class Row:
             return []
         near = body.near[do.stage, do.kind]
         handed = {n for _, names in near for n in names}
-        inputs, gone = [], []
+        inputs, gone, taken = [], [], dying - handed
         for name in part.inputs:
             scope: Any = _COMMON
             if (scope, name) not in self._places:
                 scope = body.scope_of(do, name)
             inputs.append(self._places[scope, name])
-            if scope is not _COMMON and name in dying - handed:
-                gone += self._left(scope, [name])
+            if scope is not _COMMON and name in taken:
+                gone.append(self._left(scope, name))
         added = part.summed[: part.num_added]
         adding = part.adding is not None and all((_TOTAL, n) in self._places for n in added)
         if adding:
             inputs += [self._places[_TOTAL, n] for n in added]
         outputs = [self._place(body.scope_of(do, n), n) for n in part.outputs]
-        ops = {s.name: s.op for s in body.sums}
         sums = []
         for name in part.summed[part.num_added if adding else 0 :]:
             first = (_TOTAL, name) not in self._places
-            sums.append((self._place(_TOTAL, name), ops[name], first))
+            sums.append((self._place(_TOTAL, name), self._sums[name].op, first))
         copies = [
             (self._places[body.scope_of(do, n), n], self._place((other, do.micro), n))
             for other, names in near
             for n in names
         ]
-        after = [k for n in handed & dying for k in self._left(body.scope_of(do, n), [n])]
+        after = [self._left(body.scope_of(do, n), n) for n in handed & dying]
         return [_Called(part, do.micro, adding, inputs, gone, outputs, sums, copies, after)]
 
 
@@ -164,21 +164,6 @@ class _Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reduced:
-    part: Part
-    inputs: list[int]
-    outputs: list[int]
-
-    def play(self, values: list[Any], engine: Engine) -> None:
-        inputs = [values[k] for k in self.inputs]
-        for k in self.inputs:
-            values[k] = None
-        outputs, _ = engine.call(self.part, inputs, 0, adding=False)
-        for k, x in zip(self.outputs, outputs, strict=True):
-            values[k] = x
-
-
-@dataclass(frozen=True, slots=True)
 class _Called:
     """A part: `gone` are inputs that nobody reads after it, `copies` what it hands to other stages here, and
     `after` what is gone then. Of each sum its place, what becomes of it, and whether this is its first value.
@@ -190,9 +175,9 @@ class _Called:
     inputs: list[int]
     gone: list[int]
     outputs: list[int]
-    sums: list[tuple[int, str, bool]]
-    copies: list[tuple[int, int]]
-    after: list[int]
+    sums: list[tuple[int, str, bool]] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
 
     def play(self, values: list[Any], engine: Engine) -> None:
         inputs = [values[k] for k in self.inputs]
@@ -210,10 +195,12 @@ class _Called:
     def gather(self, values: list[Any], summed: list[Any], engine: Engine) -> None:
         """Add to the totals."""
         for (k, op, first), x in zip(self.sums, summed, strict=True):
-            if op == "join":
-                values[k] = [x] if first else [*values[k], x]
+            if first:
+                values[k] = [x] if op == "join" else x
+            elif op == "join":
+                values[k].append(x)
             else:
-                values[k] = x if first else engine.add(values[k], x, op)
+                values[k] = engine.add(values[k], x, op)
 
 
 def play(row: Row, given: Sequence[Any], engine: Engine) -> list[Any]:
@@ -223,10 +210,11 @@ def play(row: Row, given: Sequence[Any], engine: Engine) -> list[Any]:
         values[k] = x
     for entry in row.entries:
         entry.play(values, engine)
-    return [
-        values[k] if how is None else engine.join(values[k], how.dim, how.outer)
-        for k, how in zip(row.results, row.joins, strict=True)
-    ]
+    results = []
+    for k, how in zip(row.results, row.joins, strict=True):
+        total, values[k] = values[k], None  # what is joined is not kept beside the next
+        results.append(total if how is None else engine.join(total, how.dim, how.outer))
+    return results
 
 
 ADD: dict[str, Callable[..., Tensor]] = {
