@@ -35,6 +35,7 @@ from tutti.passes.remat import remat
 from tutti.passes.rows import rows
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
 from tutti.passes.shared_state import shared_state, viewed_in_part, wait_for_readers
+from tutti.passes.simplify import simplify
 from tutti.passes.target import Target
 
 # Names of passes to leave out, with commas.
@@ -79,6 +80,7 @@ PASSES = (
     Pass("regather", taken_back=gathered_once),
     Pass("remat", _remat),
     Pass("rows", lambda graph, program, target: rows(graph)),
+    Pass("simplify", lambda graph, program, target: simplify(graph)),
     Pass("common", lambda graph, program, target: common(graph)),
     Pass("foreach", lambda graph, program, target: foreach(graph)),
     Pass("bucket", lambda graph, program, target: bucket(graph, target)),
@@ -138,6 +140,7 @@ def _part(kind: str, graph: fx.Graph, target: Target, left_out: Collection[str])
     """
     passes: dict[str, Callable[[fx.Graph], object]] = {
         "rows": rows,
+        "simplify": simplify,
         "common": common,
         "bucket": lambda g: bucket(g, target),
         "shared_state": lambda g: viewed_in_part(g, target),
