@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 import tutti
 from small_programs import Builder, lines
+from small_steps import trained
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.passes.in_place import in_place
@@ -206,12 +207,7 @@ class Rotary(nn.Module):
         return self.far(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = (model(x) - y).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+train_step = trained(lambda model, x, y: (model(x) - y).square().mean())
 
 
 @pytest.mark.parametrize("layout", ["", "data=2 zero=3", "pipe=2 micro=2", "tensor=2"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+import zoo_steps
 from tutti.layout import Layout
 from tutti.runtime.verify import Subject
 
@@ -26,20 +26,11 @@ class Twice(nn.Module):
         return self.head(self.table(tokens) + self.mix(self.table(tokens.flip(-1))))
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    return loss.detach()
-
-
 def subject() -> Subject:
     torch.manual_seed(0)
     model = Twice()
     batch = (torch.randint(NUM_TOKENS, (4, 6)), torch.randint(NUM_TOKENS, (4, 6)))
-    return Subject(train_step, model, torch.optim.AdamW(model.parameters()), batch)
+    return Subject(zoo_steps.plain_step, model, torch.optim.AdamW(model.parameters()), batch)
 
 
 PLACE = {"table.weight": "tensor, -", "head.weight": "tensor, -"}

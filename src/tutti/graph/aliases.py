@@ -88,6 +88,11 @@ def is_function(node: fx.Node) -> bool:
     return not written(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
+def is_pointwise(target: Any) -> bool:
+    """Whether `target` is an op that works element by element."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
 def is_overwritten(node: fx.Node) -> bool:
     """Whether a user of `node` overwrites it, be it through a view."""
     seen = [user for user in node.users if aliased(user) is node]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -157,6 +157,13 @@ class Sharding:
         body = ", ".join("*".join(map(str, dim)) for dim in self.dims)
         pending = " ".join(a if op == "sum" else f"{a}:{op}" for a, op in self.partial)
         return f"{body} {{partial {pending}}}".strip() if pending else body
+
+    def only(self, axes: Collection[str], mesh: Mesh) -> Sharding:
+        """The same dims split over those of `axes` alone; nothing is pending."""
+        kept = [
+            [Segment(s.size, tuple(a for a in s.axes if a in axes)) for s in d] for d in self.dims
+        ]
+        return Sharding(tuple(canonical(dim, mesh) for dim in kept))
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tutti.layout import Mesh, Segment, Sharding, canonical
+from tutti.layout import Mesh, Sharding
 from tutti.partition.reshard import route
 from tutti.propagate.factors import Assignment, axes_of, project, read
 from tutti.rules import Rule
@@ -51,11 +51,7 @@ class Offer:
 
     def kept(self, mesh: Mesh) -> Sharding:
         """The first version as far as its axes should stay."""
-        kept = [
-            [Segment(s.size, tuple(a for a in s.axes if a in self.keeps)) for s in dim]
-            for dim in self.versions[0].dims
-        ]
-        return Sharding(tuple(canonical(dim, mesh) for dim in kept))
+        return self.versions[0].only(self.keeps, mesh)
 
     def cost(self, target: Sharding, mesh: Mesh) -> float:
         """Elements moved to have this operand as `target`."""

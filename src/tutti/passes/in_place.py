@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph import collectives
-from tutti.graph.aliases import roots_of
+from tutti.graph.aliases import is_pointwise, roots_of
 from tutti.graph.edit import NOTES
 from tutti.graph.liveness import memory_ends
 from tutti.graph.order import positions_of
@@ -149,6 +149,4 @@ def _same_kind(x: fx.Node, node: fx.Node) -> bool:
 @cache
 def _variant(target: Any) -> Any:
     """The in-place overload of an element-by-element op, if it has one."""
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
-        return None
-    return counterpart(target, f"{name_of(target)}_")
+    return counterpart(target, f"{name_of(target)}_") if is_pointwise(target) else None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph import collectives
-from tutti.graph.aliases import written
+from tutti.graph.aliases import is_pointwise, written
 from tutti.graph.edit import NOTES
 from tutti.layout import Segment, Sharding
 
@@ -99,7 +99,7 @@ def _elementwise(node: fx.Node) -> bool:
     target: Any = node.target
     if target in _ELEMENTWISE:
         return set(node.kwargs) <= {"dtype"}
-    if torch.Tag.pointwise not in target.tags or node.kwargs.get("memory_format"):
+    if not is_pointwise(target) or node.kwargs.get("memory_format"):
         return False
     val = node.meta.get("val")
     wide = max(x.meta["val"].shape[-1] for x in node.all_input_nodes if _num_dims(x))

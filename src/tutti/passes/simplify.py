@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tutti.graph.aliases import is_pointwise
 from tutti.graph.edit import Editor, value_of
 
 aten = torch.ops.aten
@@ -124,42 +125,31 @@ def _dim(x: fx.Node) -> int:
 def _begin(x: fx.Node) -> int:
     """Where a slice begins, counted from the first."""
     _, sizes, _, start, *_ = x.args
-    size = sizes[_dim(x)]  # type: ignore[index]
-    return max(min(start + size if start < 0 else start, size), 0)  # type: ignore[operator, return-value]
+    return slice(start, None).indices(sizes[_dim(x)])[0]  # type: ignore[index, arg-type]
 
 
 def _expanded_later(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """An expanded value by a number as the value by that number, expanded; for ops element by element."""
-    x, number = (*node.args, None)[:2]
-    if (
-        not isinstance(number, int | float)
-        or node.kwargs
-        or not all(map(_is_pointwise, node.users))
-    ):
+    given, number = (*node.args, None)[:2]
+    readers_fit = all(is_pointwise(user.target) for user in node.users)
+    if not isinstance(number, int | float) or node.kwargs or not readers_fit:
         return None
+    x: Any = given
     views = []
-    while isinstance(x, fx.Node) and x.target in _VIEWS:
+    while x.target in _VIEWS:
         views.append(x)
         x = x.args[0]
-    if not isinstance(x, fx.Node) or x.target is not aten.expand.default:
+    if x.target is not aten.expand.default:
         return None
-    small: Any = x.args[0]
-    if (
-        2 * value_of(small).numel() > value_of(node).numel()
-        or 0 not in value_of(node.args[0]).stride()
-    ):
+    small = x.args[0]
+    repeats = 0 in value_of(given).stride()
+    if not repeats or 2 * value_of(small).numel() > value_of(node).numel():
         return None
     emit = Editor(graph).at(node)
-    made = emit(node.target, small, *node.args[1:])
+    made = emit(node.target, small, number)
     for view in (x, *reversed(views)):
         made = emit(view.target, made, *view.args[1:])
-    return _noted(made, node) if value_of(made).dtype == value_of(node).dtype else None
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    target = node.target
-    is_op = isinstance(target, torch._ops.OpOverload)
-    return is_op and torch.Tag.pointwise in target.tags
+    return _noted(made, node)
 
 
 def _noted(made: fx.Node, node: fx.Node) -> fx.Node:

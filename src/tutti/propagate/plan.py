@@ -14,7 +14,7 @@ from tutti.capture.step import Captured
 from tutti.errors import ShardingError
 from tutti.graph.boundary import shard_as_op
 from tutti.graph.edit import Editor
-from tutti.layout import AXES, Layout, Mesh, Segment, Sharding, canonical, split_order
+from tutti.layout import AXES, Layout, Mesh, Segment, Sharding, split_order
 from tutti.propagate.boundaries import Boundary, insert_boundaries
 from tutti.propagate.factors import axes_of
 from tutti.propagate.spread import STRONG, Spread, tensors_of
@@ -80,8 +80,8 @@ def plan(
         made.spread.run(captured.graph)
     _settle_state(made)
     made.spread.run(captured.graph)
-    _want_gradients(made)
-    made.spread.run(captured.graph)
+    if _want_gradients(made):
+        made.spread.run(captured.graph)
     while _decompose(made):
         made.spread.run(captured.graph)
     return made
@@ -277,22 +277,20 @@ def _settle_state(made: Plan) -> None:
             made.spread.seed(captured.placeholder(name), sharding, f"zero={zero}", closed=True)
 
 
-def _want_gradients(made: Plan) -> None:
-    """A gradient is wanted split over the axes that split its weight already where it is made.
+def _want_gradients(made: Plan) -> bool:
+    """Want a gradient split as its weight is already where it is made; whether there was any to be split.
 
     What makes it may have no other reason to: that of an embedding would be made whole, and then cut.
     """
     marks = [n for n in made.captured.graph.nodes if n in made.boundaries]
+    found = False
     for mark in (n for n in marks if made.boundaries[n].into == "update"):
         value, wanted = mark.all_input_nodes[0], made.spread.of(mark)
-        if wanted is None or value in made.spread.closed:
-            continue
-        dims = [
-            [Segment(s.size, tuple(a for a in s.axes if a in MODEL_AXES)) for s in dim]
-            for dim in wanted.dims
-        ]
-        split = Sharding(tuple(canonical(dim, made.mesh) for dim in dims))
-        made.spread.seed(value, split, "the weight is split so")
+        if wanted is not None and wanted.axes & MODEL_AXES and value not in made.spread.closed:
+            split = wanted.only(MODEL_AXES, made.mesh)
+            made.spread.seed(value, split, "the weight is split so")
+            found = True
+    return found
 
 
 def _decompose(made: Plan) -> bool:

@@ -78,5 +78,4 @@ def _narrowed(node: fx.Node) -> str | None:
     whole = isinstance(start, int) and isinstance(length, int)
     if step != 1 or node.kwargs or not whole:
         return None
-    start = min(start + size if start < 0 else start, size)
-    return f"narrow({dim}, {max(start, 0)}, {length})"
+    return f"narrow({dim}, {slice(start, None).indices(size)[0]}, {length})"
