@@ -166,6 +166,24 @@ def test_a_learning_rate_of_zero_changes_nothing() -> None:
     assert not any(map(torch.equal, before, model.parameters()))
 
 
+def test_a_returned_weight_is_a_plain_tensor_and_gradients_stay_on() -> None:
+    def returning(model: nn.Linear, optimizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+        return model.weight, model.bias
+
+    model = nn.Linear(2, 2)
+    step = tutti.distribute(returning, model, torch.optim.SGD([model.weight], lr=0.1), "")
+    for found, held in zip(step(torch.randn(3, 2)), model.parameters(), strict=True):
+        assert type(found) is Tensor and not found.requires_grad
+        assert torch.equal(found, held) and held.requires_grad
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        step(torch.randn(3, 2))
+        assert not torch.is_grad_enabled()
+
+
 def test_the_seed_chooses_the_masks() -> None:
     train_step, model, optimizer, batches = zoo.CASES["gpt_tied"].build()
     losses = {}

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from tutti.capture.lift import create_slots, numbers, optimizers_of, state_of
+from tutti.capture.lift import create_slots, optimizers_of, state_of
 from tutti.capture.regions import quoted, user_line
 from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
@@ -38,6 +39,7 @@ from tutti.runtime.collector import rarely_collected
 from tutti.runtime.execute import Execution
 from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
+from tutti.runtime.numbers import Numbers
 from tutti.runtime.ranks import ensure_process_group
 from tutti.runtime.records import LAYOUT
 from tutti.runtime.replicas import Agreeing
@@ -45,7 +47,7 @@ from tutti.runtime.residence import (
     Residence,
     adopt,
     forget_values,
-    local_of,
+    held_by,
     own_memory,
     refresh,
     residence_of,
@@ -202,6 +204,7 @@ class Step:
         self._modules = list(model.modules())
         self._optimizers = optimizers_of(optimizer)
         self._signatures = Signatures(self._modules, self._optimizers)
+        self._numbers = Numbers(optimizer)
         # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
         replicas = layout.num_replicas > 1 and bool(self._optimizers)
         self.agreeing = Agreeing(layout) if replicas and not layout.server else None
@@ -220,15 +223,13 @@ class Step:
             return look(self, batch)
         if self._by_servers:
             self._before_served(batch)
-        leaves, spec = tree_flatten(batch)
-        given = numbers(self.optimizer, leaves)
-        compiled = self._find(leaves, spec, given, batch)
+        leaves, form = _flattened(batch)
+        given = self._numbers.of(leaves)
+        compiled = self._find(leaves, form, given, batch)
         self._last = compiled
         captured = compiled.program.captured
-        tensors, checked = (
-            [x for x in leaves if isinstance(x, Tensor)],
-            bool(os.environ.get(CHECK_NAN)),
-        )
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        checked = bool(os.environ.get(CHECK_NAN))
         execution = compiled.execution
         if isinstance(execution, Worked):
             assert self.served is not None
@@ -262,14 +263,17 @@ class Step:
     ) -> list[Any]:
         """One call of the program; the new state takes the place of the old one."""
         state = self._state(compiled)
-        own = [local_of(t) for t in state]
+        own = [held_by(t) for t in state]
         inputs = [*own, *given.values(), *self._own_rows(tensors)]
         run = execution.run_checked if checked else execution.run
         returned, updates = run(inputs, self.num_steps)
-        for at, new in zip(compiled.updated, updates, strict=True):
-            if new is not own[at]:  # most are overwritten where they lie
-                set_local(state[at], new)
-        return returned
+        # Most are overwritten where they lie.
+        if not all(map(is_, updates, map(own.__getitem__, compiled.updated))):
+            for at, new in zip(compiled.updated, updates, strict=True):
+                if new is not own[at]:
+                    set_local(state[at], new)
+        # A state tensor that the step returns is no parameter to whoever reads it.
+        return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in returned]
 
     def _own_rows(self, tensors: list[Tensor]) -> list[Tensor]:
         """The batch's tensors whole, or this replica's rows of them."""
@@ -287,9 +291,9 @@ class Step:
         return now
 
     def _find(
-        self, leaves: list[Any], spec: Any, given: Mapping[str, float], batch: tuple[Any, ...]
+        self, leaves: list[Any], form: Any, given: Mapping[str, float], batch: tuple[Any, ...]
     ) -> _Compiled:
-        key = self._signature(leaves, spec)
+        key = self._signature(leaves, form)
         for compiled in self._compiled.get(key, ()):
             if all(holds(*(given[n] for n in names)) for holds, names in compiled.guards):
                 for module, training in compiled.modes:
@@ -300,7 +304,7 @@ class Step:
             made = self._compile(batch)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         # A step that calls `model.train()` or `eval()` is found again from either mode.
-        for entered in dict.fromkeys((key, self._signature(leaves, spec))):
+        for entered in dict.fromkeys((key, self._signature(leaves, form))):
             self._compiled.setdefault(entered, []).append(made)
         self._warn_of_retraces()
         return made
@@ -315,8 +319,8 @@ class Step:
                 stacklevel=4,
             )
 
-    def _signature(self, leaves: list[Any], spec: Any) -> Any:
-        made = self._signatures.of(leaves, spec)
+    def _signature(self, leaves: list[Any], form: Any) -> Any:
+        made = self._signatures.of(leaves, form)
         return (made, self.served.apart) if self.served is not None else made
 
     def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
@@ -391,8 +395,7 @@ class Step:
 
     def _warn_of_nan(self, returned: Sequence[Any]) -> None:
         for x in returned:
-            scalar = isinstance(x, Tensor) and x.ndim == 0 and x.is_floating_point()
-            if scalar and x.device.type == "cpu" and not math.isfinite(x.item()):
+            if isinstance(x, Tensor) and not x.dim() and x.is_cpu and not math.isfinite(x.item()):
                 warnings.warn(
                     f"step {self.num_steps - 1} returned {x.item()}; run again with {CHECK_NAN}=1 to "
                     "stop at the first node that makes it",
@@ -510,6 +513,13 @@ def layout_now(text: str | Layout | None) -> Layout:
     elif layout.sync:
         strategies.parse(layout.sync).check(layout.num_replicas)
     return layout
+
+
+def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """The leaves of a batch, and what it is made of beside them; most batches are a few tensors."""
+    if all(type(x) is Tensor for x in batch):
+        return list(batch), len(batch)
+    return tree_flatten(batch)
 
 
 def _names(cut: str | Sequence[str]) -> tuple[str, ...]:

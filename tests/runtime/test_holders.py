@@ -51,6 +51,39 @@ def _replace_slots(_: Any, optimizer: Any) -> bool:
     return False
 
 
+def _replace_slot(_: Any, optimizer: Any) -> bool:
+    slots = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    slots["exp_avg"] = slots["exp_avg"].clone()
+    return True
+
+
+def _remove_slot(_: Any, optimizer: Any) -> bool:
+    del optimizer.state[optimizer.param_groups[0]["params"][1]]["exp_avg"]
+    return False
+
+
+def _reorder_slots(_: Any, optimizer: Any) -> bool:
+    slots = optimizer.state[optimizer.param_groups[0]["params"][1]]
+    slots["step"] = slots.pop("step")
+    return True
+
+
+def _remove_buffer(model: Any, _: Any) -> bool:
+    del model[1][1].running_mean
+    return False
+
+
+def _exchange_parameters(model: Any, _: Any) -> bool:
+    norm = model[1][1]
+    norm.weight, norm.bias = norm.bias, norm.weight
+    return False
+
+
+def _add_parameter(model: Any, _: Any) -> bool:
+    model[1][0].scale = nn.Parameter(torch.ones(3))
+    return False
+
+
 def _replace_module(model: Any, _: Any) -> bool:
     model[1] = copy.deepcopy(model[1])
     return False
@@ -72,6 +105,12 @@ def _nothing(_model: Any, _optimizer: Any) -> bool:
         _replace_buffer,
         _load_optimizer,
         _replace_slots,
+        _replace_slot,
+        _remove_slot,
+        _reorder_slots,
+        _remove_buffer,
+        _exchange_parameters,
+        _add_parameter,
         _replace_module,
         _replace_parameter,
     ],
@@ -79,12 +118,13 @@ def _nothing(_model: Any, _optimizer: Any) -> bool:
 def test_what_is_replaced_is_noticed(change: Any) -> None:
     """Either the tensors are those that a walk finds, or it is known that they may not be."""
     model, optimizer, holders = _made()
+    names = [s.name for s in state_of(model, optimizer)]
     known = change(model, optimizer)
     now = holders.tensors()
     assert (now is not None) == known
     if now is not None:
-        walked = [s.tensor for s in state_of(model, optimizer)]
-        assert all(a is b for a, b in zip(now, walked, strict=True))
+        walked = {s.name: s.tensor for s in state_of(model, optimizer)}
+        assert all(x is walked[name] for x, name in zip(now, names, strict=True))
 
 
 def test_a_step_goes_on_with_what_was_replaced() -> None:
@@ -102,3 +142,19 @@ def test_a_step_goes_on_with_what_was_replaced() -> None:
             _load_optimizer(model, optimizer)
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.allclose(a, b.detach(), rtol=1e-12)
+
+
+def test_a_parameter_whose_memory_was_replaced_is_followed() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 3).double()
+    ours = copy.deepcopy(plain)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, ours)]
+    step = tutti.distribute(train_step, ours, optimizers[1], "")
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for k in range(3):
+        assert torch.allclose(train_step(plain, optimizers[0], x), step(x), rtol=1e-12)
+        new = torch.full((3, 3), 0.1 * k, dtype=torch.float64)
+        plain.weight.data, ours.weight.data = new.clone(), new
+    assert torch.equal(plain.weight, ours.weight)
+    step(x)
+    assert ours.weight.data_ptr() == new.data_ptr()  # updated where the user has put it

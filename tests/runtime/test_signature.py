@@ -85,6 +85,30 @@ def test_an_attribute_that_comes_and_goes_finds_the_old_trace() -> None:
     assert sum(map(len, step._compiled.values())) == 2
 
 
+def test_an_attribute_that_moves_to_another_module_is_seen() -> None:
+    """As many attributes as before, all modules together, and the same values in the same order."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Identity(), nn.Identity()
+            self.first.twice = True  # type: ignore[assignment]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 2 if hasattr(self.first, "twice") else x
+            return x + 3 if hasattr(self.second, "twice") else x
+
+    model = Halves()
+    step, x = tutti.distribute(_plain, model), torch.randn(2, 4)
+    for _ in range(2):
+        assert float(step(x)) == pytest.approx(float(_plain(model, x)), rel=1e-6)
+        del model.first.twice
+        model.second.twice = True  # type: ignore[assignment]
+        assert float(step(x)) == pytest.approx(float(_plain(model, x)), rel=1e-6)
+        del model.second.twice
+        model.first.twice = True  # type: ignore[assignment]
+
+
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     model.train()
     loss = model(x).square().mean()

@@ -7,7 +7,8 @@ new values of the lists that the kernel writes, one list after the other. A capt
 per parameter; passes join them. Numbers may be inputs of the graph. `steps` are counted already.
 
 Each op has two forms that overwrite instead: `tutti::adamw_`, which a trace records, and
-`Kernel.overwriting`, which a finished program calls, and which returns what it has overwritten.
+`Kernel.overwriting`, which a finished program calls, and which returns what it has overwritten; where nobody
+asks for that the program calls its `silent`.
 """
 
 from __future__ import annotations
@@ -57,12 +58,16 @@ class Kernel:
     def overwriting(self) -> Callable[..., list[Tensor]]:
         """The function that overwrites, and returns what the functional op returns."""
 
+        def silent(*lists: Sequence[Tensor], **numbers: Any) -> None:
+            _play(self, lists, numbers)
+
         def overwrite(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
             _play(self, lists, numbers)
             return list(chain.from_iterable(lists[k] for k in self.written))
 
         overwrite.__name__ = f"{self.name}_"
         overwrite.written = self.written  # type: ignore[attr-defined]
+        overwrite.silent = silent  # type: ignore[attr-defined]
         return overwrite
 
     def one_by_one(self, lists: Sequence[Any]) -> Iterator[tuple[list[list[Any]], list[Any]]]:

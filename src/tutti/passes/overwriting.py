@@ -2,7 +2,8 @@
 
     _foreach_add([%a, %b], 1)  ->  _foreach_add_([%a, %b], 1)
 
-Unlike PyTorch's, these functions return what they overwrite, so that an item of the result is a value.
+Unlike PyTorch's, these functions return what they overwrite, so that an item of the result is a value; their
+`silent` does not.
 """
 
 from __future__ import annotations
@@ -53,5 +54,6 @@ def _returning(op: Callable[..., Any]) -> Callable[..., list[Tensor]]:
         return xs
 
     overwrite.written = (0,)  # type: ignore[attr-defined]
+    overwrite.silent = op  # type: ignore[attr-defined]
     overwrite.__name__ = str(op).removeprefix("aten.").removesuffix(".default")
     return overwrite

@@ -117,7 +117,8 @@ class _Writer:
             if node.op == "output":
                 self.body.append(f"return {self._text(node.args[0])}")
                 continue
-            value, dead = self._value(node), [d for d in last.get(node, ()) if d not in looks]
+            dead = [d for d in last.get(node, ()) if d not in looks]
+            value = self._value(node, unused=node in dead)
             line = value if node in dead else f"{self._new_name(node)} = {value}"
             dead = [self.names[d] for d in dead if d is not node]
             if dead:
@@ -155,7 +156,7 @@ class _Writer:
         self.names[node] = self.free.pop()
         return self.names[node]
 
-    def _value(self, node: fx.Node) -> str:
+    def _value(self, node: fx.Node, *, unused: bool = False) -> str:
         if node.op == "get_attr":
             return self._constant(getattr(self.owner, str(node.target)))
         if node.target is collectives.positions:
@@ -186,7 +187,7 @@ class _Writer:
         if node.target in collectives.PLAYED:
             function: Any = self._move(node.target.__name__)  # type: ignore[union-attr]
         else:
-            function = node.target
+            function = getattr(node.target, "silent", node.target) if unused else node.target
         if node.target is operator.getitem:
             return f"{self._text(node.args[0])}[{node.args[1]}]"
         if node.target is product and node.meta["val"].dtype == torch.float32:

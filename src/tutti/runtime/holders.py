@@ -2,18 +2,21 @@
 
 A walk over all modules and slots takes 1 us a tensor, at every step. Tensors may be replaced between steps
 (a checkpoint is loaded, a buffer is set anew), so what is remembered is the table that holds each, and what
-must still be as it was for that table to be the right one.
+must still be as it was for that table to be the right one. A step begins with all of this cold, so it is read
+by a few calls that go through many tables each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.capture.lift import StateTensor
+from tutti.runtime.tables import Table, reader, values_of
 
 
 class Holders:
@@ -27,44 +30,58 @@ class Holders:
         self, model: nn.Module, optimizers: Sequence[Optimizer], wanted: Sequence[StateTensor]
     ) -> None:
         self._optimizers = [(one, one.state) for one in optimizers]
-        # What a table must hold under a key.
-        self._same: list[tuple[Any, Any, Any]] = []
-        self._places: dict[str, tuple[Any, str]] = {}
-        self._walk(model)
-        for one in optimizers:
-            self._slots(one)
-        self._wanted = [self._places[s.name] for s in wanted]
+        modules = dict(model.named_modules())
+        above = [t for m in modules.values() for t in (m._modules, m._parameters) if t]
+        self._fixed: list[Table] = [*above, *(one.state for one in optimizers)]
+        self._held = values_of(self._fixed)
+        places = _places(modules, optimizers)
+        self._plan([places[s.name] for s in wanted])
 
     def tensors(self) -> list[Tensor] | None:
         """The tensors as they are now; None where a module, parameter or slot table was replaced."""
         if any(one.state is not state for one, state in self._optimizers):
             return None
-        for table, key, held in self._same:
-            if table.get(key) is not held:
-                return None
+        found = values_of(self._fixed)
+        if len(found) != len(self._held) or not all(map(is_, found, self._held)):
+            return None
         try:
-            return [table[key] for table, key in self._wanted]
+            for read, tables in self._readers:
+                found += chain.from_iterable(map(read, tables))
         except KeyError:
             return None
+        return [*map(found.__getitem__, self._order)]
 
-    def _walk(self, model: nn.Module) -> None:
-        self._names: dict[int, str] = {}
-        for prefix, module in model.named_modules():
-            self._same += [(module._modules, k, child) for k, child in module._modules.items()]
-            for key, p in module._parameters.items():
-                self._same.append((module._parameters, key, p))
-                if p is not None and id(p) not in self._names:
-                    self._names[id(p)] = name = f"{prefix}.{key}".removeprefix(".")
-                    self._places[name] = module._parameters, key
-            for key in module._buffers:
-                self._places[f"{prefix}.{key}".removeprefix(".")] = module._buffers, key
+    def _plan(self, wanted: list[tuple[Table, str]]) -> None:
+        """Which of the values held each wanted one is, or how to read it; tables with equal keys together."""
+        held = {id(x): i for i, x in enumerate(self._held)}
+        free = [(table, key) for table, key in wanted if id(table[key]) not in held]
+        keys_of: dict[int, list[str]] = {}
+        for table, key in free:
+            keys_of.setdefault(id(table), []).append(key)
+        alike: dict[tuple[str, ...], dict[int, Table]] = {}
+        for table, _ in free:
+            alike.setdefault(tuple(keys_of[id(table)]), {})[id(table)] = table
+        self._readers = [(reader(keys), [*tables.values()]) for keys, tables in alike.items()]
+        read = ((i, key) for keys, tables in alike.items() for i in tables for key in keys)
+        at = {place: len(self._held) + k for k, place in enumerate(read)}
+        self._order = [held.get(id(t[key]), at.get((id(t), key), -1)) for t, key in wanted]
 
-    def _slots(self, one: Optimizer) -> None:
-        for group in one.param_groups:
-            for p in group["params"]:
-                slots = one.state.get(p)
-                if slots is None:
-                    continue
-                self._same.append((one.state, p, slots))
-                for slot in slots:
-                    self._places[f"optim.{self._names[id(p)]}.{slot}"] = slots, slot
+
+def _places(
+    modules: Mapping[str, nn.Module], optimizers: Sequence[Optimizer]
+) -> dict[str, tuple[Table, str]]:
+    """The table and the key of each state tensor, by its name."""
+    found: dict[str, tuple[Table, str]] = {}
+    names: dict[int, str] = {}
+    for prefix, module in modules.items():
+        for key, p in module._parameters.items():
+            if p is not None and id(p) not in names:
+                names[id(p)] = name = f"{prefix}.{key}".removeprefix(".")
+                found[name] = module._parameters, key
+        for key in module._buffers:
+            found[f"{prefix}.{key}".removeprefix(".")] = module._buffers, key
+    for one in optimizers:
+        for p in (p for group in one.param_groups for p in group["params"]):
+            slots = one.state.get(p, {})
+            found |= {f"optim.{names[id(p)]}.{slot}": (slots, slot) for slot in slots}
+    return found

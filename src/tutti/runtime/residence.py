@@ -136,6 +136,11 @@ def local_of(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
+def held_by(x: Tensor) -> Tensor:
+    """This rank's part of a state tensor as it is, for use without a gradient mode."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
 def whole_of(x: Tensor) -> Tensor:
     """All of a tensor, without autograd; of one in shards all its ranks ask together."""
     return x.full_tensor() if isinstance(x, DTensor) else x.detach()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from tutti.capture.lift import SCHEDULED
 from tutti.errors import CaptureError
+from tutti.runtime.tables import Reader, reader
 
 _NUMBERS = (int, float, bool, str, type(None))
 
@@ -21,29 +22,55 @@ class Signatures:
 
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._modules, self._optimizers = modules, optimizers
-        # All attributes at the last call, and which of the plain ones met so far those were.
+        # What reads a module's own attributes, how many there are with those of all modules, and their values
+        # at the last call; and which of the plain ones met so far those were.
+        self._readers: list[Reader] = []
+        self._size = -1
         self._held: list[Any] = []
         self._number = 0
         self._met: dict[Any, int] = {}
 
-    def of(self, leaves: Sequence[Any], spec: Any) -> Any:
-        """A hashable key: the batch's shapes and constants, the optimizers' options, and the plain
+    def of(self, leaves: Sequence[Any], form: Any) -> Any:
+        """A hashable key: the batch's form, its shapes and constants, the optimizers' options, and the plain
         attributes of every module (`training`, a dropout probability, a user's own switch).
 
         Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
         """
         options = tuple(map(_options, self._optimizers))
-        return tuple(map(_leaf, leaves)), spec, options, self._attributes()
+        return tuple(map(_leaf, leaves)), form, options, self._attributes()
 
     def _attributes(self) -> int:
-        """A number for the modules' plain attributes of now; they are read where something has changed."""
-        held = [*chain.from_iterable([m.__dict__.values() for m in self._modules])]
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            plain = tuple(map(_plain, self._modules))
+        """A number for the modules' plain attributes of now; they are gone through where one has changed."""
+        tables = [m.__dict__ for m in self._modules]
+        if sum(map(len, tables)) != self._size or not self._are_held(tables):
+            plain = tuple(map(_plain, tables))
             self._number = self._met.setdefault(plain, len(self._met))
+            self._readers = [reader(tuple(_own(table))) for table in tables]
+            held = self._values(tables)
             # To remember a tensor would keep it alive.
-            self._held = [] if any(isinstance(x, Tensor) for x in held) else held
+            forget = any(isinstance(x, Tensor) for x in held)
+            self._size = -1 if forget else sum(map(len, tables))
+            self._held = [] if forget else held
         return self._number
+
+    def _are_held(self, tables: list[dict[str, Any]]) -> bool:
+        try:
+            return all(map(is_, self._values(tables), self._held))
+        except KeyError:
+            return False
+
+    def _values(self, tables: list[dict[str, Any]]) -> list[Any]:
+        found = [read(table) for read, table in zip(self._readers, tables, strict=True)]
+        return [*chain.from_iterable(found)]
+
+
+# What every module has: tables, which are walked where they matter.
+_OF_ALL = frozenset(nn.Module().__dict__)
+
+
+def _own(table: dict[str, Any]) -> Iterator[str]:
+    """The attributes of a module that a trace may depend on, `training` among them."""
+    return (k for k, v in table.items() if k not in _OF_ALL or type(v) in _NUMBERS)
 
 
 def _leaf(x: Any) -> Any:
@@ -73,5 +100,5 @@ def _options(optimizer: Optimizer) -> Any:
     )
 
 
-def _plain(module: nn.Module) -> Any:
-    return tuple([v for v in module.__dict__.values() if type(v) in _NUMBERS])
+def _plain(table: dict[str, Any]) -> Any:
+    return tuple([v for v in table.values() if type(v) in _NUMBERS])
