@@ -203,10 +203,10 @@ class _Writer:
 
     def _product(self, x: Any, weight: Any, bias: Any = None) -> str:
         """As the op does it, without a dispatcher and a Python function in between."""
-        given = [self._text(x), self._text(weight), "None"]
-        if bias is not None:
-            given[2] = f"{self._text(bias)}.contiguous()"
-        return f"{self._constant(onednn_linear())}({', '.join(given)}, 'none', (), None)"
+        function, *first = map(self._constant, onednn_linear())
+        given = [*first, self._text(x), self._text(weight)]
+        given.append("None" if bias is None else f"{self._text(bias)}.contiguous()")
+        return f"{function}({', '.join(given)}, 'none', (), None)"
 
     def _partialized(self, node: fx.Node) -> str | None:
         """Zeros that stay, on ranks that are not the first of a group; None where they may not."""
