@@ -48,6 +48,8 @@ def _rename(optimizer: Any) -> None:
         _set("lr", torch.tensor(0.5)),
         _set("betas", (0.5, 0.6)),
         _set("betas", (0.5,)),
+        _set("betas", (0.5, 0.6, 0.7)),
+        _set("betas", (0, 1)),
         _set("betas", 0.5),
         _set("momentum", 0.5),
         _add_group,

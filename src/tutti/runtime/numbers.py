@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
-from tutti.capture.lift import hypers_of, numbers, optimizers_of
+from tutti.capture.lift import SCHEDULED, hypers_of, numbers, optimizers_of
 
 
 class Numbers:
@@ -14,31 +14,30 @@ class Numbers:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._optimizers = optimizer, optimizers_of(optimizer)
-        # The groups met last, how many entries each had, and what was read of them: name, group, key, item.
+        # The groups met last, what kinds of values stood in them, and where each number stands.
         self._groups: list[dict[str, Any]] = []
-        self._sizes: list[int] = []
+        self._kinds: list[Any] = []
         self._places: list[tuple[str, dict[str, Any], str, int | None]] = []
 
     def of(self, leaves: Sequence[Any]) -> dict[str, float]:
         """As `capture.lift.numbers`."""
         groups = [group for one in self._optimizers for group in one.param_groups]
-        same = len(groups) == len(self._groups) and all(map(is_, groups, self._groups))
-        if not same or [*map(len, groups)] != self._sizes:
-            self._groups, self._sizes = groups, [*map(len, groups)]
-            found = hypers_of(self._optimizer)
+        kinds = [_kind(group.get(key)) for group in groups for key in SCHEDULED]
+        if kinds != self._kinds or not all(map(is_, groups, self._groups)):
+            self._groups, self._kinds = groups, kinds
+            hypers = hypers_of(self._optimizer)
             self._places = [
-                (h.name, h.optimizer.param_groups[h.group], h.key, h.item) for h in found
+                (h.name, h.optimizer.param_groups[h.group], h.key, h.item) for h in hypers
             ]
-        try:
-            values = {
-                name: group[key] if item is None else group[key][item]
-                for name, group, key, item in self._places
-            }
-        except (KeyError, IndexError, TypeError):
-            return numbers(self._optimizer, leaves)
-        if any(
-            type(x) is not float for x in values.values()
-        ):  # an int, a tensor, another kind than before
+        values = {
+            name: group[key] if item is None else group[key][item]
+            for name, group, key, item in self._places
+        }
+        if not all(type(x) is float for x in values.values()):  # integers and tensors
             return numbers(self._optimizer, leaves)
         floats = [x for x in leaves if isinstance(x, float)]
         return values | {f"number.{k}": x for k, x in enumerate(floats)} if floats else values
+
+
+def _kind(value: Any) -> Any:
+    return (type(value), len(value)) if isinstance(value, list | tuple) else type(value)
