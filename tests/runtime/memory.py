@@ -1,7 +1,8 @@
 """A script of `tutti run`: trains a plain MLP of 70 MB; rank 0 prints what this process holds, in bytes.
 
-Printed as JSON: `before` the model is made, `steady` between two steps, `peak` within one; `share` and
-`share_before` are data alone, with each page divided by how many processes map it.
+Printed as JSON: `before` the model is made, `steady` between two steps, `peak` within one, the least of
+three: how many collectives are under way at once, each with copies of its own inside Gloo, is up to threads.
+`share` and `share_before` are data alone, with each page divided by how many processes map it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def import_everything() -> None:
 
 
 def main() -> None:
-    """Two steps to settle, then a measured one."""
+    """Two steps to settle, then three measured ones."""
     torch.manual_seed(0)
     x, y = torch.randn(2, 8, WIDTH)
     import_everything()
@@ -64,11 +65,14 @@ def main() -> None:
     step(x, y)
     gc.collect()
     steady, shared = status("VmRSS"), share()
-    Path("/proc/self/clear_refs").write_text("5")  # from here on, a new peak
-    step(x, y)
+    peaks = []
+    for _ in range(3):
+        Path("/proc/self/clear_refs").write_text("5")  # from here on, a new peak
+        step(x, y)
+        peaks.append(status("VmHWM"))
     if os.environ["RANK"] == "0":
         nbytes = sum(p.nbytes for p in model.parameters())
-        found = {"before": before, "steady": steady, "peak": status("VmHWM"), "nbytes": nbytes}
+        found = {"before": before, "steady": steady, "peak": min(peaks), "nbytes": nbytes}
         found |= {"share_before": share_before, "share": shared}
         print(json.dumps(found))
 
