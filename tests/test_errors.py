@@ -261,6 +261,15 @@ def test_a_loss_that_is_not_finite_warns_with_its_step() -> None:
         step(-x)
 
 
+def test_a_complex_number_may_be_returned() -> None:
+    def spectrum(model: nn.Linear, x: Tensor) -> Tensor:
+        return torch.fft.fft(model(x).flatten())[1]
+
+    model, x = nn.Linear(4, 1), torch.ones(8, 4)
+    found = tutti.distribute(spectrum, model)(x)
+    torch.testing.assert_close(found, spectrum(model, x).detach())
+
+
 def test_check_nan_stops_at_the_first_node_and_keeps_the_state(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +67,7 @@ from tutti.runtime.served import (
     writes,
 )
 from tutti.runtime.signature import Signatures
+from tutti.runtime.tables import are_same
 from tutti.runtime.verify import Verdict, compare
 from tutti.runtime.verify_replicas import compare_replicas
 from tutti.runtime.verify_servers import compare_servers
@@ -268,7 +268,7 @@ class Step:
         run = execution.run_checked if checked else execution.run
         returned, updates = run(inputs, self.num_steps)
         # Most are overwritten where they lie.
-        if not all(map(is_, updates, map(own.__getitem__, compiled.updated))):
+        if not are_same(updates, [own[at] for at in compiled.updated]):
             for at, new in zip(compiled.updated, updates, strict=True):
                 if new is not own[at]:
                     set_local(state[at], new)
@@ -395,7 +395,8 @@ class Step:
 
     def _warn_of_nan(self, returned: Sequence[Any]) -> None:
         for x in returned:
-            if isinstance(x, Tensor) and not x.dim() and x.is_cpu and not math.isfinite(x.item()):
+            scalar = isinstance(x, Tensor) and not x.dim() and x.is_floating_point()
+            if scalar and x.is_cpu and not math.isfinite(x.item()):
                 warnings.warn(
                     f"step {self.num_steps - 1} returned {x.item()}; run again with {CHECK_NAN}=1 to "
                     "stop at the first node that makes it",

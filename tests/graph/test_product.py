@@ -113,7 +113,6 @@ def test_memory_beside_the_result(turned: bool) -> None:
     assert abs(nbytes - made.nbytes - predicted) < 2**18
 
 
-@pytest.mark.filterwarnings("ignore:TF32")  # of leaving `flags`
 @ONEDNN
 @pytest.mark.parametrize("has_dispatcher", [True, False])
 def test_the_function_behind_the_op(has_dispatcher: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +127,7 @@ def test_the_function_behind_the_op(has_dispatcher: bool, monkeypatch: pytest.Mo
     torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:TF32")  # of leaving `flags`
 @pytest.mark.parametrize(
     ("vendor", "capability", "faster"),
     [

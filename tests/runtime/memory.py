@@ -1,7 +1,7 @@
 """A script of `tutti run`: trains a plain MLP of 70 MB; rank 0 prints what this process holds, in bytes.
 
 Printed as JSON: `before` the model is made, `steady` between two steps, `peak` within one, the least of
-three: how many collectives are under way at once, each with copies of its own inside Gloo, is up to threads.
+three: on a busy machine one step was once seen to hold what three gathered layers take, beyond the others.
 `share` and `share_before` are data alone, with each page divided by how many processes map it.
 """
 

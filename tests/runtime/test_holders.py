@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tutti
 from small_steps import step as train_step
@@ -16,8 +17,9 @@ from tutti.runtime.holders import Holders
 
 
 def _model() -> nn.Sequential:
-    """A weight at two places, one of them deep inside, and buffers."""
+    """A weight at two places, one of them deep inside, and buffers, two of them one tensor."""
     inner = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    inner[1].running_var = inner[1].running_mean
     model = nn.Sequential(nn.Linear(3, 3, bias=False), inner, nn.Linear(3, 3))
     model[2].weight = model[0].weight  # type: ignore[union-attr]
     return model
@@ -94,6 +96,11 @@ def _replace_parameter(model: Any, _: Any) -> bool:
     return False
 
 
+def _untie_buffer(model: Any, _: Any) -> bool:
+    model[1][1].running_var = torch.ones(3)
+    return True
+
+
 def _nothing(_model: Any, _optimizer: Any) -> bool:
     return True
 
@@ -103,6 +110,7 @@ def _nothing(_model: Any, _optimizer: Any) -> bool:
     [
         _nothing,
         _replace_buffer,
+        _untie_buffer,
         _load_optimizer,
         _replace_slots,
         _replace_slot,
@@ -127,34 +135,42 @@ def test_what_is_replaced_is_noticed(change: Any) -> None:
         assert all(x is walked[name] for x, name in zip(now, names, strict=True))
 
 
-def test_a_step_goes_on_with_what_was_replaced() -> None:
-    """A loaded optimizer and a new buffer between two steps, against the plain step."""
-    torch.manual_seed(0)
-    plain = _model().double()
-    ours = copy.deepcopy(plain)
-    optimizers = [torch.optim.AdamW(m.parameters(), 0.1) for m in (plain, ours)]
-    step = tutti.distribute(train_step, ours, optimizers[1], "")
+def _train_beside_plain(
+    model: nn.Module, kind: type[torch.optim.Optimizer], replace: Callable[..., None]
+) -> tuple[nn.Module, tutti.Step, Tensor]:
+    """Three steps of `model` and of a plain twin, with `replace(model, optimizer, k)` after each."""
+    plain, ours = copy.deepcopy(model), model
+    pairs = [(m, kind(m.parameters(), 0.1)) for m in (plain, ours)]  # type: ignore[call-arg]
+    step = tutti.distribute(train_step, ours, pairs[1][1], "")
     x = torch.randn(4, 3, dtype=torch.float64)
-    for _ in range(3):
-        assert torch.allclose(train_step(plain, optimizers[0], x), step(x), rtol=1e-12)
-        for model, optimizer in zip((plain, ours), optimizers, strict=True):
-            _inner(model)[1].running_mean = torch.full((3,), 0.5, dtype=torch.float64)
-            _load_optimizer(model, optimizer)
+    for k in range(3):
+        assert torch.allclose(train_step(*pairs[0], x), step(x), rtol=1e-12)
+        for pair in pairs:
+            replace(*pair, k)
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
         assert torch.allclose(a, b.detach(), rtol=1e-12)
+    return ours, step, x
+
+
+def test_a_step_goes_on_with_what_was_replaced() -> None:
+    """A loaded optimizer and a new buffer between two steps, against the plain step."""
+
+    def replace(model: nn.Module, optimizer: torch.optim.Optimizer, _: int) -> None:
+        _inner(model)[1].running_mean = torch.full((3,), 0.5, dtype=torch.float64)
+        _load_optimizer(model, optimizer)
+
+    torch.manual_seed(0)
+    _train_beside_plain(_model().double(), torch.optim.AdamW, replace)
 
 
 def test_a_parameter_whose_memory_was_replaced_is_followed() -> None:
+    def replace(model: Any, _: torch.optim.Optimizer, k: int) -> None:
+        model.weight.data = torch.full((3, 3), 0.1 * k, dtype=torch.float64)
+
     torch.manual_seed(0)
-    plain = nn.Linear(3, 3).double()
-    ours = copy.deepcopy(plain)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (plain, ours)]
-    step = tutti.distribute(train_step, ours, optimizers[1], "")
-    x = torch.randn(4, 3, dtype=torch.float64)
-    for k in range(3):
-        assert torch.allclose(train_step(plain, optimizers[0], x), step(x), rtol=1e-12)
-        new = torch.full((3, 3), 0.1 * k, dtype=torch.float64)
-        plain.weight.data, ours.weight.data = new.clone(), new
-    assert torch.equal(plain.weight, ours.weight)
+    model, step, x = _train_beside_plain(nn.Linear(3, 3).double(), torch.optim.SGD, replace)
+    weight = model.get_parameter("weight")
+    at, before = weight.data_ptr(), weight.detach().clone()
     step(x)
-    assert ours.weight.data_ptr() == new.data_ptr()  # updated where the user has put it
+    assert weight.data_ptr() == at  # updated where the user has put it
+    assert not torch.equal(weight, before)

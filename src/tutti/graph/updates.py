@@ -58,17 +58,29 @@ class Kernel:
     def overwriting(self) -> Callable[..., list[Tensor]]:
         """The function that overwrites, and returns what the functional op returns."""
 
-        def silent(*lists: Sequence[Tensor], **numbers: Any) -> None:
-            _play(self, lists, numbers)
-
         def overwrite(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
-            _play(self, lists, numbers)
+            self.overwrite(*lists, **numbers)
             return list(chain.from_iterable(lists[k] for k in self.written))
 
         overwrite.__name__ = f"{self.name}_"
         overwrite.written = self.written  # type: ignore[attr-defined]
-        overwrite.silent = silent  # type: ignore[attr-defined]
+        overwrite.silent = self.overwrite  # type: ignore[attr-defined]
         return overwrite
+
+    def overwrite(self, *lists: Sequence[Tensor], **numbers: Any) -> None:
+        """Run PyTorch's kernel, which takes it that all tensors of a parameter lie alike in memory."""
+        fused, numbers = _FUSED[self.name], {**numbers, **dict(self.constants)}
+        if all(map(Tensor.is_contiguous, chain.from_iterable(lists))):
+            fused(*lists, **numbers)
+            return
+        columns = [_alike([xs[i] for xs in lists if xs]) for i in range(len(lists[0]))]
+        given = [iter(c) for c in columns]
+        alike = [[next(g) for g in given] if xs else [] for xs in lists]
+        fused(*alike, **numbers)
+        for k in self.written:
+            for x, made in zip(lists[k], alike[k], strict=True):
+                if made is not x:
+                    x.copy_(made)
 
     def one_by_one(self, lists: Sequence[Any]) -> Iterator[tuple[list[list[Any]], list[Any]]]:
         """For each parameter its own lists, and what of them is written."""
@@ -115,22 +127,6 @@ KERNELS = (
 _FUSED: dict[str, Callable[..., Any]] = {k.name: getattr(torch, k.fused_name) for k in KERNELS}
 
 
-def _play(kernel: Kernel, lists: Lists, numbers: dict[str, Any]) -> None:
-    """Run the kernel, which takes it that all tensors of a parameter lie alike in memory."""
-    fused, numbers = _FUSED[kernel.name], {**numbers, **dict(kernel.constants)}
-    if all(map(Tensor.is_contiguous, chain.from_iterable(lists))):
-        fused(*lists, **numbers)
-        return
-    columns = [_alike([xs[i] for xs in lists if xs]) for i in range(len(lists[0]))]
-    given = [iter(c) for c in columns]
-    alike = [[next(g) for g in given] if xs else [] for xs in lists]
-    fused(*alike, **numbers)
-    for k in kernel.written:
-        for x, made in zip(lists[k], alike[k], strict=True):
-            if made is not x:
-                x.copy_(made)
-
-
 def _alike(tensors: list[Tensor]) -> list[Tensor]:
     """The tensors of one parameter, those copied that do not lie as the parameter does."""
     dense = torch.empty_like(tensors[0])  # keeps strides where they leave no gaps
@@ -157,9 +153,6 @@ def _register(kernel: Kernel) -> None:
         own = [[x.clone() for x in xs] if k in kernel.written else xs for k, xs in enumerate(lists)]
         return kernel.overwriting(*own, **numbers)
 
-    def overwrite(*lists: Sequence[Tensor], **numbers: Any) -> None:
-        _play(kernel, lists, numbers)
-
     def fake(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
         return [torch.empty_like(x) for k in kernel.written for x in lists[k]]
 
@@ -167,7 +160,7 @@ def _register(kernel: Kernel) -> None:
         return None
 
     _LIBRARY.impl(kernel.name, new, "CompositeExplicitAutograd")
-    _LIBRARY.impl(f"{kernel.name}_", overwrite, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{kernel.name}_", kernel.overwrite, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tutti::{kernel.name}", fake, lib=_LIBRARY)
     torch.library.register_fake(f"tutti::{kernel.name}_", fake_overwrite, lib=_LIBRARY)
 

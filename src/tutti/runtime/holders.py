@@ -9,14 +9,12 @@ by a few calls that go through many tables each.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from operator import is_
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.capture.lift import StateTensor
-from tutti.runtime.tables import Table, reader, values_of
+from tutti.runtime.tables import Table, are_same, read, reader, values_of
 
 
 class Holders:
@@ -42,29 +40,29 @@ class Holders:
         if any(one.state is not state for one, state in self._optimizers):
             return None
         found = values_of(self._fixed)
-        if len(found) != len(self._held) or not all(map(is_, found, self._held)):
+        if not are_same(found, self._held):
             return None
         try:
-            for read, tables in self._readers:
-                found += chain.from_iterable(map(read, tables))
+            found += read(self._readers, self._tables)
         except KeyError:
             return None
         return [*map(found.__getitem__, self._order)]
 
     def _plan(self, wanted: list[tuple[Table, str]]) -> None:
-        """Which of the values held each wanted one is, or how to read it; tables with equal keys together."""
+        """Which of the values held each wanted one is, or how to read it."""
         held = {id(x): i for i, x in enumerate(self._held)}
-        free = [(table, key) for table, key in wanted if id(table[key]) not in held]
-        keys_of: dict[int, list[str]] = {}
-        for table, key in free:
-            keys_of.setdefault(id(table), []).append(key)
-        alike: dict[tuple[str, ...], dict[int, Table]] = {}
-        for table, _ in free:
-            alike.setdefault(tuple(keys_of[id(table)]), {})[id(table)] = table
-        self._readers = [(reader(keys), [*tables.values()]) for keys, tables in alike.items()]
-        read = ((i, key) for keys, tables in alike.items() for i in tables for key in keys)
-        at = {place: len(self._held) + k for k, place in enumerate(read)}
-        self._order = [held.get(id(t[key]), at.get((id(t), key), -1)) for t, key in wanted]
+        keys_of: dict[int, tuple[Table, list[str]]] = {}
+        for table, key in wanted:
+            if id(table[key]) not in held:
+                keys_of.setdefault(id(table), (table, []))[1].append(key)
+        self._tables = [table for table, _ in keys_of.values()]
+        self._readers = [reader(tuple(keys)) for _, keys in keys_of.values()]
+        places = [(i, key) for i, (_, keys) in keys_of.items() for key in keys]
+        read_at = {place: len(self._held) + k for k, place in enumerate(places)}
+        self._order = [
+            held[id(table[key])] if id(table[key]) in held else read_at[id(table), key]
+            for table, key in wanted
+        ]
 
 
 def _places(

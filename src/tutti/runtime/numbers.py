@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 from typing import Any
 
 from tutti.capture.lift import SCHEDULED, hypers_of, numbers, optimizers_of
+from tutti.runtime.tables import are_same
 
 
 class Numbers:
@@ -23,7 +23,7 @@ class Numbers:
         """As `capture.lift.numbers`."""
         groups = [group for one in self._optimizers for group in one.param_groups]
         kinds = [_kind(group.get(key)) for group in groups for key in SCHEDULED]
-        if kinds != self._kinds or not all(map(is_, groups, self._groups)):
+        if kinds != self._kinds or not are_same(groups, self._groups):
             self._groups, self._kinds = groups, kinds
             hypers = hypers_of(self._optimizer)
             self._places = [

@@ -131,13 +131,12 @@ def placements(sharding: Sharding, mesh: Mesh) -> list[Any]:
 
 def local_of(x: Tensor) -> Tensor:
     """This rank's part of a state tensor, without autograd."""
-    if isinstance(x, DTensor):
-        return x._local_tensor
-    return x.detach() if x.requires_grad else x
+    own = held_by(x)
+    return own.detach() if own.requires_grad else own
 
 
 def held_by(x: Tensor) -> Tensor:
-    """This rank's part of a state tensor as it is, for use without a gradient mode."""
+    """This rank's part of a state tensor as it is, for use where gradients are off."""
     return x._local_tensor if isinstance(x, DTensor) else x
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
-from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +10,7 @@ from torch.optim import Optimizer
 
 from tutti.capture.lift import SCHEDULED
 from tutti.errors import CaptureError
-from tutti.runtime.tables import Reader, reader
+from tutti.runtime.tables import Reader, are_same, read, reader
 
 _NUMBERS = (int, float, bool, str, type(None))
 
@@ -42,26 +40,23 @@ class Signatures:
     def _attributes(self) -> int:
         """A number for the modules' plain attributes of now; they are gone through where one has changed."""
         tables = [m.__dict__ for m in self._modules]
-        if sum(map(len, tables)) != self._size or not self._are_held(tables):
+        size = sum(map(len, tables))
+        if size != self._size or not self._are_held(tables):
             plain = tuple(map(_plain, tables))
             self._number = self._met.setdefault(plain, len(self._met))
             self._readers = [reader(tuple(_own(table))) for table in tables]
-            held = self._values(tables)
+            held = read(self._readers, tables)
             # To remember a tensor would keep it alive.
             forget = any(isinstance(x, Tensor) for x in held)
-            self._size = -1 if forget else sum(map(len, tables))
+            self._size = -1 if forget else size
             self._held = [] if forget else held
         return self._number
 
     def _are_held(self, tables: list[dict[str, Any]]) -> bool:
         try:
-            return all(map(is_, self._values(tables), self._held))
+            return are_same(read(self._readers, tables), self._held)
         except KeyError:
             return False
-
-    def _values(self, tables: list[dict[str, Any]]) -> list[Any]:
-        found = [read(table) for read, table in zip(self._readers, tables, strict=True)]
-        return [*chain.from_iterable(found)]
 
 
 # What every module has: tables, which are walked where they matter.
