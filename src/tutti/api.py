@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tutti.capture.lift import create_slots, optimizers_of, state_of
-from tutti.capture.regions import quoted, user_line
+from tutti.capture.source import OnlyUsersFrames, quoted, user_line
 from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
@@ -137,18 +137,19 @@ def verify(
     laid_out = layout_now(layout)
     agreeing = compare_servers if laid_out.server else compare_replicas
     comparing = agreeing if laid_out.num_replicas > 1 else compare
-    return comparing(
-        train_step,
-        model,
-        optimizer,
-        tuple(batch),
-        laid_out,
-        place=place,
-        steps=steps,
-        dtype=dtype,
-        seed=seed,
-        cut=_names(cut),
-    )
+    with OnlyUsersFrames():
+        return comparing(
+            train_step,
+            model,
+            optimizer,
+            tuple(batch),
+            laid_out,
+            place=place,
+            steps=steps,
+            dtype=dtype,
+            seed=seed,
+            cut=_names(cut),
+        )
 
 
 # What a command that only looks at a script (verify, explain) does with a step instead of running it.
@@ -300,7 +301,7 @@ class Step:
                     module.training = training
                 return compiled
         modes = [(module, module.training) for module in self._modules]
-        with rarely_collected():
+        with rarely_collected(), OnlyUsersFrames():
             made = self._compile(batch)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         # A step that calls `model.train()` or `eval()` is found again from either mode.

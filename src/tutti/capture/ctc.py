@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.regions import quoted, user_line
+from tutti.capture.source import quoted, user_line
 from tutti.errors import CaptureError
 from tutti.graph.ctc import ctc_loss, ctc_slopes
 

@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
 from tutti.capture.overwrites import overwrites
 from tutti.capture.random_ops import RANDOM_OPS, answer
-from tutti.capture.regions import quoted
 from tutti.capture.sharing import Memory, written
+from tutti.capture.source import quoted
 from tutti.capture.verbatim import Copying, copyable
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw

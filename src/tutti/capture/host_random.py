@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from tutti.capture.regions import quoted, user_line
+from tutti.capture.source import quoted, user_line
 from tutti.errors import CaptureError
 
 

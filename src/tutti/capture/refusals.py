@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 
 from tutti.capture.lift import Hyper, optimizers_of
-from tutti.capture.regions import quoted, user_line
+from tutti.capture.source import quoted, user_line
 from tutti.errors import CaptureError, TuttiError
 
 

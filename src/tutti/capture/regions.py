@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,10 +23,8 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from tutti.capture.random_ops import RANDOM_OPS, rewinding
+from tutti.capture.source import quoted, user_line
 from tutti.errors import CaptureError
-
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
 
 
 @dataclass
@@ -76,24 +71,6 @@ def _name_outputs(module: str, out: Any) -> None:
 def _sequence_number() -> int:
     """The number that autograd gives to the next node."""
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
-
-
-def user_line() -> str:
-    """`file:line` of the innermost Python frame that belongs neither to torch nor to tutti."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((_HERE, _TORCH, "<")) and "contextlib" not in name:
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def quoted(source: str) -> str:
-    """`train.py:12  the line's text`."""
-    path, _, line = source.rpartition(":")
-    text = linecache.getline(path, int(line)).strip() if line.isdigit() else ""
-    return f"{source}  {text}".strip()
 
 
 def _reads_a_value(node: fx.Node, source: str) -> CaptureError:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.regions import quoted
+from tutti.capture.source import quoted
 from tutti.errors import CaptureError
 from tutti.graph.edit import Emit, inverse, permuted, shaped, source_of
 

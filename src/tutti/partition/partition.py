@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.capture.canonical import erase_dead
-from tutti.capture.regions import quoted
+from tutti.capture.source import quoted
 from tutti.capture.step import Captured
 from tutti.errors import ShardingError
 from tutti.graph import collectives

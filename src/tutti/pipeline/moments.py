@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.regions import quoted
+from tutti.capture.source import quoted
 from tutti.errors import ShardingError
 from tutti.graph import collectives
 from tutti.graph.edit import NOTES, source_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from tutti.capture.regions import quoted
+from tutti.capture.source import quoted
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
