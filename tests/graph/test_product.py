@@ -113,20 +113,6 @@ def test_memory_beside_the_result(turned: bool) -> None:
     assert abs(nbytes - made.nbytes - predicted) < 2**18
 
 
-@ONEDNN
-@pytest.mark.parametrize("has_dispatcher", [True, False])
-def test_the_function_behind_the_op(has_dispatcher: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dispatcher's own call, and the overload's where PyTorch has no such call."""
-    assert hasattr(torch._C, "_dispatch_call_boxed")
-    if not has_dispatcher:
-        monkeypatch.delattr(torch._C, "_dispatch_call_boxed")
-    x, weight, bias = numbers(64, 32), numbers(48, 32), torch.arange(48.0)
-    function, *first = module.onednn_linear.__wrapped__()
-    assert len(first) == has_dispatcher
-    found = function(*first, x, weight, bias, "none", (), None)
-    torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.filterwarnings("ignore:TF32")  # of leaving `flags`
 @pytest.mark.parametrize(
     ("vendor", "capability", "faster"),

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tutti.layout import Mesh
-from tutti.runtime.direct import DIRECT
+from tutti.runtime.direct import DIRECT, direct
 from tutti.runtime.generate import generate
 
 aten = torch.ops.aten
@@ -100,19 +100,70 @@ def test_a_binding_does_as_its_op(op: Any) -> None:
     assert places == [any(x is y for y in after) for x in tree_leaves(want)]
 
 
+# Without a binding: several results, none, options by name, an optional text, one of ours.
+UNBOUND: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (aten.gelu_backward.default, (square(), square(1)), {"approximate": "tanh"}),
+    (
+        aten.native_layer_norm_backward.default,
+        (square(), square(1), [4], *[square(2)[:, :1]] * 2, square()[0], None, [True, True, False]),
+        {},
+    ),
+    (aten._foreach_add_.Scalar, ([square(), square(1)], 1), {}),
+    (aten.arange.start, (1, 5), {"dtype": torch.float64, "device": torch.device("cpu")}),
+    (aten.round.decimals, (square(),), {"decimals": 1}),
+    (aten.cumsum.out, (square(), 1), {"out": torch.zeros(4, 4)}),
+    (torch.ops.tutti.product.default, (square(), square(1)), {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("has_dispatcher", [True, False])
+@pytest.mark.parametrize(("op", "given", "options"), UNBOUND, ids=lambda x: str(x)[:30])
+def test_an_op_without_a_binding(
+    op: Any,
+    given: tuple[Any, ...],
+    options: dict[str, Any],
+    has_dispatcher: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the dispatcher's own call, and by the overload's where PyTorch has no such call."""
+    assert op not in DIRECT and hasattr(torch._C, "_dispatch_call_boxed")
+    if not has_dispatcher:
+        monkeypatch.delattr(torch._C, "_dispatch_call_boxed")
+    function, *first = direct(op)
+    assert len(first) == has_dispatcher
+    own, other = (tree_map_only(Tensor, torch.clone, (given, options)) for _ in range(2))
+    want, got = op(*own[0], **own[1]), function(*first, *other[0], **other[1])
+    assert type(want) is type(got)
+    for a, b in zip(tree_leaves((want, own)), tree_leaves((got, other)), strict=True):
+        assert torch.equal(a, b) if isinstance(a, Tensor) else a == b
+
+
+@pytest.mark.parametrize("exponent", [2, 2.0, 3, 0.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_a_square_is_a_power(exponent: float, dtype: torch.dtype) -> None:
+    x = (torch.linspace(-3, 3, 200) * 7).to(dtype)
+    got, want, text = written(aten.pow.Tensor_Scalar, x, exponent)
+    assert got.dtype == want.dtype and torch.equal(got.nan_to_num(), want.nan_to_num())
+    assert ("square()" in text) == (exponent == 2 and want.dtype == dtype)
+
+
 def viewed(op: Any, *args: Any) -> tuple[Tensor, Tensor, str]:
     """A view by generated code, by the op, and the code."""
-    x = torch.arange(4 * 6 * 5.0).view(4, 6, 5)[:, :, : args[0]]
+    return written(op, torch.arange(4 * 6 * 5.0).view(4, 6, 5)[:, :, : args[0]], *args[1:])
+
+
+def written(op: Any, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, str]:
+    """What generated code makes, what the op makes, and the code."""
     graph = fx.Graph()
     node = graph.placeholder("x")
     node.meta = {"val": x}
-    want = op(x, *args[1:])
-    made = graph.call_function(op, (node, *args[1:]))
+    want = op(x, *rest)
+    made = graph.call_function(op, (node, *rest))
     made.meta = {"val": want}
     graph.output(([made], []))
-    written = generate(graph, nn.Module(), None, Mesh(()), {})
-    (got,), _ = written.function([x], None)
-    return got, want, written.text
+    generated = generate(graph, nn.Module(), None, Mesh(()), {})
+    (got,), _ = generated.function([x], None)
+    return got, want, generated.text
 
 
 @pytest.mark.parametrize(

@@ -41,18 +41,9 @@ torch.library.register_fake("tutti::product", _fake_product, lib=_LIBRARY)
 product = torch.ops.tutti.product.default
 
 
-@cache
-def onednn_linear() -> tuple[Any, ...]:
-    """The function behind the op, its first arguments; `(x, weight, bias, "none", (), None)` follow:
-    all float32, the bias contiguous.
-
-    The dispatcher's own call reads arguments in half the time that the overload takes.
-    """
-    bindings: Any = torch._C
-    if hasattr(bindings, "_dispatch_call_boxed"):
-        handle = bindings._dispatch_find_schema_or_throw("mkldnn::_linear_pointwise", "")
-        return bindings._dispatch_call_boxed, handle
-    return (_ONEDNN._linear_pointwise.default._op,)
+def onednn_linear() -> torch._ops.OpOverload:
+    """The op behind it; takes `(x, weight, bias, "none", (), None)`: all float32, the bias contiguous."""
+    return _ONEDNN._linear_pointwise.default
 
 
 def is_faster() -> bool:

@@ -19,7 +19,7 @@ from tutti.graph.liveness import last_uses
 from tutti.graph.loop import Body, loop, post
 from tutti.graph.product import onednn_linear, product
 from tutti.layout import Mesh, Sharding
-from tutti.runtime.direct import direct, shorter_view
+from tutti.runtime.direct import direct, shorter
 from tutti.runtime.fixed import Fixed
 
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
@@ -192,21 +192,24 @@ class _Writer:
             return f"{self._text(node.args[0])}[{node.args[1]}]"
         if node.target is product and node.meta["val"].dtype == torch.float32:
             return self._product(*node.args)
-        if (view := shorter_view(node)) is not None:
-            return f"{self._text(node.args[0])}.{view}"
+        if (method := shorter(node)) is not None:
+            return f"{self._text(node.args[0])}.{method}"
         if function in INFIX and len(node.args) == 2:
             a, b = node.args
             return f"{self._text(a)} {INFIX[function]} {self._text(b)}"
         arguments = [self._text(a) for a in node.args]
         arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
-        return f"{self._constant(direct(function))}({', '.join(arguments)})"
+        return self._call(function, arguments)
 
     def _product(self, x: Any, weight: Any, bias: Any = None) -> str:
         """As the op does it, without a dispatcher and a Python function in between."""
-        function, *first = map(self._constant, onednn_linear())
-        given = [*first, self._text(x), self._text(weight)]
-        given.append("None" if bias is None else f"{self._text(bias)}.contiguous()")
-        return f"{function}({', '.join(given)}, 'none', (), None)"
+        own = "None" if bias is None else f"{self._text(bias)}.contiguous()"
+        given = [self._text(x), self._text(weight), own, "'none'", "()", "None"]
+        return self._call(onednn_linear(), given)
+
+    def _call(self, function: Any, arguments: list[str]) -> str:
+        function, *first = map(self._constant, direct(function))
+        return f"{function}({', '.join([*first, *arguments])})"
 
     def _partialized(self, node: fx.Node) -> str | None:
         """Zeros that stay, on ranks that are not the first of a group; None where they may not."""
