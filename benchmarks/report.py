@@ -74,7 +74,7 @@ def findings(result: Result) -> Iterator[Table]:
     found = list(verdicts(result))
     if found:
         rows = [
-            [f"{v.model}: {v.what}", f"{v.measured:.3f}", f"{v.limit:.2f}", "yes" if v.is_met else "no"]
+            [f"{v.subject}: {v.what}", f"{v.measured:.3f}", f"{v.limit:.2f}", "yes" if v.is_met else "no"]
             for v in found
         ]  # fmt: skip
         yield Table("Targets", ["target", "measured", "at most", "met"], rows)

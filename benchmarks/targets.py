@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.result import Race, Result
+from tutti.comm.failure import format_nbytes
 
 SMALL, LARGE = ("gpt-3.7M",), ("gpt-29.5M", "gpt-51M")
 GPTS = SMALL + LARGE
@@ -42,12 +43,14 @@ TARGETS = (
 )
 # Of a step; see `python_share`.
 PYTHON_SHARE = 0.03
+# Of Gloo's time, as a program plays a collective; a sum of more bytes is bound by memory.
+COLLECTIVE, LARGE_SUM, MOST_NBYTES = 0.10, 0.25, 4_200_000
 
 
 class Verdict(NamedTuple):
-    """A target on one model."""
+    """A target on one model or collective."""
 
-    model: str
+    subject: str
     what: str
     measured: float
     limit: float
@@ -74,3 +77,13 @@ def verdicts(result: Result) -> Iterator[Verdict]:
                 what = f"Python in {entry.way}"
                 share = entry.shares.get("sampled", entry.shares["outside"])
                 yield Verdict(race.model, what, share, PYTHON_SHARE)
+    for move in result.collectives:
+        name, nbytes, seconds = move["name"], move["nbytes"], move["seconds"]
+        if "in a program" in seconds:
+            is_large_sum = name == "all_reduce" and nbytes > MOST_NBYTES
+            yield Verdict(
+                f"{name}, {format_nbytes(nbytes)}",
+                "time in a program / gloo",
+                seconds["in a program"] / seconds["gloo"],
+                LARGE_SUM if is_large_sum else COLLECTIVE,
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from benchmarks.harness import Entry
 from benchmarks.machine import describe, slug
 from benchmarks.report import draw, markdown, race_table, tables, write
 from benchmarks.result import Race, Result
-from benchmarks.targets import verdicts
+from benchmarks.targets import Verdict, verdicts
 
 
 def entry(way: str, units: int, seconds: list[float], nbytes: int = 0, error: str = "") -> Entry:
@@ -35,8 +36,24 @@ def result() -> Result:
     ]
     race = Race("gpt-29.5M", "tokens", 29_453_312, {"depth": 4}, entries)
     move = {"name": "all_reduce", "nbytes": 4_000_000, "seconds": {"gloo": 0.004, "tutti": 0.001}}
+    moves = [move, *(in_a_program(n, b, s) for n, b, s in IN_A_PROGRAM)]
     machine = {"processor": "Some CPU @ 2.00GHz", "cores": "2", "load before": "0.1"}
-    return Result("2000-01-02", machine, {"num_rounds": 3}, [race], [move])
+    return Result("2000-01-02", machine, {"num_rounds": 3}, [race], moves)
+
+
+def in_a_program(name: str, nbytes: int, seconds: float) -> dict[str, Any]:
+    took = {"gloo": 1.0, "tutti": 0.5, "in a program": seconds}
+    return {"name": name, "nbytes": nbytes, "seconds": took}
+
+
+# Of a second of Gloo's.
+IN_A_PROGRAM = [
+    ("all_reduce", 4_000_000, 0.2), ("all_reduce", 100_000_000, 0.2), ("all_gather", 100_000_000, 0.05),
+]  # fmt: skip
+
+
+def judged(result: Result) -> list[Verdict]:
+    return [v._replace(measured=round(v.measured, 3)) for v in verdicts(result)]
 
 
 def row(result: Result, way: str) -> list[str]:
@@ -68,13 +85,23 @@ def test_a_way_that_failed_says_why(result: Result) -> None:
 
 
 def test_targets_are_judged_where_there_are_figures(result: Result) -> None:
-    found = {v.what: (round(v.measured, 3), v.limit, v.is_met) for v in verdicts(result)}
+    found = {v.what: v[2:] for v in judged(result) if v.subject == "gpt-29.5M"}
     assert found == {
-        "time of tutti data=2 / ddp": (0.667, 0.80, True),
-        "time of tutti data=2 zero=3 / fsdp2": (0.375, 0.45, True),
-        "memory of tutti data=2 zero=3 / fsdp2": (1.2, 1.0, False),
-        "Python in tutti data=2": (0.04, 0.03, False),
+        "time of tutti data=2 / ddp": (0.667, 0.80),
+        "time of tutti data=2 zero=3 / fsdp2": (0.375, 0.45),
+        "memory of tutti data=2 zero=3 / fsdp2": (1.2, 1.0),
+        "Python in tutti data=2": (0.04, 0.03),
     }
+    assert [v.is_met for v in judged(result)][:4] == [True, True, False, False]
+
+
+def test_collectives_are_judged_as_a_program_plays_them(result: Result) -> None:
+    found = [v for v in judged(result) if v.subject != "gpt-29.5M"]
+    assert [(v.subject, *v[2:], v.is_met) for v in found] == [
+        ("all_reduce, 4 MB", 0.2, 0.1, False),
+        ("all_reduce, 100 MB", 0.2, 0.25, True),
+        ("all_gather, 100 MB", 0.05, 0.1, True),
+    ]
 
 
 def test_the_page_has_every_table(result: Result) -> None:
