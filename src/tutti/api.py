@@ -35,6 +35,7 @@ from tutti.report.records import Record, records
 from tutti.report.servers import explain_servers
 from tutti.runtime import checkpoint
 from tutti.runtime.collector import rarely_collected
+from tutti.runtime.cuda_graph import op_by_op
 from tutti.runtime.execute import Execution
 from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
@@ -467,7 +468,8 @@ class Step:
 
         Call it after a first plain step: a first call captures. On a CPU it runs under PyTorch's profiler.
         """
-        nbytes, result = peak_nbytes(lambda: self(*batch), run_device(self.model))
+        with op_by_op():
+            nbytes, result = peak_nbytes(lambda: self(*batch), run_device(self.model))
         if self._last is not None:
             self._last.measured = nbytes
         return result

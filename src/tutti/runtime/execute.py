@@ -32,6 +32,7 @@ from tutti.planner.stages import forecast
 from tutti.runtime.allocator import give_back_now, keep_freed_memory
 from tutti.runtime.checked import Checked
 from tutti.runtime.collector import rarely_collected
+from tutti.runtime.cuda_graph import CudaGraph, asked_for, obstacle, say_why
 from tutti.runtime.edges import Places, edges_of, in_common
 from tutti.runtime.generate import Generated, generate
 from tutti.runtime.loops import Loops
@@ -79,6 +80,7 @@ class Execution:
         self._lodger: Lodger | None = None
         self.graph: fx.Graph | None = None
         self._generated: Generated | None = None
+        self._recorded: CudaGraph | None = None
 
     @property
     def generated(self) -> Generated:
@@ -96,7 +98,16 @@ class Execution:
                     lodged=self._lodger.lodged if self._lodger is not None else {},
                 )
             give_back_now()
+            if asked_for():
+                self._recorded = self._to_record(self.graph, self._generated)
         return self._generated
+
+    def _to_record(self, graph: fx.Graph, generated: Generated) -> CudaGraph | None:
+        """The program as a CUDA graph to be, or None and a line why not."""
+        device = self._home.device
+        if why_not := obstacle(self.program, graph, self.donated, device):
+            return say_why(why_not)
+        return CudaGraph(self.program, graph, generated.function, device)
 
     def _optimized(self) -> fx.Graph:
         """The graph to run, and room for it in shared memory; without that where there is no room."""
@@ -157,7 +168,8 @@ class Execution:
             False
         )  # `torch.no_grad` runs 60 us of Python around a step that begins cold
         try:
-            function = self.generated.function
+            generated = self.generated
+            function = self._recorded or generated.function
             if self._lodger is not None:
                 self._lodger.prepare(inputs)
             return function(inputs, key)

@@ -1,0 +1,236 @@
+"""A step on one GPU as one CUDA graph: its kernels are recorded once and started by one launch from then on.
+
+A recording keeps the addresses that its kernels read and write, and Python's numbers as they stood. State is
+therefore overwritten where it lies, a batch is copied to where the recording reads it, and what the step
+returns is copied out. A learning rate that only fused updates read is a tensor; when another number changes,
+or state has moved, the step is recorded anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph import collectives
+from tutti.graph.draw import draw
+from tutti.graph.loop import graphs_of
+from tutti.graph.updates import KERNELS
+from tutti.partition.partition import Program
+
+CUDA_GRAPH = "TUTTI_CUDA_GRAPH"
+# Calls that are played op by op first: libraries set themselves up when they are first used.
+NUM_WARM_UP = 2
+MOST_RECORDINGS = 8
+
+Function = Callable[[list[Any], Callable[[int], int]], tuple[list[Any], list[Any]]]
+# Records what a call starts; returns what starts it all again, and the call's result.
+Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+
+# Ops that make or take a number of Python's, which a recording would keep.
+_ON_HOST: dict[Any, str] = {
+    draw: "draws random numbers",
+    collectives.draw_part: "draws random numbers",
+    torch.ops.aten._local_scalar_dense.default: "reads a value of a tensor",
+}
+_BY_OPS: ContextVar[bool] = ContextVar("by_ops", default=False)
+
+
+@contextlib.contextmanager
+def op_by_op() -> Iterator[None]:
+    """Steps called inside are not replayed: their ops allocate, and so can be measured."""
+    token = _BY_OPS.set(True)
+    try:
+        yield
+    finally:
+        _BY_OPS.reset(token)
+
+
+def on_gpu(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """A `Recorder`: the kernels that `call` starts on the current GPU, none of which runs yet."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads, which bring the next batch, may allocate meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = call()
+    return graph.replay, result
+
+
+RECORDERS: dict[str, Recorder] = {"cuda": on_gpu}  # by the kind of device
+
+
+def asked_for() -> bool:
+    """Whether the user wants steps recorded."""
+    return os.environ.get(CUDA_GRAPH, "") not in ("", "0")
+
+
+def obstacle(
+    program: Program, graph: fx.Graph, donated: frozenset[str], device: torch.device
+) -> str:
+    """Why a program that runs as `graph` cannot be recorded; empty where it can."""
+    if device.type not in RECORDERS:
+        return f"its model lies on {device.type}"
+    if program.layout.mesh.num_ranks > 1:
+        return "it runs on several ranks"
+    for node in (n for one in graphs_of(graph) for n in one.nodes):
+        if node.target in _ON_HOST:
+            at = os.path.basename(node.meta.get("source") or "an unknown line")
+            return f"it {_ON_HOST[node.target]} at {at}"
+    for name, node in program.captured.placeholders.items():
+        val = node.meta["val"]
+        if isinstance(val, Tensor) and val.device.type != device.type:
+            return f'"{name}" lies on {val.device.type}'
+    kept = [name for name in program.captured.updated if name not in donated]
+    if kept:
+        return f'"{kept[0]}" shares memory with other state'
+    return ""
+
+
+@dataclass
+class _Recording:
+    replay: Callable[[], None]
+    returned: list[Any]
+    batch: list[Tensor]
+    rates: list[Tensor]
+    rates_now: list[float]
+    frozen: list[float]
+    places: list[Any]
+
+
+class CudaGraph:
+    """The function of a program, called as that is: recorded at its third call and replayed from there."""
+
+    def __init__(
+        self, program: Program, graph: fx.Graph, function: Function, device: torch.device
+    ) -> None:
+        self._function, self._device = function, device
+        captured = program.captured
+        names, kinds = captured.inputs, captured.kinds
+        is_number = [kinds[n] in ("hyper", "number") for n in names]
+        is_batch = [kinds[n] == "batch" for n in names]
+        rates = tensor_rates(graph, len(names))
+        self._rates = [k for k, number in enumerate(is_number) if number and k in rates]
+        self._frozen = [k for k, number in enumerate(is_number) if number and k not in rates]
+        self._batch = [k for k, batch in enumerate(is_batch) if batch]
+        fed = {*self._rates, *self._frozen, *self._batch}
+        self._state = [k for k in range(len(names)) if k not in fed]
+        self._names = names
+        self._updated = [names.index(n) for n in captured.updated]
+        self._recording: _Recording | None = None
+        self._num_calls = self.num_recordings = 0
+        self._given_up = False
+
+    def __call__(self, inputs: list[Any], key: Callable[[int], int]) -> tuple[list[Any], list[Any]]:
+        """(returned leaves, new state values); `inputs` is emptied."""
+        self._num_calls += 1
+        if self._given_up or self._num_calls <= NUM_WARM_UP or _BY_OPS.get():
+            return self._function(inputs, key)
+        recording = self._recording
+        if recording is None or not self._fits(recording, inputs):
+            recording = self._recorded(inputs, key)
+        if recording is None:
+            return self._function(inputs, key)
+        self._feed(recording, inputs)
+        recording.replay()
+        returned = [x.clone() if isinstance(x, Tensor) else x for x in recording.returned]
+        updates = [inputs[k] for k in self._updated]
+        inputs.clear()
+        return returned, updates
+
+    def _fits(self, recording: _Recording, inputs: Sequence[Any]) -> bool:
+        frozen = [inputs[k] for k in self._frozen]
+        return frozen == recording.frozen and self._places(inputs) == recording.places
+
+    def _places(self, inputs: Sequence[Any]) -> list[Any]:
+        """Where each state tensor lies."""
+        return [(inputs[k].data_ptr(), inputs[k].stride()) for k in self._state]
+
+    def _feed(self, recording: _Recording, inputs: Sequence[Any]) -> None:
+        for own, k in zip(recording.batch, self._batch, strict=True):
+            own.copy_(inputs[k], non_blocking=True)
+        rates = [inputs[k] for k in self._rates]
+        if rates != recording.rates_now:
+            for own, rate in zip(recording.rates, rates, strict=True):
+                own.fill_(rate)
+            recording.rates_now = rates
+
+    def _recorded(self, inputs: list[Any], key: Callable[[int], int]) -> _Recording | None:
+        """A recording for inputs like these; None, and none from now on, where there is to be none."""
+        before, self._recording = self._recording, None  # its memory is free for the next one
+        if self.num_recordings == MOST_RECORDINGS:
+            return self._give_up(self._changed(before, inputs))
+        self.num_recordings += 1
+        batch = [torch.empty_like(inputs[k]).copy_(inputs[k]) for k in self._batch]
+        rates = [torch.tensor(inputs[k], device=self._device) for k in self._rates]
+        given = list(inputs)
+        for k, own in zip([*self._batch, *self._rates], [*batch, *rates], strict=True):
+            given[k] = own
+
+        def play() -> list[Any]:
+            returned, updates = self._function(given, key)
+            elsewhere = [
+                (inputs[k], new.clone())  # what is new of one tensor may be what is old of another
+                for k, new in zip(self._updated, updates, strict=True)
+                if new is not inputs[k]
+            ]
+            for old, new in elsewhere:
+                old.copy_(new)
+            return returned
+
+        try:
+            replay, returned = RECORDERS[self._device.type](play)
+        except (
+            RuntimeError
+        ) as error:  # an op that waits for the GPU, as one that reads a value does
+            return self._give_up(str(error).partition("\n")[0])
+        self._recording = _Recording(
+            replay,
+            returned,
+            batch,
+            rates,
+            [inputs[k] for k in self._rates],
+            [inputs[k] for k in self._frozen],
+            self._places(inputs),
+        )
+        return self._recording
+
+    def _changed(self, before: _Recording | None, inputs: Sequence[Any]) -> str:
+        """What a recording does not fit any more for."""
+        assert before is not None
+        for k, value in zip(self._frozen, before.frozen, strict=True):
+            if inputs[k] != value:
+                return f"{self._names[k]} keeps changing"
+        return "its state keeps moving"
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        say_why(why)
+
+
+def say_why(why: str) -> None:
+    """One line that a step is not replayed as one CUDA graph."""
+    warnings.warn(f"{CUDA_GRAPH}: the step is played op by op, since {why}", stacklevel=2)
+
+
+def tensor_rates(graph: fx.Graph, num_inputs: int) -> set[int]:
+    """Places among the inputs of the numbers that may be float32 tensors: learning rates that fused updates
+    in place alone read."""
+    feeds = [n for n in graph.nodes if n.op == "placeholder"][:num_inputs]
+    updates = {kernel.overwriting for kernel in KERNELS}
+    return {
+        k
+        for k, feed in enumerate(feeds)
+        if feed.users
+        and all(user.target in updates and _as_rate(feed, user) for user in feed.users)
+    }
+
+
+def _as_rate(number: fx.Node, update: fx.Node) -> bool:
+    read = [name for name, value in update.kwargs.items() if value is number]
+    return read == ["lr"] and not any(number is x for x in update.args)
