@@ -185,9 +185,7 @@ class CudaGraph:
 
         try:
             replay, returned = RECORDERS[self._device.type](play)
-        except (
-            RuntimeError
-        ) as error:  # an op that waits for the GPU, as one that reads a value does
+        except RuntimeError as error:  # such as of an op that waits for the GPU
             return self._give_up(str(error).partition("\n")[0])
         self._recording = _Recording(
             replay,
