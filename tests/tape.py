@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -54,7 +55,7 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def record(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+def record(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """A `Recorder` as `cuda_graph` takes it."""
     tape = Tape()
     with tape:

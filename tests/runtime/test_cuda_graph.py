@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,27 @@ def test_what_changes_at_every_call_is_played_op_by_op(
     assert equal(replayed, losses) and equal(state_replayed, state)
 
 
+def test_a_recording_that_no_longer_fits_is_freed_before_the_next(
+    recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory, all activations, would be held twice."""
+    past: list[weakref.ref[Any]] = []
+
+    def watched(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+        assert all(replay() is None for replay in past)
+        replay, result = record(call, device)
+
+        def again() -> None:
+            replay()
+
+        past.append(weakref.ref(again))
+        return again, result
+
+    monkeypatch.setitem(RECORDERS, "cpu", watched)
+    step = trained(zoo.CASES["gpt"], after_3=_move, after_4=_decay)[2]
+    assert graph_of(step).num_recordings == len(past) == 3
+
+
 class Exchanging(nn.Module):
     """Its two buffers change places at each call."""
 
@@ -261,7 +283,7 @@ def test_a_model_on_a_cpu_is_played_op_by_op(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_recorded_is_played_op_by_op(
     recorded: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(call: Callable[[], Any]) -> Any:
+    def fail(call: Callable[[], Any], device: torch.device) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setitem(RECORDERS, "cpu", fail)

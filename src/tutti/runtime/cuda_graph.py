@@ -31,8 +31,8 @@ NUM_WARM_UP = 2
 MOST_RECORDINGS = 8
 
 Function = Callable[[list[Any], Callable[[int], int]], tuple[list[Any], list[Any]]]
-# Records what a call starts; returns what starts it all again, and the call's result.
-Recorder = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
+# Records what a call starts on a device; returns what starts it all again, and the call's result.
+Recorder = Callable[[Callable[[], Any], torch.device], tuple[Callable[[], None], Any]]
 
 # Ops that make or take a number of Python's, which a recording would keep.
 _ON_HOST: dict[Any, str] = {
@@ -53,11 +53,17 @@ def op_by_op() -> Iterator[None]:
         _BY_OPS.reset(token)
 
 
-def on_gpu(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A `Recorder`: the kernels that `call` starts on the current GPU, none of which runs yet."""
+def on_gpu(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """A `Recorder`: the kernels that `call` starts on a GPU, none of which runs yet."""
     graph = torch.cuda.CUDAGraph()
-    # Other threads, which bring the next batch, may allocate meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    # A stream is of one GPU, which need not be the current one. Other threads, which bring the next batch,
+    # may allocate meanwhile.
+    with (
+        torch.cuda.device(device),
+        torch.cuda.graph(
+            graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"
+        ),
+    ):
         result = call()
     return graph.replay, result
 
@@ -132,8 +138,11 @@ class CudaGraph:
         if self._given_up or self._num_calls <= NUM_WARM_UP or _BY_OPS.get():
             return self._function(inputs, key)
         recording = self._recording
-        if recording is None or not self._fits(recording, inputs):
+        if recording is None:
             recording = self._recorded(inputs, key)
+        elif why := self._misfit(recording, inputs):
+            recording = self._recording = None  # its memory is free for the next one
+            recording = self._recorded(inputs, key, why)
         if recording is None:
             return self._function(inputs, key)
         self._feed(recording, inputs)
@@ -143,9 +152,12 @@ class CudaGraph:
         inputs.clear()
         return returned, updates
 
-    def _fits(self, recording: _Recording, inputs: Sequence[Any]) -> bool:
-        frozen = [inputs[k] for k in self._frozen]
-        return frozen == recording.frozen and self._places(inputs) == recording.places
+    def _misfit(self, recording: _Recording, inputs: Sequence[Any]) -> str:
+        """What a recording does not fit any more for; empty where it fits."""
+        for k, value in zip(self._frozen, recording.frozen, strict=True):
+            if inputs[k] != value:
+                return f"{self._names[k]} keeps changing"
+        return "" if self._places(inputs) == recording.places else "its state keeps moving"
 
     def _places(self, inputs: Sequence[Any]) -> list[Any]:
         """Where each state tensor lies."""
@@ -160,11 +172,13 @@ class CudaGraph:
                 own.fill_(rate)
             recording.rates_now = rates
 
-    def _recorded(self, inputs: list[Any], key: Callable[[int], int]) -> _Recording | None:
-        """A recording for inputs like these; None, and none from now on, where there is to be none."""
-        before, self._recording = self._recording, None  # its memory is free for the next one
+    def _recorded(
+        self, inputs: list[Any], key: Callable[[int], int], why: str = ""
+    ) -> _Recording | None:
+        """A recording for inputs like these, made anew for a reason; None, and none from now on, where there
+        is to be none."""
         if self.num_recordings == MOST_RECORDINGS:
-            return self._give_up(self._changed(before, inputs))
+            return self._give_up(why)
         self.num_recordings += 1
         batch = [torch.empty_like(inputs[k]).copy_(inputs[k]) for k in self._batch]
         rates = [torch.tensor(inputs[k], device=self._device) for k in self._rates]
@@ -184,7 +198,7 @@ class CudaGraph:
             return returned
 
         try:
-            replay, returned = RECORDERS[self._device.type](play)
+            replay, returned = RECORDERS[self._device.type](play, self._device)
         except RuntimeError as error:  # such as of an op that waits for the GPU
             return self._give_up(str(error).partition("\n")[0])
         self._recording = _Recording(
@@ -197,14 +211,6 @@ class CudaGraph:
             self._places(inputs),
         )
         return self._recording
-
-    def _changed(self, before: _Recording | None, inputs: Sequence[Any]) -> str:
-        """What a recording does not fit any more for."""
-        assert before is not None
-        for k, value in zip(self._frozen, before.frozen, strict=True):
-            if inputs[k] != value:
-                return f"{self._names[k]} keeps changing"
-        return "its state keeps moving"
 
     def _give_up(self, why: str) -> None:
         self._given_up = True
