@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from tutti.runtime.cuda_graph import (
     MOST_RECORDINGS,
     NUM_WARM_UP,
     RECORDERS,
+    WATCHES,
     CudaGraph,
     obstacle,
     op_by_op,
@@ -232,23 +234,11 @@ def test_nothing_is_recorded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
         assert step._last.execution._recorded is None
 
 
-def count_step(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
-    loss = (model.weight * x).sum()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    model.front.add_(1)
-    return loss
-
-
-@pytest.mark.usefixtures("recorded")
-def test_state_in_the_memory_of_other_state_is_played_op_by_op() -> None:
-    model = Exchanging()
-    model.register_buffer("whole", torch.zeros(8))
-    model.register_buffer("front", model.whole[:4])  # type: ignore[index]
-    step = tutti.distribute(count_step, model, SGD(model.parameters(), 0.125))
-    with pytest.warns(UserWarning, match='op by op, since "front" shares memory'):
-        step(torch.ones(4))
+def test_state_that_may_not_be_overwritten_is_played_op_by_op(recorded: None) -> None:
+    step = trained(zoo.CASES["gpt"], 1)[2]
+    program, execution = step.program, step._last.execution
+    found = obstacle(program, execution.graph, frozenset(), torch.device("cpu"))
+    assert found == f'"{program.captured.updated[0]}" shares memory with other state'
 
 
 @pytest.mark.usefixtures("recorded")
@@ -287,11 +277,46 @@ def test_what_cannot_be_recorded_is_played_op_by_op(
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setitem(RECORDERS, "cpu", fail)
-    with pytest.warns(UserWarning, match="since operation not permitted when stream is capturing$"):
+    with pytest.warns(UserWarning, match="since operation not permitted when stream is capturing "):
         losses, state, _ = trained(zoo.CASES["gpt"])
     monkeypatch.delenv(CUDA_GRAPH)
     wanted, state_wanted, _ = trained(zoo.CASES["gpt"])
     assert equal(losses, wanted) and equal(state, state_wanted)
+
+
+def test_a_step_that_waits_for_the_gpu_is_never_recorded(
+    recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(call: Callable[[], Any], device: torch.device) -> Any:
+        raise AssertionError("recorded")
+
+    monkeypatch.setitem(RECORDERS, "cpu", refuse)
+    told = "called a synchronizing CUDA operation"
+    monkeypatch.setitem(WATCHES, "cpu", lambda: contextlib.nullcontext([told]))
+    with pytest.warns(UserWarning, match=f"since an op waits for the GPU: {told}"):
+        losses, _, _ = trained(zoo.CASES["gpt"])
+    assert len(losses) == NUM_STEPS
+
+
+def test_a_constant_elsewhere_is_played_op_by_op(recorded: None) -> None:
+    table = torch.arange(4.0)
+
+    def lookup_step(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss = (model(x) * table).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model = nn.Linear(4, 4)
+    step = tutti.distribute(lookup_step, model, SGD(model.parameters(), 0.125))
+    step(torch.ones(2, 4))
+    program, execution = step.program, step._last.execution
+    given = (program, execution.graph, execution.donated, torch.device("cpu"))
+    assert obstacle(*given) == ""
+    constant = next(n for n in execution.graph.nodes if n.op == "get_attr")
+    constant.meta["val"] = constant.meta["val"].to("meta")
+    assert obstacle(*given) == "a constant of shape [4] lies on meta"
 
 
 @pytest.mark.usefixtures("recorded")

@@ -53,21 +53,49 @@ def op_by_op() -> Iterator[None]:
         _BY_OPS.reset(token)
 
 
+# One stream for each GPU: libraries keep a workspace for every stream that they have met.
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
 def on_gpu(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """A `Recorder`: the kernels that `call` starts on a GPU, none of which runs yet."""
     graph = torch.cuda.CUDAGraph()
-    # A stream is of one GPU, which need not be the current one. Other threads, which bring the next batch,
-    # may allocate meanwhile.
-    with (
-        torch.cuda.device(device),
-        torch.cuda.graph(
-            graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"
-        ),
-    ):
-        result = call()
+    # A stream is of one GPU, which need not be the current one.
+    with torch.cuda.device(device):
+        stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))
+        before = torch.cuda.current_stream(device)
+        try:
+            # Other threads, which bring the next batch, may allocate meanwhile.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                result = call()
+        finally:
+            torch.cuda.set_stream(before)  # where a recording fails, PyTorch leaves its own
     return graph.replay, result
 
 
+@contextlib.contextmanager
+def waits_on_gpu() -> Iterator[list[str]]:
+    """The messages of PyTorch about ops called inside that wait for the GPU, once it is left."""
+    found: list[str] = []
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for one in caught:
+        if "synchronizing" in str(one.message):
+            found.append(str(one.message))
+        else:
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+
+
+# What tells of waits inside, by the kind of device.
+WATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[list[str]]]] = {
+    "cuda": waits_on_gpu
+}
 RECORDERS: dict[str, Recorder] = {"cuda": on_gpu}  # by the kind of device
 
 
@@ -92,6 +120,11 @@ def obstacle(
         val = node.meta["val"]
         if isinstance(val, Tensor) and val.device.type != device.type:
             return f'"{name}" lies on {val.device.type}'
+    for one in graphs_of(graph):
+        for node in (n for n in one.nodes if n.op == "get_attr"):
+            val = node.meta.get("val")
+            if isinstance(val, Tensor) and val.device.type != device.type and val.dim():
+                return f"a constant of shape {list(val.shape)} lies on {val.device.type}"
     kept = [name for name in program.captured.updated if name not in donated]
     if kept:
         return f'"{kept[0]}" shares memory with other state'
@@ -135,7 +168,9 @@ class CudaGraph:
     def __call__(self, inputs: list[Any], key: Callable[[int], int]) -> tuple[list[Any], list[Any]]:
         """(returned leaves, new state values); `inputs` is emptied."""
         self._num_calls += 1
-        if self._given_up or self._num_calls <= NUM_WARM_UP or _BY_OPS.get():
+        if self._num_calls == NUM_WARM_UP:
+            return self._watched(inputs, key)
+        if self._given_up or self._num_calls < NUM_WARM_UP or _BY_OPS.get():
             return self._function(inputs, key)
         recording = self._recording
         if recording is None:
@@ -151,6 +186,15 @@ class CudaGraph:
         updates = [inputs[k] for k in self._updated]
         inputs.clear()
         return returned, updates
+
+    def _watched(self, inputs: list[Any], key: Callable[[int], int]) -> tuple[list[Any], list[Any]]:
+        """A call op by op that tells whether there may be a recording: a failed one cannot be taken back."""
+        watch = WATCHES.get(self._device.type, _nothing_to_watch)
+        with watch() as waits:
+            result = self._function(inputs, key)
+        if waits:
+            self._give_up(f"an op waits for the GPU: {waits[0]}")
+        return result
 
     def _misfit(self, recording: _Recording, inputs: Sequence[Any]) -> str:
         """What a recording does not fit any more for; empty where it fits."""
@@ -199,8 +243,11 @@ class CudaGraph:
 
         try:
             replay, returned = RECORDERS[self._device.type](play, self._device)
-        except RuntimeError as error:  # such as of an op that waits for the GPU
-            return self._give_up(str(error).partition("\n")[0])
+        except RuntimeError as error:
+            why = str(error).partition("\n")[0]
+            return self._give_up(
+                f"{why} (PyTorch's allocator may not recover: start again without)"
+            )
         self._recording = _Recording(
             replay,
             returned,
@@ -215,6 +262,10 @@ class CudaGraph:
     def _give_up(self, why: str) -> None:
         self._given_up = True
         say_why(why)
+
+
+def _nothing_to_watch() -> contextlib.AbstractContextManager[list[str]]:
+    return contextlib.nullcontext([])
 
 
 def say_why(why: str) -> None:
