@@ -50,6 +50,7 @@ from tutti.runtime.residence import (
     held_by,
     own_memory,
     refresh,
+    refuse_shared_memory,
     residence_of,
     run_device,
     set_local,
@@ -203,9 +204,8 @@ class Step:
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
         self._last: _Compiled | None = None
-        self._modules = list(model.modules())
         self._optimizers = optimizers_of(optimizer)
-        self._signatures = Signatures(self._modules, self._optimizers)
+        self._signatures = Signatures(model, self._optimizers)
         self._numbers = Numbers(optimizer)
         # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
         replicas = layout.num_replicas > 1 and bool(self._optimizers)
@@ -269,11 +269,14 @@ class Step:
         inputs = [*own, *given.values(), *self._own_rows(tensors)]
         run = execution.run_checked if checked else execution.run
         returned, updates = run(inputs, self.num_steps)
+        if checked:  # node by node, as the graph is: values, not memory
+            returned = [x.clone() if isinstance(x, Tensor) else x for x in returned]
         # Most are overwritten where they lie.
         if not are_same(updates, [own[at] for at in compiled.updated]):
-            for at, new in zip(compiled.updated, updates, strict=True):
-                if new is not own[at]:
-                    set_local(state[at], new)
+            both = zip(compiled.updated, updates, strict=True)
+            # What is new of one may be the tensor that held another.
+            for at, new in [(at, new.detach()) for at, new in both if new is not own[at]]:
+                set_local(state[at], new)
         # A state tensor that the step returns is no parameter to whoever reads it.
         return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in returned]
 
@@ -287,6 +290,8 @@ class Step:
         now = compiled.holders.tensors() if compiled.holders is not None else None
         if now is None:
             wanted = compiled.program.captured.state
+            if self.layout.num_ranks == 1:
+                create_slots(self.optimizer)  # where the user has cleared them
             compiled.holders = Holders(self.model, self._optimizers, wanted)
             now = compiled.holders.tensors()
             assert now is not None
@@ -301,7 +306,7 @@ class Step:
                 for module, training in compiled.modes:
                     module.training = training
                 return compiled
-        modes = [(module, module.training) for module in self._modules]
+        modes = [(module, module.training) for module in self._signatures.modules]
         with rarely_collected(), OnlyUsersFrames():
             made = self._compile(batch)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
@@ -347,6 +352,7 @@ class Step:
                 raise
             where = f"{quoted(user_line())}, {error.at}"
             raise ShardingError(error.what, at=where, why=error.why, fix=error.fix) from None
+        refuse_shared_memory(program.captured.state, program.captured.updated)
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
         # Compares the ranks' programs, before anything is cut.

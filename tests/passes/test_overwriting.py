@@ -57,10 +57,10 @@ def test_training_changes_what_the_optimizer_updates_and_nothing_else() -> None:
 
 
 def test_a_buffer_that_follows_a_weight_keeps_its_own_value() -> None:
-    """An average starts as the weight itself: the two must not come to share memory."""
+    """Its new value is the weight's old one: the two must not come to share memory."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False)
-    model.register_buffer("last", model.weight.detach())
+    model.register_buffer("last", model.weight.detach().clone())
 
     def train(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
         with torch.no_grad():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import tutti
 from small_steps import step as train_step
 from tutti.capture.lift import state_of
+from tutti.errors import CaptureError
 from tutti.runtime.holders import Holders
 
 
@@ -174,3 +175,58 @@ def test_a_parameter_whose_memory_was_replaced_is_followed() -> None:
     step(x)
     assert weight.data_ptr() == at  # updated where the user has put it
     assert not torch.equal(weight, before)
+
+
+def _assigned(model: Any, _: Any) -> None:
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+def _new_parameter(model: Any, _: Any) -> None:
+    model.weight = nn.Parameter(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("change", [_assigned, _new_parameter], ids=lambda x: x.__name__)
+def test_parameters_that_only_the_optimizer_holds_are_refused(change: Callable[..., None]) -> None:
+    """In plain PyTorch it would go on updating the ones that nobody uses."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    step = tutti.distribute(train_step, model, optimizer, "")
+    step(torch.ones(2, 3))
+    change(model, optimizer)
+    with pytest.raises(
+        CaptureError, match=r"SGD holds a parameter of shape .* that the model does"
+    ):
+        step(torch.ones(2, 3))
+
+
+def test_state_that_is_gone_is_named() -> None:
+    model, optimizer, _ = _made()
+    wanted = state_of(model, optimizer)
+    optimizer.state.clear()
+    with pytest.raises(CaptureError, match=r'the state "optim\..*" is gone'):
+        Holders(model, [optimizer], wanted)
+
+
+class Viewing(nn.Module):
+    """A buffer that is a view of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("whole", torch.zeros(8))
+        self.register_buffer("front", self.whole[:4])  # type: ignore[index]
+        self.changes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changes:
+            self.front.add_(1)  # type: ignore[operator]
+        return self.linear(x) + self.whole.sum()  # type: ignore[operator]
+
+
+def test_state_that_is_a_view_of_other_state_may_be_read_but_not_changed() -> None:
+    model = Viewing()
+    step = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), 0.1), "")
+    step(torch.ones(2, 3))
+    model.changes = True
+    with pytest.raises(CaptureError, match='"front" and "whole" share memory'):
+        step(torch.ones(2, 3))

@@ -165,3 +165,122 @@ def test_a_module_that_counts_its_calls_is_warned_of() -> None:
         for k in range(8):
             model.calls = 100 * k
             step(torch.ones(2, 4))
+
+
+# --- what changes of the model itself -------------------------------------------------------------
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _freeze(model: Any, _: Any) -> None:
+    model[0].weight.requires_grad_(False)
+
+
+def _unfreeze(model: Any, _: Any) -> None:
+    model[1].bias.requires_grad_(True)
+
+
+def _hook(model: Any, _: Any) -> None:
+    model[0].register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def _other_hook(model: Any, _: Any) -> None:
+    model.handle.remove()
+    model.handle = model[0].register_forward_hook(lambda module, args, out: 3 * out)
+
+
+def _no_hook(model: Any, _: Any) -> None:
+    model.handle.remove()
+
+
+def _gradient_hook(model: Any, _: Any) -> None:
+    model[0].weight.register_hook(lambda grad: 3 * grad)
+
+
+def _step_hook(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def double(*_: Any) -> None:
+        model[0].weight.grad.mul_(2)
+
+    optimizer.register_step_pre_hook(double)
+
+
+def _forward(model: Any, _: Any) -> None:
+    model[0].forward = lambda x: x * model[0].bias
+
+
+def _append(model: Any, _: Any) -> None:
+    model.append(nn.Tanh())
+
+
+def _replace(model: Any, _: Any) -> None:
+    model[2] = nn.Tanh()
+
+
+def _double(model: Any, _: Any) -> None:
+    model.double()
+
+
+def _group(_: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def _clear(_: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+CHANGES = [
+    _freeze, _unfreeze, _hook, _other_hook, _no_hook, _gradient_hook, _step_hook, _forward, _append, _replace,
+    _double, _group, _clear,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda x: x.__name__.strip("_"))
+def test_a_change_of_the_model_is_seen(change: Any) -> None:
+    """Between two steps, and the steps after it are those of plain PyTorch."""
+
+    def losses(played: bool) -> list[float]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sigmoid())
+        model[1].bias.requires_grad_(False)
+        model.handle = model[0].register_forward_hook(lambda module, args, out: out + 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.5)
+        step: Any = tutti.distribute(_trained, model, optimizer, "") if played else None
+        found = []
+        for k, x in enumerate(torch.randn(5, 8, 4, generator=torch.Generator().manual_seed(1))):
+            if k == 2:
+                change(model, optimizer)
+            x = x.to(model[0].weight.dtype)
+            found.append(float(step(x) if played else _trained(model, optimizer, x)))
+        return found
+
+    assert losses(True) == pytest.approx(losses(False), rel=1e-5)
+
+
+def test_what_stays_is_traced_once() -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.handle = model[0].register_forward_hook(lambda module, args, out: out + 1)
+    step = tutti.distribute(_trained, model, torch.optim.SGD(model.parameters(), 0.5), "")
+    other = nn.Linear(2, 2)
+    for k in range(4):
+        step(torch.ones(8, 4))
+        other.register_forward_hook(lambda module, args, out: out)
+        model[0].weight.requires_grad_(k % 2 == 0)
+    assert sum(map(len, step._compiled.values())) == 2  # with the weight frozen, and not
+
+
+def test_plain_attributes_are_told_apart_by_type_and_name() -> None:
+    step, model, x = _step()
+    model.gain, model.other = 1.0, 2
+    step(x)
+    model.gain = 1
+    step(x)
+    model.gain, model.other = 2, 1
+    assert float(step(x)) == pytest.approx(float(_plain(model, x)), rel=1e-6)
+    assert sum(map(len, step._compiled.values())) == 3

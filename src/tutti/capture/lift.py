@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,17 +80,22 @@ def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
             for param in group["params"]:
                 owner = names.get(id(param))
                 if owner is None:
-                    raise CaptureError(
-                        f"{type(one).__name__} holds a parameter of shape {list(param.shape)} "
-                        "that the model does not have",
-                        why="an optimizer must be made from this model's own parameters",
-                        fix=f"{type(one).__name__}(model.parameters(), ...) on the model given here",
-                    )
+                    raise not_of_the_model(one, param)
                 for slot, value in one.state.get(param, {}).items():
                     if isinstance(value, Tensor):
                         name = f"optim.{owner}.{slot}"
                         state.append(StateTensor(name, "slot", value, owner, slot))
     return state
+
+
+def not_of_the_model(optimizer: Optimizer, param: Tensor) -> CaptureError:
+    """What to raise for a parameter that only the optimizer holds."""
+    kind = type(optimizer).__name__
+    return CaptureError(
+        f"{kind} holds a parameter of shape {list(param.shape)} that the model does not have",
+        why="an optimizer must be made from this model's own parameters, and they must stay its own",
+        fix=f"{kind}(model.parameters(), ...) on the model given here",
+    )
 
 
 def hypers_of(optimizer: Any) -> list[Hyper]:
@@ -235,16 +241,27 @@ def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
             optimizer._opt_called = called  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a model or an optimizer holds a tensor, and the one that was put there."""
+
+    now: Callable[[], Any]
+    put: Tensor
+
+
 @contextlib.contextmanager
 def swapped(
     model: nn.Module, optimizer: Any, tensors: dict[int, Tensor], hypers: dict[str, Any]
-) -> Iterator[None]:
+) -> Iterator[list[Place]]:
     """Model and optimizer hold `tensors` (by id of the tensor they replace) and `hypers` inside.
+
+    Gives all the places where they hold them.
 
     Inside, optimizers call PyTorch's fused kernels, as ops of the graph, where these suit all of their
     parameters; else they take their plain path: one tensor at a time, one form of graph.
     """
     undo: list[Any] = []
+    places: list[Place] = []
     try:
         for module in model.modules():
             tables: Any = (module._parameters, module._buffers)
@@ -253,8 +270,9 @@ def swapped(
                     if old is not None and id(old) in tensors:
                         undo.append((table, name, old))
                         table[name] = tensors[id(old)]
+                        places.append(Place(partial(table.get, name), table[name]))
         for one in optimizers_of(optimizer):
-            _swap_optimizer(one, tensors, undo)
+            places += _swap_optimizer(one, tensors, undo)
         for hyper in hypers_of(optimizer):
             group = hyper.optimizer.param_groups[hyper.group]
             if hyper.name not in hypers:
@@ -266,7 +284,7 @@ def swapped(
                 values[hyper.item] = hypers[hyper.name]
                 group[hyper.key] = tuple(values)
         with as_ops():
-            yield
+            yield places
     finally:
         for entry in reversed(undo):
             if len(entry) == 3:
@@ -276,7 +294,7 @@ def swapped(
                 vars(entry[0]).update(entry[1])
 
 
-def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any]) -> None:
+def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any]) -> list[Place]:
     kept = ("state", "param_groups", UNCHECKED)
     undo.append((one, {k: v for k, v in vars(one).items() if k in kept}))
     fused = qualifies(one)
@@ -295,3 +313,14 @@ def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any])
                 lambda v: tensors.get(id(v), v) if isinstance(v, Tensor) else v, dict(slots)
             )
     one.state, one.param_groups = state, groups
+    put = {id(x) for x in tensors.values()}
+    return [
+        Place(partial(_slot, one, p, key), x)
+        for p, slots in state.items()
+        for key, x in slots.items()
+        if id(x) in put
+    ]
+
+
+def _slot(one: Optimizer, p: Tensor, key: str) -> Any:
+    return one.state.get(p, {}).get(key)

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.capture.lift import StateTensor
+from tutti.capture.lift import StateTensor, not_of_the_model
+from tutti.errors import CaptureError
 from tutti.runtime.tables import Table, are_same, read, reader, values_of
 
 
@@ -22,6 +23,9 @@ class Holders:
 
     Args:
         wanted: state tensors as `capture.lift.state_of` lists them; `tensors` gives them in this order.
+
+    Raises:
+        CaptureError: for a parameter that only an optimizer holds, and for state that is gone.
     """
 
     def __init__(
@@ -33,6 +37,12 @@ class Holders:
         self._fixed: list[Table] = [*above, *(one.state for one in optimizers)]
         self._held = values_of(self._fixed)
         places = _places(modules, optimizers)
+        if gone := [s.name for s in wanted if s.name not in places]:
+            raise CaptureError(
+                f'the state "{gone[0]}" is gone',
+                why="a step updates the state that it had when it was captured",
+                fix="Step.load_state_dict, or zeros written into it: tensor.zero_()",
+            )
         self._plan([places[s.name] for s in wanted])
 
     def tensors(self) -> list[Tensor] | None:
@@ -80,6 +90,8 @@ def _places(
             found[f"{prefix}.{key}".removeprefix(".")] = module._buffers, key
     for one in optimizers:
         for p in (p for group in one.param_groups for p in group["params"]):
+            if id(p) not in names:
+                raise not_of_the_model(one, p)
             slots = one.state.get(p, {})
             found |= {f"optim.{names[id(p)]}.{slot}": (slots, slot) for slot in slots}
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.agree import check_order
 from tutti.comm.groups import Groups
-from tutti.errors import LayoutError
+from tutti.errors import CaptureError, LayoutError
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.replicas.parts import replica_here
 from tutti.runtime.deferred import initial_slots, initial_values, is_deferred
@@ -160,15 +160,32 @@ def is_here(x: Tensor) -> bool:
 
 def own_memory(state: list[StateTensor]) -> frozenset[str]:
     """The names of the state tensors that share memory with no other: they may be overwritten."""
-    ranges = sorted((*_memory(local_of(s.tensor)), s.name) for s in state)
-    shared: set[str] = set()
-    until, last = 0, ""
-    for begin, end, name in ranges:
-        if begin < until:
-            shared |= {name, last}
-        if end > until:
-            until, last = end, name
+    shared = {s.name for both in _overlapping(state) for s in both}
     return frozenset(s.name for s in state) - shared
+
+
+def refuse_shared_memory(state: list[StateTensor], updated: Collection[str]) -> None:
+    """Raise `CaptureError` where a step updates state of which other state is a view."""
+    for one, other in _overlapping(state):
+        if one.tensor is not other.tensor and {one.name, other.name} & {*updated}:
+            raise CaptureError(
+                f'"{one.name}" and "{other.name}" share memory, and the step changes it',
+                why="the captured step has a value for each of them, and would change one alone",
+                fix="a clone of its own for one of them; a view that a module reads may be a property of it",
+            )
+
+
+def _overlapping(state: list[StateTensor]) -> Iterator[tuple[StateTensor, StateTensor]]:
+    """Pairs of state tensors of which one reaches into the other's memory."""
+    ranges = [
+        (*_memory(local_of(s.tensor)), k) for k, s in enumerate(state) if not s.tensor.is_meta
+    ]
+    until, last = 0, -1
+    for begin, end, k in sorted(ranges):
+        if begin < until:
+            yield state[last], state[k]
+        if end > until:
+            until, last = end, k
 
 
 def _memory(x: Tensor) -> tuple[int, int]:
