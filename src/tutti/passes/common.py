@@ -16,12 +16,14 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from tutti.graph import collectives
 from tutti.graph.aliases import aliased, is_function
 from tutti.graph.edit import REMADE
 
+aten = torch.ops.aten
 # A value of more bytes is made twice.
 MOST_NBYTES = 1 << 20
 _CALLS = frozenset({operator.getitem, collectives.positions})
@@ -44,7 +46,9 @@ def common(graph: fx.Graph) -> int:
 
 def _is_made_once(node: fx.Node) -> bool:
     """Whether another node with the operands of `node` has its values."""
-    return REMADE not in node.meta and (is_function(node) or node.target in _CALLS)
+    if REMADE in node.meta or node.target is aten.clone.default:  # two clones are meant to be two
+        return False
+    return is_function(node) or node.target in _CALLS
 
 
 def _key(node: fx.Node) -> Any:

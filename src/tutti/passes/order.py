@@ -31,10 +31,16 @@ from tutti.passes.in_place import in_place
 from tutti.passes.linear import linear
 from tutti.passes.onednn import onednn
 from tutti.passes.overlap import overlap
+from tutti.passes.own_results import own_results
 from tutti.passes.remat import remat
 from tutti.passes.rows import rows
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
-from tutti.passes.shared_state import shared_state, viewed_in_part, wait_for_readers
+from tutti.passes.shared_state import (
+    copy_parts_given_away,
+    shared_state,
+    viewed_in_part,
+    wait_for_readers,
+)
 from tutti.passes.simplify import simplify
 from tutti.passes.target import Target
 
@@ -109,11 +115,14 @@ def optimized(
     refuse_unknown(left_out)
     graph = fx.Graph()
     graph.output(graph.graph_copy(program.graph, {}))
+    own_results(graph)
     for one in PASSES:
         if one.name not in left_out:
             one.run(graph, program, target)
         elif one.taken_back is not None:
             one.taken_back(graph)
+        if one.run is shared_state:
+            own_results(graph)
     for node in graph.nodes:
         if node.target is loop:
             body, given = node.args
@@ -121,6 +130,7 @@ def optimized(
             if "early_sends" not in left_out:
                 early_sends(body)
             node.args = (body if "accumulate" in left_out else accumulate(body), given)
+    copy_parts_given_away(graph)
     wait_for_readers(graph)
     leave_buffers(graph)
     place_buffers(graph)

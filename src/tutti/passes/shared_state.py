@@ -21,10 +21,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import fx
 
 from tutti.graph import collectives
 from tutti.graph.aliases import aliased, roots_of, written
+from tutti.graph.liveness import memory_ends
 from tutti.graph.loop import graphs_of, loop
 from tutti.graph.order import positions_of
 from tutti.graph.state import is_state
@@ -37,6 +39,8 @@ Axes = tuple[str, ...]
 _MEETINGS = tuple(
     t for t in (*collectives.COLLECTIVES, *collectives.JOINED) if t is not collectives.start
 )
+
+_GIVEN_AWAY = (*collectives.COLLECTIVES, collectives.together, collectives.start)
 
 
 def shared_state(graph: fx.Graph, program: Program, target: Target) -> int:
@@ -102,7 +106,7 @@ def _side_by_side(x: fx.Node, where: tuple[int, int]) -> bool:
 
 def _wholes(graph: fx.Graph, node: fx.Node, program: Program, target: Target) -> dict[int, fx.Node]:
     """The members of a gather that are new values of state stored whole: member -> the state."""
-    order = positions_of(graph)
+    order, ends = positions_of(graph), memory_ends(graph)
     given: Any = node.args
     xs, wheres = given[1], given[3]
     output: Any = graph.output_node().args[0]
@@ -115,7 +119,7 @@ def _wholes(graph: fx.Graph, node: fx.Node, program: Program, target: Target) ->
         if old is None or not _on_cpu(old) or old.meta["name"] not in target.donated:
             continue
         only_output = all(u.op == "output" for u in user.users) and user not in output[0]
-        before = all(order[u] < order[node] for u in old.users)
+        before = ends[old] < order[node]  # through any view
         same = old.meta["val"].shape == user.meta["val"].shape
         if only_output and before and same and _side_by_side(xs[index], wheres[index]):
             found[index] = old
@@ -140,20 +144,21 @@ def wait_for_readers(graph: fx.Graph) -> int:
     """Put `meet` before writes to state that other ranks might still read; returns how many.
 
     A rank is at the same place of the program as the others only at collectives. So between the last
-    look at a gathered whole and the next write to any part of it there must be one over its axes.
+    look at a gathered whole and the next write to any part of it there must be one over its axes. Behind
+    the last node anybody may write: what is still watched there is met for at the end.
     """
     axes_of = {
         n: a for found in (viewed_state(graph), copied_state(graph)) for n, (a, _) in found.items()
     }
     roots = roots_of(graph)
     wholes: set[fx.Node] = set()
-    # Names of state that others may be reading; at the beginning, still in the step before.
-    watched = set(axes_of)
+    watched: set[str] = set()  # names of state that others may be reading
     count = 0
     for node in list(graph.nodes):
         if _views(node, wholes):
             wholes.add(node)
-        for axes in {axes_of[n] for n in _written(node, roots) & watched}:
+        about_to_write = watched if node.op == "output" else _written(node, roots) & watched
+        for axes in sorted({axes_of[n] for n in about_to_write}):
             with graph.inserting_before(node):
                 graph.call_function(collectives.meet, (axes,)).meta = {"val": None}
             watched -= {n for n in watched if axes_of[n] == axes}
@@ -166,6 +171,28 @@ def wait_for_readers(graph: fx.Graph) -> int:
         watched |= {roots[x].meta["name"] for x in node.all_input_nodes if x in wholes}
         if node.target is collectives.gather_into:
             watched |= set(node.args[0])  # type: ignore[arg-type]
+    return count
+
+
+def copy_parts_given_away(graph: fx.Graph) -> int:
+    """Clone a rank's `part` of its copy where a collective is given it; returns how many.
+
+    Ranks give such values from the same place in shared memory or from memory of their own; each part lies at
+    another place.
+    """
+    parts: set[fx.Node] = set()
+    count = 0
+    for node in list(graph.nodes):
+        if node.target is collectives.part or aliased(node) in parts:
+            parts.add(node)
+        if node.target not in _GIVEN_AWAY:
+            continue
+        for x in [x for x in node.all_input_nodes if x in parts]:
+            with graph.inserting_before(node):
+                clone = graph.call_function(torch.ops.aten.clone.default, (x,))
+            clone.meta = dict(x.meta)
+            node.replace_input_with(x, clone)
+            count += 1
     return count
 
 

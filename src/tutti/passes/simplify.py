@@ -27,6 +27,7 @@ from torch import fx
 
 from tutti.graph.aliases import is_pointwise
 from tutti.graph.edit import Editor, value_of
+from tutti.passes.own_results import is_returned
 
 aten = torch.ops.aten
 _VIEWS = frozenset({aten.reshape.default, aten.permute.default, aten.unsqueeze.default})
@@ -62,8 +63,8 @@ def _operand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     x, number = (*node.args, None)[:2]
     if isinstance(number, bool) or number != 1 or not isinstance(x, fx.Node) or node.kwargs:
         return None
-    returned = graph.output_node() in node.users  # it may have to be a value of its own
-    return x if _form(x) == _form(node) and not returned else None
+    # What is returned, or new state, is a value of its own.
+    return x if _form(x) == _form(node) and not is_returned(node) else None
 
 
 def _form(x: fx.Node) -> tuple[Any, ...]:

@@ -1,0 +1,63 @@
+"""`own_results`: what a step returns lies in no memory but its own. It cannot be left out.
+
+    %9 = adam([%w], ...)                        %4 = clone(%w)
+    return ([%w, %loss, %loss], [%9])     ->    %9 = adam([%w], ...)
+                                                %5 = clone(%loss)
+                                                return ([%4, %loss, %5], [%9])
+
+A graph has values, not memory: `w.clone()` is the value `w`. Whoever keeps it would see it change with the
+next step, and who writes into it would write into the weight. A clone stands behind what it copies, so that
+state may be overwritten where it lies. Done once more when passes have made views of what was computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph.aliases import aliased, roots_of
+from tutti.graph.edit import NOTES
+
+aten = torch.ops.aten
+
+
+def own_results(graph: fx.Graph) -> int:
+    """Clone what is returned where it shares memory with an input, a constant, new state or another result;
+    returns how many values were cloned."""
+    output = graph.output_node()
+    both: Any = output.args[0]
+    returned, updates = both
+    roots = roots_of(graph)
+    taken = {roots[x] for x in updates if x in roots}
+    own: list[Any] = []
+    count = 0
+    for x in returned:
+        if isinstance(x, fx.Node) and x in roots:
+            root = roots[x]
+            if root in taken or root.op in ("placeholder", "get_attr"):
+                x = _cloned(graph, x)
+                count += 1
+            taken.add(root)
+        own.append(x)
+    output.args = ((own, updates),)
+    return count
+
+
+def is_returned(x: fx.Node) -> bool:
+    """Whether the output holds `x`, or a view of it."""
+    return any(
+        user.op == "output" or (aliased(user) is x and is_returned(user)) for user in x.users
+    )
+
+
+def _cloned(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    behind = x
+    while behind.next.op == "placeholder":
+        behind = behind.next
+    assert isinstance(x.meta["val"], Tensor)
+    with graph.inserting_after(behind):
+        clone = graph.call_function(aten.clone.default, (x,))
+    clone.meta = {**{k: x.meta[k] for k in NOTES if k in x.meta}, "val": x.meta["val"]}
+    return clone
