@@ -175,6 +175,24 @@ def test_a_turn_that_saves_nothing_is_not_made() -> None:
     assert rows(b.done([b.call(aten.relu.default, b.call(aten.relu.default, x))], [])) == 0
 
 
+def test_who_takes_both_forms_keeps_both() -> None:
+    """As the forward of a stage gives its backward what an activation and a product have read."""
+    b = Builder()
+    x, w = b.given("x", ROWS, 4, kind="batch"), b.given("w", 4, 5)
+    made = b.call(aten.mm.default, x, w, shape=(ROWS, 5))
+    acted = b.call(
+        aten.relu.default, b.call(aten.reshape.default, made, [*LEAD, 5], shape=(*LEAD, 5))
+    )
+    flat = b.call(aten.reshape.default, acted, [ROWS, 5], shape=(ROWS, 5))
+    product = b.call(aten.mm.default, flat, b.given("v", 5, 4), shape=(ROWS, 4))
+    graph = b.done([flat, acted, product], [])
+    before = _run(graph)
+    assert rows(graph) == 1
+    graph.lint()
+    for after, expected in zip(_run(graph), before, strict=True):
+        assert after.shape == expected.shape and torch.equal(after, expected)
+
+
 def test_the_sharding_of_rows() -> None:
     b = Builder()
     x, w, v = b.given("x", *LEAD, 4, kind="batch"), b.given("w", 4, 5), b.given("v", 5, 4)

@@ -215,14 +215,14 @@ class _Group:
     def _give(self, node: fx.Node, before: Tensor, sharding: Any) -> None:
         """Let those who took `node` in its old form take rows, or a view in that form."""
         views, plain = self._elsewhere(node)
+        if plain:  # before the views go: one of these users may take rows, too
+            back = self._reshape(node, before, node, sharding)
+            for user in plain:
+                user.replace_input_with(node, back)
         for view in views:
             if self._is_rows(view, node):
                 view.replace_all_uses_with(node)
                 self.graph.erase_node(view)
-        if plain:
-            back = self._reshape(node, before, node, sharding)
-            for user in plain:
-                user.replace_input_with(node, back)
 
     def _reshape(self, source: fx.Node, val: Tensor, like: fx.Node, sharding: Any) -> fx.Node:
         inputs = like.op == "placeholder"

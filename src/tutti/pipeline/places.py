@@ -3,7 +3,8 @@
 A *place* is a coordinate along `pipe`. State lives where the stages that read it first are. What comes
 before the loop is worked out where it is needed. After the loop each node runs where its operands are: the
 update of a weight at its place; what couples several places (the norm of all gradients) at all of them,
-from a few numbers that travel; a large value from several places (the gradient of a tied weight) at one.
+from a few small tensors that travel; a large value from several places (the gradient of a tied weight) at
+one. Python's numbers (`.item()` of a norm) do not travel: each place takes its own from such a tensor.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, fx
 
 from tutti.graph.state import is_state
@@ -19,6 +21,8 @@ from tutti.pipeline.parts import early_part
 
 # Values of so many elements travel to every place rather than making one place work for all.
 SMALL = 4096
+# What a node's value is where it is no tensor but one number of Python.
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,8 @@ def _possible_places(
             can[node] = frozenset({made_at[node]})
         elif is_state(node):
             can[node] = owners[node.meta["name"]]
+        elif isinstance(node.meta.get("val"), NUMBERS):
+            can[node] = everywhere
         else:
             inputs = [x for x in _operands(node, moments) if x in can]
             can[node] = _together(inputs, can, everywhere)
