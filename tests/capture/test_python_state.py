@@ -72,3 +72,95 @@ def test_modules_keep_no_value_of_a_trace() -> None:
     seen = model.seen
     captured(step, model)
     assert model.seen is seen and not hasattr(model, "fresh")
+
+
+class Stateful(nn.Module):
+    """Reads at each call what the call before has left, in the way that `change` does it."""
+
+    def __init__(self, change: Any) -> None:
+        super().__init__()
+        self.linear, self.change = nn.Linear(4, 2), change
+        self.hidden, self.later, self.seen = torch.zeros(2), None, {"count": torch.zeros(())}
+        self.past: list[Tensor] = [torch.zeros(2)]
+        self.register_buffer("none", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self, self.linear(x))
+
+
+def hidden(model: Any, y: Tensor) -> Tensor:
+    y = y + model.hidden
+    model.hidden = y.detach().mean(0)
+    return y
+
+
+def count_of_constants(model: Any, y: Tensor) -> Tensor:
+    model.seen["count"] = model.seen["count"] + 1
+    return y * model.seen["count"]
+
+
+def from_nothing(model: Any, y: Tensor) -> Tensor:
+    model.later = y.detach() if model.later is None else y.detach() + model.later
+    return y + model.later
+
+
+def buffer_from_nothing(model: Any, y: Tensor) -> Tensor:
+    model.none = y.detach() if model.none is None else y.detach() + model.none
+    return y + model.none
+
+
+def drawn_once(model: Any, y: Tensor) -> Tensor:
+    if model.later is None:
+        model.later = torch.rand(2)
+    return y * model.later
+
+
+def in_a_list(model: Any, y: Tensor) -> Tensor:
+    y = y + model.past[0]
+    model.past[0] = y.detach().mean(0)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (hidden, "hidden"),
+        (count_of_constants, "seen.count"),
+        (from_nothing, "later"),
+        (buffer_from_nothing, "none"),
+        (drawn_once, "later"),
+        (in_a_list, "past.0"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_a_tensor_kept_from_call_to_call_is_refused(change: Any, name: str) -> None:
+    model = nn.Sequential(Stateful(change))
+    before = dict(vars(model[0])), list(model[0].past), dict(model[0].seen)
+    with pytest.raises(CaptureError, match=f'keeps a tensor in "0.{name}"'):
+        captured(step, model)
+    assert before == (vars(model[0]), model[0].past, model[0].seen) and model[0].none is None
+
+
+def cached(model: Any, y: Tensor) -> Tensor:
+    if model.later is None:
+        model.later = torch.arange(y.shape[1]) + torch.ones_like(y[0])
+    return y * model.later
+
+
+def cast(model: Any, y: Tensor) -> Tensor:
+    model.hidden = model.hidden.to(torch.float64)
+    return y * model.hidden
+
+
+def last_output(model: Any, y: Tensor) -> Tensor:
+    model.hidden = model.later = y
+    model.past.append(y)
+    return y
+
+
+@pytest.mark.parametrize("change", [cached, cast, last_output], ids=lambda x: x.__name__)
+def test_what_is_the_same_at_each_call_may_be_kept(change: Any) -> None:
+    model = Stateful(change)
+    captured(step, model)
+    assert model.later is None and len(model.past) == 1
+    assert model.hidden.equal(torch.zeros(2))

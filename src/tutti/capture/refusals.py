@@ -11,71 +11,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
 from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.nn.modules import transformer
 from torch.optim import Optimizer
 
 from tutti.capture.lift import Hyper, optimizers_of
 from tutti.capture.source import quoted, user_line
 from tutti.errors import CaptureError, TuttiError
-
-
-class Gradients:
-    """Gradients left from the call before: they must be cleared before the first backward."""
-
-    def __init__(self, params: list[Tensor]) -> None:
-        self.params = params
-        self.stale = {id(p): torch.empty_like(p.detach()) for p in params}
-        self.uncleared = False
-        self.line = ""
-        for p in params:
-            p.grad = self.stale[id(p)]
-
-    def before_backward(self) -> None:
-        for p in self.params:
-            if p.grad is not None and p.grad is self.stale.get(id(p)):
-                self.uncleared, p.grad = True, None
-                self.line = self.line or user_line()
-
-    def refuse_accumulation(self) -> None:
-        left = [p for p in self.params if p.grad is not None and p.grad is not self.stale[id(p)]]
-        if self.uncleared and left:
-            raise CaptureError(
-                "the step adds to gradients that an earlier call left",
-                at=quoted(self.line),
-                why="gradients are not state that outlives a step",
-                fix="optimizer.zero_grad() in the step; accumulate inside one step over parts of the batch",
-            )
-
-
-@contextlib.contextmanager
-def clean_gradients(params: list[Tensor]) -> Iterator[Gradients]:
-    grads = Gradients(params)
-    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("accumulate_grad", True):  # `autograd.grad` leaves `.grad` alone
-            grads.before_backward()
-        return run_backward(*args, **kwargs)
-
-    optimizer_zero, module_zero = Optimizer.zero_grad, nn.Module.zero_grad
-    with (
-        mock.patch.object(torch.autograd, "_engine_run_backward", backward),
-        mock.patch.object(
-            Optimizer, "zero_grad", lambda self, set_to_none=True: optimizer_zero(self, True)
-        ),
-        mock.patch.object(
-            nn.Module, "zero_grad", lambda self, set_to_none=True: module_zero(self, True)
-        ),
-    ):
-        yield grads
-    for p in params:
-        p.grad = None
 
 
 def python_numbers(optimizer: Any) -> list[dict[str, Any]]:
@@ -133,12 +81,24 @@ def _without_onednn() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+def _is_said_to_be_causal(
+    _mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None
+) -> bool:
+    """What the caller says; any other mask is applied as it is."""
+    return is_causal is True
+
+
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
     try:
-        # Distributions look at the values of their arguments, of which there are none while tracing.
-        with _without_onednn(), mock.patch.object(Distribution, "_validate_args", False):
+        # Distributions look at the values of their arguments, of which there are none while tracing;
+        # transformers at whether a mask is causal, to leave it out in favour of a kernel that knows.
+        with (
+            _without_onednn(),
+            mock.patch.object(Distribution, "_validate_args", False),
+            mock.patch.object(transformer, "_detect_is_causal_mask", _is_said_to_be_causal),
+        ):
             yield
     except TuttiError:
         raise

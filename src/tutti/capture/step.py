@@ -25,6 +25,13 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tutti.capture.canonical import canonicalize
 from tutti.capture.functional import functional_graph
+from tutti.capture.gradients import (
+    Gradients,
+    gradients_there,
+    holders_of,
+    hooked,
+    watched_gradients,
+)
 from tutti.capture.host_random import no_host_randomness
 from tutti.capture.lift import (
     StateTensor,
@@ -36,10 +43,16 @@ from tutti.capture.lift import (
 )
 from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.precision import computing, refuse_other_weights
-from tutti.capture.python_state import Numbers, no_values_left, refuse_counters_in_python
+from tutti.capture.python_state import (
+    Attributes,
+    Left,
+    Numbers,
+    refuse_counters_in_python,
+    refuse_kept_values,
+)
+from tutti.capture.rebound import data_written, take_over
 from tutti.capture.refusals import (
     REFUSED_OPS,
-    clean_gradients,
     explained,
     python_numbers,
     refuse_changed_numbers,
@@ -117,6 +130,7 @@ def capture(
         traced = lifted.traced()
         functional = functional_graph(traced, lifted.inputs, mode)
     captured = _collect(functional, lifted)
+    lifted.grads.refuse_used(captured.graph.output_node().all_input_nodes)
     lifted.refuse_constants(functional, state)
     weights = {
         s.name: s.tensor.dtype
@@ -125,6 +139,7 @@ def capture(
     }
     refuse_other_weights(precision, weights, frozenset(captured.updated))
     canonicalize(captured.graph, captured.owner, mode)
+    lifted.grads.note(lifted.holders)
     return captured
 
 
@@ -172,6 +187,11 @@ class _Lifted:
             + [_fake(leaves[i], mode) for i in self.tensor_leaves]
         )
         self.returned: TreeSpec | None = None
+        self.left: list[Left] = []
+        self.begun: frozenset[str] = frozenset()  # whose gradients the trace begins with
+        self.grads: Gradients
+        self.holders = holders_of(model, state)
+        self.there = gradients_there(self.holders)
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -188,9 +208,18 @@ class _Lifted:
             return numbers.now()
 
         before = numbers.now()
-        with no_values_left(self.model):
+        self.attributes = Attributes(self.model)
+        try:
             traced = self.trace()
+            while wanted := self.grads.wanted:
+                self.begun |= wanted
+                self.attributes.put_back()
+                before, traced = numbers.now(), self.trace()
+            left = self.left
             refuse_counters_in_python(before, numbers.now(), traced_again)
+            refuse_kept_values(left, traced, self.trace)
+        finally:
+            self.attributes.put_back()
         return traced
 
     def trace(self) -> fx.GraphModule:
@@ -205,21 +234,23 @@ class _Lifted:
         rest = flat[len(self.state) + len(self.hypers) :]
         for i, x in zip([*self.number_leaves, *self.tensor_leaves], rest, strict=True):
             leaves[i] = x
-        params = [
-            x
-            for s, x in zip(self.state, flat, strict=False)
-            if s.kind == "parameter" and s.tensor.requires_grad
-        ]
         batch = tree_unflatten(leaves, self.spec)
         with (
-            swapped(self.model, self.optimizer, state, hypers),
-            clean_gradients(params) as grads,
+            swapped(self.model, self.optimizer, state, hypers) as places,
+            data_written(),
+            hooked(self.state, flat),
+            watched_gradients(
+                self.state, flat, self.begun, self.there, self.optimizer
+            ) as self.grads,
         ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
             before = python_numbers(self.optimizer)
             with _host_min_max(self.optimizer), computing(self.precision, self.model):
                 result = self.train_step(*args, *batch)
-            grads.refuse_accumulation()
+            self.grads.end()
+            put = {id(x): s for s, x in zip(self.state, flat, strict=False)}
+            take_over(places, put)
+            self.left = self.attributes.left()
             refuse_changed_numbers(self.hypers, hypers)
             refuse_counters(self.optimizer, before)
         out, self.returned = tree_flatten(result)

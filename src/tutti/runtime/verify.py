@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tutti.capture.gradients import carry_hooks
 from tutti.capture.lift import create_slots
 from tutti.capture.step import capture, copied
 from tutti.graph.loop import graphs_of
@@ -136,7 +137,9 @@ class Subject:
         precision: str = "fp32",
     ) -> None:
         self.steps, self.seed, self.precision = steps, seed, precision
+        given = model
         model, optimizer = copy.deepcopy((model, optimizer), _made_by_hooks(model))
+        carry_hooks(given, model)
         create_slots(optimizer)
         settle(model, optimizer, Residence(Layout()), run_device(model), seed)
         self.captured = capture(train_step, model, optimizer, batch, precision=precision)
