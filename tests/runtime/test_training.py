@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import os
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import runs
+import tutti
 import zoo
 from ranks import Ranks
+from small_steps import step as train_step
 
 NUM_STEPS = 20
 ON_TWO = [
@@ -57,3 +64,89 @@ def test_dropout_really_drops() -> None:
     play = runs.prepare("gpt2")
     play.step.model.eval()
     assert abs(play.losses(1)[0] - runs.on_one_device("gpt2", NUM_STEPS)[0][0]) > 1e-4
+
+
+def double(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(2.0)
+
+
+def with_hooks(layout: str) -> list[float]:
+    """Losses with gradient hooks, of which one goes, over two forms of the batch; "" is plain PyTorch."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).double()
+    handle = model.weight.register_hook(lambda grad: grad * 0.5)
+    model.bias.register_post_accumulate_grad_hook(double)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    played: Any = tutti.distribute(train_step, model, optimizer, layout) if layout else None
+    losses = []
+    for k, rows in enumerate((8, 8, 4, 4, 8)):
+        x = torch.ones(rows, 4, dtype=torch.float64) * (k + 1)
+        losses.append(float(played(x) if layout else train_step(model, optimizer, x)))
+        if k == 3:
+            handle.remove()
+    return losses
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3", "tensor=2"])
+def test_gradient_hooks_stay_on_ranks(ranks: Ranks, layout: str) -> None:
+    for found in ranks.run(with_hooks, layout, n=2):
+        assert found == pytest.approx(with_hooks(""), rel=1e-12)
+
+
+def copies(layout: str) -> tuple[int, bool, bool]:
+    """Bytes of the saved weights; whether the copies are those of then; whether they stay."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    played = tutti.distribute(train_step, model, optimizer, layout)
+    x = torch.randn(8, 64)
+    played(x)
+    then = [p._local_tensor.clone() for p in model.state_dict().values()]
+    best, whole = copy.deepcopy(model.state_dict()), copy.deepcopy(played.state_dict())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    same = [torch.equal(p._local_tensor, was) for p, was in zip(best.values(), then, strict=True)]
+    played(x)
+    stay = [torch.equal(best[n]._local_tensor, whole[n]._local_tensor) for n in best]
+    return file.getbuffer().nbytes, all(same), all(stay)
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=1", "data=2 zero=3", "tensor=2"])
+def test_state_dicts_can_be_copied_and_pickled(ranks: Ranks, layout: str) -> None:
+    """In shared memory too; what is pickled is this rank's part, not what lies around it."""
+    for nbytes, same, stay in ranks.run(copies, layout, n=2):
+        assert same and stay
+        assert nbytes < 64 * 65 * 4 + 8000
+
+
+def fails_alone() -> list[str]:
+    """What each step ends in, where a bad index lies in the rows of the second rank at the second one."""
+    os.environ["TUTTI_TIMEOUT"] = "3"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Flatten(), nn.Linear(32, 4))
+    played = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), 0.1), "data=2")
+    ends = []
+    for k in range(4):
+        x = torch.ones(8, 4, dtype=torch.int64)
+        x[7, 0] = 99 if k == 1 else 1
+        try:
+            played(x)
+            ends.append("")
+        except Exception as error:
+            ends.append(f"{type(error).__name__}: {error}")
+    return ends
+
+
+def test_a_rank_that_fails_in_a_step_ends_the_run() -> None:
+    """Its later steps would meet others of the ranks that go on."""
+    pool = Ranks()
+    try:
+        first, second = pool.run(fails_alone, n=2)
+    finally:
+        pool.close()
+    assert first[0] == second[0] == ""
+    assert second[1].startswith("IndexError") and first[1].startswith("CommError")
+    for ends in (first, second):
+        assert all("an earlier step ended half-way on this rank" in one for one in ends[2:])
+    assert "(IndexError: index out of range in self)" in second[2]

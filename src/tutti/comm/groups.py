@@ -63,6 +63,7 @@ class Groups:
         self._far: dict[Axes, Transport] = {}
         self._hosts, self._onednn = [""] * self._world_size, is_faster()
         self._warned = False
+        self.failed = ""  # what ended a step half-way on this rank: the others are elsewhere since
         if self._world_size > 1:
             # A rank that shares no memory is a host of its own; all must know, whoever switched it off.
             host = f"rank {self.rank}" if directory() is None else host_name()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 
 from tutti.comm.agree import check_order
 from tutti.comm.failure import with_line
+from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups
 from tutti.comm.segment import SharedMemoryError
 from tutti.errors import CommError
@@ -170,9 +172,12 @@ class Execution:
         try:
             generated = self.generated
             function = self._recorded or generated.function
-            if self._lodger is not None:
-                self._lodger.prepare(inputs)
-            return function(inputs, key)
+            if self.player is None:
+                return function(inputs, key)
+            with _all_or_none(self.player.groups):
+                if self._lodger is not None:
+                    self._lodger.prepare(inputs)
+                return function(inputs, key)
         except CommError as error:
             # With its traceback: the report reads the collective and the line from there.
             named = error if error.at else with_line(error, self._line())
@@ -193,6 +198,22 @@ class Execution:
         """As `run`, node by node; raises at the first node that makes NaN or infinity of finite values."""
         checked = Checked(self.program, self.player, self._place, self._loops, self.seed, step)
         return checked.run(inputs)
+
+
+@contextlib.contextmanager
+def _all_or_none(groups: Groups) -> Iterator[None]:
+    """A step of several ranks: one that ends half-way is the last, since the others are elsewhere by then."""
+    if groups.failed:
+        raise CommError(
+            f"an earlier step ended half-way on this rank ({groups.failed})",
+            why="the ranks are no longer at the same place, and the state may be that of half a step",
+            fix="start again from the last checkpoint",
+        )
+    try:
+        yield
+    except BaseException as error:
+        groups.failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise
 
 
 def describe(node: fx.Node) -> str:

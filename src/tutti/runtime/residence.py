@@ -228,7 +228,15 @@ def settle(
     for entry in state:
         if id(entry.tensor) in replaced:
             new = replaced[id(entry.tensor)]
+            _share_hooks(entry.tensor, new)
             home.renewed[id(entry.tensor)] = weakref.ref(entry.tensor), new
+
+
+def _share_hooks(old: Any, new: Any) -> None:
+    """The gradient hooks on a tensor are those of the one in its place; their handles remove them still."""
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(old, table):
+            setattr(new, table, getattr(old, table))
 
 
 def adopt(model: nn.Module, optimizer: Any) -> None:

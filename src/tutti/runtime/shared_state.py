@@ -69,9 +69,10 @@ class SharedState:
                 at += sizes[name]
                 if side_by_side:
                     parts = piece.view(ways, *value.shape)
-                    self.lodgings[name] = Lodging(axes, parts[group.position], parts)
+                    own = _alone(parts[group.position])
+                    self.lodgings[name] = Lodging(axes, own, parts)
                 else:
-                    self.lodgings[name] = Lodging(axes, piece.view(value.shape))
+                    self.lodgings[name] = Lodging(axes, _alone(piece.view(value.shape)))
 
     def move_in(self, name: str, value: Tensor) -> Tensor:
         """The tensor to use for state `name`: in shared memory, with the values of `value`."""
@@ -79,6 +80,15 @@ class SharedState:
         if value.data_ptr() != own.data_ptr():
             own.copy_(value)
         return own
+
+
+def _alone(x: Tensor) -> Tensor:
+    """`x` as all of its storage.
+
+    A tensor is copied or pickled with its storage, which would hold the state of all ranks; and a `DTensor`
+    around a part of one cannot be.
+    """
+    return torch.from_dlpack(x) if x.numel() else x
 
 
 class Lodger:
