@@ -9,9 +9,10 @@ until it changes, and two notes that say what it is in.
 A wait first spins, which costs nothing where every rank has a core of its own, and then sleeps on a
 futex until the counter moves. Between naps it looks whether the processes of its group still live.
 
-No wake-up is lost. The waker writes the counter, then looks at the flag; the sleeper writes the flag,
-then the kernel looks at the counter. A full fence stands between on both sides (the kernel's own in the
-system call), so at least one of them sees what the other wrote.
+The waker writes the counter, then looks at the flag; the sleeper writes the flag, then the kernel looks at
+the counter. A full fence stands between on both sides (the kernel's own in the system call), so at least one
+of them sees what the other wrote. A wake-up is lost where a rank that sleeps for the next count sets the
+flag between the waker's look and its clearing: it then wakes at its next look.
 """
 
 from __future__ import annotations
