@@ -2,6 +2,7 @@
 # make train ARGS=--resume ... and go on where it stopped
 # make bench               tutti next to its peers, side by side (ARGS="--quick": a minute or two)
 # make test, make lint     the whole suite; ruff and pyright
+# make test-kernels        the tests whose numbers depend on the processor, with the kernels of others
 # make venv, make clean    the environment that all of them use; remove it and every cache
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ RANKS ?= 2
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: train test bench lint venv clean
+.PHONY: train test test-kernels bench lint venv clean
 
 train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
@@ -21,6 +22,17 @@ train: $(STAMP)
 
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# One processor plays others: an x86 of 2013, and one without vectors. Whole steps, and what chooses kernels.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+PLAIN := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
+KERNEL_TESTS := tests/runtime/test_training.py tests/runtime/test_precision.py tests/runtime/test_pipeline.py \
+    tests/runtime/test_checkpoint.py tests/graph/test_product.py tests/passes/test_onednn.py \
+    tests/runtime/test_generate.py tests/test_api.py
+
+test-kernels: $(STAMP)
+	OMP_NUM_THREADS=1 $(AVX2) $(BIN)/python -m pytest -n 2 --dist loadfile $(KERNEL_TESTS) $(ARGS)
+	OMP_NUM_THREADS=1 $(PLAIN) $(BIN)/python -m pytest -n 2 --dist loadfile $(KERNEL_TESTS) $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.bench $(ARGS)

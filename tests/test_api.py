@@ -15,6 +15,7 @@ import runs
 import tutti
 import zoo
 from ranks import Ranks
+from wide import widened
 
 
 def returning_step(
@@ -32,7 +33,7 @@ def returning_step(
 def make() -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Tensor]]:
     _, model, optimizer, batches = zoo.CASES["sgd"].build()
     assert optimizer is not None
-    x, y = batches[0]
+    ((x, y),) = widened(model, batches[0])
     return model, optimizer, {"x": x, "y": y.clamp(min=0)}
 
 
@@ -54,10 +55,13 @@ def test_returned_values_keep_their_structure_and_are_global(ranks: Ranks) -> No
     plain = returning_step(model, optimizer, batch)
     for found in (returned(""), *ranks.run(returned, "data=2 zero=3", n=2)):
         assert found["name"] == "a constant"
-        assert found["loss"] == pytest.approx(plain["loss"].item(), rel=1e-5)
-        assert found["norm"] == pytest.approx(plain["extra"][0].item(), rel=1e-5)
+        assert found["loss"] == pytest.approx(plain["loss"].item(), rel=1e-10)
+        assert found["norm"] == pytest.approx(plain["extra"][0].item(), rel=1e-10)
         torch.testing.assert_close(
-            torch.tensor(found["logits"]), plain["extra"][1], rtol=1e-5, atol=1e-6
+            torch.tensor(found["logits"], dtype=torch.float64),
+            plain["extra"][1],
+            rtol=1e-10,
+            atol=1e-12,
         )
 
 

@@ -43,8 +43,13 @@ def on_virtual_ranks(layout: str, place: dict[str, str] | None = None, rows: int
 
 
 def test_a_batch_that_does_not_divide() -> None:
-    error = refused(ShardingError, lambda: on_virtual_ranks("data=4", rows=6))
-    assert re.search(r"size 6.*data", error.what)
+    """It is played, and what that costs is said; replicas refuse it."""
+    with pytest.warns(UserWarning, match=r"6 samples of batch tensor 0 .* data=4.*drop_last=True"):
+        assert on_virtual_ranks("data=4", rows=6).ok
+    error = refused(
+        ShardingError, lambda: on_virtual_ranks("replica=4 sync=average(every=2)", rows=6)
+    )
+    assert re.search(r"size 6.*replica", error.what)
     assert "8" in error.fix
 
 

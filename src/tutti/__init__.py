@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tutti.layout import Layout, Mesh, Sharding
     from tutti.rules import add_rule as rule
     from tutti.runtime.verify import Verdict
+    from tutti.runtime.whole import whole
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "rule",
     "shard_as",
     "verify",
+    "whole",
 ]
 
 # Where each public name comes from, imported when it is first asked for: the launcher and other
@@ -53,6 +55,7 @@ _HOMES = {
     "rule": "tutti.rules",
     "shard_as": "tutti.graph.boundary",
     "verify": "tutti.api",
+    "whole": "tutti.runtime.whole",
 }
 _OTHER_NAMES = {"rule": "add_rule"}
 

@@ -9,25 +9,30 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain, repeat
+from operator import is_
 from pathlib import Path
 from typing import Any
 
-import sympy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from tutti.capture.batch import taken
 from tutti.capture.lift import create_slots, optimizers_of, state_of
+from tutti.capture.models import as_one_module
 from tutti.capture.source import OnlyUsersFrames, quoted, user_line
-from tutti.capture.step import Captured, capture, copied
+from tutti.capture.sparse import dense
+from tutti.capture.step import capture, copied
 from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
 from tutti.errors import CommError, LayoutError, ShardingError
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.timed import Timed
+from tutti.propagate.batch import BatchDim, Dims, dims_of
 from tutti.propagate.plan import plan
 from tutti.replicas import parts, strategies
 from tutti.report.explain import explain as explain_program
@@ -36,10 +41,14 @@ from tutti.report.servers import explain_servers
 from tutti.runtime import checkpoint
 from tutti.runtime.collector import rarely_collected
 from tutti.runtime.cuda_graph import op_by_op
+from tutti.runtime.divergence import Divergence
 from tutti.runtime.execute import Execution
+from tutti.runtime.guards import Guard, guard_of
 from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.numbers import Numbers
+from tutti.runtime.outside_state import Outside, refuse_where_served
+from tutti.runtime.python_values import PythonValues
 from tutti.runtime.ranks import ensure_process_group
 from tutti.runtime.records import LAYOUT
 from tutti.runtime.replicas import Agreeing
@@ -47,9 +56,9 @@ from tutti.runtime.residence import (
     Residence,
     adopt,
     forget_values,
-    held_by,
     own_memory,
     refresh,
+    refuse_open,
     refuse_shared_memory,
     residence_of,
     run_device,
@@ -58,6 +67,7 @@ from tutti.runtime.residence import (
     whole_of,
 )
 from tutti.runtime.roles import SERVER
+from tutti.runtime.samples import Samples
 from tutti.runtime.served import (
     STRICT,
     Served,
@@ -68,22 +78,26 @@ from tutti.runtime.served import (
     state_replaced,
     writes,
 )
+from tutti.runtime.shards import StateShard, unguarded
 from tutti.runtime.signature import Signatures
 from tutti.runtime.tables import are_same
+from tutti.runtime.taken import take_over
 from tutti.runtime.verify import Verdict, compare
 from tutti.runtime.verify_replicas import compare_replicas
 from tutti.runtime.verify_servers import compare_servers
+from tutti.runtime.whole import Whole, model_state
 from tutti.server import consistency
 
 
 def distribute(
     train_step: Callable[..., Any],
-    model: nn.Module,
+    model: Any,
     optimizer: Any = None,
     layout: str | Layout | None = None,
     *,
     place: Mapping[str, str] | None = None,
     cut: str | Sequence[str] = (),
+    batch_dim: BatchDim = None,
     seed: int = 0,
 ) -> Step:
     """Play `train_step(model, optimizer, *batch)` on many ranks; the result is called with the batch.
@@ -91,7 +105,9 @@ def distribute(
     Args:
         train_step: an ordinary step for one device: forward, loss, backward, clipping, update. Without
             an optimizer it is called as `train_step(model, *batch)` (evaluation).
-        model: left as it is; after the first call its parameters hold this rank's shards.
+        model: left as it is. A module, also compiled or in `DataParallel`; or a dict, list or tuple of
+            modules: `{"G": ..., "D": ...}`. Parameters that a rank keeps in part are `DTensor`s after the
+            first call; `Step.whole` makes them whole for a block.
         optimizer: a `torch.optim.Optimizer`, a list, tuple or dict of them, or None.
         layout: such as `"data=2 tensor=2 zero=1"`; by default that of `tutti run --layout`, else data
             parallel over the ranks that there are.
@@ -100,6 +116,10 @@ def distribute(
             `tutti.shard_as` does. Axes that the layout lacks are ignored.
         cut: names of modules, or patterns, at which the stages of a pipeline begin, one for each stage
             but the first; chosen by predicted cost by default. Ignored without an axis `pipe`.
+        batch_dim: the dim of the batch's tensors that holds the samples, for all of them or one entry for
+            each argument of the step behind the optimizer (a sequence, or a mapping by name), None for one
+            without samples; by default dim 0 of those with as many samples as the first, or of others
+            where these split more of the step.
         seed: of dropout masks and the like, which do not depend on the layout.
 
     Returns:
@@ -109,18 +129,28 @@ def distribute(
         LayoutError: for a layout that cannot be read, or cannot work on these ranks.
         CaptureError, ShardingError: at the first call, for a step or a batch that does not fit.
     """
-    return Step(train_step, model, optimizer, layout_now(layout), place=place, cut=cut, seed=seed)
+    return Step(
+        train_step,
+        model,
+        optimizer,
+        layout_now(layout),
+        place=place,
+        cut=cut,
+        batch_dim=batch_dim,
+        seed=seed,
+    )
 
 
 def verify(
     train_step: Callable[..., Any],
-    model: nn.Module,
+    model: Any,
     optimizer: Any,
-    batch: Sequence[Any],
+    batch: Sequence[Any] | Mapping[str, Any],
     layout: str | Layout,
     *,
     place: Mapping[str, str] | None = None,
     cut: str | Sequence[str] = (),
+    batch_dim: BatchDim = None,
     steps: int = 2,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
@@ -131,26 +161,30 @@ def verify(
     steps: the captured graph against the eager step in the model's own dtypes, and the partitioned
     program against one device with every floating dtype promoted to `dtype`. Model and optimizer are
     left as they are. Replicas are compared with as many runs on one device, between which the strategy
-    is played on whole weights. `place` and `cut` are those of `distribute`.
+    is played on whole weights. `batch` is what a call is given: a mapping for `step(**batch)`. `place`,
+    `cut` and `batch_dim` are those of `distribute`.
 
     Returns:
         A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
     """
     laid_out = layout_now(layout)
     agreeing = compare_servers if laid_out.server else compare_replicas
-    comparing = agreeing if laid_out.num_replicas > 1 else compare
+    comparing: Any = agreeing if laid_out.num_replicas > 1 else compare
+    given = taken(batch)
+    train_step, module = as_one_module(train_step, model)
     with OnlyUsersFrames():
         return comparing(
             train_step,
-            model,
+            module,
             optimizer,
-            tuple(batch),
+            given,
             laid_out,
             place=place,
             steps=steps,
             dtype=dtype,
             seed=seed,
             cut=_names(cut),
+            **_told(batch_dim, laid_out, train_step, optimizer, given),
         )
 
 
@@ -160,18 +194,23 @@ LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 CHECK_NAN = "TUTTI_CHECK_NAN"
 
 
-# A condition on hyper-parameters that a trace took for granted, and their names in its order.
-Guard = tuple[Callable[..., bool], tuple[str, ...]]
+# Programs that a step keeps; the one that has not been called for longest goes first.
+MOST_PROGRAMS = 64
 
 
 @dataclass
 class _Compiled:
     program: Program
     execution: Execution | Worked
-    guards: list[Guard] = field(default_factory=list)
+    holds: Guard = lambda _given: True
     measured: int | None = None
     holders: Holders | None = None
+    outside: Outside | None = None
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    lie: list[bool] | None = None  # which of the state lay in shards at the last call
+    number: int = 0  # of the programs of its step, from 1
+    last_call: int = 0
+    samples: Samples | None = None
 
     @cached_property
     def updated(self) -> list[int]:
@@ -190,23 +229,30 @@ class Step:
     def __init__(
         self,
         train_step: Callable[..., Any],
-        model: nn.Module,
+        model: Any,
         optimizer: Any,
         layout: Layout,
         *,
         place: Mapping[str, str] | None = None,
         cut: str | Sequence[str] = (),
+        batch_dim: BatchDim = None,
         seed: int = 0,
     ) -> None:
-        self.train_step, self.model, self.optimizer = train_step, model, optimizer
+        _refuse_batch_dim(batch_dim, layout)
+        self.batch_dim = batch_dim
+        self.train_step, self.model = as_one_module(train_step, model)
+        self.optimizer = optimizer
         self.layout, self.place, self.seed = layout, dict(place or {}), seed
         self.cut = _names(cut)
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
+        self._num_traces = 0
         self._last: _Compiled | None = None
         self._optimizers = optimizers_of(optimizer)
-        self._signatures = Signatures(model, self._optimizers)
+        self._signatures = Signatures(self.model, self._optimizers)
         self._numbers = Numbers(optimizer)
+        self.python = PythonValues(self.train_step, self.model, self._optimizers)
+        self._divergence = Divergence(getattr(self.train_step, "__name__", "the step"), layout)
         # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
         replicas = layout.num_replicas > 1 and bool(self._optimizers)
         self.agreeing = Agreeing(layout) if replicas and not layout.server else None
@@ -215,20 +261,21 @@ class Step:
         if not self._optimizers:
             self.layout = layout_of_evaluation(layout)
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """One step on the global batch; returns what the training step returns, global values.
 
         With replicas: what this rank's replica returns for its rows of the batch.
         """
+        batch = dense(taken(batch, named))
         look = LOOK.get()
         if look is not None:
             return look(self, batch)
         if self._by_servers:
             self._before_served(batch)
         leaves, form = _flattened(batch)
-        given = self._numbers.of(leaves)
-        compiled = self._find(leaves, form, given, batch)
+        compiled, given = self._find(leaves, form, batch)
         self._last = compiled
+        compiled.last_call = self.num_steps
         captured = compiled.program.captured
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         checked = bool(os.environ.get(CHECK_NAN))
@@ -236,7 +283,8 @@ class Step:
         if isinstance(execution, Worked):
             assert self.served is not None
             whole = [whole_of(x) for x in tensors]
-            returned = self.served.worker.call(execution, given, whole, checked=checked)
+            with self._divergence.watching(compiled.number, None, ()):
+                returned = self.served.worker.call(execution, given, whole, checked=checked)
         else:
             returned = self._run(compiled, execution, given, tensors, checked)
         for one in self._optimizers:
@@ -244,6 +292,9 @@ class Step:
         self.num_steps += 1
         if self.agreeing is not None:
             self.agreeing.after(self)
+        if captured.effects:
+            self.python.apply(captured.effects, returned[captured.num_returned :])
+            returned = returned[: captured.num_returned]
         self._warn_of_nan(returned)
         return tree_unflatten(returned, captured.returned)
 
@@ -265,10 +316,15 @@ class Step:
     ) -> list[Any]:
         """One call of the program; the new state takes the place of the old one."""
         state = self._state(compiled)
-        own = [held_by(t) for t in state]
+        own: list[Any] = [*state]
+        if compiled.lie is not None and any(compiled.lie):
+            lie = chain(compiled.lie, repeat(False))  # those outside are whole
+            both = zip(state, lie, strict=False)
+            own = [t._local_tensor if lies else t for t, lies in both]  # type: ignore[attr-defined]
         inputs = [*own, *given.values(), *self._own_rows(tensors)]
         run = execution.run_checked if checked else execution.run
-        returned, updates = run(inputs, self.num_steps)
+        with self._divergence.watching(compiled.number, compiled.samples, own):
+            returned, updates = run(inputs, self.num_steps)
         if checked:  # node by node, as the graph is: values, not memory
             returned = [x.clone() if isinstance(x, Tensor) else x for x in returned]
         # Most are overwritten where they lie.
@@ -289,36 +345,79 @@ class Step:
         """The tensors that hold the state now, in the captured order."""
         now = compiled.holders.tensors() if compiled.holders is not None else None
         if now is None:
-            wanted = compiled.program.captured.state
+            captured = compiled.program.captured
+            wanted = [x for x in captured.state if x.name not in captured.outside]
+            compiled.outside = Outside(captured, self.python)
             if self.layout.num_ranks == 1:
                 create_slots(self.optimizer)  # where the user has cleared them
             compiled.holders = Holders(self.model, self._optimizers, wanted)
             now = compiled.holders.tensors()
             assert now is not None
-        return now
+        if self.layout.num_ranks > 1:
+            refuse_open(self.model)
+            lie = list(map(is_, map(type, now), repeat(StateShard)))
+            if lie != compiled.lie:
+                state = compiled.program.captured.state[: len(now)]
+                if take_over(self.model, self.optimizer, state, now):
+                    return self._state(compiled)
+                compiled.lie = lie
+        assert compiled.outside is not None
+        return [*now, *compiled.outside.tensors()] if compiled.outside else now
 
     def _find(
-        self, leaves: list[Any], form: Any, given: Mapping[str, float], batch: tuple[Any, ...]
-    ) -> _Compiled:
-        key = self._signature(leaves, form)
+        self, leaves: list[Any], form: Any, batch: tuple[Any, ...]
+    ) -> tuple[_Compiled, dict[str, float]]:
+        """What plays this call, and the numbers that it is given."""
+        python, numbers = self.python.now()
+        key = self._signature(leaves, form, python)
+        given = self._numbers.of(leaves, numbers)
+        self._divergence.given(leaves, given, self.num_steps)
         for compiled in self._compiled.get(key, ()):
-            if all(holds(*(given[n] for n in names)) for holds, names in compiled.guards):
+            if compiled.holds(given):
                 for module, training in compiled.modes:
                     module.training = training
-                return compiled
+                return compiled, given
         modes = [(module, module.training) for module in self._signatures.modules]
         with rarely_collected(), OnlyUsersFrames():
             made = self._compile(batch)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
+        made.number = 1 + self._num_traces
         # A step that calls `model.train()` or `eval()` is found again from either mode.
-        for entered in dict.fromkeys((key, self._signature(leaves, form))):
-            self._compiled.setdefault(entered, []).append(made)
+        for module, before in [(m, b) for m, b in modes if m.training != b]:
+            module.training = before
+        self._enter(made, leaves, form)
+        for module, training in made.modes:
+            module.training = training
+        numbers = self._enter(made, leaves, form)
         self._warn_of_retraces()
-        return made
+        self._forget_programs(made)
+        return made, self._numbers.of(leaves, numbers)
+
+    def _enter(self, made: _Compiled, leaves: list[Any], form: Any) -> dict[str, float]:
+        """Let a call like this one find what was made for it; gives the numbers of now."""
+        self.python.walk()
+        python, numbers = self.python.now()
+        entered = self._compiled.setdefault(self._signature(leaves, form, python), [])
+        if made not in entered:
+            entered.append(made)
+        return numbers
+
+    def _forget_programs(self, made: _Compiled) -> None:
+        """Keep no more than `MOST_PROGRAMS`; all ranks make the same calls, and forget the same ones."""
+        known = {id(one): one for found in self._compiled.values() for one in found}
+        known.pop(id(made), None)
+        while len(known) >= MOST_PROGRAMS:
+            oldest = min(known.values(), key=lambda one: one.last_call)
+            del known[id(oldest)]
+            for key, found in list(self._compiled.items()):
+                self._compiled[key] = [one for one in found if one is not oldest]
+                if not self._compiled[key]:
+                    del self._compiled[key]
 
     def _warn_of_retraces(self) -> None:
-        """Something that changes at every call (a counter on a module) would trace for ever."""
-        count = len({id(one) for found in self._compiled.values() for one in found})
+        """Something that changes at every call (a switch of a module) would trace for ever."""
+        self._num_traces += 1
+        count = self._num_traces
         if count in (8, 64):
             warnings.warn(
                 f"the step has been traced {count} times: shapes, options of the optimizer or plain "
@@ -326,27 +425,25 @@ class Step:
                 stacklevel=4,
             )
 
-    def _signature(self, leaves: list[Any], form: Any) -> Any:
-        made = self._signatures.of(leaves, form)
+    def _signature(self, leaves: list[Any], form: Any, python: int) -> Any:
+        made = self._signatures.of(leaves, form, python)
         return (made, self.served.apart) if self.served is not None else made
 
     def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
         if self.served is not None:
-            ensure_process_group()
-            if not self._compiled:
-                self._check_same_batch(batch)
+            self._begin_together(batch)
             worked = self.served.worker.compiled(tree_map_only(Tensor, whole_of, batch))
-            return _Compiled(worked.program, worked, _guards(worked.split.captured))
-        several = ensure_process_group()
-        self.layout.check_ranks(dist.get_world_size() if several else 1)
-        if not self._compiled:
-            self._check_same_batch(batch)
+            refuse_where_served(worked.split.captured)
+            return _Compiled(worked.program, worked, guard_of(worked.split.captured))
+        refuse_open(self.model)
+        self._begin_together(batch)
         home = residence_of(self.model, self.layout)
         home.device = run_device(self.model)
-        create_slots(self.optimizer)
+        with unguarded():
+            create_slots(self.optimizer)
         adopt(self.model, self.optimizer)
         try:
-            program, guards = self._program(batch, home)
+            program, holds = self._program(batch, home)
         except ShardingError as error:
             if not error.at.startswith("batch"):
                 raise
@@ -359,29 +456,52 @@ class Step:
         seed = parts.seed_of(self.seed, home.replica)
         execution = Execution(program, seed, home, cut=self.cut)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
+        self.python.walk()
+        Outside(program.captured, self.python).agree(self.layout)
+        self.python.note_changed(program.captured)
         own = own_memory(state_of(self.model, self.optimizer))
         execution.donated = own & set(execution.program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
         if self.agreeing is not None and self.agreeing.team is None:
             self.agreeing.start(self)
-        return _Compiled(program, execution, guards)
+        made = _Compiled(program, execution, holds)
+        made.samples = Samples.of_program(program, home.owners)
+        return made
 
-    def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, list[Guard]]:
-        """The partitioned program for a batch like this one, and the guards of its capture."""
+    def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, Guard]:
+        """The partitioned program for a batch like this one, and the guard of its capture."""
         if self.agreeing is not None:
             batch = self.agreeing.batch(tree_map_only(Tensor, whole_of, batch))
         captured = capture(
-            self.train_step, self.model, self.optimizer, batch, precision=self.layout.precision
+            self.train_step,
+            self.model,
+            self.optimizer,
+            batch,
+            precision=self.layout.precision,
+            findings=self.python.findings,
+            renewed={i: new for i, (old, new) in home.renewed.items() if old() is not None},
         )
-        made = plan(copied(captured), self.layout, self.place, known=home.compute)
+        told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
+        made = plan(copied(captured), self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)
-        return partition(made, strict=bool(os.environ.get(STRICT))), _guards(captured)
+        return partition(made, strict=bool(os.environ.get(STRICT))), guard_of(captured)
 
     def program_of(self, batch: Sequence[Any]) -> Program:
         """The program that a call with `batch` would run, without running anything."""
         if self.served is not None:
-            return self.served.parts_of(tuple(batch))[1]
-        return self._program(tuple(batch), Residence(self.layout))[0]
+            return self.served.parts_of(taken(batch))[1]
+        return self._program(taken(batch), Residence(self.layout))[0]
+
+    def _begin_together(self, batch: tuple[Any, ...]) -> None:
+        """All ranks are at this call, which none has a program for, and were given the same."""
+        several = ensure_process_group()
+        if self.served is None:
+            self.layout.check_ranks(dist.get_world_size() if several else 1)
+        if self._compiled:
+            self._divergence.before_compiling()
+        else:
+            self._divergence.first()
+            self._check_same_batch(batch)
 
     def _check_same_batch(self, batch: tuple[Any, ...]) -> None:
         """All ranks must be given the same global batch, and say so before the first step."""
@@ -469,13 +589,13 @@ class Step:
             made=self._timed,
         )
 
-    def measure(self, *batch: Any) -> Any:
+    def measure(self, *batch: Any, **named: Any) -> Any:
         """One step, as a call, that notes the most memory it takes (bytes above what was held before it).
 
         Call it after a first plain step: a first call captures. On a CPU it runs under PyTorch's profiler.
         """
         with op_by_op():
-            nbytes, result = peak_nbytes(lambda: self(*batch), run_device(self.model))
+            nbytes, result = peak_nbytes(lambda: self(*batch, **named), run_device(self.model))
         if self._last is not None:
             self._last.measured = nbytes
         return result
@@ -496,6 +616,26 @@ class Step:
         """
         with state_replaced(self.served):
             checkpoint.load_state_dict(self, state)
+
+    def whole(self, *, rank: int | None = None, slots: bool = False) -> Whole:
+        """A block in which the model's weights are whole, ordinary tensors, to read or write.
+
+            with step.whole():
+                text = model.generate(prompt)
+
+        As `tutti.whole(self.model)`: all ranks enter and leave together, and write the same values; or
+        `rank` alone has them (`with step.whole(rank=0) as here:`). `step.whole().nbytes` is the memory that
+        it takes. `slots` makes the optimizer's whole too.
+        """
+        return Whole(self.model, rank=rank, slots=slots)
+
+    def model_state(self, *, rank: int | None = None) -> dict[str, Any]:
+        """`model.state_dict()` as on one device, under every layout: whole plain tensors on the CPU.
+
+        They are copies, one shard after the other gathered; tied weights share memory. All ranks call
+        together; with `rank` that one alone gets them, and the others an empty dict.
+        """
+        return model_state(self.model, rank=rank)
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint directory, or the model alone where `path` ends in `.safetensors`."""
@@ -532,19 +672,25 @@ def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
     return tree_flatten(batch)
 
 
+def _refuse_batch_dim(told: BatchDim, layout: Layout) -> None:
+    """Replicas take their rows of dim 0 before the step is captured."""
+    if told is not None and layout.num_replicas > 1:
+        raise LayoutError(
+            f'batch_dim cannot be told under layout "{layout}"',
+            why="each replica takes its rows of dim 0 of the batch",
+            fix="leave batch_dim out, and the replicas, or give the step the samples as dim 0",
+        )
+
+
+def _told(
+    told: BatchDim, layout: Layout, step: Callable[..., Any], optimizer: Any, batch: Sequence[Any]
+) -> dict[str, Dims]:
+    """What `batch_dim` says of the inputs of a step, for `plan`; nothing where it was not told."""
+    _refuse_batch_dim(told, layout)
+    if told is None:
+        return {}
+    return {"dims": dims_of(told, step, batch, first=2 if optimizer else 1)}
+
+
 def _names(cut: str | Sequence[str]) -> tuple[str, ...]:
     return (cut,) if isinstance(cut, str) else tuple(cut)
-
-
-def _guards(captured: Captured) -> list[Guard]:
-    symbols = {
-        node.meta["val"].node.expr: name
-        for name, node in captured.placeholders.items()
-        if captured.kinds[name] in ("hyper", "number")
-    }
-    found: list[Guard] = []
-    for expr in captured.guards:
-        used = [s for s in expr.free_symbols if s in symbols]
-        if used:
-            found.append((sympy.lambdify(used, expr), tuple(symbols[s] for s in used)))
-    return found

@@ -14,6 +14,7 @@ from small_steps import step
 from tutti.capture import functional, overwrites
 from tutti.capture.overwrites import Overwrites
 from tutti.capture.step import Captured, capture
+from tutti.errors import CaptureError
 from tutti.graph.text import text
 
 
@@ -170,6 +171,7 @@ def test_a_check_left_out_shows(check: str, kind: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(overwrites, check, without[check])
     try:
         wrong = text(capture(*case(kind)).graph)
-    except (KeyError, RuntimeError):
-        return  # shapes that do not fit, or an input without an end
+    except CaptureError as error:  # shapes that do not fit, or an input without an end
+        assert isinstance(error.__cause__, KeyError | RuntimeError)
+        return
     assert wrong != right

@@ -136,7 +136,6 @@ def test_a_script_without_a_training_step_is_refused(command: str, tmp_path: Pat
     [
         ("dta=2", "did you mean data"),
         ("data=2 server=4", "keeps the weights of workers"),
-        ("data=3", "size 8"),
     ],
 )
 def test_mistakes_are_a_message_and_exit_code_2(

@@ -13,6 +13,7 @@ from tutti.graph.text import text
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.passes.in_place import in_place
+from tutti.runtime.comparisons import PARTITION_TOLERANCE
 
 aten = torch.ops.aten
 
@@ -97,5 +98,6 @@ def test_a_whole_program_stays_the_same_step(name: str, layout: str) -> None:
     edited = copy.copy(program)
     edited.graph = graph
     edited.made = [(v, mapped[n], s) for v, n, s in program.made if n in mapped]
-    verdict = subject.verdict(Layout.parse(layout), None, program=edited)
-    assert verdict.ok, str(verdict)
+    # Not a whole verdict: it looks at gradients at the end, which the edited graph has overwritten by then.
+    found = subject._compared(edited, lambda p: subject.played(p, ()))
+    assert found.worst <= PARTITION_TOLERANCE, found.name

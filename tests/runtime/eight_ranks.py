@@ -13,9 +13,9 @@ PLACE |= {f"*.{name}.weight": "-, tensor" for name in ("o", "down")}
 
 
 def losses(layout: str, num_steps: int) -> list[float]:
-    """The losses of a GPT with a tied weight and dropout."""
+    """The losses of a GPT with a tied weight and dropout, in float64."""
     torch.manual_seed(0)
-    model = GPT(num_layers=1, dropout=0.1, tied=True)
+    model = GPT(num_layers=1, dropout=0.1, tied=True).double()
     batches = [token_batch(which, rows=16) for which in range(2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     step = tutti.distribute(plain_step, model, optimizer, layout, place=PLACE)

@@ -35,7 +35,7 @@ def main() -> None:
         if k == BAD_STEP and RANK == VICTIM:
             os.kill(os.getpid(), signal.SIGKILL)
         step(x, y)
-    weights = torch.cat([p.full_tensor().reshape(-1) for p in model.parameters()])  # type: ignore[operator]
+    weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     (Path(sys.argv[2]) / f"{RANK}.txt").write_text(" ".join(map(str, weights.tolist())))
     step.save(Path(sys.argv[2]) / "saved")
 

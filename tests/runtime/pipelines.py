@@ -20,12 +20,11 @@ class Spoil(nn.Module):
 
 
 def mlp(*, spoiled: bool = False) -> nn.Module:
-    """Four layers, 16 wide; the same at every call."""
+    """Four layers, 16 wide, in float64; the same at every call."""
     torch.manual_seed(0)
     between = [Spoil()] if spoiled else []
-    return nn.Sequential(
-        nn.Linear(16, 16), nn.ReLU(), *between, nn.Linear(16, 16), nn.Linear(16, 8)
-    )
+    layers = nn.Linear(16, 16), nn.ReLU(), *between, nn.Linear(16, 16), nn.Linear(16, 8)
+    return nn.Sequential(*layers).double()
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -40,7 +39,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 def data() -> tuple[Tensor, Tensor]:
     """Sixteen rows and their classes."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(16, 16, generator=generator), torch.arange(16) % 8
+    return torch.randn(16, 16, generator=generator).double(), torch.arange(16) % 8
 
 
 def distributed(layout: str, **options: Any) -> tutti.Step:

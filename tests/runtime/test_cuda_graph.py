@@ -299,10 +299,12 @@ def test_a_step_that_waits_for_the_gpu_is_never_recorded(
 
 
 def test_a_constant_elsewhere_is_played_op_by_op(recorded: None) -> None:
-    table = torch.arange(4.0)
+    tables = (
+        torch.arange(4.0),
+    )  # in a tuple no other tensor can stand for it: it stays a constant
 
     def lookup_step(model: Any, optimizer: Optimizer, x: Tensor) -> Tensor:
-        loss = (model(x) * table).sum()
+        loss = (model(x) * tables[0]).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -63,16 +63,19 @@ def test_a_change_is_seen(change: Callable[[Any], None]) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))], lr=0.125)
     other = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.25)
     found, leaves = Numbers([optimizer, other]), [torch.ones(2), 1.5, 3, 2.5]
-    before = found.of(leaves)
-    assert before == numbers([optimizer, other], leaves)
-    assert found.of(leaves) == before
+    before = found.of(leaves, {})
+    assert before == numbers([optimizer, other], leaves, {})
+    assert found.of(leaves, {}) == before
     change(optimizer)
-    now = numbers([optimizer, other], leaves)
+    now = numbers([optimizer, other], leaves, {})
     assert now != before
-    assert found.of(leaves) == now
-    assert found.of(leaves) == now
+    assert found.of(leaves, {}) == now
+    assert found.of(leaves, {}) == now
     assert all(type(x) is float for x in now.values())
 
 
 def test_without_an_optimizer_there_are_the_batchs_floats() -> None:
-    assert Numbers(None).of([1, 0.5]) == {"number.0": 0.5}
+    assert Numbers(None).of([1, 0.5], {"python.a": 2.0}) == {
+        "python.a": 2.0,
+        "number.0": 0.5,
+    }

@@ -14,6 +14,7 @@ import stacks
 import tutti
 from ranks import Ranks
 from tests.runtime import eight_ranks
+from wide import wide_step, widened
 
 NUM_STEPS = 4
 ON_TWO = [
@@ -57,11 +58,17 @@ def test_eight_ranks_train_as_one(ranks: Ranks) -> None:
 AWKWARD = ("thrice", "common", "counting", "telling", "summed", "decay")
 
 
+def built(name: str) -> Any:
+    """One of them in float64."""
+    step, model, optimizer, batches = stacks.built(name)
+    return wide_step(step), model, optimizer, widened(model, *batches)
+
+
 def returned(layout: str) -> dict[str, list[Any]]:
     """All that three steps of each awkward program return."""
     found = {}
     for name in AWKWARD:
-        step, model, optimizer, batches = stacks.built(name)
+        step, model, optimizer, batches = built(name)
         run = tutti.distribute(step, model, optimizer, layout)
         steps = [tree_leaves(run(*batches[k % 2])) for k in range(3)]
         found[name] = [x.tolist() for leaves in steps for x in leaves]
@@ -70,7 +77,7 @@ def returned(layout: str) -> dict[str, list[Any]]:
 
 def plainly(name: str) -> list[Tensor]:
     """The same in plain PyTorch."""
-    step, model, optimizer, batches = stacks.built(name)
+    step, model, optimizer, batches = built(name)
     steps = [tree_leaves(step(model, optimizer, *batches[k % 2])) for k in range(3)]
     return [x.detach().clone() for leaves in steps for x in leaves]
 
@@ -80,7 +87,7 @@ def assert_same(found: dict[str, list[Any]]) -> None:
         expected = plainly(name)
         assert len(found[name]) == len(expected)
         for mine, x in zip(found[name], expected, strict=True):
-            torch.testing.assert_close(torch.tensor(mine, dtype=x.dtype), x, rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(torch.tensor(mine, dtype=x.dtype), x, rtol=1e-10, atol=1e-12)
 
 
 # gpipe keeps what every micro-batch has made while others are added up.

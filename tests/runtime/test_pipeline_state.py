@@ -19,6 +19,7 @@ import zoo
 import zoo_models
 from ranks import Ranks
 from tutti.runtime.residence import is_here
+from wide import widened
 
 CASE, BEFORE, AFTER = "adamw_foreach", 3, 2
 PIPE = "pipe=2 micro=2"
@@ -169,6 +170,7 @@ def two_steps(layout: str, first: str, tied: bool) -> tuple[list[float], list[li
     else:
         train_step, model, optimizer, batches = zoo.CASES[CASE].build()
         measure = evaluate
+    batches = widened(model, *batches)
     train = tutti.distribute(train_step, model, optimizer, layout)
     test = tutti.distribute(measure, model, None, layout)
     found, lies = [], []
@@ -195,6 +197,7 @@ def deferred(layout: str) -> tuple[list[float], dict[str, Any]]:
     with torch.device("meta"):
         _, model, _, _ = zoo.CASES[CASE].build()
     train_step, _, _, batches = zoo.CASES[CASE].build()
+    batches = widened(model, *batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     step = tutti.distribute(train_step, model, optimizer, layout, seed=3)
     losses = [float(step(*batch)) for batch in batches[:2]]

@@ -58,7 +58,7 @@ def plain_step(layout: str, cut: tuple[str, ...] = ()) -> list[float]:
 def test_a_checked_pipeline_takes_the_same_steps(ranks: Ranks) -> None:
     expected = plain_step("")
     for losses in ranks.run(checked_step, "pipe=2 micro=4", n=2):
-        assert losses == pytest.approx(expected, rel=1e-6)
+        assert losses == pytest.approx(expected, rel=1e-10)
 
 
 def what_stage_has(cut: tuple[str, ...]) -> tuple[list[float], list[str]]:
@@ -74,7 +74,7 @@ def test_cut_names_where_a_stage_begins(
 ) -> None:
     expected = plain_step("", cut)  # one device has nothing to cut
     here, there = ranks.run(what_stage_has, cut, n=2)
-    assert here[0] == pytest.approx(expected, rel=1e-6)
+    assert here[0] == pytest.approx(expected, rel=1e-10)
     assert here[1] == sorted(f"{i}.{x}" for i in first for x in ("weight", "bias"))
     assert len(here[1]) + len(there[1]) == 6 and not set(here[1]) & set(there[1])
 

@@ -26,7 +26,7 @@ def assert_near(found: list[float], expected: list[float], rtol: float) -> None:
 
 def train(name: str, layout: str) -> tuple[list[float], set[str]]:
     """The losses of a run, and the dtypes of its state after it."""
-    play = runs.prepare(name, layout)
+    play = runs.prepare(name, layout, wide=False)
     losses = play.losses(NUM_STEPS)
     return losses, {str(x.dtype) for x in play.step.state_dict().values()}
 
@@ -53,22 +53,22 @@ def test_ranks_take_the_steps_of_one_device(ranks: Ranks, name: str, layout: str
 def test_checkpoints_do_not_depend_on_it(ranks: Ranks, tmp_path: Path) -> None:
     """Saved in bf16 on two ranks, resumed in float32 on one device; and the other way round."""
     path = str(tmp_path / "half")
-    ranks.run(runs.train_and_save, "gpt", "data=2 zero=3 precision=bf16", 5, path, n=2)
-    whole = runs.on_one_device("gpt", 10)[0]
-    losses, extra, state = runs.resume("gpt", "", 5, path)
+    ranks.run(runs.train_and_save, "gpt", "data=2 zero=3 precision=bf16", 5, path, False, n=2)
+    whole = runs.on_one_device("gpt", 10, False)[0]
+    losses, extra, state = runs.resume("gpt", "", 5, path, False)
     assert_near(extra["losses"], whole[:5], rtol=0.02)
     assert_near(losses, whole[5:], rtol=0.02)
     assert {x.dtype for x in state.values() if x.dtype.kind == "f"} == {np.dtype("float32")}
     path = str(tmp_path / "full")
-    runs.train_and_save("gpt", "", 5, path)
-    for found in ranks.run(runs.resume, "gpt", "data=2 zero=3 precision=bf16", 5, path, n=2):
+    runs.train_and_save("gpt", "", 5, path, False)
+    for found in ranks.run(runs.resume, "gpt", "data=2 zero=3 precision=bf16", 5, path, False, n=2):
         assert_near(found[0], whole[5:], rtol=0.02)
         assert found[1]["losses"] == whole[:5]
 
 
 def two_precisions(layout: str) -> tuple[float, float, bool]:
     """A model trained in bf16: its loss in float32 and in bf16, and whether it is in shards."""
-    play = runs.prepare("gpt", f"{layout} precision=bf16")
+    play = runs.prepare("gpt", f"{layout} precision=bf16", wide=False)
     play.losses(1)
     batch = play.batches[1]
 

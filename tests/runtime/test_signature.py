@@ -151,20 +151,19 @@ def test_a_leaf_that_is_neither_tensor_nor_constant_is_named() -> None:
         step(x, np.ones(3))
 
 
-def test_a_module_that_counts_its_calls_is_warned_of() -> None:
-    class Counting(Scaled):
-        calls = 0
+def test_a_module_whose_option_keeps_changing_is_warned_of() -> None:
+    class Named(Scaled):
+        kind = ""
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls = self.calls + 1
-            return super().forward(x)
+            return super().forward(x) * len(self.kind)
 
-    model = Counting().eval()
+    model = Named().eval()
     step = tutti.distribute(_plain, model)
     with pytest.warns(UserWarning, match="traced 8 times"):
         for k in range(8):
-            model.calls = 100 * k
-            step(torch.ones(2, 4))
+            model.kind = "a" * k
+            assert step(torch.ones(2, 4)).equal(_plain(model, torch.ones(2, 4)))
 
 
 # --- what changes of the model itself -------------------------------------------------------------

@@ -18,9 +18,9 @@ PLACE |= {f"*.{name}.bias": "tensor" for name in "qkv"}
 
 
 def losses(layout: str) -> list[float]:
-    """The same run with or without ranks."""
+    """The same run with or without ranks, in float64."""
     torch.manual_seed(0)
-    model = GPT()
+    model = GPT().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     batches = [token_batch(which) for which in range(2)]
     step = tutti.distribute(plain_step, model, optimizer, layout, place=PLACE)
@@ -32,4 +32,4 @@ if __name__ == "__main__":
 
     found = total(), *losses("data=2 tensor=2 zero=1")
     if os.environ["RANK"] == "0":
-        print("found", *found, flush=True)
+        print("found", *map(repr, found), flush=True)

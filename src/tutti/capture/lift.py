@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tutti.capture.first_step import (
+    inner_optimizers,
+    part_from_weights,
+    refuse_kind,
+    take_first_step,
+)
+from tutti.capture.first_values import first_values
 from tutti.capture.fused import UNCHECKED, as_ops, qualifies
 from tutti.errors import CaptureError, TuttiError
 
@@ -59,7 +66,7 @@ class Hyper:
 
 
 def optimizers_of(optimizer: Any) -> list[Optimizer]:
-    """The optimizers in `optimizer`: one, a list, a tuple or a dict of them, or none."""
+    """The optimizers in `optimizer` (one, a list, a tuple or a dict, or none), and those that they call."""
     found = [] if optimizer is None else tree_leaves(optimizer)
     for one in found:
         if not isinstance(one, Optimizer):
@@ -67,7 +74,8 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
                 f"expected a torch.optim.Optimizer, got {type(one).__name__}",
                 fix="tutti.distribute(train_step, model, optimizer)",
             )
-    return found
+    every = [inner for one in found for inner in inner_optimizers(one)]
+    return list({id(one): one for one in every}.values())
 
 
 def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
@@ -114,11 +122,25 @@ def hypers_of(optimizer: Any) -> list[Hyper]:
     return hypers
 
 
-def numbers(optimizer: Any, leaves: Sequence[Any]) -> dict[str, float]:
-    """Every number that is an input of the graph, by name: hyper-parameters and floats of the batch."""
-    values = {h.name: h.value for h in hypers_of(optimizer)}
+def numbers(
+    optimizer: Any, leaves: Sequence[Any], python: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Every number that is an input of the graph, by name: hyper-parameters, those of the step's own
+    `python`, and floats of the batch."""
+    values = {h.name: h.value for h in hypers_of(optimizer)} | dict(python or {})
     floats = [x for x in leaves if isinstance(x, float)]
     return values | {f"number.{k}": x for k, x in enumerate(floats)}
+
+
+def is_scheduled(key: str, value: Any) -> bool:
+    """Whether an option of a group is one number, or a few, that schedules change."""
+    several = isinstance(value, list | tuple) and all(map(is_number, value))
+    return key in SCHEDULED and (several or is_number(value))
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """By id, the name of each parameter."""
+    return {id(p): name for name, p in model.named_parameters()}
 
 
 def is_number(value: Any) -> bool:
@@ -167,6 +189,7 @@ def create_slots(optimizer: Any) -> None:
     A step with zero gradients is taken, and every tensor that it overwrote gets its first value back.
     """
     for one in optimizers_of(optimizer):
+        refuse_kind(one)
         fresh = [
             p
             for g in one.param_groups
@@ -183,12 +206,13 @@ def create_slots(optimizer: Any) -> None:
                 p.grad = None
             for p in fresh:
                 p.grad = torch.zeros_like(p)
-            with undo, _without_hooks(one), _at_first(one):
-                one.step()
+            with undo, _without_hooks(one), first_values(one, fresh), _at_first(one):
+                take_first_step(one, fresh)
         finally:
             for p, grad in kept:
                 p.grad = grad
             undo.undo()
+        part_from_weights(one, fresh)
         _place_counts(one, fresh)
 
 

@@ -1,193 +1,503 @@
-"""What a step keeps in Python: a capture runs that code once, so a number that each step changes is refused.
+"""The Python values that a step reads and changes: inputs and results of its graph, or constants.
 
-Looked at are numbers that the step function reaches by name, and how long collections are: a counter of steps
-would stay where the capture left it. One that is set once (a length that a cache has grown to) is no counter:
-where a trace has changed a number, a second one tells. Numbers of modules are part of a step's signature
-instead: where one has changed, the step is captured anew.
+A trace runs the step's Python once. What it reads there is one of these:
+
+    constant   part of the signature: another value traces again
+    number     an input of the graph, once it is known to change: between calls, or in the step itself
+
+What the step leaves in a place (`self.i += 1`, `state["loss"] = loss`) is an effect: a result of the graph,
+or a constant, that is put there after each call. Nothing that a trace leaves stays.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import functools
+import numbers
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, Table, named
+from tutti.capture.lift import is_scheduled, names_of
+from tutti.capture.reach import PLAIN, reach
+from tutti.capture.source import quoted, user_line
+from tutti.capture.symbols import SYMBOLS
 from tutti.errors import CaptureError
-
-_NUMBERS = (int, float, complex)
-_COLLECTIONS = (list, dict, set)
-# Tables that every module has: of state, of modules and of hooks.
-OF_ALL_MODULES = frozenset(nn.Module().__dict__)
-
-
-class Numbers:
-    """Numbers that a step function reaches by name, and the lengths of collections."""
-
-    def __init__(self, train_step: Callable[..., Any]) -> None:
-        self._reached = _reached_by(train_step)
-
-    def now(self) -> dict[str, Any]:
-        """By name: `calls`, `len(losses)`."""
-        found: dict[str, Any] = {}
-        for name, value in self._reached().items():
-            if type(value) in _NUMBERS:
-                found[name] = value
-            elif isinstance(value, _COLLECTIONS):
-                found[f"len({name})"] = len(value)
-        return found
 
 
 @dataclass(frozen=True)
-class Left:
-    """A value of the trace that it has left in a module under `name`, where `before` was."""
+class Number:
+    """A number that is an input of the graph, and where it stands; in several places if they are one count.
+
+    Those are the counts that an optimizer keeps of each parameter: as long as they are equal they are one.
+    """
 
     name: str
-    before: Any
-    value: FakeTensor
-    varies: bool  # with the state, the batch or random numbers: not the same at every call
+    places: tuple[Place, ...]
+
+    @property
+    def value(self) -> int | float:
+        """What it is now."""
+        value = self.places[0].get()
+        return float(value) if isinstance(value, float) else int(value)
+
+    def put(self, value: Any) -> None:
+        for place in self.places:
+            place.put(value)
 
 
-class Attributes:
-    """What modules hold besides their state: attributes, and the dicts and lists among them."""
+@dataclass(frozen=True)
+class Effect:
+    """What a step leaves in `places`: `num_leaves` values of `spec`, the last results of its graph.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._held: list[tuple[str, Any, Any]] = []
-        for path, module in model.named_modules():
-            prefix = f"{path}." if path else ""
-            tables = {k: v for k, v in vars(module).items() if type(v) in (dict, list)}
-            own = [(f"{prefix}{k}.", v) for k, v in tables.items() if k not in OF_ALL_MODULES]
-            for name, table in [(prefix, vars(module)), (prefix, module._buffers), *own]:
-                self._held.append((name, table, table.copy()))
+    One on `condition` counts only where the step reads that tensor: modules keep values to be looked at.
+    """
 
-    def left(self) -> list[Left]:
-        """The values that the trace which runs now has left."""
-        found: list[Left] = []
-        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
-        for prefix, table, before in self._held:
-            was = dict(_entries(before))
-            for key, value in _entries(table):
-                if isinstance(value, FakeTensor) and value is not was.get(key):
-                    slot: Any = get_proxy_slot(value, tracer, None)
-                    old = was.get(key)
-                    varies = slot is not None and _varies(slot.proxy.node, tracer.root, old)
-                    found.append(Left(f"{prefix}{key}", old, value, varies))
+    places: tuple[Place, ...]
+    spec: TreeSpec
+    num_leaves: int
+    condition: Tensor | None = field(default=None, repr=False)
+
+    def value(self, leaves: Sequence[Any]) -> Any:
+        """What is put there."""
+        return tree_unflatten(list(leaves), self.spec)
+
+
+def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
+    """What each effect puts in its places; `results` are the leaves of all, in order."""
+    found, at = [], 0
+    for effect in effects:
+        found.append(effect.value(results[at : at + effect.num_leaves]))
+        at += effect.num_leaves
+    return found
+
+
+@dataclass
+class Findings:
+    """What is known of the numbers of one step from its calls so far, by name of a place.
+
+    Args:
+        varying: those that are inputs, since they were seen to change.
+        fixed: those that must be constants of a trace: it looks at their values.
+    """
+
+    varying: set[str] = field(default_factory=set)
+    fixed: set[str] = field(default_factory=set)
+    _expected: bool = False
+
+    def expect(self, state: PythonState) -> None:
+        """Before the first trace: what the step's code assigns to will change."""
+        if not self._expected:
+            self.varying |= state.likely()
+            self._expected = True
+
+    def fix(self, inputs: Sequence[Number]) -> bool:
+        """After a trace that failed: make constants of the whole numbers among its inputs, or of all."""
+        whole = {p.name for n in inputs for p in n.places if isinstance(n.value, int)}
+        self.fixed |= whole or {p.name for n in inputs for p in n.places}
+        return bool(inputs)
+
+
+class PythonState:
+    """The Python values of one step, as they stand now.
+
+    Args:
+        step: the function that is captured.
+        findings: shared by all walks for one step.
+    """
+
+    def __init__(
+        self, step: Any, model: nn.Module, optimizers: Sequence[Optimizer], findings: Findings
+    ) -> None:
+        self.findings = findings
+        reached = reach(step, model, optimizers)
+        self.outside = reached.outside
+        self._stored = reached.stored
+        self._of_model = {id(table) for m in model.modules() for table in _tables_of(m)}
+        self._slots = list(_slot_tables(model, optimizers))
+        groups = list(_group_tables(optimizers))
+        self._groups = {id(table) for table in groups}
+        self.tables = [*reached.tables, *groups, *self._slots]
+        self.numbers = self._numbers()
+        self._by_prefix = {(t.kind, t.prefix): t for t in reversed(self.tables)}
+        self._by_name: dict[str, Place] | None = None
+
+    def _numbers(self) -> list[Number]:
+        """The inputs among the numbers that there are."""
+        slots = {id(table) for table in self._slots}
+        found: dict[Any, list[Place]] = {}
+        for name, place, value in named(self.tables):
+            if self._is_input(name, place, value):
+                one = id(place.table) in slots
+                key = (name.partition(".")[0], place.key, value) if one else name
+                found.setdefault(key, []).append(place)
+        return [Number(places[0].name, tuple(places)) for places in found.values()]
+
+    def _is_input(self, name: str, place: Place, value: Any) -> bool:
+        if not is_plain_number(value) or name in self.findings.fixed or not place.table.writable:
+            return False
+        return name in self.findings.varying and not self.is_scheduled(place, value)
+
+    def is_scheduled(self, place: Place, value: Any) -> bool:
+        """Whether a value is an input of every graph: an option of a group that schedules change."""
+        return id(place.table) in self._groups and is_scheduled(place.key, value)
+
+    def likely(self) -> set[str]:
+        """The names of numbers that the step's code assigns to."""
+        return {
+            name
+            for name, place, value in named(self.tables)
+            if is_plain_number(value)
+            and place.table.writable
+            and str(place.table.prefix if place.key is None else place.key) in self._stored
+        }
+
+    def constants(self) -> tuple[Any, ...]:
+        """What a trace depends on, hashable: each value with its type, the inputs by name and type alone."""
+        inputs = {(id(p.table), p.key): n.name for n in self.numbers for p in n.places}
+        found: list[Any] = []
+        for name, place, value in named(self.tables):
+            given = inputs.get((id(place.table), place.key))
+            free = given is not None or self.is_scheduled(place, value)
+            sign = type(value) if given is not None else None if free else _sign(value)
+            found.append((name, given, sign))
+        return tuple(found)
+
+    def tensors(self) -> dict[int, Place]:
+        """By id, the tensors that stand in the tables, besides the state of the model and the optimizers."""
+        found: dict[int, Place] = {}
+        for _, place, value in named(self.tables):
+            if isinstance(value, Tensor):
+                found.setdefault(id(value), place)
         return found
 
-    def put_back(self) -> None:
-        """What was there before the trace, in place of what it has left."""
-        for _, table, before in self._held:
-            if isinstance(table, list):
-                if any(isinstance(x, FakeTensor) for x in table):
-                    table[:] = before
-                continue
-            for key in [k for k, value in table.items() if isinstance(value, FakeTensor)]:
-                del table[key]
-                table.update({key: before[key]} if key in before else {})
-
-
-def refuse_kept_values(
-    left: list[Left], traced: fx.GraphModule, trace_again: Callable[[], fx.GraphModule]
-) -> None:
-    """Raise if the step reads what an earlier call of it has left in a module.
-
-    What stood there before was read by the trace; where nothing did, a second one tells.
-    """
-    kept = [x for x in left if x.varies]
-    stood = _storages(traced)
-    read = [x for x in kept if isinstance(x.before, Tensor) and _storage(x.before) in stood]
-    if not read and any(not isinstance(x.before, Tensor) for x in kept):
-        stood = _storages(trace_again())
-        read = [x for x in kept if _storage(x.value) in stood]
-    if read:
-        name = read[0].name
-        raise CaptureError(
-            f'the step keeps a tensor in "{name}" from one call to the next',
-            why="the step is captured once: it would read the value of that call for ever",
-            fix=f'self.register_buffer("{name.rpartition(".")[2]}", its first value)',
-        )
-
-
-def _storages(traced: fx.GraphModule) -> set[int]:
-    """The storages of the tensors that a trace reads, and was not given."""
-    found = [
-        getattr(traced, n.target) for n in traced.graph.nodes if n.op == "get_attr" and n.users
-    ]
-    return {_storage(x) for x in found if isinstance(x, Tensor)}
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _entries(table: Any) -> list[tuple[Any, Any]]:
-    return list(table.items() if isinstance(table, dict) else enumerate(table))
-
-
-def _varies(node: fx.Node, root: nn.Module, before: Any) -> bool:
-    """Whether a value is not the same at every call: of what a graph is given, random, or the one `before`
-    with something done to it."""
-    own = _storage(before) if isinstance(before, Tensor) else None
-    seen: set[tuple[fx.Node, bool]] = set()
-    todo = [(node, False)]
-    while todo:
-        x, changed = todo.pop()
-        if (x, changed) in seen:
-            continue
-        seen.add((x, changed))
-        if x.op == "placeholder" or torch.Tag.nondeterministic_seeded in getattr(
-            x.target, "tags", ()
-        ):
-            return True
-        if x.op == "get_attr" and changed and _storage(getattr(root, str(x.target))) == own:
-            return True
-        name = str(x.target)
-        if not name.startswith(_OF_FORM):
-            todo += [(y, changed or not name.startswith(_SAME)) for y in x.all_input_nodes]
-    return False
-
-
-# Ops that look at the form of an operand, not at its values; and those that change no value.
-_OF_FORM = tuple(
-    f"aten.{form}."
-    for kind in ("zeros", "ones", "full", "empty")
-    for form in (f"{kind}_like", f"new_{kind}")
-)
-_SAME = ("aten._to_copy.", "aten.detach.", "aten.clone.", "aten.alias.", "aten.lift_fresh")
-
-
-def refuse_counters_in_python(
-    before: dict[str, Any], once: dict[str, Any], trace_again: Callable[[], dict[str, Any]]
-) -> None:
-    """Raise if a trace has changed numbers (`before`, `once`), and another one would again."""
-    changed = [name for name, value in once.items() if before.get(name, value) != value]
-    if not changed:
-        return
-    twice = trace_again()
-    counters = [name for name in changed if twice[name] != once[name]]
-    if counters:
-        name = counters[0]
-        raise CaptureError(
-            f"the step changes {name} in Python ({before[name]}, then {once[name]}, then {twice[name]})",
-            why="the step is captured once: it would stay as it was then",
-            fix="count outside of the step; what the step computes with may be a buffer of the model, or a "
-            "float among the step's arguments",
-        )
-
-
-def _reached_by(function: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
-    """What a function reaches by the names of its closure and of its module."""
-
-    def reached() -> dict[str, Any]:
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Puts everything back at the end, also what a trace has added."""
+        before = [(table, table.values(), _all_keys(table), _items(table)) for table in self.tables]
+        sets = self.sets()
         try:
-            known = inspect.getclosurevars(function)
-        except (TypeError, ValueError):  # no Python function, or a name without a value yet
-            return {}
-        return {**known.globals, **known.nonlocals}
+            yield
+        finally:
+            for _, held, items in sets:
+                if held != items:
+                    held.clear()
+                    held.update(items)
+            for table, values, keys, items in before:
+                if items is not None:
+                    held = table.find()
+                    kept = id(held) in self._of_model and len(held) > len(items)
+                    held[: len(items) if kept else None] = items
+                    continue
+                now = table.values() | {k: table.find()[k] for k in _all_keys(table) - keys}
+                for key, value in now.items():
+                    old = values.get(key, MISSING)
+                    if value is not old and not self._is_kept(Place(table, key), old, value):
+                        table.put(key, old)
 
-    return reached
+    def sets(self) -> list[tuple[str, set[Any], set[Any]]]:
+        """Every set by its name, with what is in it now."""
+        return [(name, x, set(x)) for name, _, x in named(self.tables) if isinstance(x, set)]
+
+    def _is_kept(self, place: Place, old: Any, value: Any) -> bool:
+        """Whether a module has a value of a trace where it had none: `kept_values` puts it back."""
+        new = isinstance(value, FakeTensor) and not isinstance(old, Tensor)
+        mode = place.key == "training" and place.table.kind == MEMBER  # set at each call
+        return mode or (new and self.holds_value_of_module(place))
+
+    def begin(
+        self, symbols: Mapping[str, Any], state: Mapping[int, Tensor], mode: FakeTensorMode
+    ) -> Begun:
+        """Let `symbols`, by name, stand where the inputs do, and `state` where the tensors with these ids do.
+
+        For any other tensor a fake of it stands. Call it inside of `restored`.
+        """
+        for number in self.numbers:
+            number.put(symbols[number.name])
+        stand_ins: dict[int, Tensor] = {}
+        for name, place, value in list(named(self.tables)):
+            if _is_iterator(value) and place.table.writable:
+                place.put(Untouched(name, value))
+            if not isinstance(value, Tensor) or not place.table.writable:
+                continue
+            if id(value) in state:
+                place.put(state[id(value)])
+            elif type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
+                if id(value) not in stand_ins:
+                    stand_ins[id(value)] = _stand_in(value, mode)
+                place.put(stand_ins[id(value)])
+        return Begun(self, stand_ins)
+
+    def place_like(self, place: Place) -> Place:
+        """The place of the same name in this walk, for one of an earlier walk."""
+        if self._by_name is None:
+            every = [(name, one) for name, one, value in named(self.tables) if value is not MISSING]
+            self._by_name = dict(reversed(every))
+        if place.name in self._by_name:
+            return self._by_name[place.name]
+        table = self._by_prefix.get((place.table.kind, place.table.prefix))
+        return place if table is None else Place(table, place.key)
+
+    def holds_value_of_module(self, place: Place) -> bool:
+        """Whether a place is one of the model's modules, whose tensors `kept_values` looks after."""
+        return id(place.table.find()) in self._of_model
+
+
+def _is_iterator(value: Any) -> bool:
+    """Of Python's own, or a generator; a file is one too, and may be written to."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+class Untouched:
+    """Stands for an iterator while a step is traced: to take what comes next would happen only then."""
+
+    def __init__(self, name: str, iterator: Any) -> None:
+        self._name, self._kind = name, type(iterator).__name__
+
+    def __iter__(self) -> Untouched:
+        return self
+
+    def __next__(self) -> Any:
+        raise CaptureError(
+            f"the step takes the next of {self._name}, a {self._kind}",
+            at=quoted(user_line()),
+            why="the step's Python runs once, while it is captured: each call would have this one",
+            fix="take it before the step, and hand it over as an argument; or count in a number",
+        )
+
+
+class Begun:
+    """A trace that has begun: what stood everywhere, with the symbols."""
+
+    def __init__(self, state: PythonState, stand_ins: Mapping[int, Tensor]) -> None:
+        self.state = state
+        # By id of the tensor for which it stands.
+        self.stand_ins = stand_ins
+        self._before = [(t, t.values(), _all_keys(t)) for t in state.tables]
+        self._sets = state.sets()
+        self._old = {(id(t), key): x for t, values, _ in self._before for key, x in values.items()}
+        self.leaves: list[Any] = []
+        self.changed: set[str] = set()  # the names of numbers that the step has changed
+
+    def effects(self) -> list[Effect]:
+        """What the step has changed since; their leaves are then in `leaves`.
+
+        Raises:
+            CaptureError: for a list that has grown, or shrunk: it would at every call.
+        """
+        for name, held, items in self._sets:
+            if held != items:
+                raise _refused_collection(name, len(items), len(held))
+        found: list[Effect] = []
+        changed: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        for table, before, keys in self._before:
+            now = table.values()
+            if id(table.find()) not in self.state._of_model:
+                _refuse_other_length(table, before, now)
+            for key in _all_keys(table) - keys:
+                now[key] = table.find()[key]
+            for key, value in now.items():
+                old = before.get(key, MISSING)
+                if value is not old and not _equal(value, old):
+                    place = Place(table, key)
+                    if self._is_effect(place, old, value):
+                        changed[id(table), key] = place, value
+        for number in self.state.numbers:
+            if effect := self._of_number(number, changed):
+                found.append(effect)
+        for place, value in changed.values():
+            leaves, spec = tree_flatten(value)
+            self.leaves += leaves
+            found.append(Effect((place,), spec, len(leaves), self._condition(place)))
+        return found
+
+    def _condition(self, place: Place) -> Tensor | None:
+        of_module = self.state.holds_value_of_module(place)
+        old = self._old.get((id(place.table), place.key)) if of_module else None
+        return old if isinstance(old, Tensor) else None
+
+    def _of_number(self, number: Number, changed: dict[tuple[int, Any], Any]) -> Effect | None:
+        """One effect for all the places of a number that the step has changed in the same way."""
+        keys = [(id(p.table), p.key) for p in number.places]
+        if len(keys) == 1 or not all(key in changed for key in keys):
+            return None
+        values = [changed[key][1] for key in keys]
+        if len({_expression(value) for value in values}) != 1:
+            return None
+        for key in keys:
+            del changed[key]
+        self.leaves.append(values[0])
+        return Effect(number.places, tree_flatten(0)[1], 1)
+
+    def _is_effect(self, place: Place, old: Any, value: Any) -> bool:
+        if place.key == "training" and place.table.kind == MEMBER:  # modes are set at each call
+            return False
+        if is_number(old) and is_number(value):
+            self.changed.add(place.name)
+        leaves = [] if value is MISSING else tree_flatten(value)[0]
+        of_module = self.state.holds_value_of_module(place)
+        if of_module and any(isinstance(x, Tensor) for x in leaves) and not isinstance(old, Tensor):
+            return False  # `kept_values` looks after it
+        if value is MISSING or not all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves):
+            if not of_module:
+                _say_lost(place, value)
+            return False
+        return True
+
+
+def _expression(value: Any) -> Any:
+    """What two symbols of the same value have in common."""
+    return value.node.expr if isinstance(value, SYMBOLS) else value
+
+
+def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake of the same form, which is a view of nothing and has no history."""
+    device = torch.device("cpu") if x.is_meta else x.device
+    with _disable_current_modes(), mode:  # to the trace that runs it is no op of the step
+        fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
+        if isinstance(x, nn.Parameter):
+            return nn.Parameter(fake, x.requires_grad)
+        return fake.requires_grad_(x.requires_grad and x.is_leaf)
+
+
+_KEPT = (*PLAIN, Tensor, type, type(lambda: 0))
+
+
+def _say_lost(place: Place, value: Any) -> None:
+    """What cannot be done again at each call is said."""
+    what = "removes it" if value is MISSING else f"puts a {type(value).__name__} there"
+    warnings.warn(
+        f"{place.name} stays as it is: the step {what}, which happens in Python, where it runs once",
+        stacklevel=2,
+    )
+
+
+def _refuse_other_length(table: Table, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    if table.kind == ITEM and not isinstance(table.find(), dict) and len(before) != len(now):
+        raise _refused_collection(table.prefix, len(before), len(now))
+
+
+def _refused_collection(name: str, before: int, now: int) -> CaptureError:
+    return CaptureError(
+        f"the step changes len({name}) in Python ({before}, then {now})",
+        why="the step is captured once: what it appends would be that of this call for ever",
+        fix="return it from the step, and append it outside",
+    )
+
+
+def _all_keys(table: Table) -> set[Any]:
+    """All that stands in a dict, also under names that nobody mentions."""
+    held = table.find()
+    every = isinstance(held, dict) and table.kind in (ITEM, MEMBER)
+    return set(held) - table.ignored if every else set()
+
+
+def _items(table: Table) -> list[Any] | None:
+    """The items of a list, to be put back whatever has become of its length."""
+    held = table.find()
+    return list(held) if table.kind == ITEM and isinstance(held, list) else None
+
+
+def is_number(value: Any) -> bool:
+    """A number, or one that a trace knows by a symbol."""
+    return is_plain_number(value) or isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
+def is_plain_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two plain values are the same; a symbol is only itself."""
+    return type(a) is type(b) and isinstance(a, PLAIN) and (a == b or (a != a and b != b))
+
+
+def _sign(value: Any) -> Any:
+    """What of a value a trace depends on, besides what stands in it."""
+    if isinstance(value, PLAIN):
+        plain = type(value) in (int, bool, str, bytes, type(None))
+        return (type(value), value if plain else repr(value))
+    if isinstance(value, Tensor):
+        return (Tensor, tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        return value
+    if isinstance(value, types.MethodType):
+        return (value.__func__, type(value.__self__))
+    if isinstance(value, functools.partial):
+        return (value.func, *map(_sign, value.args))
+    if isinstance(value, numbers.Number):  # of NumPy
+        return (type(value), repr(value))
+    if has_contents(value):
+        return contents_of(value)
+    return (type(value), len(value)) if isinstance(value, list | tuple | dict) else type(value)
+
+
+def has_contents(value: Any) -> bool:
+    """Whether a value may change and be the same object: a set, an array of NumPy."""
+    array = type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+    return array or isinstance(value, set | bytearray)
+
+
+def contents_of(array: Any) -> Any:
+    """What a set or an array of NumPy holds, in a form to be compared; of a large array a sample."""
+    if isinstance(array, set | bytearray):
+        return frozenset(array) if isinstance(array, set) else bytes(array)
+    try:
+        flat = array.reshape(-1)
+        step = 1 if array.nbytes <= 1 << 16 else max(1, array.size // 4096)
+        return (array.shape, str(array.dtype), flat[::step].tobytes())
+    except (AttributeError, TypeError, ValueError):  # no array
+        return type(array)
+
+
+def _tables_of(module: nn.Module) -> Iterator[Any]:
+    yield vars(module)
+    yield from (v for v in vars(module).values() if isinstance(v, dict | list))
+
+
+def _group_tables(optimizers: Sequence[Optimizer]) -> Iterator[Table]:
+    """The options of each group: those that schedules change are inputs by themselves."""
+    for k, one in enumerate(optimizers):
+        prefix = f"optim{k}" if k else "optim"
+        for g, group in enumerate(one.param_groups):
+            keys = [key for key, value in group.items() if key != "params"]
+            yield Table(f"{prefix}.{g}.", MEMBER, partial(_group, one, g), keys)
+
+
+def _group(one: Optimizer, g: int) -> Any:
+    return one.param_groups[g]
+
+
+def _slot_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Table]:
+    """What optimizers keep of each parameter besides tensors: numbers, and lists of tensors."""
+    owners = names_of(model)
+    for one in optimizers:
+        for g, group in enumerate(one.param_groups):
+            for j, param in enumerate(group["params"]):
+                slots = one.state.get(param, {})
+                keys = [k for k, v in slots.items() if not isinstance(v, Tensor)]
+                if keys and id(param) in owners:
+                    prefix, find = f"optim.{owners[id(param)]}.", partial(_slots_of, one, g, j)
+                    yield Table(prefix, MEMBER, find, keys)
+                    for key in keys:
+                        if isinstance(slots[key], dict | list | tuple):
+                            yield Table(f"{prefix}{key}", ITEM, partial(_in_slots, find, key), None)
+
+
+def _in_slots(find: Callable[[], Any], key: Any) -> Any:
+    return find()[key]
+
+
+def _slots_of(one: Optimizer, g: int, j: int) -> Any:
+    return one.state[one.param_groups[g]["params"][j]]

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,39 +21,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import transformer
 from torch.optim import Optimizer
 
-from tutti.capture.lift import Hyper, optimizers_of
 from tutti.capture.source import quoted, user_line
+from tutti.capture.ways_out import of_error
 from tutti.errors import CaptureError, TuttiError
-
-
-def python_numbers(optimizer: Any) -> list[dict[str, Any]]:
-    return [
-        {k: v for k, v in slots.items() if isinstance(v, int | float)}
-        for one in optimizers_of(optimizer)
-        for slots in one.state.values()
-    ]
-
-
-def refuse_counters(optimizer: Any, before: list[dict[str, Any]]) -> None:
-    for old, new in zip(before, python_numbers(optimizer), strict=False):
-        for key, value in new.items():
-            if old.get(key) != value:
-                raise CaptureError(
-                    f'the optimizer keeps "{key}" as a Python number that changes with every step',
-                    why="the captured step would replay today's number for ever",
-                    fix=f'keep it as a tensor: state["{key}"] = torch.tensor(0.0)',
-                )
-
-
-def refuse_changed_numbers(hypers: Sequence[Hyper], given: Mapping[str, Any]) -> None:
-    """Raise unless every hyper-parameter still is the symbol that it was given."""
-    for hyper in hypers:
-        if hyper.raw is not given[hyper.name]:
-            raise CaptureError(
-                f"the step changes the hyper-parameter {hyper.name}",
-                why="the step is captured once; a change made by Python inside it would happen only then",
-                fix="call scheduler.step() after the step, outside the function given to distribute",
-            )
 
 
 def _refuse_grouped_product(*_args: Any, **_options: Any) -> Any:
@@ -103,25 +73,31 @@ def explained() -> Iterator[None]:
     except TuttiError:
         raise
     except DynamicOutputShapeException as error:
+        known = _WAYS_OUT.get(error.func)
+        told = of_error(error, "a mask and torch.where instead of selecting elements")
         raise CaptureError(
             f"{error.func} has a shape that depends on values",
-            at=_raising_line(error),
-            why="every shape must be known before the step runs",
-            fix=_WAYS_OUT.get(error.func, "a mask and torch.where instead of selecting elements"),
+            at=told.at,
+            why="every shape must be known before the step runs" + told.inside,
+            fix=known or told.fix,
         ) from error
     except DataDependentOutputException as error:
+        told = of_error(
+            error, "torch.where(condition, a, b) on tensors, or the computation written out"
+        )
         raise CaptureError(
             f"the step decides in Python on values: {error.func}",
-            at=_raising_line(error),
-            why="the step is captured once, before it has values",
-            fix="torch.where(condition, a, b) on tensors, or the computation written out",
+            at=told.at,
+            why="the step is captured once, before it has values" + told.inside,
+            fix=told.fix,
         ) from error
     except GuardOnDataDependentSymNode as error:
+        told = of_error(error, "torch.where(condition, a, b) on tensors")
         raise CaptureError(
             "the step decides in Python on a number that is known only when it runs",
-            at=_raising_line(error),
-            why="the step is captured once, before it has values",
-            fix=_fix_of(error),
+            at=told.at,
+            why="the step is captured once, before it has values" + told.inside,
+            fix=_other_optimizer(error) or told.fix,
         ) from error
 
 
@@ -132,23 +108,14 @@ _WAYS_OUT = {
 }
 
 
-def _fix_of(error: BaseException) -> str:
-    """A way out of a branch; of one in PyTorch's own optimizers, another of those."""
+def _other_optimizer(error: BaseException) -> str:
+    """A way out of a branch in one of PyTorch's own optimizers; "" for any other branch."""
     home = os.path.dirname(inspect.getfile(Optimizer))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     inside = [f for f in files if os.path.dirname(f) == home]
     if not inside:
-        return "torch.where(condition, a, b) on tensors"
+        return ""
     name = os.path.basename(inside[-1]).removesuffix(".py")
     return (
         f"another optimizer: {name} branches on its count of steps, AdamW, NAdam or Adamax do not"
     )
-
-
-def _raising_line(error: BaseException) -> str:
-    torch_dir = os.path.dirname(torch.__file__)
-    here = os.path.dirname(os.path.dirname(__file__))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((torch_dir, here)) and "<" not in frame.filename:
-            return quoted(f"{frame.filename}:{frame.lineno}")
-    return ""

@@ -23,7 +23,8 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from tutti.capture.random_ops import RANDOM_OPS, rewinding
-from tutti.capture.source import quoted, user_line
+from tutti.capture.source import user_line
+from tutti.capture.ways_out import of_stack
 from tutti.errors import CaptureError
 
 
@@ -37,6 +38,7 @@ class Watch:
     in_update: int = 0
     num_streams: int = 0
     forward: dict[int, tuple[str, str]] = field(default_factory=dict)
+    refused: CaptureError | None = None  # raised, though the step may have caught it
 
     def note(self, node: fx.Node) -> None:
         """Write what is known now onto a fresh node."""
@@ -54,7 +56,8 @@ class Watch:
             node.meta["stream"] = self.num_streams
             self.num_streams += 1
         if node.target is torch.ops.aten._local_scalar_dense.default and not self.in_update:
-            raise _reads_a_value(node, source)
+            self.refused = _reads_a_value(node)
+            raise self.refused
 
 
 def _name_outputs(module: str, out: Any) -> None:
@@ -73,18 +76,22 @@ def _sequence_number() -> int:
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _reads_a_value(node: fx.Node, source: str) -> CaptureError:
+def _reads_a_value(node: fx.Node) -> CaptureError:
     value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
     branch = isinstance(value, Tensor) and value.dtype == torch.bool
+    told = of_stack(
+        "torch.where(condition, a, b) instead of if/else"
+        if branch
+        else "keep it a tensor, or return it from the step and read it there"
+    )
     return CaptureError(
         "the step branches on a tensor's value"
         if branch
         else "the step reads a tensor's value into Python (.item(), float(), int())",
-        at=quoted(source),
-        why="the step is captured once, before it has values; Python would not see later ones",
-        fix="torch.where(condition, a, b) instead of if/else"
-        if branch
-        else "keep it a tensor, or return it from the step and read it there",
+        at=told.at,
+        why="the step is captured once, before it has values; Python would not see later ones"
+        + told.inside,
+        fix=told.fix,
     )
 
 
@@ -116,6 +123,8 @@ def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator
         stack.enter_context(rewinding(watch))
         stack.callback(lambda: [h.remove() for h in hooks])
         yield watch
+    if watch.refused is not None:
+        raise watch.refused
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import builtins
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import FrameType
@@ -19,11 +19,15 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
+from tutti.capture.batch import called, taken
 from tutti.capture.canonical import canonicalize
+from tutti.capture.compiled import nothing_compiled
+from tutti.capture.forms import flattened, returnable
+from tutti.capture.found_gradients import Found, found_gradients, note_found
 from tutti.capture.functional import functional_graph
 from tutti.capture.gradients import (
     Gradients,
@@ -32,7 +36,10 @@ from tutti.capture.gradients import (
     hooked,
     watched_gradients,
 )
+from tutti.capture.held_values import Place
 from tutti.capture.host_random import no_host_randomness
+from tutti.capture.host_values import values_unknown
+from tutti.capture.kept_values import Attributes, Left, refuse_kept_values
 from tutti.capture.lift import (
     StateTensor,
     create_slots,
@@ -41,24 +48,17 @@ from tutti.capture.lift import (
     state_of,
     swapped,
 )
+from tutti.capture.models import wrappers_open
 from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
+from tutti.capture.outside import lift_outside, read_by
 from tutti.capture.precision import computing, refuse_other_weights
-from tutti.capture.python_state import (
-    Attributes,
-    Left,
-    Numbers,
-    refuse_counters_in_python,
-    refuse_kept_values,
-)
+from tutti.capture.python_state import Effect, Findings, Number, PythonState
 from tutti.capture.rebound import data_written, take_over
-from tutti.capture.refusals import (
-    REFUSED_OPS,
-    explained,
-    python_numbers,
-    refuse_changed_numbers,
-    refuse_counters,
-)
+from tutti.capture.refusals import REFUSED_OPS, explained
 from tutti.capture.regions import watching
+from tutti.capture.sparse import dense, dense_gradients, refuse_sparse_constants
+from tutti.capture.symbols import looked_at_by_ops, on_symbols
+from tutti.capture.unexpected import named, refuse_untraced
 from tutti.errors import CaptureError
 
 aten = torch.ops.aten
@@ -72,6 +72,10 @@ class Captured:
     batch's floats as `number.0`, ... and its tensors as `batch.0`, ... Other leaves of the batch are
     constants. Its output is `(returned leaves, new state values)`,
     the latter in the order of `updated`.
+
+    Among the hyper-parameters stand the step's own `numbers`. After the `num_returned` leaves that the step
+    returns come those of its `effects`. `outside` is where the state stands that is neither the model's nor
+    an optimizer's, by name.
     """
 
     graph: fx.Graph
@@ -83,6 +87,10 @@ class Captured:
     returned: TreeSpec
     mode: FakeTensorMode
     guards: list[Any] = field(default_factory=list)
+    numbers: list[Number] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    num_returned: int = 0
+    outside: dict[str, Place] = field(default_factory=dict)
 
     def placeholder(self, name: str) -> fx.Node:
         """The placeholder of input `name`."""
@@ -101,6 +109,7 @@ class Captured:
         return node.args[0]  # type: ignore[return-value]
 
 
+@named()
 def capture(
     train_step: Callable[..., Any],
     model: nn.Module,
@@ -108,39 +117,80 @@ def capture(
     batch: Sequence[Any],
     *,
     precision: str = "fp32",
+    findings: Findings | None = None,
+    renewed: Mapping[int, Tensor] | None = None,
+    note_gradients: bool = False,
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
 
     Nothing real is touched, but for the optimizer's slots: those that are missing are created.
-    `precision` is the layout's: what the forward computes in.
+    `precision` is the layout's: what the forward computes in. `findings` is what earlier traces of this step
+    have shown of its Python numbers; `renewed` has, by the id of a former state tensor, the one in its place.
+    With `note_gradients` the values that optimizers find in `.grad` are noted (`found_gradients.noted`).
 
     Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line
     for what cannot be captured: a branch on a tensor's value, `.item()`, a shape that depends on values.
     """
+    findings = Findings() if findings is None else findings
     create_slots(optimizer)
-    state = state_of(model, optimizer)
-    leaves, spec = tree_flatten(tuple(batch))
-    mode = FakeTensorMode(
-        shape_env=_Symbols(allow_dynamic_output_shape_ops=False),
-        static_shapes=True,
-        allow_non_fake_inputs=True,
-    )
-    lifted = _Lifted(train_step, model, optimizer, state, leaves, spec, mode, precision)
+    leaves, spec = flattened(dense(taken(batch)))
+
+    def prepared() -> _Lifted:
+        mode = FakeTensorMode(
+            shape_env=_Symbols(allow_dynamic_output_shape_ops=False),
+            static_shapes=True,
+            allow_non_fake_inputs=True,
+        )
+        python = PythonState(train_step, model, optimizers_of(optimizer), findings)
+        state = state_of(model, optimizer)
+        given = (train_step, model, optimizer, state, leaves, spec, mode, precision)
+        made = _Lifted(*given, python, renewed or {})
+        made.note_gradients = note_gradients
+        return made
+
     with _use_lazy_graph_module(True):  # only the graphs are used: no code is made for them
-        traced = lifted.traced()
-        functional = functional_graph(traced, lifted.inputs, mode)
+        lifted, traced = _traced(prepared, findings)
+        refuse_sparse_constants(traced)
+        functional = functional_graph(traced, lifted.inputs, lifted.mode)
+    refuse_untraced(functional)
     captured = _collect(functional, lifted)
     lifted.grads.refuse_used(captured.graph.output_node().all_input_nodes)
-    lifted.refuse_constants(functional, state)
+    lifted.refuse_constants(functional, lifted.state)
     weights = {
         s.name: s.tensor.dtype
-        for s in state
+        for s in lifted.state
         if s.kind == "parameter" and s.tensor.is_floating_point()
     }
     refuse_other_weights(precision, weights, frozenset(captured.updated))
-    canonicalize(captured.graph, captured.owner, mode)
+    canonicalize(captured.graph, captured.owner, lifted.mode)
     lifted.grads.note(lifted.holders)
     return captured
+
+
+def _traced(prepared: Callable[[], _Lifted], findings: Findings) -> tuple[_Lifted, fx.GraphModule]:
+    """A trace in which every number that the step changes is an input.
+
+    A step that cannot be traced with a number as an input is traced with it as a constant.
+    """
+    findings.expect(prepared().python)
+    while True:
+        lifted = prepared()
+        try:
+            traced = lifted.traced()
+        except Exception:
+            if not findings.fix(lifted.python.numbers):
+                raise
+            continue
+        numbers = {n.name: n for n in lifted.python.numbers}
+        looked_at = looked_at_by_ops(traced, lifted.names, {*numbers})
+        new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
+        if looked_at:
+            findings.fixed |= {p.name for name in looked_at for p in numbers[name].places}
+        elif new:
+            findings.varying |= new
+        else:
+            lifted.lift_outside(traced)
+            return lifted, traced
 
 
 class _Symbols(ShapeEnv):
@@ -167,8 +217,10 @@ class _Lifted:
         spec: TreeSpec,
         mode: FakeTensorMode,
         precision: str,
+        python: PythonState,
+        renewed: Mapping[int, Tensor],
     ) -> None:
-        self.precision = precision
+        self.precision, self.python, self.renewed = precision, python, renewed
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
         self.state, self.leaves, self.spec, self.mode = state, leaves, spec, mode
         self.hypers = hypers_of(optimizer)
@@ -177,19 +229,27 @@ class _Lifted:
         self.names = (
             [s.name for s in state]
             + [h.name for h in self.hypers]
+            + [n.name for n in python.numbers]
             + [f"number.{k}" for k in range(len(self.number_leaves))]
             + [f"batch.{k}" for k in range(len(self.tensor_leaves))]
         )
         self.inputs = (
             [_fake(s.tensor, mode) for s in state]
             + [_symbol(h.name, h.value, mode) for h in self.hypers]
+            + [_symbol(n.name, n.value, mode) for n in python.numbers]
             + [_symbol(f"number.{k}", leaves[i], mode) for k, i in enumerate(self.number_leaves)]
             + [_fake(leaves[i], mode) for i in self.tensor_leaves]
         )
         self.returned: TreeSpec | None = None
         self.left: list[Left] = []
+        self.effects: list[Effect] = []
+        self.changed: set[str] = set()
+        self.num_returned = 0
+        self.outside: dict[str, Place] = {}
         self.begun: frozenset[str] = frozenset()  # whose gradients the trace begins with
         self.grads: Gradients
+        self.note_gradients = False
+        self.found: Found = {}
         self.holders = holders_of(model, state)
         self.there = gradients_there(self.holders)
 
@@ -197,46 +257,56 @@ class _Lifted:
     def kinds(self) -> dict[str, str]:
         """The kind of each input by name."""
         kinds = {s.name: s.kind for s in self.state} | {h.name: "hyper" for h in self.hypers}
+        kinds |= {n.name: "number" for n in self.python.numbers}
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def traced(self) -> fx.GraphModule:
-        """The trace, if another would find Python's side of the step as this one leaves it."""
-        numbers = Numbers(self.train_step)
-
-        def traced_again() -> dict[str, Any]:
-            self.trace()
-            return numbers.now()
-
-        before = numbers.now()
+        """The trace, if another would find what modules keep as this one leaves it."""
         self.attributes = Attributes(self.model)
         try:
             traced = self.trace()
             while wanted := self.grads.wanted:
                 self.begun |= wanted
                 self.attributes.put_back()
-                before, traced = numbers.now(), self.trace()
-            left = self.left
-            refuse_counters_in_python(before, numbers.now(), traced_again)
-            refuse_kept_values(left, traced, self.trace)
+                traced = self.trace()
+            refuse_kept_values(self.left, self._traced_apart)
         finally:
             self.attributes.put_back()
         return traced
 
+    def _traced_apart(self) -> fx.GraphModule:
+        """Another trace, of which only the graph counts: what is known is about the first one."""
+        known = dict(vars(self))
+        try:
+            return self.trace()
+        finally:
+            vars(self).update(known)
+
     def trace(self) -> fx.GraphModule:
-        with self.mode, watching(self.model), explained(), no_host_randomness(), in_other_forms():
+        with (
+            self.python.restored(),
+            self.mode,
+            watching(self.model),
+            explained(),
+            no_host_randomness(),
+            in_other_forms(),
+            on_symbols(),
+            values_unknown(),
+        ):
             table = {**REFUSED_OPS, **OTHER_FORMS}
             return make_fx(self._run, table, tracing_mode="real")(*self.inputs)
 
     def _run(self, *flat: Any) -> list[Any]:
         state = dict(zip([id(s.tensor) for s in self.state], flat, strict=False))
-        hypers = dict(zip([h.name for h in self.hypers], flat[len(self.state) :], strict=False))
+        names = [h.name for h in self.hypers] + [n.name for n in self.python.numbers]
+        symbols = dict(zip(names, flat[len(self.state) :], strict=False))
         leaves = list(self.leaves)
-        rest = flat[len(self.state) + len(self.hypers) :]
+        rest = flat[len(self.state) + len(names) :]
         for i, x in zip([*self.number_leaves, *self.tensor_leaves], rest, strict=True):
             leaves[i] = x
         batch = tree_unflatten(leaves, self.spec)
         with (
-            swapped(self.model, self.optimizer, state, hypers) as places,
+            swapped(self.model, self.optimizer, state, symbols) as places,
             data_written(),
             hooked(self.state, flat),
             watched_gradients(
@@ -244,17 +314,54 @@ class _Lifted:
             ) as self.grads,
         ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
-            before = python_numbers(self.optimizer)
-            with _host_min_max(self.optimizer), computing(self.precision, self.model):
-                result = self.train_step(*args, *batch)
+            begun = self.python.begin(symbols, state | self._renewed(flat), self.mode)
+            with (
+                _host_min_max(self.optimizer),
+                computing(self.precision, self.model),
+                found_gradients(self.model, wanted=self.note_gradients) as self.found,
+                dense_gradients(optimizers_of(self.optimizer)),
+                nothing_compiled(),
+                wrappers_open(),
+            ):
+                result = called(self.train_step, args, batch)
             self.grads.end()
             put = {id(x): s for s, x in zip(self.state, flat, strict=False)}
             take_over(places, put)
-            self.left = self.attributes.left()
-            refuse_changed_numbers(self.hypers, hypers)
-            refuse_counters(self.optimizer, before)
-        out, self.returned = tree_flatten(result)
+            self.left = self.attributes.left(begun.stand_ins)
+            self.effects, self.changed = begun.effects(), begun.changed
+            self.stand_ins = begun.stand_ins
+        out, self.returned = flattened(returnable(result))
+        self.num_returned = len(out)
+        out += begun.leaves
+        out += self.found.values()
         return [x.detach() if isinstance(x, Tensor) else x for x in out]
+
+    def _renewed(self, flat: Sequence[Any]) -> dict[int, Any]:
+        """By id, what stands for tensors that users may hold still, in whose place others are state now."""
+        now = {id(s.tensor): x for s, x in zip(self.state, flat, strict=False)}
+        return {old: now[id(new)] for old, new in self.renewed.items() if id(new) in now}
+
+    def lift_outside(self, traced: fx.GraphModule) -> None:
+        """Make state of the tensors outside that the step reads."""
+        self._leave_out_unread(traced)
+        given = (traced, self.python.tensors(), self.stand_ins, len(self.state))
+        state, fakes, self.outside = lift_outside(*given)
+        at = len(self.state)
+        self.names[at:at], self.inputs[at:at] = [s.name for s in state], fakes
+        self.state = [*self.state, *state]
+
+    def _leave_out_unread(self, traced: fx.GraphModule) -> None:
+        """Leave out effects on tensors that the step does not read."""
+        read, output = read_by(traced), traced.graph.output_node()
+        leaves, at = list(output.args[0]), self.num_returned  # type: ignore[arg-type]
+        kept: list[Effect] = []
+        for effect in self.effects:
+            if effect.condition is None or id(effect.condition) in read:
+                kept.append(effect)
+                at += effect.num_leaves
+            else:
+                del leaves[at : at + effect.num_leaves]
+        self.effects, output.args = kept, (leaves,)
 
     def refuse_constants(self, functional: fx.GraphModule, state: list[StateTensor]) -> None:
         """A parameter reached past the model would silently be a constant of the graph."""
@@ -293,6 +400,9 @@ def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
 def _symbol(name: str, value: float, mode: FakeTensorMode) -> Any:
     source, env = ConstantSource(name), mode.shape_env
     assert env is not None
+    if isinstance(value, int):
+        symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        return env.create_symintnode(symbol, hint=value, source=source)
     return env.create_symfloatnode(
         env.create_unspecified_symbol(value, source=source), hint=value, source=source
     )
@@ -301,18 +411,18 @@ def _symbol(name: str, value: float, mode: FakeTensorMode) -> Any:
 @contextlib.contextmanager
 def _host_min_max(optimizer: Any) -> Iterator[None]:
     """Python's `min` and `max` of step counts and norms inside an optimizer's code stay in the graph."""
+    homes = {id(home): home for home in map(_home, optimizers_of(optimizer))}
+    both = {name: _min_max(name) for name in ("min", "max")}
     with contextlib.ExitStack() as stack:
-        for module in {_home(one) for one in optimizers_of(optimizer)}:
-            for name in ("min", "max"):
-                patch = mock.patch.object(sys.modules[module], name, _min_max(name), create=True)
-                stack.enter_context(patch)
+        for home in homes.values():
+            stack.enter_context(mock.patch.dict(home, both))
         yield
 
 
-def _home(optimizer: Optimizer) -> str:
-    """The module whose globals the optimizer's code sees (`__module__` may name a public alias)."""
+def _home(optimizer: Optimizer) -> dict[str, Any]:
+    """The globals that the optimizer's code sees, whether or not a module has them."""
     step: Any = inspect.unwrap(type(optimizer).step)
-    return step.__globals__["__name__"]
+    return step.__globals__
 
 
 def _min_max(name: str) -> Callable[..., Any]:
@@ -348,6 +458,9 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
     returned = (
         list(output.args[0]) if isinstance(output.args[0], list | tuple) else [output.args[0]]
     )
+    num_leaves = len(returned) - len(lifted.found)
+    note_found(zip(lifted.found, returned[num_leaves:], strict=True))
+    returned = returned[:num_leaves]
     updated = [n for n in lifted.names if n in updates]
     output.args = ((returned, [updates[n] for n in updated]),)
     for node, name in names.items():
@@ -365,6 +478,10 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         returned=lifted.returned,
         mode=lifted.mode,
         guards=[g.expr for g in env.guards],
+        numbers=lifted.python.numbers,
+        effects=lifted.effects,
+        num_returned=lifted.num_returned,
+        outside=lifted.outside,
     )
 
 

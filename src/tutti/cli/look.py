@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.api import LOOK, Step
+from tutti.capture.batch import called
 from tutti.errors import CaptureError
 from tutti.runtime.records import LAYOUT
 
@@ -31,7 +32,7 @@ def look(
 
     def first(step: Step, batch: tuple[Any, ...]) -> Any:
         if step.optimizer is None:
-            return step.train_step(step.model, *batch)
+            return called(step.train_step, (step.model,), batch)
         LOOK.set(None)
         raise _Seen(step, batch)
 

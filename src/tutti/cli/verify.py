@@ -35,6 +35,7 @@ def verify(
             step.layout,
             place=step.place,
             cut=step.cut,
+            batch_dim=step.batch_dim,
             steps=steps,
             seed=step.seed,
         )

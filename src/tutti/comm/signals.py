@@ -22,7 +22,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -42,6 +42,10 @@ _POLL_SECONDS = 2e-4  # how long it sleeps where there is no futex
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _WAIT, _WAKE = 0, 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+# Called with the seconds waited, now and then, by a rank that waits: one may raise what it has found out.
+WATCHES: list[Callable[[float], None]] = []
 
 
 class PeerLost(RuntimeError):
@@ -116,7 +120,7 @@ class Signals:
         words, own = self._words, self._own
         _fence()
         words[own + _COUNTER] = self.count
-        _full_fence()
+        full_fence()
         if words[own + _SLEEPERS]:
             words[own + _SLEEPERS] = 0
             self._futex(self.position, _WAKE, 2**31 - 1, None)
@@ -183,6 +187,8 @@ class Signals:
 
     def _look(self, j: int, count: int, waited_seconds: float) -> None:
         """Raise if rank j, or one that it may wait for itself, will not come."""
+        for watch in WATCHES:
+            watch(waited_seconds)
         ended = [k for k in self._others if self._lives[k].ended()]
         # One that ended after it had come this far is nobody's trouble.
         ended = [k for k in ended if self._behind(k, count)]
@@ -207,7 +213,7 @@ class Signals:
         _libc.syscall(ctypes.c_long(_FUTEX), address, op, ctypes.c_uint32(value), span, None, 0)
 
 
-def _full_fence() -> None:
+def full_fence() -> None:
     """A full memory fence, of what Python has: a release, then an acquire, of a lock."""
     for _ in range(2):
         _LOCK.acquire()
@@ -216,4 +222,4 @@ def _full_fence() -> None:
 
 _LOCK = threading.Lock()
 # x86 keeps stores in order and loads in order, which is all that is asked where this stands.
-_fence = (lambda: None) if platform.machine() in ("x86_64", "AMD64") else _full_fence
+_fence = (lambda: None) if platform.machine() in ("x86_64", "AMD64") else full_fence

@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 NOTES = ("source", "forward_source", "module", "region", "stream")
 # On a node that computes again what the forward has computed: the name of the node that did at first.
 REMADE = "remade"
+# On a node that an optimizer finds in `.grad`: of which parameters, each as "call of the step/name".
+GRADIENT_OF = "gradient_of"
+# Notes that a node hands on to the one that takes its place; each is a list.
+HANDED_ON = ("output_of", GRADIENT_OF)
 
 
 def source_of(node: fx.Node) -> str:
@@ -28,11 +32,55 @@ def value_of(x: Any) -> Any:
     return map_arg(x, lambda n: n.meta["val"])
 
 
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
+
+
+class _Unlike(Exception):
+    """An operand that is like no other."""
+
+
+def _call_form(target: Any, args: Any, kwargs: Any) -> Any:
+    """What the form of a call's value depends on; None for a call whose value may be one of its operands."""
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return None
+    try:
+        return target, _form(args), tuple((k, _form(v)) for k, v in kwargs.items())
+    except _Unlike:
+        return None
+
+
+def _form(x: Any) -> Any:
+    if isinstance(x, fx.Node):
+        x = x.meta["val"]
+    if type(x) in _PLAIN:
+        return type(x), x
+    if isinstance(x, list | tuple):
+        return tuple(map(_form, x))
+    if type(x) is not FakeTensor or x.constant is not None or x.layout != torch.strided:
+        raise _Unlike
+    sizes = tuple(x.shape), x.stride(), x.storage_offset()
+    if any(type(n) is not int for n in (*sizes[0], *sizes[1], sizes[2])):
+        raise _Unlike
+    return *sizes, x.dtype, x.device, x.requires_grad
+
+
 class Editor:
     """Inserts nodes into `graph`, computing their fake values under `mode`, or that of their operands."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode | None = None) -> None:
         self.graph, self.mode = graph, mode or nullcontext()
+        self._made: dict[Any, Any] = {}
+
+    def value(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The fake value of a call; calls with operands of the same form, as equal layers make, give one."""
+        key = _call_form(target, args, kwargs)
+        if key is not None and key in self._made:
+            return self._made[key]
+        with self.mode, torch.no_grad():
+            value = target(*value_of(args), **value_of(kwargs))
+        if key is not None and not isinstance(value, list):
+            self._made[key] = value
+        return value
 
     def at(self, node: fx.Node) -> Emit:
         """A place right before `node`; what is emitted there inherits the notes of `node`."""
@@ -42,8 +90,9 @@ class Editor:
         """Let every user of `node` use `new` (a tuple for an op with several results); erase it."""
         if isinstance(new, fx.Node):
             node.replace_all_uses_with(new)
-            if "output_of" in node.meta:
-                new.meta["output_of"] = [*new.meta.get("output_of", ()), *node.meta["output_of"]]
+            for key in HANDED_ON:
+                if key in node.meta:
+                    new.meta[key] = [*new.meta.get(key, ()), *node.meta[key]]
         else:
             for user in list(node.users):
                 assert user.target is operator.getitem, user
@@ -63,8 +112,7 @@ class Emit:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.editor.graph.inserting_before(self.before):
             node = self.editor.graph.call_function(target, args, kwargs)
-        with self.editor.mode, torch.no_grad():
-            node.meta["val"] = target(*value_of(args), **value_of(kwargs))
+        node.meta["val"] = self.editor.value(target, args, kwargs)
         node.meta |= {k: self.before.meta[k] for k in NOTES if k in self.before.meta}
         return node
 

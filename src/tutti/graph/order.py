@@ -51,12 +51,32 @@ def ancestors(
     return found
 
 
-def descendants(starts: Iterable[fx.Node]) -> set[fx.Node]:
-    """`starts`, and what is made of them, the output included."""
+def ancestors_where(
+    starts: Iterable[fx.Node], holds: Callable[[fx.Node], bool]
+) -> set[fx.Node] | None:
+    """`ancestors(starts)` if `holds` is true of all of them; ends at the first of which it is not."""
+    return _reached(starts, lambda node: node.all_input_nodes, holds)
+
+
+def descendants_where(
+    starts: Iterable[fx.Node], holds: Callable[[fx.Node], bool]
+) -> set[fx.Node] | None:
+    """`starts` and what is made of them, if `holds` is true of all; ends at the first of which it is not."""
+    return _reached(starts, lambda node: node.users, holds)
+
+
+def _reached(
+    starts: Iterable[fx.Node],
+    near: Callable[[fx.Node], Iterable[fx.Node]],
+    holds: Callable[[fx.Node], bool],
+) -> set[fx.Node] | None:
     todo = list(starts)
     found = set(todo)
     while todo:
-        new = [user for user in todo.pop().users if user not in found]
+        node = todo.pop()
+        if not holds(node):
+            return None
+        new = [x for x in near(node) if x not in found]
         found.update(new)
         todo += new
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +15,9 @@ aten = torch.ops.aten
 WIDE = torch.float64
 WIDE_COMPLEX = torch.complex128
 
-# Ops whose dtype may be the default one instead of an argument.
-_CREATE = (
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.full.default,
-    aten.linspace.default,
-    aten.eye.default,
-    aten.eye.m,
-)
+_DEFAULT = (
+    threading.Lock()
+)  # the default dtype is the whole process's, and places of a pipeline are threads
 
 
 def promoted_value(x: Any) -> Any:
@@ -73,9 +68,39 @@ def _promoted(
         elif node.op == "call_function":
             node.args = _promoted_argument(node.args)
             node.kwargs = {k: _promoted_argument(v) for k, v in node.kwargs.items()}
-            val = node.meta.get("val")
-            if node.target in _CREATE and isinstance(val, Tensor) and val.is_floating_point():
-                node.kwargs = {**node.kwargs, "dtype": WIDE}
+            if _takes_the_default(node):
+                node.target = _Wide(node.target)  # type: ignore[arg-type]
             if node.target in (aten._log_softmax.default, aten._softmax.default):
                 node.args = (*node.args[:2], False)
     return out, mapped
+
+
+class _Wide:
+    """An op whose result has the default dtype, where that is float64: `torch.arange(8) * 0.1`."""
+
+    def __init__(self, op: Callable[..., Any]) -> None:
+        self.op = op
+        self.__name__ = getattr(op, "__name__", str(op))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _DEFAULT:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(WIDE)
+            try:
+                return self.op(*args, **kwargs)
+            finally:
+                torch.set_default_dtype(before)
+
+
+def _takes_the_default(node: fx.Node) -> bool:
+    """Whether a floating result is made of no floating tensor: of integers, of Python's numbers."""
+    if getattr(node.target, "namespace", "tutti") == "tutti":  # ours are told their dtype
+        return False
+    given = [x.meta.get("val") for x in node.all_input_nodes]
+    return _is_inexact(node.meta.get("val")) and not any(map(_is_inexact, given))
+
+
+def _is_inexact(val: Any) -> bool:
+    if isinstance(val, list | tuple):
+        return any(map(_is_inexact, val))
+    return isinstance(val, Tensor) and (val.is_floating_point() or val.is_complex())

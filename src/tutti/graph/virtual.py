@@ -22,6 +22,7 @@ from tutti.graph.segments import join, split
 from tutti.layout import Mesh, Sharding
 
 See = Callable[[fx.Node, list[Any]], None]
+Change = Callable[[fx.Node, list[Any]], list[Any]]
 # A message between virtual ranks that has not come by then never will.
 TIMEOUT_SECONDS = 120
 _CLOSED: list[Any] = []
@@ -109,8 +110,10 @@ class VirtualRanks:
         owner: nn.Module,
         inputs: Sequence[Sequence[Any]],
         watch: See | None = None,
+        change: Change | None = None,
     ) -> list[Any]:
-        """The output of every rank, from the inputs of every rank; `watch` sees each node's values."""
+        """The output of every rank, from the inputs of every rank; `watch` sees each node's values, `change`
+        says what the program goes on with in place of them."""
         values: dict[fx.Node, list[Any]] = {}
         feeds = iter(range(len(inputs[0])))
         last = last_uses(graph)
@@ -126,6 +129,8 @@ class VirtualRanks:
                     return [map_arg(node.args[0], lambda n, r=r: values[n][r]) for r in ranks]
                 else:
                     values[node] = self._call(node, values, owner)
+                if change is not None:
+                    values[node] = change(node, values[node])
                 if watch is not None:
                     watch(node, values[node])
                 for dead in last.get(node, ()):

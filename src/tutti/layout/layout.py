@@ -224,6 +224,10 @@ class Layout:
                 return replace(self, axes=axes, zero=zero, schedule=schedule)
         return Layout(axes={"data": num_ranks})
 
+    def with_micro(self, micro: int) -> Layout:
+        """This layout with another number of micro-batches."""
+        return replace(self, micro=micro)
+
     def without(self, name: str) -> Layout:
         """This layout less one word."""
         if name in self.axes:

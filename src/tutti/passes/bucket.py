@@ -28,7 +28,14 @@ from torch import Tensor, fx
 from tutti.graph import collectives
 from tutti.graph.aliases import is_function
 from tutti.graph.edit import NOTES
-from tutti.graph.order import ancestors, descendants, item, positions_of, ready_at, used_at
+from tutti.graph.order import (
+    ancestors_where,
+    descendants_where,
+    item,
+    positions_of,
+    ready_at,
+    used_at,
+)
 from tutti.passes.target import Target
 
 # What a bucket holds at most, unless one tensor alone is larger.
@@ -79,8 +86,8 @@ def _first_of_all(graph: fx.Graph) -> frozenset[fx.Node]:
     made: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target in collectives.REDUCTIONS and _nbytes(node, False) <= SMALL_NBYTES:
-            behind = ancestors(node.all_input_nodes)
-            if all(map(_is_of_batch, behind)):
+            behind = ancestors_where(node.all_input_nodes, _is_of_batch)
+            if behind is not None:
                 found.add(node)
                 made |= behind
     given = [n for n in graph.nodes if n.op == "placeholder"]
@@ -95,9 +102,8 @@ def _last_of_all(graph: fx.Graph) -> None:
     late: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target in collectives.REDUCTIONS and _nbytes(node, False) <= SMALL_NBYTES:
-            made = descendants([node]) - {node, graph.output_node()}
-            if all(is_function(x) and _is_light(x) for x in made):
-                late |= made
+            made = descendants_where(node.users, _may_wait)
+            late |= {x for x in made or () if x.op != "output"}
     for node in [n for n in graph.nodes if n in late]:
         graph.output_node().prepend(node)
 
@@ -107,6 +113,10 @@ def _is_of_batch(x: fx.Node) -> bool:
     if x.op == "placeholder":
         return x.meta.get("kind") == "batch"
     return _is_light(x) and (x.target is collectives.shard or is_function(x))
+
+
+def _may_wait(x: fx.Node) -> bool:
+    return x.op == "output" or (is_function(x) and _is_light(x))
 
 
 def _is_light(x: fx.Node) -> bool:

@@ -279,8 +279,10 @@ class _Sorter:
             f"micro={self.num_micro} cannot split the batch in time: {op} needs all its samples at once",
             at=at,
             why=f"it reads {read} over the whole batch, which would be known only after the last "
-            "micro-batch; BatchNorm in training and contrastive losses do so",
-            fix=f"leave micro={self.num_micro} out, or use a norm of each sample (GroupNorm, LayerNorm)",
+            "micro-batch. A batch is split along dim 0: BatchNorm in training and contrastive losses need "
+            "all of it, and so does what mixes dim 0 where the samples lie in another",
+            fix=f"leave micro={self.num_micro} out; or samples along dim 0 of each tensor; or for "
+            "BatchNorm a norm of each sample (GroupNorm, LayerNorm)",
         )
 
 

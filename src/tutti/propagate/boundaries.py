@@ -17,10 +17,11 @@ COMPUTE = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Boundary:
-    """One mark: which way it leads, and the parameter behind it, if any."""
+    """One mark: which way it leads, the parameter behind it, if any, and the name of the value before it."""
 
     into: str
     parameter: str = ""
+    value: str = ""
 
 
 def insert_boundaries(captured: Captured) -> dict[fx.Node, Boundary]:
@@ -44,7 +45,7 @@ def insert_boundaries(captured: Captured) -> dict[fx.Node, Boundary]:
                 _mark(graph, order, node, users, Boundary(region, weights[node]), found)
         elif node.op == "call_function" and node.meta.get("region") in COMPUTE:
             users = _users(node, "update", found)
-            _mark(graph, order, node, users, Boundary("update"), found)
+            _mark(graph, order, node, users, Boundary("update", value=node.name), found)
     graph.lint()
     return found
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import Tensor, fx
 
 from tutti.capture.canonical import erase_dead
-from tutti.capture.step import Captured
+from tutti.capture.step import Captured, copied
 from tutti.errors import ShardingError
 from tutti.graph.boundary import shard_as_op
 from tutti.graph.edit import Editor
 from tutti.layout import AXES, Layout, Mesh, Segment, Sharding, split_order
-from tutti.propagate.boundaries import Boundary, insert_boundaries
+from tutti.propagate.batch import (
+    MOST_WHOLE,
+    Dims,
+    Unsplit,
+    candidates,
+    micro_of,
+    split_of,
+    warn_of_micro,
+    warn_of_uneven,
+    warn_of_whole,
+    whole_share,
+)
+from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
 from tutti.propagate.factors import axes_of
 from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage import PARAMETERS_FROM, SLOTS_FROM, slot_like, with_zero
@@ -24,8 +36,6 @@ from tutti.rules.decompositions import DECOMPOSITIONS
 
 # Axes over which the weights themselves are split; over the others only data is.
 MODEL_AXES = frozenset({"tensor", "expert"})
-# What the first dim of the batch is split over, major to minor; `replica` where workers share a program.
-BATCH_AXES = ("replica", "data", "micro")
 Place = Mapping[str, str]
 
 
@@ -46,6 +56,7 @@ class Plan:
     reasons: dict[str, str] = field(default_factory=dict)
     held: set[fx.Node] = field(default_factory=set)
     patterns: dict[str, str] = field(default_factory=dict)
+    unsplit: list[Unsplit] = field(default_factory=list)
 
     @property
     def mesh(self) -> Mesh:
@@ -59,20 +70,64 @@ def plan(
     place: Place | None = None,
     *,
     known: Mapping[str, Sharding] | None = None,
+    dims: Dims | None = None,
 ) -> Plan:
     """Decide where everything lies; rewrites `captured.graph` (boundaries, decompositions).
 
-    `known` are compute shardings settled by an earlier step on the same model; they stay.
+    `known` are compute shardings settled by an earlier step on the same model; they stay. `dims` says which
+    dim of the batch's tensors holds the samples; by default that is found out, with a warning where it splits
+    little.
 
     Raises `ShardingError` for a batch or a `place` that does not divide, and for patterns that match
     nothing.
     """
+    ways = candidates(captured) if dims is None else [dims]
+    spare = copied(captured) if len(ways) > 1 else captured
+    made = _planned(captured, layout, place, known, ways[0])
+    if len(ways) > 1 and "data" in layout.program_mesh:
+        made = _fullest(
+            made, spare, ways, lambda one, dims: _planned(one, layout, place, known, dims)
+        )
+    warn_of_uneven(made.unsplit)
+    warn_of_micro(layout.micro, made.layout.micro)
+    return made
+
+
+def _fullest(
+    first: Plan, spare: Captured, ways: list[Dims], planned: Callable[[Captured, Dims], Plan]
+) -> Plan:
+    """`first`, or the plan by other samples that leaves less of the step whole on every rank of `data`."""
+    found, chosen, least = first, ways[0], _whole_share(first)
+    for dims in ways[1:] if least > MOST_WHOLE else []:
+        made = planned(copied(spare), dims)
+        if _whole_share(made) < 0.9 * least:
+            found, chosen, least = made, dims, _whole_share(made)
+    if least > MOST_WHOLE and not found.unsplit:
+        warn_of_whole(least, found.captured, chosen, found.mesh.size("data"))
+    return found
+
+
+def _whole_share(made: Plan) -> float:
+    return whole_share(made.captured.graph, made.spread.of, frozenset(COMPUTE))
+
+
+def _planned(
+    captured: Captured,
+    layout: Layout,
+    place: Place | None,
+    known: Mapping[str, Sharding] | None,
+    dims: Dims,
+) -> Plan:
+    shapes = {
+        n: captured.placeholder(n).meta["val"].shape for n, d in dims.items() if d is not None
+    }
+    layout = micro_of(layout, [int(shapes[n][d]) for n, d in dims.items() if d is not None])
     boundaries = insert_boundaries(captured)
     made = Plan(captured, layout, Spread(layout.program_mesh), boundaries)
     _alias_weights(made)
     _seed_known(made, known or {})
     _seed_place(made, place or {})
-    _seed_batch(made)
+    _seed_batch(made, dims)
     made.spread.run(captured.graph)
     _seed_hints(made)
     made.spread.run(captured.graph)
@@ -184,58 +239,27 @@ def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding
     return Sharding(dims)
 
 
-def _seed_batch(made: Plan) -> None:
-    """`data` splits the first dim of the batch, `seq` the second of what looks like (batch, sequence)."""
+def _seed_batch(made: Plan, dims: Dims) -> None:
+    """`data` splits the samples of the batch, `seq` the second dim of what looks like (batch, sequence)."""
     mesh = made.mesh
-    batch = [
-        (n, made.captured.placeholder(n))
-        for n, k in made.captured.kinds.items()
-        if k == "batch" and made.captured.placeholder(n).meta["val"].ndim
-    ]
-    if not batch:
-        return
-    num_samples = batch[0][1].meta["val"].shape[0]
-    for name, node in batch:
+    for name in (n for n, k in made.captured.kinds.items() if k == "batch"):
+        node = made.captured.placeholder(name)
         val: Tensor = node.meta["val"]
+        if not val.ndim:
+            continue
         axes: list[tuple[str, ...]] = [()] * val.ndim
-        if val.shape[0] == num_samples:
-            axes[0] = tuple(a for a in BATCH_AXES if a in mesh)
-            _check_divides(name, val, made)
+        dim = dims.get(name)
+        if dim is not None:
+            axes[dim], unsplit = split_of(name, val, dim, mesh, made.layout)
+            made.unsplit += [unsplit] if unsplit is not None else []
         sequence = val.ndim == 3 or (val.ndim == 2 and not val.is_floating_point())
-        if "seq" in mesh and sequence:
+        if "seq" in mesh and sequence and dim != 1:
             if val.shape[1] % mesh.size("seq") == 0:
                 axes[1] = ("seq",)
             else:
                 made.reasons[name] = f"its sequence of {val.shape[1]} does not divide by seq"
-        dims = tuple((Segment(int(n), a),) for n, a in zip(val.shape, axes, strict=True))
-        made.spread.seed(node, Sharding(dims), "the layout splits the batch", closed=True)
-
-
-def _check_divides(name: str, val: Tensor, made: Plan) -> None:
-    """The batch must divide by `data`, and each rank's part by `micro`."""
-    size, rest = int(val.shape[0]), int(val.shape[0])
-    for axis in (a for a in BATCH_AXES if a in made.mesh):
-        ways = made.mesh.size(axis)
-        if rest % ways == 0:
-            rest //= ways
-            continue
-        of = f'the {rest} samples of each rank of "{name}"' if rest != size else f'"{name}"'
-        shown = f"(size {size})" if rest == size else f"(size {size} in all)"
-        whole = size // rest * ways
-        raise ShardingError(
-            f'cannot split dim 0 of {of} {shown} over axis "{axis}" (size {ways})',
-            at=f"batch tensor {name.partition('.')[2]}",
-            why=f'layout "{made.layout}" splits the batch',
-            fix=f"a batch size that {whole} divides ({-(-size // whole) * whole}), "
-            f"or {axis}={', '.join(_nearest_divisors(rest, ways))}",
-        )
-
-
-def _nearest_divisors(size: int, ways: int) -> list[str]:
-    """The sizes that do divide: those below `ways`, and the next one above."""
-    divisors = [k for k in range(1, size + 1) if size % k == 0]
-    above = [k for k in divisors if k > ways][:1]
-    return [str(k) for k in divisors if k < ways] + [str(k) for k in above]
+        split = tuple((Segment(int(n), a),) for n, a in zip(val.shape, axes, strict=True))
+        made.spread.seed(node, Sharding(split), "the layout splits the batch", closed=True)
 
 
 def _seed_hints(made: Plan) -> None:

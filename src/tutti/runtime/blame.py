@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from tutti.runtime.comparisons import (
     largest,
     largest_difference,
 )
+from tutti.runtime.following import following
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,10 @@ class Difference:
 def first_difference_of(
     program: Program, start: dict[str, Tensor], feed: dict[str, Any], seed: int, steps: int
 ) -> Difference | None:
-    """Run both node by node and return the first value whose parts do not make up the whole."""
+    """Run both node by node and return the first value whose parts do not make up the whole.
+
+    The device goes on from the ranks' state, and its updates take the ranks' gradients.
+    """
     one = {n: promoted_value(x) for n, x in start.items()}
     wide = {n: promoted_value(x) for n, x in feed.items()}
     mesh, captured = program.mesh, program.captured
@@ -56,24 +59,48 @@ def first_difference_of(
     holds: dict[fx.Node, tuple[fx.Node, Sharding]] = {}
     for value, node, sharding in program.made:
         holds.setdefault(node, (value, sharding))
-    for k in itertools.islice(itertools.count(), steps):
+    for k in range(steps):
+        feeds = [inputs_of(captured, s, wide) for s in many]
+        ranks = VirtualRanks(mesh, seed=seed, step=k)
+        taker = _Taker(program, local_back)
+        ranks.run(local, local_owner, feeds, taker.see)
         values: dict[fx.Node, Any] = {}
-        new = VirtualRanks(Mesh(), seed=seed, step=k).run(
-            dense,
-            dense_owner,
-            [inputs_of(captured, one, wide)],
-            lambda n, v, seen=values: seen.__setitem__(dense_back[n], v[0]),
-        )[0][1]
+
+        def change(node: fx.Node, own: list[Any], seen=values, taken=taker.taken) -> list[Any]:
+            seen[dense_back[node]] = own[0]
+            return [taken.get(dense_back[node], own[0])]
+
+        whole = [inputs_of(captured, one, wide)]
+        VirtualRanks(Mesh(), seed=seed, step=k).run(dense, dense_owner, whole, change=change)
         finder = _Finder(mesh, values, holds, local_back)
-        ranks = VirtualRanks(mesh, seed=seed, step=k).run(
-            local, local_owner, [inputs_of(captured, s, wide) for s in many], finder.see
-        )
+        made = ranks.run(local, local_owner, feeds, finder.see)
         if finder.found is not None:
             return finder.found
-        one |= dict(zip(captured.updated, new, strict=True))
-        for state, (_, update) in zip(many, ranks, strict=True):
+        for state, (returned, update) in zip(many, made, strict=True):
             state |= dict(zip(captured.updated, update, strict=True))
+            state |= following(captured, wide, returned)[1]
+        wide, others = following(captured, wide, made[0][0])
+        one |= others
+        for name in captured.updated:
+            one[name] = assemble([s[name] for s in many], program.storage[name], mesh)
     return None
+
+
+class _Taker:
+    """Keeps what updates take on the ranks, whole: the device's take the same (`aligned`)."""
+
+    def __init__(self, program: Program, back: dict[fx.Node, fx.Node]) -> None:
+        self.mesh, self.back = program.mesh, back
+        self.marks: dict[fx.Node, list[tuple[fx.Node, Sharding]]] = {}
+        self.taken: dict[fx.Node, Tensor] = {}
+        known = program.plan.boundaries
+        for mark, node, sharding in program.made:
+            if mark in known and known[mark].into == "update":
+                self.marks.setdefault(node, []).append((mark, sharding))
+
+    def see(self, node: fx.Node, parts: list[Any]) -> None:
+        for mark, sharding in self.marks.get(self.back[node], ()):
+            self.taken.setdefault(mark, assemble(parts, sharding, self.mesh))
 
 
 class _Finder:

@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.lift import StateTensor, create_slots, state_of
 from tutti.errors import CheckpointError
 from tutti.layout import Layout
-from tutti.runtime import replicas
-from tutti.runtime.residence import adopt, is_here, local_of, residence_of, set_local
+from tutti.runtime import replicas, saved_values
+from tutti.runtime.python_values import PythonValues
+from tutti.runtime.residence import adopt, is_here, local_of, refuse_open, residence_of, set_local
+from tutti.runtime.shards import plain_dtensor, unguarded
 
 FORMAT = 1
 MANIFEST = "tutti.json"
@@ -38,19 +40,22 @@ class Holder(Protocol):
     layout: Layout
     num_steps: int
     agreeing: replicas.Agreeing | None
+    python: PythonValues
 
 
 def _state(step: Holder) -> list[StateTensor]:
-    create_slots(step.optimizer)
+    refuse_open(step.model)
+    with unguarded():
+        create_slots(step.optimizer)
     adopt(step.model, step.optimizer)
     return state_of(step.model, step.optimizer)
 
 
 def state_dict(step: Holder) -> dict[str, Any]:
     """Every state tensor that this rank keeps, by name, without autograd; and the step count."""
-    state: dict[str, Any] = {n: x.detach() for n, x in _kept(_state(step)).items()}
+    state: dict[str, Any] = {n: plain_dtensor(x) for n, x in _kept(_state(step)).items()}
     state[COUNT] = torch.tensor(step.num_steps)
-    return state
+    return state | saved_values.to_save(step.python)
 
 
 def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
@@ -62,11 +67,14 @@ def load_state_dict(step: Holder, state: Mapping[str, Any]) -> None:
     """Take over what this rank keeps; all names and shapes are checked first."""
     every = _state(step)
     mine = _kept(every)
-    found = {n: tuple(v.shape) for n, v in state.items() if n != COUNT}
+    python = {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
+    found = {n: tuple(v.shape) for n, v in state.items() if n != COUNT and n not in python}
     elsewhere = {s.name: tuple(s.tensor.shape) for s in every if s.name not in mine}
     _check_names(elsewhere | found, {s.name: s.tensor for s in every}, "the state given")
+    saved_values.check(step.python, python, "the state given")
     for name, tensor in mine.items():
         set_local(tensor, _part_of(state[name], tensor))
+    saved_values.put(step.python, python)
     if COUNT in state:
         step.num_steps = int(state[COUNT])
     _restart(step)
@@ -103,6 +111,7 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
         return
     state = state_dict(step)
     every = {s.name: s.tensor for s in _state(step)} | {COUNT: state[COUNT]}
+    every |= {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
     (path / MANIFEST).unlink(missing_ok=True)
     left = replicas.group_left(step)
     _together(left)
@@ -131,11 +140,15 @@ def load(step: Holder, path: Path) -> dict[str, Any]:
         return {}
     manifest = _manifest(path)
     every = _state(step)
-    shapes = {n: tuple(shape) for n, (shape, _) in manifest["tensors"].items() if n != COUNT}
+    saved = manifest["tensors"].items()
+    python = {n: form for n, form in saved if n.startswith(saved_values.PREFIX)}
+    shapes = {n: tuple(shape) for n, (shape, _) in saved if n != COUNT and n not in python}
     _check_names(shapes, {s.name: s.tensor for s in every}, str(path))
+    saved_values.check(step.python, python, str(path))
     mine = _kept(every)
-    fresh: dict[str, Any] = {n: torch.empty_like(t.detach()) for n, t in mine.items()}
+    fresh: dict[str, Any] = {n: torch.empty_like(plain_dtensor(t)) for n, t in mine.items()}
     fresh[COUNT] = torch.tensor(0)
+    fresh |= {n: torch.empty(shape, dtype=getattr(torch, d)) for n, (shape, d) in python.items()}
     try:
         with _alone_without_warning():
             state_dict_loader.load(fresh, checkpoint_id=str(path))
@@ -145,6 +158,7 @@ def load(step: Holder, path: Path) -> dict[str, Any]:
         ) from error
     for name, tensor in mine.items():
         set_local(tensor, local_of(fresh[name]))
+    saved_values.put(step.python, {n: fresh[n] for n in python})
     step.num_steps = int(fresh[COUNT])
     if step.agreeing is not None:
         with _alone_without_warning():
@@ -209,6 +223,7 @@ def _check_names(
 
 def _save_model(step: Holder, path: Path) -> None:
     """Parameters and buffers, whole, by name; tied ones once."""
+    refuse_open(step.model)
     whole = {}
     first = residence_of(step.model, step.layout).replica == 0
     for s in state_of(step.model, None) if first else ():  # of replicas, the first one's

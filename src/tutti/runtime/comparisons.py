@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,15 +11,23 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from tutti.capture.lift import numbers, state_of
+from tutti.capture.batch import called
+from tutti.capture.compiled import nothing_compiled
+from tutti.capture.forms import flattened, returnable
+from tutti.capture.found_gradients import found_gradients
+from tutti.capture.lift import numbers, optimizers_of, state_of
+from tutti.capture.models import wrappers_open
 from tutti.capture.precision import computing
+from tutti.capture.python_state import Findings, PythonState, is_number
 from tutti.capture.random_ops import OurRandomness, rewinding
+from tutti.capture.sparse import dense
 from tutti.capture.step import Captured
 from tutti.errors import TuttiError
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import Post, VirtualRanks
-from tutti.layout import Mesh, assemble
+from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
+from tutti.runtime.following import following, plays_again
 
 # The largest relative difference that rounding explains, in float64 and against the eager step.
 PARTITION_TOLERANCE = 1e-9
@@ -38,9 +46,19 @@ class Errors:
 
     def __init__(self) -> None:
         self.worst, self.name, self.count = 0.0, "", 0
+        self.apart: Errors | None = None  # of a comparison in which each side goes its own way
 
     def add(self, name: str, difference: Tensor, scale: float) -> None:
+        """Count a tensor, and `see` it."""
         self.count += 1
+        self.see(name, difference, scale)
+
+    def take(self, other: Errors) -> None:
+        """Keep the largest of another comparison if it is larger."""
+        self.see(other.name, torch.tensor(other.worst), 1.0)
+
+    def see(self, name: str, difference: Tensor, scale: float) -> None:
+        """Keep the difference if it is the largest."""
         error = float(difference) / max(scale, 1e-300) if float(difference) else 0.0
         if not error <= self.worst:
             self.worst, self.name = error if error == error else float("inf"), name
@@ -58,13 +76,16 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     now = {s.name: s.tensor for s in state_of(model, optimizer)}
+    now |= {name: place.get() for name, place in captured.outside.items()}
     return {s.name: now[s.name].detach().clone() for s in captured.state}
 
 
 def feed_of(captured: Captured, optimizer: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
     """Hyper-parameters and batch by input name."""
+    batch = dense(batch)
     tensors = [x.detach() for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    feed: dict[str, Any] = dict(numbers(optimizer, tree_leaves(batch)))
+    python = {n.name: n.value for n in captured.numbers}
+    feed: dict[str, Any] = dict(numbers(optimizer, tree_leaves(batch), python))
     return feed | {f"batch.{i}": x for i, x in enumerate(tensors)}
 
 
@@ -83,6 +104,24 @@ def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
         if x.is_floating_point():
             scales[kind_of(name)] = max(scales.get(kind_of(name), 0.0), largest(x))
     return scales
+
+
+@dataclass
+class Made:
+    """What one run has made in a step. `gradients` are those that updates take, by name."""
+
+    returned: Sequence[Any]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by a name that tells what it is."""
+        for i, x in enumerate(self.returned):
+            if isinstance(x, Tensor):
+                yield f"returned value {i}", x
+        for name, x in self.gradients.items():
+            yield f"the gradient {name}", x
+        yield from self.state.items()
 
 
 @dataclass(frozen=True)
@@ -149,16 +188,19 @@ class PartitionComparison:
             *self._dense, [inputs_of(self.captured, self.one, self.feed)]
         )[0]
         self.one |= dict(zip(self.captured.updated, new, strict=True))
-        for place, ranks in enumerate(self._play(self._local, k)):
+        for place, ranks in enumerate(self.play(k)):
             for returned, _ in ranks:
                 add_returned(self.errors, returned, out, k)
-            for state, (_, update) in zip(self.many[place], ranks, strict=True):
+            for state, (returned, update) in zip(self.many[place], ranks, strict=True):
                 state |= dict(zip(self.played.updated[place], update, strict=True))
+                state |= following(self.captured, self.feed, returned)[1]
         self.compare_state(k)
+        self.feed, others = following(self.captured, self.feed, out)
+        self.one |= others
 
-    def _play(self, local: list[tuple[fx.Graph, nn.Module]], k: int) -> list[list[Any]]:
-        """One step of every place; several at once, as they send each other what crosses."""
-        post = Post()
+    def play(self, k: int) -> list[list[Any]]:
+        """Step `k` of every place; several at once, as they send each other what crosses."""
+        post, local = Post(), self._local
 
         def play(place: int) -> list[Any]:
             graph, owner = local[place]
@@ -181,10 +223,19 @@ class PartitionComparison:
         """Compare what is kept after step `k`."""
         for place, ranks in enumerate(self.many):
             mine = {
-                n: assemble([s[n] for s in ranks], self.program.storage[n], self.mesh)
+                n: self.whole(n, [s[n] for s in ranks], self.program.storage[n], k)
                 for n in self.played.updated[place]
             }
             add_state(self.errors, mine, self.one, k)
+
+    def whole(self, name: str, parts: list[Tensor], sharding: Sharding, k: int) -> Tensor:
+        """The whole of what ranks hold in parts; those of them that hold the same must agree."""
+        found = assemble(parts, sharding, self.mesh)
+        for rank, part in enumerate(parts if not sharding.partial else ()):
+            same = sharding.cut(found, self.mesh, self.mesh.coordinates(rank))
+            error = largest_difference(part, same)
+            self.errors.see(f"{name} on rank {rank} (step {k})", error, largest(found))
+        return found
 
 
 def add_state(
@@ -208,9 +259,15 @@ def add_returned(errors: Errors, mine: Sequence[Any], one: Sequence[Any], k: int
 def largest_difference(a: Tensor, b: Tensor) -> Tensor:
     if not a.numel():
         return torch.tensor(0.0)
-    difference = (a.double() - b.double()).abs()
+    return differences(a, b).max()
+
+
+def differences(a: Tensor, b: Tensor) -> Tensor:
+    """How far entries are apart, in float64; NaN is no difference to NaN."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    difference = (a.to(wide) - b.to(wide)).abs()
     both = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
-    return torch.where(both, torch.zeros_like(difference), difference).max()
+    return torch.where(both, torch.zeros_like(difference), difference)
 
 
 def inputs_of(captured: Captured, state: Mapping[str, Any], feed: Mapping[str, Any]) -> list[Any]:
@@ -242,31 +299,68 @@ class CaptureComparison:
             batch,
         )
         self.errors = Errors()
+        self.steps = 0  # that were compared
         self.tolerance = capture_tolerance(captured.graph)
+        self.eager: list[Made] = []  # for a closer look
+        self.feeds: list[dict[str, Any]] = []  # of each step
 
     def run(self, steps: int) -> None:
-        mine = dict(self.start)
+        """Take `steps` steps on both sides, or as many as are this program: the next may be another."""
+        python = PythonState(self.train_step, self.model, optimizers_of(self.optimizer), Findings())
+        outside = {name: place.get() for name, place in self.captured.outside.items()}
+        with python.restored():
+            try:
+                self._run(steps)
+            finally:
+                with torch.no_grad():
+                    for name, x in outside.items():
+                        x.copy_(self.start[name])
+
+    def _run(self, steps: int) -> None:
+        mine, feed = dict(self.start), self.feed
         args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
         for k in range(steps):
+            self.feeds.append(feed)
             out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
                 self.captured.graph,
                 self.captured.owner,
-                [inputs_of(self.captured, mine, self.feed)],
+                [inputs_of(self.captured, mine, feed)],
             )[0]
             mine |= dict(zip(self.captured.updated, new, strict=True))
+            feed, others = following(self.captured, feed, out)
+            mine |= others
             with (
                 OurRandomness(self.seed, k) as ours,
                 rewinding(ours),
                 computing(self.precision, self.model),
+                nothing_compiled(),
+                wrappers_open(),
+                found_gradients(self.model) as found,
             ):
-                eager = tree_leaves(self.train_step(*args, *self.batch))
+                eager, _ = flattened(returnable(called(self.train_step, args, self.batch)))
+            eager += [x for e in self.captured.effects for x in tree_leaves(e.places[0].get())]
+            kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in eager]
+            now = snapshot(self.captured, self.model, self.optimizer)
+            self.eager.append(Made(kept, found, {n: now[n] for n in self.captured.updated}))
             for i, (a, b) in enumerate(zip(out, eager, strict=True)):
-                if isinstance(b, Tensor):
-                    b = b.detach()
-                    self.errors.add(
-                        f"returned value {i} (step {k})", largest_difference(a, b), largest(b)
-                    )
+                self._add_returned(i, k, a, b)
+            self.steps = k + 1
+            if not plays_again(self.captured, feed):
+                break
         self._changes(mine)
+
+    def _add_returned(self, i: int, k: int, a: Any, b: Any) -> None:
+        if i >= self.captured.num_returned and is_number(b):
+            a, b = torch.tensor(float(a)), torch.tensor(float(b))
+        if isinstance(b, Tensor):
+            b = b.detach()
+            self.errors.add(f"{self._named(i)} (step {k})", largest_difference(a, b), largest(b))
+
+    def _named(self, i: int) -> str:
+        if i < self.captured.num_returned:
+            return f"returned value {i}"
+        leaves = [e.places[0].name for e in self.captured.effects for _ in range(e.num_leaves)]
+        return leaves[i - self.captured.num_returned]
 
     def _changes(self, mine: dict[str, Tensor]) -> None:
         """Compare what the steps changed, each kind on its own scale."""

@@ -33,7 +33,7 @@ class CodedPushes:
     """One worker's pushes as servers read them, block by block: `c = code(g + e)`, `e = g + e - c`.
 
     Args:
-        coding: of `comm.coding`.
+        coding: of `comm.coding`; another one where gradients arrive as they are.
         blocks: of all variables. Rows of tables travel as they are.
     """
 
@@ -45,7 +45,7 @@ class CodedPushes:
         """Whole gradients, as they arrive."""
         due = {n: g.contiguous() + self.errors.get(n, 0.0) for n, g in gradients.items()}
         found = {n: x.clone() for n, x in due.items()}
-        for block in self.blocks:
+        for block in self.blocks if self.coding in CODINGS else ():
             if not block.variable.rows:
                 here = block.of(found[block.variable.name])
                 sent = CODINGS[self.coding].encode(here)

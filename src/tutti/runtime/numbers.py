@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tutti.capture.lift import SCHEDULED, hypers_of, numbers, optimizers_of
@@ -19,8 +19,8 @@ class Numbers:
         self._kinds: list[Any] = []
         self._places: list[tuple[str, dict[str, Any], str, int | None]] = []
 
-    def of(self, leaves: Sequence[Any]) -> dict[str, float]:
-        """As `capture.lift.numbers`."""
+    def of(self, leaves: Sequence[Any], python: Mapping[str, float]) -> dict[str, float]:
+        """As `capture.lift.numbers`; `python` are the numbers of the step's own Python."""
         groups = [group for one in self._optimizers for group in one.param_groups]
         kinds = [_kind(group.get(key)) for group in groups for key in SCHEDULED]
         if kinds != self._kinds or not are_same(groups, self._groups):
@@ -34,7 +34,9 @@ class Numbers:
             for name, group, key, item in self._places
         }
         if not all(type(x) is float for x in values.values()):  # integers and tensors
-            return numbers(self._optimizer, leaves)
+            return numbers(self._optimizer, leaves, python)
+        if python:
+            values |= python
         floats = [x for x in leaves if isinstance(x, float)]
         return values | {f"number.{k}": x for k, x in enumerate(floats)} if floats else values
 

@@ -21,6 +21,7 @@ from tutti.replicas.strategy import AVERAGED
 from tutti.replicas.team import Team
 from tutti.runtime.records import RUN_DIR, Joined, write_record
 from tutti.runtime.residence import local_of, residence_of, run_device, set_local
+from tutti.runtime.shards import plain_dtensor
 
 
 class Holder(Protocol):
@@ -175,7 +176,7 @@ def load(step: Holder, path: Path, saved: str) -> None:
     remembered = _remembered(step, replica, template)
     fresh = {n: torch.empty_like(x) for n, x in remembered.items()}
     if replica:
-        fresh |= {_own(replica, n): torch.empty_like(x.detach()) for n, x in state.items()}
+        fresh |= {_own(replica, n): torch.empty_like(plain_dtensor(x)) for n, x in state.items()}
     state_dict_loader.load(fresh, checkpoint_id=str(path))
     if replica:
         for name, tensor in state.items():

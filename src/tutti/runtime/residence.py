@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,15 +13,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.optim import Optimizer
 
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.agree import check_order
 from tutti.comm.groups import Groups
-from tutti.errors import CaptureError, LayoutError
+from tutti.errors import CaptureError, LayoutError, TuttiError
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.replicas.parts import replica_here
 from tutti.runtime.deferred import initial_slots, initial_values, is_deferred
+from tutti.runtime.onlookers import warn_of_onlookers
+from tutti.runtime.renewed import now_of, renew
+from tutti.runtime.replacing import put_in_place, replace_in_optimizer, share_hooks
+from tutti.runtime.shards import Origin, StateShard, as_parameter, wrap
 from tutti.runtime.shared_state import SharedState
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of the user's program in which weights are whole: on all ranks, or on `rank` alone.
+
+    `wholes` holds what is in the place of each shard, by its id; `line` is where the block begins.
+    """
+
+    line: str
+    rank: int | None
+    wholes: dict[int, Tensor]
+
+    def refused(self) -> TuttiError:
+        """What to raise for a use of the model that goes with shards only."""
+        return TuttiError(
+            "a step is called or saved while its model's weights are whole",
+            at=self.line,
+            why="a step works on this rank's parts, and would not see what the block has written",
+            fix="leave the block first: weights are cut again at its end",
+        )
 
 
 @dataclass
@@ -30,7 +56,8 @@ class Residence:
 
     `owners` are the places on the axis `pipe` that keep each state tensor; empty where there is no such axis.
     `renewed` holds, by the id of a tensor that was replaced, that tensor and the one in its place.
-    `fetch` brings the weights of now, where servers keep them.
+    `settled` are the tensors that stay as they are: a rank has all of each. `optimizers` are those of all
+    steps. `fetch` brings the weights of now, where servers keep them.
     """
 
     layout: Layout
@@ -42,7 +69,27 @@ class Residence:
     owners: dict[str, frozenset[int]] = field(default_factory=dict)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     renewed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
+    settled: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    block: Block | None = None
+    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     fetch: Callable[[], None] | None = None
+
+    def keeps_whole(self, name: str) -> bool:
+        """Whether every rank has all of a state tensor, which then is an ordinary one."""
+        return "pipe" not in self.layout.mesh and not self.storage[name].axes
+
+    def now(self, x: Tensor) -> Tensor:
+        """`x`, or the whole tensor that a block has in its place."""
+        return x if self.block is None else self.block.wholes.get(id(x), x)
+
+    def moves(self, name: str) -> bool:
+        """Whether a state tensor leaves its memory: it is cut, or moves where other ranks can read it."""
+        return not self.keeps_whole(name) or self.layout.zero in (1, 2)
+
+    def has_settled(self, x: Tensor) -> bool:
+        """Whether `x` is this run's state already, in shards or as it is."""
+        known = self.settled.get(id(x))
+        return isinstance(x, DTensor) or (known is not None and known() is x)
 
     def groups_for(self, used: Iterable[tuple[str, ...]]) -> Groups:
         """The groups over the axes in `used`, and those of other programs; all ranks ask together."""
@@ -97,6 +144,18 @@ def residence_of(model: nn.Module, layout: Layout) -> Residence:
             fix="give the same layout to each distribute(), or a fresh model",
         )
     return home
+
+
+def known_residence(model: nn.Module) -> Residence | None:
+    """The residence of `model`, if a step on it has been called or its state was asked for."""
+    return _RESIDENCES.get(model)
+
+
+def refuse_open(model: nn.Module) -> None:
+    """Raise `TuttiError` inside of a block in which the weights of `model` are whole."""
+    home = _RESIDENCES.get(model)
+    if home is not None and home.block is not None:
+        raise home.block.refused()
 
 
 def refresh(model: nn.Module) -> None:
@@ -217,26 +276,49 @@ def settle(
     check_order([f"state {s.name}: {list(s.tensor.shape)} {s.tensor.dtype}" for s in state])
     replaced: dict[int, Tensor] = {}
     for entry, whole in _deferred(model, optimizer, state, device, seed):
-        replaced[id(entry.tensor)] = _part(entry, whole, home, place, device)
+        replaced[id(entry.tensor)] = part_of(entry, whole, home, place, device)
+    new = [s.name for s in state if several and not home.has_settled(s.tensor)]
+    warn_of_onlookers(state, [name for name in new if home.moves(name)])
     for entry in state:
-        if not several or isinstance(entry.tensor, DTensor) or id(entry.tensor) in replaced:
+        if not several or home.has_settled(entry.tensor) or id(entry.tensor) in replaced:
             continue
         whole = entry.tensor.detach().to(device).contiguous()
         dist.broadcast(whole, 0)
-        replaced[id(entry.tensor)] = _part(entry, whole, home, place, device)
-    _replace(model, optimizer, replaced)
-    for entry in state:
-        if id(entry.tensor) in replaced:
-            new = replaced[id(entry.tensor)]
-            _share_hooks(entry.tensor, new)
-            home.renewed[id(entry.tensor)] = weakref.ref(entry.tensor), new
+        if not home.keeps_whole(entry.name):
+            replaced[id(entry.tensor)] = part_of(entry, whole, home, place, device)
+        elif whole.data_ptr() != entry.tensor.data_ptr():
+            set_local(entry.tensor, whole)
+    take_the_place(model, optimizer, home, replaced)
+    now = state_of(model, optimizer)
+    home.optimizers.update(optimizers_of(optimizer))
+    # of a tensor in shards a reference would keep PyTorch from giving it another dtype
+    kept = [s.tensor for s in now if not isinstance(s.tensor, DTensor)]
+    home.settled = {id(x): weakref.ref(x) for x in kept}
+    name_shards(now)
 
 
-def _share_hooks(old: Any, new: Any) -> None:
-    """The gradient hooks on a tensor are those of the one in its place; their handles remove them still."""
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(old, table):
-            setattr(new, table, getattr(old, table))
+def take_the_place(
+    model: nn.Module, optimizer: Any, home: Residence, replaced: dict[int, Tensor]
+) -> None:
+    """Put `replaced` in place for good: who still holds an old parameter can be told the new one."""
+    before = [s.tensor for s in state_of(model, optimizer) if id(s.tensor) in replaced]
+    put_in_place(model, optimizer, replaced)
+    for old in before:
+        new = replaced[id(old)]
+        share_hooks(old, new)
+        for key in old.__dict__.keys() - new.__dict__.keys():  # what the user has noted on it
+            setattr(new, key, getattr(old, key))
+        home.renewed[id(old)] = weakref.ref(old), new
+        renew(old, partial(home.now, new))
+
+
+def name_shards(state: list[StateTensor]) -> None:
+    """Tell each shard which state it is of: its errors say so."""
+    weights = [s.tensor for s in state if s.kind != "slot" and isinstance(s.tensor, StateShard)]
+    nbytes = sum(x.numel() * x.element_size() for x in weights)
+    for s in state:
+        if isinstance(s.tensor, StateShard):
+            s.tensor.origin = Origin(s.name, nbytes)
 
 
 def adopt(model: nn.Module, optimizer: Any) -> None:
@@ -246,9 +328,11 @@ def adopt(model: nn.Module, optimizer: Any) -> None:
         return
     held = (p for one in optimizers_of(optimizer) for g in one.param_groups for p in g["params"])
     known = {id(p): home.renewed[id(p)] for p in held if id(p) in home.renewed}
-    _replace_in_optimizer(
+    replace_in_optimizer(
         optimizer, {i: new for i, (old, new) in known.items() if old() is not None}
     )
+    given = [s.tensor for s in state_of(model, optimizer)]
+    put_in_place(model, optimizer, {id(x): now_of(x) for x in given if now_of(x) is not x})
 
 
 def _deferred(
@@ -268,11 +352,11 @@ def _deferred(
         yield from ((s, values[s.slot]) for s in slots.get(entry.name, ()))
 
 
-def _part(
+def part_of(
     entry: StateTensor, whole: Tensor, home: Residence, place: dict[str, int], device: torch.device
 ) -> Tensor:
-    """This rank's part of a state tensor, in the place of the tensor that `entry` holds."""
-    if home.layout.num_ranks == 1:
+    """This rank's part of a state tensor, to take the place of the tensor that `entry` holds."""
+    if home.layout.num_ranks == 1 or home.keeps_whole(entry.name):
         parameter = isinstance(entry.tensor, nn.Parameter)
         return nn.Parameter(whole, entry.tensor.requires_grad) if parameter else whole
     sharding = home.storage[entry.name]
@@ -281,14 +365,14 @@ def _part(
     if keeper != here:
         # of a scalar too, as `from_local` takes the global shape of one from its local tensor
         nothing = whole.new_empty((0,) if sharding.shape else ())
-        return as_dtensor(nothing, sharding, home, device, entry.tensor, keeper)
+        return as_shard(nothing, sharding, home, device, entry.tensor, keeper)
     local = sharding.cut(whole, home.layout.place_mesh, place)
     if sharding.axes:
         local = local.clone(memory_format=torch.contiguous_format)
-    return as_dtensor(local, sharding, home, device, entry.tensor, keeper)
+    return as_shard(local, sharding, home, device, entry.tensor, keeper)
 
 
-def as_dtensor(
+def as_shard(
     local: Tensor,
     sharding: Sharding,
     home: Residence,
@@ -296,8 +380,8 @@ def as_dtensor(
     like: Tensor,
     place: int = 0,
 ) -> Tensor:
-    """`local` as this rank's part of a DTensor on the ranks of a place; a Parameter where `like` is one."""
-    x = DTensor.from_local(
+    """`local` as this rank's part of a tensor on the ranks of a place; a Parameter where `like` is one."""
+    x: Any = DTensor.from_local(
         local,
         home.device_mesh(device, place),
         placements(sharding, home.layout.place_mesh),
@@ -305,9 +389,8 @@ def as_dtensor(
         shape=torch.Size(sharding.shape),
         stride=_stride(sharding.shape),
     )
-    if isinstance(like, nn.Parameter):
-        return nn.Parameter(x, requires_grad=like.requires_grad)
-    return x
+    shard = wrap(local, x._spec)
+    return as_parameter(shard, like.requires_grad) if isinstance(like, nn.Parameter) else shard
 
 
 def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -316,28 +399,3 @@ def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(1, n)
     return tuple(reversed(stride))
-
-
-def _replace(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> None:
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, old in table.items():
-                if old is not None and id(old) in replaced:
-                    table[name] = replaced[id(old)]  # type: ignore[assignment]
-    _replace_in_optimizer(optimizer, replaced)
-
-
-def _replace_in_optimizer(optimizer: Any, replaced: dict[int, Tensor]) -> None:
-    for one in optimizers_of(optimizer):
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for group in one.param_groups:
-            for i, old in enumerate(group["params"]):
-                new = replaced.get(id(old), old)
-                slots = one.state.get(old)
-                if slots is not None:
-                    state[new] = {
-                        k: replaced.get(id(v), v) if isinstance(v, Tensor) else v
-                        for k, v in slots.items()
-                    }
-                group["params"][i] = new
-        one.state = state

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups
+from tutti.comm.shared_memory import SharedGroup
 from tutti.graph import collectives
 from tutti.graph.loop import graphs_of
 from tutti.passes.shared_state import copied_state, viewed_state
@@ -37,9 +38,22 @@ class Lodging:
 
 @dataclass
 class SharedState:
-    """The state of one model that lies in shared memory, by name; the same for all steps on it."""
+    """The state of one model that lies in shared memory, by name; the same for all steps on it.
+
+    So is the memory for buffers: programs run one after the other, and what one keeps lies elsewhere.
+    """
 
     lodgings: dict[str, Lodging] = field(default_factory=dict)
+    arenas: dict[SharedGroup, Tensor] = field(default_factory=dict)
+
+    def arena(self, shared: SharedGroup, nbytes: int) -> Tensor:
+        """Memory for the buffers of one program; all ranks of the group call this together."""
+        rows = self.arenas.get(shared)
+        if rows is None or rows.shape[1] < nbytes:
+            # Each is larger than the last by half, so that all that there ever were are few.
+            least = 0 if rows is None else rows.shape[1] * 3 // 2
+            rows = self.arenas[shared] = shared.arena(max(nbytes, least))
+        return rows
 
     def take(self, graph: fx.Graph, groups: Groups) -> None:
         """Make room for the state that `graph` wants there; all ranks call this together.
@@ -109,7 +123,8 @@ class Lodger:
     ) -> None:
         self._player, self._home = player, home
         player.arenas = {
-            axes: _arena(player.groups, axes, nbytes) for axes, nbytes in _buffers(graph).items()
+            axes: home.arena(_shared(player.groups, axes), nbytes)
+            for axes, nbytes in _buffers(graph).items()
         }
         home.take(graph, player.groups)
         viewed, copied = viewed_state(graph), copied_state(graph)
@@ -159,10 +174,10 @@ def _nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     return (node for one in graphs_of(graph) for node in one.nodes)
 
 
-def _arena(groups: Groups, axes: Axes, nbytes: int) -> Tensor:
+def _shared(groups: Groups, axes: Axes) -> SharedGroup:
     shared = groups.shared(axes)
     assert shared is not None
-    return shared.arena(nbytes)
+    return shared
 
 
 def _gathered_dims(graph: fx.Graph) -> dict[str, torch.Size]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tutti.capture.gradients import carry_hooks
 from tutti.capture.lift import create_slots
 from tutti.capture.step import capture, copied
 from tutti.graph.loop import graphs_of
@@ -20,7 +18,9 @@ from tutti.partition.partition import Program, partition
 from tutti.passes.order import PASSES, left_out_by_environment, optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
+from tutti.propagate.batch import Dims
 from tutti.propagate.plan import plan
+from tutti.runtime.aligned_runs import AlignedCapture, AlignedPartition
 from tutti.runtime.blame import Difference, first_difference_of
 from tutti.runtime.comparisons import (
     PARTITION_TOLERANCE,
@@ -32,7 +32,9 @@ from tutti.runtime.comparisons import (
     feed_of,
     snapshot,
 )
+from tutti.runtime.copies import copies_of
 from tutti.runtime.execute import axes_used
+from tutti.runtime.observed import observed
 from tutti.runtime.residence import Residence, run_device, settle
 
 # What a program is called wrong by that was right until its batch was split in time.
@@ -51,6 +53,9 @@ class Verdict:
     Where replicas agree after every step, `data_error` is the largest relative difference of the weights
     to those of one program on the whole batch; `ok` does not depend on it. With servers that take each
     push alone, `staleness` is the most updates that lay between a pull and its push.
+
+    `rounding` is how far the two are apart where each makes updates of its own rounding, in `worst_rounding`;
+    None where that made no difference.
     """
 
     ok: bool
@@ -65,6 +70,8 @@ class Verdict:
     wrong_pass: str = ""
     data_error: float | None = None
     staleness: int | None = None
+    rounding: float | None = None
+    worst_rounding: str = ""
 
     def __str__(self) -> str:
         word = "ok: the same step" if self.ok else "NOT the same step"
@@ -86,6 +93,9 @@ class Verdict:
             )
         if self.staleness is not None:
             lines.append(f"  order      at random; gradients up to {self.staleness} updates old")
+        if self.rounding is not None:
+            where = f"in {self.worst_rounding}: an update that is made of it"
+            lines.append(f"  rounding   {self.rounding:.1e} apart {where}")
         if self.first_difference is not None:
             lines.append(f"  first      {self.first_difference}")
         if self.wrong_pass:
@@ -108,13 +118,14 @@ def compare(
     dtype: torch.dtype,
     seed: int,
     cut: Sequence[str] = (),
+    dims: Dims | None = None,
 ) -> Verdict:
     """Both comparisons for one layout."""
     check_dtype(dtype)
     subject = Subject(
         train_step, model, optimizer, batch, steps=steps, seed=seed, precision=layout.precision
     )
-    return subject.verdict(layout, place, cut=cut)
+    return subject.verdict(layout, place, subject.program(layout, place, dims), cut=cut)
 
 
 class Subject:
@@ -137,12 +148,12 @@ class Subject:
         precision: str = "fp32",
     ) -> None:
         self.steps, self.seed, self.precision = steps, seed, precision
-        given = model
-        model, optimizer = copy.deepcopy((model, optimizer), _made_by_hooks(model))
-        carry_hooks(given, model)
+        model, optimizer = copies_of(model, optimizer)
         create_slots(optimizer)
         settle(model, optimizer, Residence(Layout()), run_device(model), seed)
-        self.captured = capture(train_step, model, optimizer, batch, precision=precision)
+        self.captured = capture(
+            train_step, model, optimizer, batch, precision=precision, note_gradients=True
+        )
         self.start = snapshot(self.captured, model, optimizer)
         self.feed = feed_of(self.captured, optimizer, batch)
         self.capture = CaptureComparison(
@@ -157,11 +168,20 @@ class Subject:
             precision=precision,
         )
         self.capture.run(steps)
+        self.steps = self.capture.steps
+        self.capture_errors = self.capture.errors
+        if not self.capture_errors.worst <= self.capture.tolerance:
+            closer = AlignedCapture(self.capture)
+            closer.run()
+            self.capture_errors = closer.errors
+            self.capture_errors.apart = self.capture.errors
 
-    def program(self, layout: Layout, place: Mapping[str, str] | None = None) -> Program:
-        """The partitioned program under `layout`."""
+    def program(
+        self, layout: Layout, place: Mapping[str, str] | None = None, dims: Dims | None = None
+    ) -> Program:
+        """The partitioned program under `layout`; `dims` are those of the samples, where they are told."""
         assert layout.precision == self.precision, f"captured in {self.precision}"
-        return partition(plan(copied(self.captured), layout, place))
+        return partition(plan(copied(self.captured), layout, place, dims=dims))
 
     def verdict(
         self,
@@ -176,9 +196,11 @@ class Subject:
         `cut` names the modules at which the stages of a pipeline begin, as for `tutti.distribute`.
         """
         program = program or self.program(layout, place)
-        parts = self._compared(program, self.played(program, cut))
+        parts = self._compared(program, lambda p: self.played(p, cut))
+        if parts.apart is None:
+            parts.take(self._gradients(program))
         same = parts.worst <= PARTITION_TOLERANCE
-        captured = self.capture.errors
+        captured = self.capture_errors
         first, wrong = None, ""
         if not same:
             wrong = self._wrong_pass(program, cut)
@@ -195,6 +217,7 @@ class Subject:
             worst_capture=captured.name,
             first_difference=first,
             wrong_pass=wrong,
+            **rounding_of(parts, captured, same),
         )
 
     def played(
@@ -211,35 +234,62 @@ class Subject:
             made.owners,
         )
 
-    def _compared(self, program: Program, played: Played) -> Errors:
-        parts = PartitionComparison(
-            self.captured, program, self.start, self.feed, self.seed, played=played
+    def comparison(
+        self,
+        program: Program,
+        play: Callable[[Program], Played],
+        feed: dict[str, Any],
+        seed: int,
+        *,
+        aligned: bool = False,
+    ) -> PartitionComparison:
+        """One device beside what `play` makes of the program; `aligned`: part by part."""
+        if not aligned:
+            rest = program, self.start, feed, seed
+            return PartitionComparison(self.captured, *rest, played=play(program))
+        seen = observed(program)
+        rest = seen.program, self.start, feed, seed
+        return AlignedPartition(seen, self.captured, *rest, played=play(seen.program))
+
+    def _compared(self, program: Program, play: Callable[[Program], Played]) -> Errors:
+        """The errors of what `play` makes of the program: by a closer look, where there seem to be any."""
+        given = program, play, self.feed, self.seed
+        found = self.comparison(*given)
+        found.run(self.steps)
+        if not found.errors.worst <= PARTITION_TOLERANCE:
+            plain, found = found, self.comparison(*given, aligned=True)
+            found.run(self.steps)
+            found.errors.apart = plain.errors
+        return found.errors
+
+    def _gradients(self, program: Program) -> Errors:
+        """The errors of one step part by part: a small learning rate hides a gradient that is wrong."""
+        found = self.comparison(
+            program, lambda p: Played.of(p, p.graph), self.feed, self.seed, aligned=True
         )
-        parts.run(self.steps)
-        return parts.errors
+        found.run(1)
+        return found.errors
 
     def _wrong_pass(self, program: Program, cut: Sequence[str]) -> str:
         """The pass after which a program that was right before it is wrong; "" where none is."""
         chosen = [p.name for p in PASSES if p.name not in left_out_by_environment()]
         every = {p.name for p in PASSES}
         if program.layout.in_time:
-            flat = self._compared(program, Played.of(program, program.graph))
+            flat = self._compared(program, lambda p: Played.of(p, p.graph))
             if not flat.worst <= PARTITION_TOLERANCE:
                 return ""
         for count in range(len(chosen) + 1):
-            played = self.played(program, cut, every - set(chosen[:count]))
-            if not self._compared(program, played).worst <= PARTITION_TOLERANCE:
+            without = every - set(chosen[:count])
+            errors = self._compared(program, lambda p, left=without: self.played(p, cut, left))
+            if not errors.worst <= PARTITION_TOLERANCE:
                 return chosen[count - 1] if count else IN_TIME if program.layout.in_time else ""
         return ""
 
 
-def _made_by_hooks(model: nn.Module) -> dict[int, Any]:
-    """What modules hold that is made of parameters at each call (`weight_norm`), without its history.
-
-    In the form of `deepcopy`'s memory: PyTorch copies no tensor that has a history.
-    """
-    held = (x for module in model.modules() for x in vars(module).values())
-    return {id(x): x.detach() for x in held if isinstance(x, Tensor) and not x.is_leaf}
+def rounding_of(parts: Errors, captured: Errors, same: bool) -> dict[str, Any]:
+    """What a verdict says of updates that are made of rounding."""
+    apart = (parts.apart or captured.apart) if same else None
+    return {} if apart is None else {"rounding": apart.worst, "worst_rounding": apart.name}
 
 
 def _target(program: Program) -> Target:

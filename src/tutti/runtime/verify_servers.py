@@ -38,7 +38,7 @@ from tutti.runtime.comparisons import (
     inputs_of,
 )
 from tutti.runtime.emulated import CodedSums
-from tutti.runtime.verify import Subject, Verdict
+from tutti.runtime.verify import Subject, Verdict, rounding_of
 from tutti.server import consistency
 from tutti.server.keys import blocks
 from tutti.server.origins import Origins
@@ -108,37 +108,57 @@ def verdict_of(
         place: as for `distribute`.
         spoil: is given the servers first (to inject faults).
     """
-    made = split(subject.captured)
-    due = consistency.parse(layout.sync)
-    due = replace(due, after=subject.steps if then is not None else 0)
-    servers = _servers(subject, made, layout, due)
-    if spoil is not None:
-        spoil(servers)
-    kind = _InAnyOrder if due.alone(0) else _Together
-    comparison = kind(subject, made, servers, feeds, layout, place)
-    comparison.run(subject.steps)
-    captures = [subject.capture]
-    if then is not None:
-        tables = frozenset(v.name for v in servers.updater.variables if v.rows)
-        made = split(then[0].captured, tables=tables)
-        check_same(GraphUpdater(made, wide=True), servers.updater)
-        comparison = _InAnyOrder(then[0], made, servers, then[1], layout, place, before=comparison)
-        comparison.run(then[0].steps)
-        captures.append(then[0].capture)
+    phases = [(subject, feeds), *([then] if then is not None else [])]
+    comparison = _compared(phases, layout, place, spoil)
+    if not comparison.errors.worst <= PARTITION_TOLERANCE:
+        plain, comparison = comparison, _compared(phases, layout, place, spoil, aligned=True)
+        comparison.errors.apart = plain.errors
     found = comparison.errors
-    captured = max((one.errors for one in captures), key=lambda errors: errors.worst)
+    captures = [(one.capture_errors, one.capture.tolerance) for one, _ in phases]
+    captured = max((errors for errors, _ in captures), key=lambda errors: errors.worst)
     same = found.worst <= PARTITION_TOLERANCE
     return Verdict(
-        ok=same and all(one.errors.worst <= one.tolerance for one in captures),
+        ok=same and all(errors.worst <= tolerance for errors, tolerance in captures),
         layout=str(layout),
-        steps=subject.steps * len(captures),
+        steps=subject.steps * len(phases),
         num_tensors=found.count,
         max_error=found.worst,
         worst=found.name,
         capture_error=captured.worst,
         worst_capture=captured.name,
         staleness=comparison.staleness,
+        **rounding_of(found, captured, same),
     )
+
+
+def _compared(
+    phases: list[Phase],
+    layout: Layout,
+    place: Mapping[str, str] | None,
+    spoil: Callable[[VirtualServers], None] | None,
+    *,
+    aligned: bool = False,
+) -> _Comparison:
+    """What was played; `aligned`: one device's updates take the workers' gradients (`runtime.aligned`)."""
+    (subject, feeds), *later = phases
+    made = split(subject.captured)
+    due = consistency.parse(layout.sync)
+    due = replace(due, after=subject.steps if later else 0)
+    servers = _servers(subject, made, layout, due)
+    if spoil is not None:
+        spoil(servers)
+    kind = _InAnyOrder if due.alone(0) else _Together
+    comparison = kind(subject, made, servers, feeds, layout, place, aligned=aligned)
+    comparison.run(subject.steps)
+    for subject, feeds in later:
+        tables = frozenset(v.name for v in servers.updater.variables if v.rows)
+        made = split(subject.captured, tables=tables)
+        check_same(GraphUpdater(made, wide=True), servers.updater)
+        comparison = _InAnyOrder(
+            *(subject, made, servers, feeds, layout, place), before=comparison, aligned=aligned
+        )
+        comparison.run(subject.steps)
+    return comparison
 
 
 def _servers(
@@ -166,6 +186,7 @@ class _Comparison:
 
     one: the device's state, by name.  held: each worker's own, its weights those of its last pull.
     before: the comparison whose servers, device and workers this one goes on with.
+    aligned: one device's updates take the workers' gradients, which are compared themselves.
     """
 
     def __init__(
@@ -178,6 +199,7 @@ class _Comparison:
         place: Mapping[str, str] | None,
         *,
         before: _Comparison | None = None,
+        aligned: bool = False,
     ) -> None:
         self.subject, self.servers, self.layout = subject, servers, layout
         side_by_side = isinstance(self, _Together)
@@ -191,7 +213,7 @@ class _Comparison:
         self.held = [dict(self.one) for _ in servers.sessions]
         self.names = {(s.owner or s.name, s.slot or WEIGHT): s.name for s in self.captured.state}
         self.whole = self.captured
-        self.coded = _coded(made, servers, layout, together=side_by_side)
+        self.coded = _coded(made, servers, layout, together=side_by_side, always=aligned)
         if self.coded is not None:
             self.whole = self.coded.captured
         self.errors = Errors()
@@ -252,8 +274,8 @@ class _Comparison:
 class _Together(_Comparison):
     """`sync=step`: the workers' program on as many virtual ranks."""
 
-    def __init__(self, subject: Subject, made: Split, *rest: Any) -> None:
-        super().__init__(subject, made, *rest)
+    def __init__(self, subject: Subject, made: Split, *rest: Any, **options: Any) -> None:
+        super().__init__(subject, made, *rest, **options)
         self.dense = promoted(self.whole.graph, self.whole.owner)[:2]
 
     def run(self, steps: int) -> None:
@@ -364,11 +386,11 @@ class _InAnyOrder(_Comparison):
 
 
 def _coded(
-    made: Split, servers: VirtualServers, layout: Layout, *, together: bool
+    made: Split, servers: VirtualServers, layout: Layout, *, together: bool, always: bool
 ) -> CodedSums | None:
-    """What becomes of the gradients, where they travel coded."""
+    """What becomes of the gradients, where they travel coded, or `always`."""
     due = consistency.parse(layout.sync)
-    if due.traffic not in CODINGS:
+    if due.traffic not in CODINGS and not always:
         return None
     # a worker alone clips by the norm of its gradient as it was before it was coded
     kept = () if together else Origins(made.captured).reductions

@@ -20,7 +20,7 @@ from tutti.partition.partition import Program
 from tutti.propagate.storage import slot_like
 from tutti.runtime.residence import (
     Residence,
-    as_dtensor,
+    as_shard,
     local_of,
     residence_of,
     run_device,
@@ -105,7 +105,9 @@ class WorkerWeights:
         name, home = f"optim.{owner}.{slot}", self.home
         home.storage.setdefault(name, slot_like(home.storage[owner], shape))
         own = self._part(name, torch.zeros(shape, dtype=dtype, device=home.device)).contiguous()
-        return as_dtensor(own, home.storage[name], home, home.device, own)
+        if home.keeps_whole(name):
+            return own
+        return as_shard(own, home.storage[name], home, home.device, own)
 
     def forget_slots(self) -> None:
         """The servers have the optimizer's slots; here they would only grow old."""

@@ -1,0 +1,106 @@
+"""What it costs to see that all ranks are in the same call with the same inputs (`runtime/divergence.py`).
+
+    python -m benchmarks.divergence [LAYOUT ...]          # two ranks, the GPT of 29.5 M parameters
+
+Steps with it and without it take turns in one run. Their medians differ by less than a busy machine's noise,
+so the calls themselves are timed as well: what `enter` and `leave` take of the processor's time, and what the
+step takes of it, where they stand in a step, with all that they need cold.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import tutti
+from benchmarks.models import CASES, optimizer
+from tutti.runtime.divergence import Divergence, _Watching
+
+CASE, LAYOUTS, NUM_ROUNDS = "gpt-29.5M", ("data=2", "data=2 zero=3", "tensor=2"), 15
+
+
+class _Timed(_Watching):
+    """Notes the seconds of what it does before and after a step."""
+
+    __slots__ = ()
+    seconds: ClassVar[list[float]] = []
+
+    def __enter__(self) -> None:
+        began = time.thread_time()
+        super().__enter__()
+        self.seconds.append(time.thread_time() - began)
+
+    def __exit__(self, *args: Any) -> None:
+        began = time.thread_time()
+        super().__exit__(*args)
+        self.seconds[-1] += time.thread_time() - began
+
+
+def train_step(model: Any, one: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A step of the case."""
+    loss = CASES[CASE].loss(model, inputs, targets)
+    one.zero_grad()
+    loss.backward()
+    one.step()
+    return loss
+
+
+def main(layout: str) -> None:
+    """On a rank: the medians of both ways, and of what is timed."""
+    case = CASES[CASE]
+    model = case.model()
+    place = {f"{n}.weight": "tensor, -" for n in case.columns}
+    place |= {f"{n}.weight": "-, tensor" for n in case.rows}
+    step = tutti.distribute(train_step, model, optimizer(model), layout, place=place)
+    batch = case.batch(0, 2)
+    for _ in range(3):
+        step(*batch)
+    ways: dict[str, list[float]] = {"with": [], "without": []}
+    busy: list[float] = []
+    timed = lambda self, *args: _Timed(self, *args)  # noqa: E731
+    for k in range(2 * NUM_ROUNDS):
+        way = ("with", "without")[k % 2]
+        made = timed if way == "with" else lambda self, *args: nullcontext()
+        dist.barrier()
+        with mock.patch.object(Divergence, "watching", made):
+            began, worked = time.perf_counter(), time.thread_time()
+            step(*batch)
+            ways[way].append(time.perf_counter() - began)
+            busy.append(time.thread_time() - worked)
+    if dist.get_rank() == 0:
+        seconds, work = statistics.median(ways["without"]), statistics.median(busy)
+        own = statistics.median(_Timed.seconds)
+        print(
+            f"{layout:16} step {seconds * 1e3:7.1f} ms, with/without "
+            f"{statistics.median(ways['with']) / seconds:.4f}, "
+            f"enter and leave {own * 1e6:5.0f} us of {work * 1e3:.1f} ms of the processor: {own / work:.3%}"
+        )
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        main(sys.argv[1])
+    else:
+        for one in sys.argv[1:] or LAYOUTS:
+            words = [
+                sys.executable,
+                "-m",
+                "tutti",
+                "run",
+                "-n",
+                "2",
+                "--layout",
+                one,
+                __file__,
+                one,
+            ]
+            subprocess.run(words, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

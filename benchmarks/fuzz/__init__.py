@@ -1,0 +1,1 @@
+"""Random small training steps as Python source: written, played in several ways, made smaller."""

@@ -1,0 +1,110 @@
+"""What a step may be called with: tensors and constants in any container, by place or by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import register_pytree_node, tree_unflatten
+
+from tutti.capture.forms import flattened
+from tutti.errors import CaptureError
+
+_PLAIN = frozenset({Tensor, float, int, bool, str, type(None)})
+
+
+class Keywords(dict[str, Any]):
+    """The arguments that a step is given by name; they stand at the end of its batch."""
+
+
+def _apart(keywords: Keywords) -> tuple[list[Any], tuple[str, ...]]:
+    return [keywords[k] for k in sorted(keywords)], tuple(sorted(keywords))
+
+
+register_pytree_node(
+    Keywords, _apart, lambda parts, names: Keywords(zip(names, parts, strict=True))
+)
+
+
+def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+    """The batch of one call, its arguments by name as `Keywords` at the end; NumPy's numbers as Python's.
+
+    A mapping as `batch` is taken as `step(**batch)`.
+
+    Raises `CaptureError` for what is neither tensor nor constant.
+    """
+    if isinstance(batch, Mapping):
+        batch, keywords = (), batch
+    if not keywords and all(type(x) is Tensor for x in batch):
+        return tuple(batch)
+    whole = (*batch, Keywords(keywords)) if keywords else tuple(batch)
+    leaves, form = flattened(whole)
+    others = [x for x in leaves if type(x) not in _PLAIN]
+    for x in others:
+        check(x)
+    if any(isinstance(x, np.generic) for x in others):
+        return tree_unflatten([_number(x) for x in leaves], form)
+    return whole
+
+
+def called(function: Callable[..., Any], args: Sequence[Any], batch: Sequence[Any]) -> Any:
+    """The step on a batch that was `taken`."""
+    if batch and type(batch[-1]) is Keywords:
+        return function(*args, *batch[:-1], **batch[-1])
+    return function(*args, *batch)
+
+
+def check(x: Any) -> None:
+    """Raise `CaptureError` unless `x` may be a leaf of a batch."""
+    if isinstance(x, Tensor | np.generic):
+        return
+    for kind, why, fix in _REFUSED:
+        if isinstance(x, kind) and _matters(x):
+            raise _refused(x, why, fix)
+    try:
+        hash(x)
+    except TypeError:
+        why = "what is not a tensor is a constant of the captured step, and this cannot be compared"
+        raise _refused(x, why, "torch.as_tensor(x)") from None
+
+
+# What a batch may not hold: why, and what to do.
+_REFUSED: tuple[tuple[Any, str, str], ...] = (
+    (
+        nn.Module,
+        "its weights would be constants of the captured step",
+        'a dict as the model: tutti.distribute(step, {"student": model, "teacher": teacher}, optimizer)',
+    ),
+    (
+        Optimizer,
+        "its state would be constants of the captured step",
+        'a dict or a list as the optimizer: tutti.distribute(step, model, {"g": one, "d": other})',
+    ),
+    (
+        (torch.utils.data.DataLoader, torch.utils.data.Dataset, Iterator),
+        "the captured step would see the same samples at every call",
+        "for batch in loader: step(*batch)",
+    ),
+    (
+        np.ndarray,
+        "what is not a tensor is a constant of the captured step, and this cannot be compared",
+        "torch.as_tensor(x)",
+    ),
+)
+
+
+def _matters(x: Any) -> bool:
+    return not isinstance(x, nn.Module) or any(True for _ in (*x.parameters(), *x.buffers()))
+
+
+def _refused(x: Any, why: str, fix: str) -> CaptureError:
+    kind = f"{type(x).__module__}.{type(x).__name__}"
+    return CaptureError(f"the batch holds a {kind}, which the step cannot take", why=why, fix=fix)
+
+
+def _number(x: Any) -> Any:
+    return x.item() if isinstance(x, np.generic) else x

@@ -1,0 +1,41 @@
+"""What `torch.compile` has wrapped is traced, and compared, as the plain code inside: nothing is compiled.
+
+A wrapped function refuses to run inside a trace, and a wrapped module has names of its own. The step is one
+graph anyway, so there is nothing left for a compiler of parts of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._dynamo import config
+from torch.compiler import set_stance
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's own function inside the wrappers of `torch.compile`."""
+    while inner := getattr(function, "_torchdynamo_orig_callable", None):
+        function = inner
+    return function
+
+
+@contextlib.contextmanager
+def nothing_compiled() -> Iterator[None]:
+    """Inside, compiled functions, methods and modules run as they were before."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    with (
+        config.patch(error_on_nested_fx_trace=False),
+        set_stance("force_eager"),
+        warnings.catch_warnings(),
+    ):
+        # It has seen that the hooks of the watch would run once more for a wrapper.
+        warnings.filterwarnings(
+            "ignore", message="Using `torch.compile\\(module\\)` when there are"
+        )
+        yield

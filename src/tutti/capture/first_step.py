@@ -1,0 +1,88 @@
+"""The step by which an optimizer makes its slots, and which optimizers take none that could be captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer, SparseAdam
+
+from tutti.errors import CaptureError, TuttiError
+
+# By kind: why it cannot be captured, and what to do.
+_REFUSED = (
+    (
+        LBFGS,
+        "it calls its closure and searches its line as often as the values of the loss say",
+        "torch.optim.AdamW(...) or SGD(..., nesterov=True); or LBFGS on one device, outside of tutti",
+    ),
+    (
+        SparseAdam,
+        "it updates those rows alone that the batch has looked up, and gradients are dense in the step",
+        "torch.optim.Adam(...) with sparse=False (moments of all rows decay at every step); or SGD or "
+        "Adagrad (the same numbers as with sparse gradients)",
+    ),
+)
+
+
+def refuse_kind(optimizer: Optimizer) -> None:
+    """Raise `CaptureError` for an optimizer whose steps differ in form."""
+    for kind, why, fix in _REFUSED:
+        if isinstance(optimizer, kind):
+            raise CaptureError(f"{kind.__name__} cannot be captured", why=why, fix=fix)
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizer, and those that it holds as attributes and calls (`base_optimizer` of SAM)."""
+    found = [optimizer]
+    for one in found:
+        held = (x for x in vars(one).values() if isinstance(x, Optimizer))
+        found += [x for x in held if not any(x is y for y in found)]
+    return found
+
+
+def take_first_step(optimizer: Any, fresh: list[Tensor]) -> None:
+    """A step with gradients of zero; one that needs a closure gets one that leaves such gradients."""
+
+    def closure() -> Tensor:
+        for p in fresh:
+            p.grad = torch.zeros_like(p)
+        return torch.zeros(())
+
+    if _error_of(optimizer.step) is None:
+        return
+    closure()
+    second = _error_of(lambda: optimizer.step(closure))
+    if second is not None:
+        kind = type(optimizer).__name__
+        raise CaptureError(
+            f"{kind} cannot take a step with gradients of zero ({type(second).__name__}: {second})",
+            why="its slots are made by such a step before anything is captured",
+            fix=f"a {kind} whose step() works with zero gradients, or one step of it before the model is "
+            "distributed",
+        ) from second
+
+
+def _error_of(step: Callable[[], object]) -> Exception | None:
+    try:
+        step()
+    except TuttiError:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
+def part_from_weights(optimizer: Optimizer, fresh: list[Tensor]) -> None:
+    """Slots that were put in place of a weight's data (`p.data = state["old_p"]`) get memory of their own."""
+    for p in fresh:
+        slots = optimizer.state.get(p, {})
+        for key, x in slots.items():
+            if isinstance(x, Tensor) and _memory(x) == _memory(p):
+                slots[key] = x.detach().clone()
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)

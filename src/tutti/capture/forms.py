@@ -1,0 +1,191 @@
+"""What a batch or a result is made of beside its tensors: containers that PyTorch's pytrees do not know.
+
+Dataclasses, `BatchEncoding`, packed sequences, caches, plain objects that hold tensors are taken apart, and
+put together again from other leaves. Their types are made known to PyTorch's pytrees where first met.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict
+from collections.abc import Awaitable, Callable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_unflatten,
+)
+from torch.utils.data import DataLoader
+
+from tutti.errors import CaptureError
+
+# What is never taken apart.
+_WHOLE = (
+    Tensor,
+    nn.Module,
+    Optimizer,
+    DataLoader,
+    Iterator,
+    type,
+    ModuleType,
+    FunctionType,
+    MethodType,
+    BuiltinFunctionType,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    type(None),
+)
+_IN_GRAPHS = (Tensor, torch.SymFloat, torch.SymInt, int, float, complex, str, type(None))
+# In how many objects inside of one tensors are looked for.
+_LOOKED_AT = 2000
+
+Parts = tuple[list[Any], Any]
+
+
+def flattened(value: Any) -> tuple[list[Any], TreeSpec]:
+    """The leaves of a batch or a result, and its form; tensors are leaves, and stand in no other.
+
+    Raises `CaptureError` for an object that holds tensors and itself.
+    """
+    try:
+        leaves, form = tree_flatten(value)
+        while any(_made_known(x) for x in leaves if not isinstance(x, _WHOLE)):
+            leaves, form = tree_flatten(value)
+    except RecursionError:
+        raise CaptureError(
+            "an object among what the step takes or returns holds tensors, and itself",
+            why="it cannot be taken apart into tensors",
+            fix="hand over its tensors: step(data.x, data.y)",
+        ) from None
+    return leaves, form
+
+
+class Kept:
+    """Something that a step returns which is neither a tensor nor a number: the same at every call."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+register_pytree_node(Kept, lambda x: ([], x), lambda _, x: x.value)
+
+
+def returnable(result: Any) -> Any:
+    """What a step returns, each constant that a graph has no word for as a `Kept`.
+
+    Raises `CaptureError` for an iterator, which would be empty from the second call on.
+    """
+    leaves, form = flattened(result)
+    if all(isinstance(x, _IN_GRAPHS) for x in leaves):
+        return result
+    for x in leaves:
+        if isinstance(x, Iterator | Awaitable):
+            raise CaptureError(
+                f"the step returns a {type(x).__name__}",
+                why="Python runs once, while the step is captured: it would be empty at the next call",
+                fix="return a list: [...] instead of (... for ...); def instead of async def; no yield",
+            )
+    return tree_unflatten([x if isinstance(x, _IN_GRAPHS) else Kept(x) for x in leaves], form)
+
+
+def _made_known(x: Any) -> bool:
+    """Whether the type of `x` is taken apart from now on."""
+    kind = type(x)
+    if kind in SUPPORTED_NODES or not _holds_tensors(x):
+        return False
+    apart, together = _ways_of(x)
+    register_pytree_node(kind, apart, together)
+    return True
+
+
+def _holds_tensors(x: Any) -> bool:
+    todo, seen = [x], {id(x)}
+    for one in todo:
+        if isinstance(one, Tensor):
+            return True
+        if isinstance(one, _WHOLE) or len(todo) > _LOOKED_AT:
+            continue
+        for inner in _inside(one):
+            if id(inner) not in seen:
+                seen.add(id(inner))
+                todo.append(inner)
+    return False
+
+
+def _inside(x: Any) -> Iterator[Any]:
+    if isinstance(x, dict | UserDict):
+        yield from x.values()
+    elif isinstance(x, list | tuple):
+        yield from x
+    if dataclasses.is_dataclass(x):
+        yield from (getattr(x, f.name, None) for f in dataclasses.fields(x))
+    yield from vars(x).values() if hasattr(x, "__dict__") else ()
+
+
+def _ways_of(x: Any) -> tuple[Callable[[Any], Parts], Callable[[Any, Any], Any]]:
+    """How to take apart a container like `x`, and how to put it together."""
+    kind = type(x)
+    if isinstance(x, UserDict):
+        return _entries, lambda parts, keys: _dressed(kind, {"data": _paired(keys, parts)})
+    if isinstance(x, dict):
+        return _entries, lambda parts, keys: _filled(kind, _paired(keys, parts))
+    if isinstance(x, tuple):
+        return lambda x: ([*x], None), lambda parts, _: tuple.__new__(kind, parts)
+    if isinstance(x, list):
+        return lambda x: ([*x], None), lambda parts, _: _extended(kind, parts)
+    if hasattr(x, "__dict__"):
+        return _attributes, lambda parts, keys: _dressed(kind, _paired(keys, parts))
+    return _fields, lambda parts, keys: _with_fields(kind, _paired(keys, parts))
+
+
+def _entries(x: Any) -> Parts:
+    return [*x.values()], tuple(x)
+
+
+def _attributes(x: Any) -> Parts:
+    return [*vars(x).values()], tuple(vars(x))
+
+
+def _fields(x: Any) -> Parts:
+    names = tuple(f.name for f in dataclasses.fields(x))
+    return [getattr(x, n) for n in names], names
+
+
+def _paired(keys: Any, parts: Any) -> dict[Any, Any]:
+    return dict(zip(keys, parts, strict=True))
+
+
+def _dressed(kind: Any, attributes: dict[str, Any]) -> Any:
+    made = kind.__new__(kind)
+    made.__dict__.update(attributes)
+    return made
+
+
+def _filled(kind: Any, entries: dict[Any, Any]) -> Any:
+    made = kind.__new__(kind)
+    for key, value in entries.items():
+        dict.__setitem__(made, key, value)
+    return made
+
+
+def _extended(kind: Any, parts: Any) -> Any:
+    made = kind.__new__(kind)
+    list.extend(made, parts)
+    return made
+
+
+def _with_fields(kind: Any, entries: dict[Any, Any]) -> Any:
+    made = object.__new__(kind)
+    for key, value in entries.items():
+        object.__setattr__(made, key, value)
+    return made

@@ -1,0 +1,141 @@
+"""Where Python values stand that a step reaches: tables that hold values under keys, and their names.
+
+kind     held by                         name of a value
+item     a dict or a list                state['count']
+member   the attributes of an object     trainer.beta
+scope    the globals of a Python module  calls
+slot     a class, or an object without a table of attributes
+cell     a variable of a closure         beta
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+ITEM, MEMBER, SCOPE, SLOT, CELL = "item", "member", "scope", "slot", "cell"
+MISSING = object()  # where nothing stands under a key
+# What a reader raises where a value has gone.
+GONE = (KeyError, ValueError, AttributeError, IndexError)
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """Values under keys.
+
+    Args:
+        prefix: the beginning of their names.
+        find: gives what holds them; for an optimizer's groups and slots, those of now.
+        keys: those that count; None for all that there are.
+        ignored: those that never do, also where a step adds them.
+    """
+
+    prefix: str
+    kind: str
+    find: Callable[[], Any]
+    keys: list[Any] | None
+    ignored: frozenset[str] = frozenset()
+
+    def name(self, key: Any) -> str:
+        """What a value is called in messages and checkpoints."""
+        if self.kind == CELL:
+            return self.prefix
+        return f"{self.prefix}[{key!r}]" if self.kind == ITEM else f"{self.prefix}{key}"
+
+    def values(self) -> dict[Any, Any]:
+        """What stands there now, by key."""
+        held = self.find()
+        if self.kind == CELL:
+            return {None: _contents(held)}
+        if isinstance(held, dict):
+            keys = held if self.keys is None else self.keys
+            return {key: held.get(key, MISSING) for key in keys}
+        if self.kind == ITEM:
+            return dict(enumerate(held))
+        return {key: getattr(held, key, MISSING) for key in self.keys or ()}
+
+    def put(self, key: Any, value: Any) -> None:
+        """Let `value` stand under `key`; `MISSING` takes away what does."""
+        held = self.find()
+        if self.kind == CELL:
+            if value is MISSING:
+                del held.cell_contents
+            else:
+                held.cell_contents = value
+        elif isinstance(held, dict):
+            if value is MISSING:
+                held.pop(key, None)
+            else:
+                held[key] = value
+        elif self.kind == ITEM:
+            held[key] = value
+        elif value is MISSING:
+            delattr(held, key)
+        else:
+            setattr(held, key, value)
+
+    @property
+    def writable(self) -> bool:
+        """Whether another value can be put there."""
+        return not isinstance(self.find(), tuple)
+
+    def reader(self, keys: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+        """What reads the values under `keys`; it raises one of `GONE` where one is missing."""
+        held = self.find()
+        if self.kind == CELL:
+            return lambda: (held.cell_contents,)
+        if self.kind == SLOT:
+            return lambda: [getattr(held, key) for key in keys]
+        several = (
+            keys if len(keys) > 1 else [*keys, *keys]
+        )  # of one key it would give the value alone
+        return partial(itemgetter(*several), held)
+
+    def width(self, keys: Sequence[Any]) -> int:
+        """How many values the reader of `keys` gives for each."""
+        return 2 if len(keys) == 1 and self.kind not in (CELL, SLOT) else 1
+
+    @property
+    def sized(self) -> Any:
+        """What a new value would make larger; None where one is not looked for."""
+        return None if self.kind in (SCOPE, SLOT, CELL) else self.find()
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+@dataclass(frozen=True)
+class Place:
+    """One value of a table."""
+
+    table: Table
+    key: Any
+
+    @property
+    def name(self) -> str:
+        return self.table.name(self.key)
+
+    def get(self) -> Any:
+        held = self.table.find()
+        if isinstance(held, dict):
+            return held.get(self.key, MISSING)
+        if self.table.kind == ITEM:
+            return held[self.key] if self.key < len(held) else MISSING
+        return _contents(held) if self.table.kind == CELL else getattr(held, self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        self.table.put(self.key, value)
+
+
+def named(tables: Sequence[Table]) -> Iterator[tuple[str, Place, Any]]:
+    """Every value by its name, with where it stands."""
+    for table in tables:
+        for key, value in table.values().items():
+            yield table.name(key), Place(table, key), value

@@ -1,0 +1,133 @@
+"""What a step does with the values of tensors in Python while it is traced, when there are none."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.amp.grad_scaler import GradScaler
+from torch.utils._pytree import tree_leaves
+
+from tutti.capture.source import quoted, user_line
+from tutti.errors import CaptureError
+
+_TENSOR: Any = torch.tensor
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells each error of a trace once more
+
+
+_RAISED: ContextVar[list[CaptureError]] = ContextVar("raised")
+
+
+def _refuse(does: str, fix: str) -> Callable[..., Any]:
+    def refused(*_args: Any, **_options: Any) -> Any:
+        error = CaptureError(
+            f"the step {does}",
+            at=quoted(user_line()),
+            why="the step is captured once, before it has values; Python would not see later ones",
+            fix=fix,
+        )
+        _RAISED.get().append(error)
+        raise error
+
+    return refused
+
+
+_NUMPY = _refuse(
+    "reads a tensor's values into NumPy",
+    "torch's own functions on tensors; or return the tensor from the step and convert it there",
+)
+_MEMORY = _refuse(
+    "hands a tensor's memory to another library",
+    "torch's own functions on tensors; or return the tensor from the step and hand it over there",
+)
+_PICKLE = _refuse(
+    "writes a tensor's values into a file or a pickle",
+    "save after the step: step.save(path), or torch.save of what it returns",
+)
+_REDUCE: Any = FakeTensor.__reduce_ex__
+_TEXT = _refuse(
+    "writes a tensor's value into a text", "return the tensor from the step and print it there"
+)
+
+
+def _reduced(x: Any, protocol: Any) -> Any:
+    """For `copy.copy` as ever; for pickle there is nothing to write."""
+    if sys._getframe(1).f_globals.get("__name__") == "copy":
+        return _REDUCE(x, protocol)
+    return _PICKLE()
+
+
+def _format(x: Any, spec: str) -> str:
+    """Without a format, as a trace shows it: of a text in an error that is raised, say."""
+    return _TEXT() if spec else repr(x)
+
+
+def _tensor(data: Any, *args: Any, **options: Any) -> Tensor:
+    """`torch.tensor`, which would look at the values of tensors in a list."""
+    if not isinstance(data, Tensor) and any(isinstance(x, FakeTensor) for x in tree_leaves(data)):
+        _refuse("makes a tensor of a list of tensors", "torch.stack(list_of_tensors)")()
+    return _TENSOR(data, *args, **options)
+
+
+_SCALER = _refuse(
+    "uses a gradient scaler, which skips updates by the values of the gradients",
+    "bfloat16, which needs none (precision=bf16, or torch.autocast): GradScaler(enabled=False) may stay",
+)
+_SCALE: Any = GradScaler.scale
+
+
+def _scale(scaler: GradScaler, outputs: Any) -> Any:
+    return _SCALER() if scaler.is_enabled() else _SCALE(scaler, outputs)
+
+
+_SEED = _refuse(
+    "seeds PyTorch's generator",
+    "seed before the training begins; for the same numbers at every call, draw them before the step and hand "
+    "them over as arguments",
+)
+
+
+@contextlib.contextmanager
+def values_unknown() -> Iterator[None]:
+    """Inside, to read values into NumPy, or into a text, raises `CaptureError` with the user's line.
+
+    So it does at the end, where the step has caught the error. PyTorch's own search for NaN is off.
+    """
+    raised = _RAISED.set([])
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.set_anomaly_enabled(False)
+    try:
+        with _patched():
+            yield
+        for error in _RAISED.get():
+            raise error
+    finally:
+        torch.set_anomaly_enabled(*anomaly)
+        _RAISED.reset(raised)
+
+
+@contextlib.contextmanager
+def _patched() -> Iterator[None]:
+    with (
+        mock.patch.object(FakeTensor, "numpy", _NUMPY),
+        mock.patch.object(FakeTensor, "__array__", _NUMPY),
+        mock.patch.object(FakeTensor, "__dlpack__", _MEMORY),
+        mock.patch.object(FakeTensor, "__reduce_ex__", _reduced),
+        mock.patch.object(torch.utils.dlpack, "to_dlpack", _MEMORY),
+        mock.patch.object(torch, "manual_seed", _SEED),
+        mock.patch.object(torch, "set_anomaly_enabled", lambda *_: None),
+        mock.patch.object(FakeTensor, "__format__", _format),
+        mock.patch.object(torch, "tensor", _tensor),
+        mock.patch.object(GradScaler, "scale", _scale),
+        mock.patch.object(_LOG, "disabled", True),
+    ):
+        yield

@@ -1,0 +1,84 @@
+"""Tensors that a step reaches outside of its model and optimizers, as state of its graph.
+
+A criterion's weights, a teacher, a mean in a closure: a trace has them as constants. Where one stands in a
+place that is known, it becomes an input, so that a change of it counts, and what the step writes into it is
+kept, as for a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.capture.held_values import Place
+from tutti.capture.lift import StateTensor
+
+
+def lift_outside(
+    traced: fx.GraphModule,
+    places: Mapping[int, Place],
+    stand_ins: Mapping[int, Tensor],
+    num_state: int,
+) -> tuple[list[StateTensor], list[Tensor], dict[str, Place]]:
+    """Make inputs of the constants of `traced` that stand in `places` (by id of the tensor).
+
+    `stand_ins`, by the same ids, are the fakes by which the trace knows them. The new placeholders follow the
+    first `num_state` ones. Gives their state, their fakes, and their places.
+    """
+    graph = traced.graph
+    last = _last_state(graph, num_state)
+    real = {id(fake): i for i, fake in stand_ins.items()}
+    made: dict[int, fx.Node] = {}
+    state: list[StateTensor] = []
+    fakes: list[Tensor] = []
+    found: dict[str, Place] = {}
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        fake: Any = getattr(traced, str(node.target))
+        if id(fake) not in real:
+            continue
+        place = places[real[id(fake)]]
+        value = place.get()
+        if not _may_be_input(value):
+            setattr(traced, str(node.target), value)
+            continue
+        if id(fake) not in made:
+            last = made[id(fake)] = _placeholder(graph, last, f"outside_{len(made)}", fake)
+            state.append(StateTensor(place.name, "buffer", value))
+            fakes.append(fake)
+            found[place.name] = place
+        node.replace_all_uses_with(made[id(fake)])
+        graph.erase_node(node)
+    return state, fakes, found
+
+
+def read_by(traced: fx.GraphModule) -> set[int]:
+    """The ids of the constants that a trace reads."""
+    nodes = (n for n in traced.graph.nodes if n.op == "get_attr" and n.users)
+    return {id(getattr(traced, str(n.target))) for n in nodes}
+
+
+def _last_state(graph: fx.Graph, num_state: int) -> fx.Node | None:
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    return placeholders[num_state - 1] if num_state else None
+
+
+def _placeholder(graph: fx.Graph, after: fx.Node | None, name: str, fake: Tensor) -> fx.Node:
+    at = (
+        graph.inserting_after(after) if after is not None else graph.inserting_before(_first(graph))
+    )
+    with at:
+        node = graph.placeholder(name)
+    node.meta["val"] = fake
+    return node
+
+
+def _first(graph: fx.Graph) -> fx.Node:
+    return next(iter(graph.nodes))
+
+
+def _may_be_input(value: Any) -> bool:
+    plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
+    return plain and value.is_contiguous() and value.device.type != "meta"

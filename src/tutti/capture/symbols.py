@@ -1,0 +1,123 @@
+"""Python numbers as symbols of a trace: functions that know them, and ops that cannot take one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_torch: Any = torch
+_FLOATS = ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan", "log2")
+
+
+def _float(x: Any) -> Any:
+    return torch.sym_float(x)
+
+
+def _of_float(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: function(_float(x))
+
+
+def _power(x: Any, y: Any) -> Any:
+    return _float(x) ** _float(y)
+
+
+def _log(x: Any, base: Any = math.e) -> Any:
+    log2 = math.log2(base) if not isinstance(base, SYMBOLS) else _torch._sym_log2(_float(base))
+    return (_torch._sym_log2(_float(x)) if isinstance(x, SYMBOLS) else math.log2(x)) / log2
+
+
+# Of `math`, what a symbol is given to: PyTorch has these functions for symbols, or their parts.
+_OF_MATH: dict[str, Callable[..., Any]] = {
+    **{name: _of_float(getattr(_torch, f"_sym_{name}")) for name in _FLOATS},
+    "exp": lambda x: _power(math.e, x),
+    "log": _log,
+    "log10": lambda x: _log(x, 10),
+    "pow": _power,
+    "fabs": lambda x: abs(_float(x)),
+    "hypot": lambda *x: _torch._sym_sqrt(sum(_float(one) ** 2 for one in x)),
+    "isfinite": lambda x: True,
+    "isnan": lambda x: False,
+    "isinf": lambda x: False,
+}
+
+
+@contextlib.contextmanager
+def on_symbols() -> Iterator[None]:
+    """Inside, functions of `math` and what makes a tensor of a number take symbols as they are."""
+    with contextlib.ExitStack() as stack:
+        for name, symbolic in _OF_MATH.items():
+            plain = getattr(math, name)
+            stack.enter_context(mock.patch.object(math, name, _choose(plain, symbolic)))
+        for name in ("tensor", "as_tensor"):
+            plain = getattr(torch, name)
+            stack.enter_context(mock.patch.object(torch, name, _choose(plain, _scalar_tensor)))
+        yield
+
+
+def _choose(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*args: Any, **options: Any) -> Any:
+        if any(isinstance(x, SYMBOLS) for x in args):
+            return symbolic(*args, **options)
+        return plain(*args, **options)
+
+    return choose
+
+
+def _scalar_tensor(
+    value: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+) -> Tensor:
+    if dtype is None:
+        dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.get_default_dtype()
+    made: Any = torch.zeros((), dtype=dtype, device=device) + value
+    return made.to(dtype).requires_grad_(requires_grad)
+
+
+def looked_at_by_ops(traced: fx.GraphModule, names: Sequence[str], wanted: set[str]) -> set[str]:
+    """The names of numbers that a trace makes a size or a place of: they cannot be inputs of its graph.
+
+    Args:
+        names: of the placeholders, in order.
+        wanted: those that are asked for.
+    """
+    comes_from: dict[fx.Node, set[str]] = {}
+    found: set[str] = set()
+    given = iter(names)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            name = next(given)
+            comes_from[node] = {name} & wanted
+            continue
+        mine = set().union(*(comes_from.get(x, set()) for x in node.all_input_nodes))
+        if isinstance(node.meta.get("val"), SYMBOLS):
+            comes_from[node] = mine
+        elif mine and (_sizes_of(node) or _is_symbolic(node)):
+            found |= mine if _is_symbolic(node) else _from_sizes(node, comes_from)
+    return found
+
+
+def _is_symbolic(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, Tensor) and not all(type(n) is int for n in val.shape)
+
+
+def _sizes_of(node: fx.Node) -> list[Any]:
+    """The arguments of an op that are sizes, dims or places."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    named = zip(node.target._schema.arguments, node.args, strict=False)
+    found = [value for argument, value in named if "int" in str(argument.type).lower()]
+    kinds = {a.name: str(a.type).lower() for a in node.target._schema.arguments}
+    return found + [v for k, v in node.kwargs.items() if "int" in kinds.get(k, "")]
+
+
+def _from_sizes(node: fx.Node, comes_from: dict[fx.Node, set[str]]) -> set[str]:
+    nodes: list[fx.Node] = []
+    fx.map_arg(_sizes_of(node), nodes.append)
+    return set().union(*(comes_from.get(x, set()) for x in nodes))

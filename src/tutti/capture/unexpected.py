@@ -1,0 +1,105 @@
+"""Errors of PyTorch and of ours in a capture get the user's line; the user's own stay theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+
+from torch import fx
+from torch._subclasses import FakeTensor
+
+from tutti.capture.source import is_users, quoted, user_line
+from tutti.errors import CaptureError, TuttiError
+
+_RAISES = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}
+# What PyTorch's bindings raise where they are called, without a frame of their own.
+_OF_BINDINGS = (RuntimeError, NotImplementedError)
+
+# By a part of the message: what to do.
+_WAYS_OUT = (
+    (
+        "SparseTensorImpl",
+        "hand sparse tensors over as arguments of the step, where they are taken as dense; inside of it, "
+        "tensor.to_dense() before",
+    ),
+    ("SparseCsrTensorImpl", "hand sparse tensors over as arguments of the step"),
+    (
+        "positional argument",
+        "step(...) with the arguments that the training step takes after the optimizer",
+    ),
+)
+_GENERAL = (
+    "call the training step itself, without tutti: where plain PyTorch raises the same, the line is wrong; "
+    "where it does not, write the line in another way, or outside of the step"
+)
+_OURS = "this is a mistake of tutti: report it with the traceback of the cause"
+
+
+@contextlib.contextmanager
+def named() -> Iterator[None]:
+    """An exception raised inside becomes a `CaptureError` that names the user's line and the exception.
+
+    What the user's code raises passes, as do errors of ours.
+    """
+    try:
+        yield
+    except TuttiError:
+        raise
+    except Exception as error:
+        if _is_users(error):
+            raise
+        first = str(error).strip().partition("\n")[0] or "no message"
+        raise CaptureError(
+            f"{type(error).__name__} while the step was captured: {first}",
+            at=_line(error),
+            why="the step is run once by PyTorch's tracer, on tensors without values",
+            fix=next((fix for part, fix in _WAYS_OUT if part in str(error)), _general(error)),
+        ) from error
+
+
+def refuse_untraced(traced: fx.GraphModule) -> None:
+    """Raise `CaptureError` for a value that the trace has not seen being made."""
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and isinstance(getattr(traced, str(node.target)), FakeTensor):
+            using = [node]
+            for one in using:
+                using += [x for x in one.users if x not in using]
+            sources = (x.meta.get("source") for x in using)
+            raise CaptureError(
+                "the step uses a tensor that was not made where it is captured",
+                at=quoted(next(filter(None, sources), "")),
+                why="it comes from another thread, or was kept from an earlier capture",
+                fix="compute it in the step's own thread, from the step's arguments",
+            )
+
+
+def _is_users(error: Exception) -> bool:
+    """Whether the user's code, or a library's, raised it."""
+    last = _innermost(error.__traceback__)
+    if last is None or not is_users(last.tb_frame.f_code.co_filename):
+        return False
+    raised = last.tb_frame.f_code.co_code[last.tb_lasti] in _RAISES
+    return raised or not isinstance(error, _OF_BINDINGS)
+
+
+def _innermost(tb: TracebackType | None) -> TracebackType | None:
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    return tb
+
+
+def _line(error: Exception) -> str:
+    return quoted(_within(error) or user_line())
+
+
+def _within(error: Exception) -> str:
+    """The innermost line of the step that led to `error`; "" where none did."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((f"{f.filename}:{f.lineno}" for f in frames if is_users(f.filename)), "")
+
+
+def _general(error: Exception) -> str:
+    return _GENERAL if _within(error) else _OURS

@@ -1,0 +1,106 @@
+"""What each rank is in, told to ranks of other hosts beside the step: a `Board` without shared memory.
+
+An entry travels by an all-gather of its own that nobody waits for within the call; it is read at the next
+one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+NBYTES, TEXT_NBYTES = 2**14, 2**11
+_HEAD = struct.Struct("<QII")  # the call, and how many bytes of text and data there are
+_NUM_KEPT = 4
+
+
+class Bulletin:
+    """The entries of a group's ranks, as `comm.board.Board` has them; `settle` waits for the last ones.
+
+    Args:
+        ranks: the group's ranks in its order.
+        position: this rank's place among them.
+        group: of these ranks alone, for CPU tensors, and used for nothing else.
+    """
+
+    def __init__(self, ranks: Sequence[int], position: int, group: dist.ProcessGroup) -> None:
+        self.ranks, self.position, self._group = tuple(ranks), position, group
+        self.others = [j for j in range(len(ranks)) if j != position]
+        self._found: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by position and call
+        self._calls = [0] * len(self.ranks)
+        self._under_way: tuple[int, Any, list[Tensor], Tensor] | None = None
+
+    def write(self, call: int, text: bytes, data: bytes) -> None:
+        """This rank is in a call, and what it is given there; all ranks call this equally often."""
+        self.settle()
+        text, data = text[:TEXT_NBYTES], data[: NBYTES - TEXT_NBYTES - _HEAD.size]
+        packed = bytearray(
+            (_HEAD.pack(call, len(text), len(data)) + text + data).ljust(NBYTES, b"\0")
+        )
+        given = torch.frombuffer(packed, dtype=torch.uint8)
+        got = [torch.empty_like(given) for _ in self.ranks]
+        work = dist.all_gather(got, given, group=self._group, async_op=True)
+        self._keep(self.position, call, text, data)
+        self._under_way = call, work, got, given
+
+    def settle(self) -> None:
+        """Wait for the entries of the last call."""
+        if self._under_way is None:
+            return
+        _, work, got, _ = self._under_way
+        self._under_way = None
+        work.wait()
+        for j in self.others:
+            raw: Any = got[j].numpy()
+            one = bytes(raw.data)
+            call, text, data = _HEAD.unpack_from(one)
+            begin = _HEAD.size + text
+            self._keep(j, call, one[_HEAD.size : begin], one[begin : begin + data])
+
+    def _keep(self, j: int, call: int, text: bytes, data: bytes) -> None:
+        self._found[j, call] = text, data
+        self._calls[j] = call
+        while len(self._found) > _NUM_KEPT * len(self.ranks):
+            del self._found[next(iter(self._found))]
+
+    def _entry(self, j: int, call: int) -> tuple[bytes, bytes] | None:
+        if self._under_way is not None and self._under_way[1].is_completed():
+            self.settle()
+        return self._found.get((j, call))
+
+    def has(self, j: int, call: int) -> bool:
+        """Whether the entry of the rank at position j for a call is here."""
+        return self._entry(j, call) is not None
+
+    def data(self, j: int, call: int) -> bytes | None:
+        """What the rank at position j was given in a call; None where that is not here (yet)."""
+        entry = self._entry(j, call)
+        return entry[1] if entry is not None else None
+
+    def text(self, j: int, call: int) -> str:
+        """The words of the rank at position j for a call; "" where there are none."""
+        entry = self._entry(j, call)
+        return entry[0].decode(errors="replace") if entry is not None else ""
+
+    def leave(self) -> None:
+        """This rank is in no call any more: nobody sees that from here."""
+
+    def fail(self, call: int) -> None:
+        """This rank has left a call half-way: nobody sees that from here."""
+
+    def now(self, j: int) -> int:
+        """The call that the rank at position j was in when this one was in its last."""
+        return self._calls[j] if j == self.position or self._under_way is None else 0
+
+    def failed(self, j: int, since_ns: int) -> int:
+        """The call that a rank has left half-way: not known of ranks elsewhere."""
+        return 0
+
+    def ended(self, j: int) -> bool:
+        """Whether the process of a rank has ended: a collective says so."""
+        return False

@@ -1,0 +1,226 @@
+"""Which dim of each tensor of the batch holds the samples, and over which axes it is split.
+
+    one first dim               all tensors are split
+    several                     those of the first tensor's; others where they leave the step whole
+    does not divide by an axis  not split over that axis: each of its ranks works out all of it
+
+To split an input costs nothing, as every rank has the whole batch; so does to use it whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+from torch.utils._pytree import tree_flatten
+
+from tutti.capture.step import Captured
+from tutti.errors import ShardingError
+from tutti.graph.cost import seconds_of
+from tutti.layout import Layout, Mesh, Sharding
+
+# What the samples are split over, major to minor; `replica` where workers share a program.
+BATCH_AXES = ("replica", "data", "micro")
+# The share of forward and backward, worked out whole on each rank of `data`, above which others are tried.
+MOST_WHOLE = 0.5
+
+# As `tutti.distribute` is told: a dim for all tensors, or one for each argument; None for "no samples".
+BatchDim = int | None | Sequence[Any] | Mapping[Any, Any]
+# By the name of an input; None where it has no samples.
+Dims = dict[str, int | None]
+
+
+class Unsplit(NamedTuple):
+    """Why the samples of a batch are not split over an axis."""
+
+    name: str
+    size: int
+    axis: str
+    ways: int
+
+
+def candidates(captured: Captured) -> list[Dims]:
+    """The ways to tell samples by dim 0: by the first tensor's size, by each other size, by all at once."""
+    sizes = {n: int(node.meta["val"].shape[0]) for n, node in _tensors(captured)}
+    groups = list(dict.fromkeys(sizes.values()))
+    found: list[Dims] = [{n: 0 if s == size else None for n, s in sizes.items()} for size in groups]
+    return [*found, dict.fromkeys(sizes, 0)] if len(groups) > 1 else found or [{}]
+
+
+def split_of(
+    name: str, val: Tensor, dim: int, mesh: Mesh, layout: Layout
+) -> tuple[tuple[str, ...], Unsplit | None]:
+    """The axes over which the samples are split, and why not over the rest.
+
+    Raises `ShardingError` where they do not divide by the workers that share a program: each takes its own
+    rows of the batch.
+    """
+    size = left = int(val.shape[dim])
+    axes, unsplit = [], None
+    for axis in (a for a in BATCH_AXES if a in mesh):
+        ways = mesh.size(axis)
+        if left % ways == 0:
+            axes.append(axis)
+            left //= ways
+        elif axis == "replica":
+            raise ShardingError(
+                f'cannot split dim {dim} of "{name}" (size {size}) over axis "replica" (size {ways})',
+                at=f"batch tensor {name.partition('.')[2]}",
+                why=f'layout "{layout}" gives each worker its rows of the batch',
+                fix=f"a batch size that {ways} divides ({-(-size // ways) * ways}), as by drop_last=True",
+            )
+        else:
+            unsplit = unsplit or Unsplit(name, left, axis, ways)
+    return tuple(axes), unsplit
+
+
+def whole_share(
+    graph: fx.Graph, wanted: Callable[[fx.Node], Sharding | None], regions: frozenset[str]
+) -> float:
+    """The share of forward and backward, by predicted time, of which no value is split over `data`."""
+    whole = total = 0.0
+    for node in graph.nodes:
+        if node.meta.get("region") not in regions:
+            continue
+        seconds = seconds_of(node)
+        around = [wanted(x) for x in (node, *node.all_input_nodes)]
+        total += seconds
+        whole += seconds * (not any(s is not None and "data" in s.axes for s in around))
+    return whole / total if total else 0.0
+
+
+def micro_of(layout: Layout, sizes: Sequence[int]) -> Layout:
+    """The layout with the largest `micro` up to its own that divides each rank's samples."""
+    ways = math.prod(
+        layout.program_mesh.size(a) for a in ("replica", "data") if a in layout.program_mesh
+    )
+    rest = [n // ways if n % ways == 0 else n for n in sizes]
+    if layout.micro == 1 or not rest or all(n % layout.micro == 0 for n in rest):
+        return layout
+    return layout.with_micro(
+        max(k for k in range(1, layout.micro + 1) if all(n % k == 0 for n in rest))
+    )
+
+
+def dims_of(told: BatchDim, step: Callable[..., Any], batch: Sequence[Any], *, first: int) -> Dims:
+    """What `batch_dim` says of each tensor of a batch: `batch.0`, ... in the order of its leaves.
+
+    Args:
+        told: as `tutti.distribute` was given it.
+        step: the training step, whose parameters a mapping names.
+        batch: its arguments from `first` on.
+
+    Raises:
+        ShardingError: for an argument that there is not, or a dim that a tensor has not.
+    """
+    if isinstance(told, Mapping):
+        names = _parameters(step)[first:]
+        unknown = [k for k in told if k not in names and k not in range(len(batch))]
+        if unknown:
+            raise ShardingError(
+                f"batch_dim: the step has no argument {unknown[0]!r}",
+                fix="its arguments are "
+                + ", ".join(names[: len(batch)] or map(str, range(len(batch)))),
+            )
+        each = [
+            told.get(k, told.get(n, 0))
+            for k, n in zip(range(len(batch)), [*names, *[""] * len(batch)], strict=False)
+        ]
+    elif isinstance(told, Sequence) and not isinstance(told, str):
+        if len(told) != len(batch):
+            raise ShardingError(
+                f"batch_dim has {len(told)} entries, the step was called with {len(batch)} arguments",
+                fix="one entry for each argument, None for one that holds no samples",
+            )
+        each = list(told)
+    else:
+        each = [told] * len(batch)
+    found: Dims = {}
+    for one, argument in zip(each, batch, strict=True):
+        for x, dim in _leaves(one, argument):
+            if isinstance(x, Tensor):
+                found[f"batch.{len(found)}"] = _checked(dim, x, len(found))
+    return found
+
+
+def warn_of_uneven(unsplit: Sequence[Unsplit]) -> None:
+    """Say once for a shape what it costs that a batch does not divide."""
+    for name, size, axis, ways in unsplit[:1]:
+        warnings.warn(
+            f"the {size} samples of {_called(name)} do not divide by {axis}={ways}: every rank works out all "
+            "of them, which takes as long as on one device; DataLoader(drop_last=True) leaves such a batch "
+            "out, and a size that divides splits it",
+            stacklevel=2,
+        )
+
+
+def warn_of_micro(asked: int, found: int) -> None:
+    """Say that a batch goes through in fewer slices, which take more memory."""
+    if asked != found:
+        warnings.warn(
+            f"micro={asked} does not divide each rank's samples: they go through in {found} "
+            f"{'slice' if found == 1 else 'slices'}, which takes more memory; DataLoader(drop_last=True) "
+            "leaves such a batch out",
+            stacklevel=2,
+        )
+
+
+def warn_of_whole(share: float, captured: Captured, dims: Dims, ways: int) -> None:
+    """Say which tensors are not split, where most of a step is not."""
+    shapes = {n: list(node.meta["val"].shape) for n, node in _tensors(captured)}
+    split = [f"{_called(n)} {shapes[n]}" for n, d in dims.items() if d is not None and n in shapes]
+    rest = [f"{_called(n)} {shapes[n]}" for n in shapes if dims.get(n) is None]
+    warnings.warn(
+        f"data={ways} splits {', '.join(split) or 'no tensor of the batch'}, and {share:.0%} of the step's "
+        f"forward and backward does not depend on that: every rank works it out whole. Not split: "
+        f"{', '.join(rest) or 'nothing'}. distribute(..., batch_dim=...) tells which dim of each argument "
+        "holds the samples, None for one without",
+        stacklevel=2,
+    )
+
+
+def _called(name: str) -> str:
+    return f"batch tensor {name.partition('.')[2]}"
+
+
+def _tensors(captured: Captured) -> Iterator[tuple[str, fx.Node]]:
+    for name, kind in captured.kinds.items():
+        node = captured.placeholder(name)
+        if kind == "batch" and node.meta["val"].ndim:
+            yield name, node
+
+
+def _parameters(step: Callable[..., Any]) -> list[str]:
+    """The names of its arguments that are passed by place."""
+    try:
+        found = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    return [p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def _leaves(told: Any, argument: Any) -> Iterator[tuple[Any, Any]]:
+    """The leaves of an argument with what is told of each: of all of it, or of each of its parts."""
+    if isinstance(told, Mapping) and isinstance(argument, Mapping):
+        for key, x in argument.items():
+            yield from _leaves(told.get(key, 0), x)
+    elif isinstance(told, list | tuple) and isinstance(argument, list | tuple):
+        for one, x in zip(told, argument, strict=True):
+            yield from _leaves(one, x)
+    else:
+        yield from ((x, told) for x in tree_flatten(argument)[0])
+
+
+def _checked(dim: Any, x: Tensor, k: int) -> int | None:
+    if dim is None or not x.ndim:
+        return None
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+        raise ShardingError(
+            f"batch_dim={dim} of batch tensor {k}, which has shape {list(x.shape)}",
+            fix="the dim that holds the samples, or None",
+        )
+    return dim % x.ndim

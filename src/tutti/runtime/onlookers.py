@@ -1,0 +1,42 @@
+"""Tensors outside of the model that look at its memory, told before that memory is left.
+
+    flat = torch.cat(...); p.data = flat[a:b].view_as(p)      before the first step
+    kept = model.state_dict()
+
+On one device they follow each step. Weights that are cut, or move to memory that ranks share, leave them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tutti.capture.lift import StateTensor
+
+
+def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> None:
+    """One line for the first of the state tensors `leaving` whose memory another tensor looks at."""
+    plain = [s for s in state if type(s.tensor) in (Tensor, torch.nn.Parameter)]
+    held = [s for s in plain if s.tensor.device.type != "meta" and s.tensor.numel()]
+    own = Counter(_storage(s.tensor) for s in held)
+    wanted = {*leaving}
+    for s in held:
+        storage = s.tensor.untyped_storage()
+        # the state's own, and the one just made to ask
+        count = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+        if s.name in wanted and count > own[storage._cdata] + 1:
+            warnings.warn(
+                f'another tensor looks at the memory of "{s.name}" (a flat view, a state_dict() that is '
+                "kept): it stays as it is now, while steps change the weight; step.model_state() gives the "
+                "weights of then",
+                stacklevel=2,
+            )
+            return
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata

@@ -1,0 +1,309 @@
+"""A rank's part of a state tensor between steps: what is right on parts is played, all else is refused.
+
+A `DTensor` gives a sum of its own part where the user reads a number, draws other random numbers than
+one device, and takes no notice of `p.data = value`. A `StateShard` is a `DTensor` that computes elementwise
+(a whole operand is cut to this rank's part) and copies; what needs the other ranks' parts is a `TuttiError`:
+ranks that do not all ask would wait for each other. `full_tensor`, `redistribute` and `to_local` are as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tutti.capture.source import quoted, user_line
+from tutti.errors import TuttiError
+
+# Of one operand and without a value that another part could change; all else must be elementwise.
+_COPIES = frozenset(
+    f"{name}{ending}"
+    for name in ("copy", "fill", "zero", "masked_fill", "nan_to_num", "detach")
+    for ending in ("", "_")
+) | {"alias", "clone", "_to_copy", "lift_fresh", "resolve_conj", "resolve_neg"}
+_LIKE = frozenset(["empty_like", "zeros_like", "ones_like", "full_like"])
+_NOT_ELEMENTWISE = frozenset(["equal", "_foreach_norm", "_foreach_max"])
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Which state tensor a shard is of, and the bytes of all that the model holds in shards."""
+
+    name: str
+    nbytes: int
+
+
+class StateShard(DTensor):
+    """This rank's part of a state tensor."""
+
+    __slots__ = ()
+    origin: Origin  # of what was computed there is none
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _unguarded:
+            return _as_dtensors(func, args, kwargs)
+        return _on_parts(func, args, kwargs)
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """The shard without autograd; what is assigned, whole or in shards, is cut to this rank's part."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        given = value.detach()
+        if tuple(given.shape) != tuple(self.shape):
+            refuse(self, "data = ... of another shape")
+        self._local_tensor = _operand(given, self, "data = ...").contiguous().clone()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateShard:
+        if id(self) in memo:
+            return memo[id(self)]
+        local = self._local_tensor.detach().clone()
+        made: Any = wrap(local, self._spec, origin_of(self))
+        if isinstance(self, nn.Parameter):
+            made = as_parameter(made, self.requires_grad)
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in made.__dict__})
+        memo[id(self)] = made
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse(self, "a file or a message")
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: an array of the whole is there inside of `whole`."""
+        refuse(self, "numpy")
+
+    def tolist(self) -> NoReturn:
+        """Refused, as `numpy`."""
+        refuse(self, "tolist")
+
+    def full_tensor(self, **options: Any) -> Tensor:
+        """All of it, on the ranks of its place, which ask together."""
+        self._refuse_elsewhere()
+        return super().full_tensor(**options)
+
+    def redistribute(self, *args: Any, **options: Any) -> DTensor:
+        """In other shards, on the ranks of its place, which ask together."""
+        self._refuse_elsewhere()
+        return super().redistribute(*args, **options)
+
+    def _refuse_elsewhere(self) -> None:
+        if self.device_mesh.get_coordinate() is None:
+            refuse(self, "a rank of another place of the pipeline")
+
+    def data_ptr(self) -> int:
+        """Where this rank's part lies."""
+        return self._local_tensor.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The memory of this rank's part."""
+        return self._local_tensor.untyped_storage()
+
+    def share_memory_(self) -> NoReturn:
+        """Refused, as `numpy`."""
+        refuse(self, "memory of several processes")
+
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
+        refuse(self, "numpy")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(this rank's {list(self._local_tensor.shape)} of {list(self.shape)})"
+
+
+_unguarded = False
+
+
+@contextlib.contextmanager
+def unguarded() -> Iterator[None]:
+    """Inside, shards are ordinary `DTensor`s: all ranks do the same here."""
+    global _unguarded
+    before, _unguarded = _unguarded, True
+    try:
+        yield
+    finally:
+        _unguarded = before
+
+
+def wrap(local: Tensor, spec: Any, origin: Origin | None = None) -> StateShard:
+    """`local` as this rank's part of what `spec` describes."""
+    made: Any = StateShard(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    if origin is not None:
+        made.origin = origin
+    return made
+
+
+def as_parameter(shard: StateShard, requires_grad: bool) -> Any:
+    """A parameter of the same memory and origin."""
+    made: Any = nn.Parameter(shard, requires_grad=requires_grad)
+    if (origin := origin_of(shard)) is not None:
+        made.origin = origin
+    return made
+
+
+def origin_of(x: Tensor) -> Origin | None:
+    """Which state tensor `x` is of; None of what was computed."""
+    return x.__dict__.get("origin")
+
+
+def plain_dtensor(x: Tensor) -> Tensor:
+    """A shard as an ordinary `DTensor` of the same memory, without autograd; any other tensor as it is."""
+    if not isinstance(x, StateShard):
+        return x.detach()
+    return DTensor(x._local_tensor.detach(), x._spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def refuse(x: Tensor, wanted: str) -> NoReturn:
+    """Raise the `TuttiError` for a use of `x` that needs all of it."""
+    origin = origin_of(x)
+    name = f'"{origin.name}"' if origin is not None else "what is computed of shards"
+    block = "whole(slots=True)" if name.startswith('"optim.') else "whole()"
+    local = x._local_tensor if isinstance(x, DTensor) else x
+    more = f"; {origin.nbytes / 1e6:.3g} MB more on this rank" if origin is not None else ""
+    part = f"this rank has {list(local.shape)} of {list(x.shape)}"
+    if local.shape == x.shape:
+        part = "each rank has some of the weights"
+    raise TuttiError(
+        f"{name} is in shards between steps, and {wanted} needs all of it",
+        at=quoted(user_line()),
+        why=f"{part}; only elementwise operations are the same on parts",
+        fix=f"with step.{block}: ... (as tutti.whole(model){more}); step.model_state() or step.save(path) "
+        "for a file; tutti.distribute(evaluate, model) for an evaluation",
+    )
+
+
+def cut(whole: Tensor, like: DTensor) -> Tensor:
+    """The part of a whole tensor that `like` has of its own; its dims divide."""
+    place = like.device_mesh.get_coordinate()
+    if place is None:  # another place of a pipeline has it
+        return whole.new_empty(like._local_tensor.shape)
+    for at, placement, size in zip(place, like.placements, like.device_mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            part = whole.shape[placement.dim] // size
+            whole = whole.narrow(placement.dim, at * part, part)
+    return whole
+
+
+def _on_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    """Play an elementwise operation on this rank's parts; raises `TuttiError` for any other."""
+    name = func.overloadpacket.__name__
+    shard = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, StateShard))
+    if not _elementwise(func, name):
+        refuse(shard, name)
+    if isinstance(args[0], Sequence):
+        return _on_lists(func, args, kwargs, name)
+    like = _like([x for x in tree_leaves((args, kwargs)) if isinstance(x, StateShard)], name)
+    if func._schema.is_mutable and not isinstance(args[0], StateShard):
+        refuse(shard, f"{name} into a whole tensor")
+    given, options = tree_map(
+        lambda x: _operand(x, like, name) if isinstance(x, Tensor) else x, (args, kwargs)
+    )
+    found = func(*given, **options)
+    if func._schema.is_mutable:
+        return args[0]
+    if not isinstance(found, Tensor) or found.shape != like._local_tensor.shape:
+        refuse(shard, name)
+    return wrap(found, _spec_of(like, found), origin_of(like) if name == "detach" else None)
+
+
+def _elementwise(func: Any, name: str) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags or name in _NOT_ELEMENTWISE:
+        return False
+    return (
+        torch.Tag.pointwise in func.tags or name in _COPIES | _LIKE or name.startswith("_foreach_")
+    )
+
+
+def _on_lists(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """The same of an operation on lists, of which some members may be whole."""
+    likes = _likes(args)
+    given, options = ([_of_list(x, likes, name) for x in xs] for xs in (args, kwargs.values()))
+    found = func(*given, **dict(zip(kwargs, options, strict=True)))
+    if func._schema.is_mutable:
+        return None
+    both = zip(found, likes, strict=True)
+    return [x if like is None else wrap(x, _spec_of(like, x)) for x, like in both]
+
+
+def _likes(args: Any) -> list[StateShard | None]:
+    """The shard of each member of an operation on lists; None of one that is whole."""
+    found: list[StateShard | None] = []
+    for members in zip(*(a for a in args if _is_list_of_tensors(a)), strict=True):
+        shards = [x for x in members if isinstance(x, StateShard)]
+        if shards and not isinstance(members[0], StateShard):
+            refuse(shards[0], "an operation into a whole tensor")
+        found.append(_like(shards, "an operation") if shards else None)
+    return found
+
+
+def _is_list_of_tensors(x: Any) -> bool:
+    return isinstance(x, Sequence) and all(isinstance(y, Tensor) for y in x)
+
+
+def _of_list(given: Any, likes: list[StateShard | None], name: str) -> Any:
+    if not _is_list_of_tensors(given):
+        return given
+    both = zip(given, likes, strict=True)
+    return [x if like is None else _operand(x, like, name) for x, like in both]
+
+
+def _like(shards: list[StateShard], name: str) -> StateShard:
+    """The one of largest shape, as the others must lie."""
+    like = max(shards, key=lambda x: (x.dim(), x.numel()))
+    for x in shards:
+        same = x.shape == like.shape and x.device_mesh == like.device_mesh
+        if not same or x.placements != like.placements:
+            refuse(x, f"{name} with a tensor that lies otherwise")
+    return like
+
+
+def _operand(x: Tensor, like: StateShard, name: str) -> Tensor:
+    """An operand's part, where that of `like` lies."""
+    if isinstance(x, DTensor):
+        same = x.device_mesh == like.device_mesh and x.placements == like.placements
+        if not same or x.shape != like.shape or any(isinstance(p, Partial) for p in x.placements):
+            refuse(like, f"{name} with a tensor that lies otherwise")
+        return x._local_tensor
+    if not x.dim():
+        return x
+    try:
+        return cut(x.expand(like.shape), like)
+    except RuntimeError:
+        refuse(like, f"{name} with a tensor of shape {list(x.shape)}")
+
+
+def _spec_of(like: StateShard, local: Tensor) -> Any:
+    """The spec of a result that lies as `like`."""
+    if local.dtype == like.dtype:
+        return like._spec
+    spec: Any = like._spec
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+
+
+def _as_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
+    """As PyTorch's own `DTensor`s would do; what comes out lies in shards too."""
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, StateShard):
+            return x
+        return DTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)  # type: ignore[call-arg]
+
+    given, options = tree_map(plain, (args, kwargs))
+    found = func(*given, **options)
+    if func._schema.is_mutable and args and found is given[0]:
+        return args[0]
+    return tree_map(
+        lambda x: wrap(x._local_tensor, x._spec) if isinstance(x, DTensor) else x, found
+    )

@@ -1,0 +1,119 @@
+"""A hundred random steps, each the same in every way to run it or refused by name; the fuzzer's own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks import fuzz_steps
+from benchmarks.fuzz.check import Work, built, checked, locally, on_rank
+from benchmarks.fuzz.numbers import HOLDERS, Piece
+from benchmarks.fuzz.source import Drawn, draw, source
+from benchmarks.fuzz_steps import failures, shrunk, work_of
+from benchmarks.programs.play import Cell, compared, eager, nudged
+from ranks import Ranks
+
+PLAIN = Drawn(0, "function", "tuple", "one", ("SGD", "SGD"), "loss", ())
+# Every tenth program runs on real ranks as well: what they add to one device and virtual ranks is the rest.
+SEEDS, ON_RANKS = range(100), range(0, 100, 10)
+
+
+def one_layout(seed: int) -> Work:
+    """The program of a seed, verified under one layout of the four."""
+    work = work_of(draw(seed))
+    return replace(work, verified=work.verified[seed % 2 :][:1])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_step_is_the_same_or_refused(seed: int, no_default_dtype: None) -> None:
+    ((wanted, _, cells),) = locally([one_layout(seed)])
+    assert isinstance(wanted, dict), wanted
+    assert not {c: str(cell) for c, cell in cells.items() if cell.bad}, draw(seed).name
+
+
+@pytest.mark.parametrize("seed", ON_RANKS)
+def test_a_random_step_on_real_ranks(seed: int, ranks: Ranks, no_default_dtype: None) -> None:
+    work = work_of(draw(seed))
+    wanted, nudge = eager(built(work)), nudged(built(work))
+    for (found,) in ranks.run(traces_on_rank, [work], n=2):
+        for trace in found:
+            assert not (cell := compared(trace, wanted, nudge)).bad, f"{cell}\n{draw(seed).name}"
+
+
+def traces_on_rank(works: list[Work]) -> list[Any]:
+    """What a rank finds, and its default dtype as it was."""
+    import torch
+
+    before = torch.get_default_dtype()
+    try:
+        return list(on_rank(works))
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def no_default_dtype() -> Iterator[None]:
+    """Programs set float64; other tests of this process want what was before."""
+    import torch
+
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+def test_a_seed_is_one_program() -> None:
+    assert source(draw(5)) == source(draw(5)) != source(draw(6))
+
+
+@pytest.mark.parametrize("where", HOLDERS)
+def test_a_number_lives_where_it_is_said_to(where: str, no_default_dtype: None) -> None:
+    """As PyTorch runs it: counted up at each of four calls, and seen by what comes in between."""
+    holder = HOLDERS[where]("k0", "0")
+    counting = {"tail": [f"{holder.read} += 1"], "between": [f'told["k"] = {holder.read}']}
+    lines = {
+        at: [*holder.lines.get(at, []), *counting.get(at, [])] for at in {*holder.lines, *counting}
+    }
+    found = eager(built(Work("0", source(replace(PLAIN, pieces=(Piece("count", lines),))))))
+    assert [int(found[f"after call {i}.k"]) for i in range(4)] == [1, 2, 3, 4]
+
+
+def test_a_frozen_number_shows(no_default_dtype: None) -> None:
+    """What one device would be told if a counter stayed at zero is not the same."""
+    counts = Piece(
+        "", {"setup": ["k0 = [0]"], "loss": ["loss = loss * (1 + k0[0])"], "tail": ["k0[0] += 1"]}
+    )
+    frozen = Piece("", {"setup": ["k0 = [0]"], "loss": ["loss = loss * (1 + k0[0])"]})
+    both = [eager(built(Work("0", source(replace(PLAIN, pieces=(p,)))))) for p in (counts, frozen)]
+    assert compared(both[1], both[0]).kind == "WRONG"
+
+
+def test_a_program_that_hangs_or_ends_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = Piece("", {"head": ["os._exit(3)"]})
+    hangs = Piece("", {"head": ["time.sleep(60)"]})
+    monkeypatch.setattr("benchmarks.fuzz.check.LOCAL_SECONDS", 20.0)
+    works = [
+        Work(str(i), source(replace(PLAIN, pieces=pieces)), verified=())
+        for i, pieces in enumerate([(ends,), (), (hangs,), ()])
+    ]
+    found = [cells for _, cells in checked(works, ranks=False)]
+    assert [next(iter(cells.values())).kind for cells in found] == ["RAW", "same", "RAW", "same"]
+
+
+def test_shrinking_leaves_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, fine = Piece("bad", {"loss": ["pass  # bad"]}), Piece("fine", {"loss": ["pass"]})
+
+    def check(works: list[Work], *, ranks: bool) -> Iterator[tuple[Work, dict[str, Cell]]]:
+        for work in works:
+            yield work, {"one": Cell("WRONG" if "# bad" in work.text else "same")}
+
+    monkeypatch.setattr(fuzz_steps, "checked", check)
+    start = replace(PLAIN, pieces=(fine, bad, fine), form="method", kinds=("Adam", "SGD"))
+    assert shrunk(start, ["one"]) == replace(PLAIN, pieces=(bad,))
+
+
+def test_failures_are_what_is_wrong_raw_or_broken() -> None:
+    cells = {k: Cell(k) for k in ("same", "refused", "WRONG", "RAW", "n/a", "broken")}
+    assert failures(cells) == ["WRONG", "RAW", "broken"]

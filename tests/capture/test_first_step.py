@@ -1,0 +1,142 @@
+"""Optimizers by their first step: closures, optimizers inside of others, code without a module, refusals."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import LBFGS, SGD, Adam, Optimizer, SparseAdam
+
+import tutti
+from as_eager import Program, assert_as_eager, eager, played
+from tutti.errors import CaptureError
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return torch.randn(8, 8, generator=made), torch.randn(8, 4, generator=made)
+
+
+def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def by_closure(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        return loss
+
+    return optimizer.step(closure)
+
+
+class Sharp(Optimizer):
+    """Climbs to a neighbor, takes the gradient there, and steps from where it was; it needs a closure."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is not None
+        held = [(g["rho"], p) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for _, p in held]).norm()
+        for rho, p in held:
+            self.state[p]["before"] = p.data.clone()
+            p.add_(p.grad * (rho / (norm + 1e-12)))
+        with torch.enable_grad():
+            loss = closure()
+        for _, p in held:
+            p.data = self.state[p]["before"]
+        self.base.step()
+        return loss
+
+
+def sharp() -> Program:
+    def twice(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        closure()
+        return optimizer.step(closure)
+
+    model = mlp()
+    return twice, model, Sharp(model.parameters(), SGD, lr=0.1, momentum=0.9), batch()
+
+
+def test_optimizers_that_call_their_closure_once() -> None:
+    for kind in (SGD, Adam):
+        assert_as_eager(partial(_program, by_closure, kind))
+
+
+def _program(train_step: Any, kind: Any) -> Program:
+    model = mlp()
+    return train_step, model, kind(model.parameters(), lr=0.1), batch()
+
+
+def test_an_optimizer_that_needs_a_closure_and_calls_another() -> None:
+    found, expected = played(sharp, ""), eager(sharp)
+    for x, y in zip(found[0], expected[0], strict=True):
+        assert x == pytest.approx(y, rel=1e-10)
+    assert any(name.endswith("momentum_buffer") for name in found[1])
+    # PyTorch's weights lie in the slot "before" by then, and it shows what they are afterwards.
+    for name, y in [(n, y) for n, y in expected[1].items() if not n.endswith("before")]:
+        assert found[1][name] == pytest.approx(y, rel=1e-10, abs=1e-12), name
+
+
+CODE = """
+import torch
+class Plain(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1): super().__init__(params, dict(lr=lr))
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None: p.add_(p.grad, alpha=-min(group["lr"], 1.0))
+"""
+
+
+@pytest.mark.parametrize("name", [{}, {"__name__": "a_module_that_is_gone"}])
+def test_the_code_of_an_optimizer_may_be_in_no_module(name: dict[str, Any]) -> None:
+    home = dict(name)
+    exec(CODE, home)
+    assert_as_eager(partial(_program, step, home["Plain"]))
+    assert "min" not in home
+
+
+@pytest.mark.parametrize("kind", [LBFGS, SparseAdam])
+def test_optimizers_whose_steps_differ_in_form_are_refused(kind: Any) -> None:
+    model = mlp()
+    train_step = tutti.distribute(by_closure, model, kind(list(model.parameters())))
+    with pytest.raises(CaptureError, match=f"{kind.__name__} cannot be captured"):
+        train_step(*(x.float() for x in batch()))
+
+
+def test_an_optimizer_that_takes_no_step_with_zero_gradients() -> None:
+    class Picky(SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("not now")
+
+    model = mlp()
+    train_step = tutti.distribute(step, model, Picky(model.parameters()))
+    with pytest.raises(CaptureError, match="Picky cannot take a step") as found:
+        train_step(*batch())
+    assert isinstance(found.value.__cause__, ValueError)

@@ -1,0 +1,146 @@
+"""Which tensors of a batch are split, and by which dim; whole steps by `verify`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tutti
+from small_steps import trained
+from tutti.errors import LayoutError, ShardingError
+from tutti.layout import Layout
+from tutti.propagate.batch import dims_of
+
+Batch = tuple[Any, ...]
+
+
+def ppo_loss(model: nn.Module, rollouts: Tensor, returns: Tensor, index: Tensor) -> Tensor:
+    """Rollouts (T, N, d) and returns (T, N), of which a minibatch is looked up by its numbers."""
+    x, y = rollouts.flatten(0, 1)[index], returns.flatten()[index]
+    return F.mse_loss(model(x).squeeze(-1), y)
+
+
+def first_loss(model: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Classes have weights: another first dim, which is no dim of samples."""
+    return F.cross_entropy(model(x), y, weight=weight)
+
+
+def steps_first_loss(model: nn.Module, x: Tensor, lengths: Tensor) -> Tensor:
+    """Samples in dim 1 of `x` (steps, batch, d), and in dim 0 of their lengths."""
+    late = torch.arange(x.shape[0])[:, None] >= lengths
+    return model(x).squeeze(-1).masked_fill(late, 0.0).square().sum() / lengths.sum()
+
+
+def table_loss(model: nn.Module, table: Tensor) -> Tensor:
+    """A sum over pairs of rows: nothing that looks like samples."""
+    return model(table @ table.T @ table).square().mean()
+
+
+PPO = ppo_loss, (torch.randn(16, 5, 8), torch.randn(16, 5), torch.randperm(80)[:32])
+CLASSES = first_loss, (torch.randn(12, 8), torch.randint(0, 6, (12,)), torch.rand(6))
+STEPS_FIRST = steps_first_loss, (torch.randn(9, 4, 8), torch.tensor([9, 3, 5, 7]))
+
+
+def verified(
+    loss: Any, batch: Batch, layout: str, batch_dim: Any = None, out: int = 1
+) -> tuple[tutti.Verdict, list[str], float]:
+    """The verdict, the warnings, and how much of the heaviest product of the forward a rank does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, out))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = trained(loss)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        verdict = tutti.verify(step, model, optimizer, batch, layout, batch_dim=batch_dim)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = tutti.distribute(step, model, optimizer, layout, batch_dim=batch_dim).program_of(
+            batch
+        )
+    tanh = [
+        [n.meta["val"].numel() for n in graph.nodes if n.target is torch.ops.aten.tanh.default]
+        for graph in (program.graph, program.captured.graph)
+    ]
+    return verdict, [str(w.message) for w in caught], tanh[0][0] / tanh[1][0]
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3", "data=4 zero=1"])
+def test_a_minibatch_by_numbers_is_split_by_them(layout: str) -> None:
+    verdict, said, part = verified(*PPO, layout)
+    assert verdict.ok, verdict
+    assert part == 1 / Layout.parse(layout).num_ranks and not said
+
+
+def test_tensors_that_hold_no_samples_stay_whole() -> None:
+    verdict, said, part = verified(*CLASSES, "data=2", out=6)
+    assert verdict.ok and part == 1 / 2 and not said
+
+
+def test_samples_in_another_dim_are_told() -> None:
+    for told in ([1, 0], {0: 1}):
+        verdict, said, part = verified(*STEPS_FIRST, "data=2 zero=1", told)
+        assert verdict.ok and part == 1 / 2 and not said, (told, said)
+
+
+def test_where_most_stays_whole_it_is_said() -> None:
+    loss, batch = STEPS_FIRST
+    verdict, said, part = verified(loss, batch, "data=4")
+    assert verdict.ok
+    if part == 1:
+        (text,) = [w for w in said if "works it out whole" in w]
+        assert "batch_dim" in text and "batch tensor" in text and "[9, 4, 8]" in text
+
+
+def test_none_holds_no_samples() -> None:
+    verdict, _, part = verified(*CLASSES, "data=2", [None, None, None], out=6)
+    assert verdict.ok and part == 1
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        ([0], "has 1 entries, the step was called with 3 arguments"),
+        ({"z": 0}, "has no argument 'z'"),
+        (3, "batch_dim=3 of batch tensor 0"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(told: Any, said: str) -> None:
+    with pytest.raises(ShardingError) as caught:
+        verified(*CLASSES, "data=2", told, out=6)
+    assert said in str(caught.value) and caught.value.fix
+
+
+def test_arguments_may_be_named() -> None:
+    def step(model: Any, optimizer: Any, images: Any, extra: Any = None) -> None: ...
+
+    images, extra = torch.ones(3, 4), {"mask": torch.ones(4), "scale": torch.ones(()), "name": "a"}
+    told = {"images": -1, "extra": {"mask": None}}
+    found = dims_of(told, step, (images, extra), first=2)
+    assert found == {"batch.0": 1, "batch.1": None, "batch.2": None}
+    assert dims_of(0, step, (images, extra), first=2) == {
+        "batch.0": 0,
+        "batch.1": 0,
+        "batch.2": None,
+    }
+
+
+def test_replicas_cut_dim_0() -> None:
+    with pytest.raises(LayoutError, match="batch_dim cannot be told"):
+        verified(*CLASSES, "replica=2 sync=average(every=2)", 0, out=6)
+
+
+@pytest.mark.parametrize(
+    "layout", ["data=3 zero=3", "data=2 micro=4 zero=1", "pipe=2 micro=4", "micro=4"]
+)
+def test_an_uneven_batch_is_the_same_step(layout: str) -> None:
+    loss, (x, y, weight) = CLASSES
+    verdict, said, _ = verified(loss, (x[:7], y[:7], weight), layout, out=6)
+    assert verdict.ok, verdict
+    assert all("drop_last" in w for w in said) and len(said) == layout.count("data") + layout.count(
+        "micro"
+    )

@@ -1,0 +1,188 @@
+"""Numbers and tensors that a step keeps in Python: what is read is never frozen, what is changed is kept."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import python_programs as programs
+import tutti
+from python_programs import PROGRAMS
+from ranks import Ranks
+
+
+def distributed(layout: str) -> Any:
+    return lambda step, model, optimizer: tutti.distribute(step, model, optimizer, layout)
+
+
+def assert_same(found: list[Any], expected: list[Any]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.as_tensor(a), torch.as_tensor(b), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_one_device_is_eager(name: str) -> None:
+    expected = programs.values(name, programs.eager)
+    assert_same(programs.values(name, distributed("")), expected)
+
+
+def on_ranks(name: str, layout: str) -> list[Any]:
+    return programs.values(name, distributed(layout))
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
+    expected = programs.values(name, programs.eager)
+    for found in ranks.run(on_ranks, name, layout, n=2):
+        assert_same(found, expected)
+
+
+# Of these `micro` refuses the loss: it needs all samples at once.
+COUPLED = ("criterion", "label_smoothing", "tensor_of_a_closure", "first_call_of_its_own")
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=1", "data=2 micro=2"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_verify_leaves_python_as_it_is(name: str, layout: str) -> None:
+    expected = programs.values(name, programs.eager)
+    step, model, optimizer, _ = PROGRAMS[name]()
+    if "micro" in layout and name in COUPLED:
+        with pytest.raises(tutti.ShardingError, match="all its samples at once"):
+            tutti.verify(step, model, optimizer, (programs.batch(0),), layout)
+    else:
+        verdict = tutti.verify(step, model, optimizer, (programs.batch(0),), layout)
+        assert verdict.ok, str(verdict)
+    played = tutti.distribute(step, model, optimizer, "")
+    assert float(played(programs.batch(0))) == pytest.approx(expected[0], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [
+        ("float_in_a_closure", 2),
+        ("counter_in_a_dict", 2),
+        ("optimizer_that_counts", 3),
+        ("global_counter", 1),
+        ("cosine_inside", 3),
+    ],
+)
+def test_a_number_that_changes_is_an_input(name: str, most: int) -> None:
+    """A second trace at most for a number that turns out to change, and one for each branch taken."""
+    made: list[tutti.Step] = []
+
+    def play(step: Any, model: Any, optimizer: Any) -> tutti.Step:
+        made.append(tutti.distribute(step, model, optimizer, ""))
+        return made[0]
+
+    programs.values(name, play)
+    assert len({id(one) for found in made[0]._compiled.values() for one in found}) <= most
+
+
+def test_effects_are_applied_and_traces_leave_nothing() -> None:
+    trainer = programs.Trainer()
+    model = programs.mlp()
+    step = tutti.distribute(trainer.step, model, torch.optim.SGD(model.parameters(), 0.1), "")
+    loss = step(programs.batch(0))
+    assert trainer.count == 1 and type(trainer.count) is int
+    assert type(trainer.last) is torch.Tensor and trainer.last.equal(loss)
+    assert trainer.log["loss"].equal(2 * loss)
+
+
+def test_a_list_that_grows_is_refused_with_its_name() -> None:
+    losses: list[torch.Tensor] = []
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        losses.append(programs.plain(model, optimizer, x))
+        return losses[-1]
+
+    model = programs.mlp()
+    with pytest.raises(tutti.CaptureError, match=r"changes len\(losses\) in Python") as caught:
+        tutti.distribute(step, model, torch.optim.SGD(model.parameters(), 0.1), "")(
+            programs.batch(0)
+        )
+    assert "append it outside" in caught.value.fix and not losses
+
+
+def test_a_branch_on_zero_is_a_guard() -> None:
+    """To PyTorch's symbols a number that was compared with zero is zero from then on."""
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor, weight: float) -> torch.Tensor:
+        loss = model(x).square().mean()
+        if weight == 0.0:
+            loss = loss * 3
+        return programs.update(loss + weight, optimizer)
+
+    model = programs.mlp()
+    twin = programs.mlp()
+    played = tutti.distribute(step, model, torch.optim.SGD(model.parameters(), 0.1), "")
+    other = torch.optim.SGD(twin.parameters(), 0.1)
+    for k, weight in enumerate((0.0, 0.5, 0.0, 0.7)):
+        x = programs.batch(k)
+        assert float(played(x, weight)) == pytest.approx(float(step(twin, other, x, weight)))
+
+
+def resumed(layout: str, folder: str) -> tuple[list[float], list[float]]:
+    """Losses of programs that went on, and of ones that were made anew and read a checkpoint."""
+    went_on, began_again = [], []
+    for name in (
+        "trainer",
+        "optimizer_that_counts",
+        "teacher",
+        "tensor_of_a_closure",
+        "cosine_inside",
+    ):
+        made, model, optimizer, _ = PROGRAMS[name]()
+        step = tutti.distribute(made, model, optimizer, layout)
+        for k in range(3):
+            step(programs.batch(k))
+        step.save(f"{folder}/{name}")
+        went_on += [float(step(programs.batch(k))) for k in (3, 4)]
+        made, model, optimizer, _ = PROGRAMS[name]()
+        again = tutti.distribute(made, model, optimizer, layout)
+        again.load(f"{folder}/{name}")
+        began_again += [float(again(programs.batch(k))) for k in (3, 4)]
+        state = again.state_dict()
+        made, model, optimizer, _ = PROGRAMS[name]()
+        third = tutti.distribute(made, model, optimizer, layout)
+        third.load_state_dict(state)
+        went_on.append(float(again(programs.batch(5))))
+        began_again.append(float(third(programs.batch(5))))
+    return went_on, began_again
+
+
+def test_checkpoints_hold_what_a_step_changes(tmp_path: Any) -> None:
+    went_on, began_again = resumed("", str(tmp_path))
+    assert began_again == pytest.approx(went_on, rel=1e-10)
+
+
+def test_checkpoints_of_ranks_hold_what_a_step_changes(ranks: Ranks, tmp_path: Any) -> None:
+    for went_on, began_again in ranks.run(resumed, "data=2 zero=3", str(tmp_path), n=2):
+        assert began_again == pytest.approx(went_on, rel=1e-10)
+
+
+def test_a_value_that_the_step_does_not_reach_is_refused(tmp_path: Any) -> None:
+    made, model, optimizer, _ = PROGRAMS["counter_in_a_dict"]()
+    step = tutti.distribute(made, model, optimizer, "")
+    step(programs.batch(0))
+    step.save(tmp_path / "there")
+    other = tutti.distribute(programs.plain, model, optimizer, "")
+    with pytest.raises(tutti.CheckpointError, match=r"state\['i'\]"):
+        other.load(tmp_path / "there")
+
+
+def test_an_iterator_that_the_step_advances_is_refused() -> None:
+    count = itertools.count(1)
+
+    def step(model: Any, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        return programs.update(model(x).square().mean() / next(count), optimizer)  # here
+
+    model = programs.mlp()
+    with pytest.raises(tutti.CaptureError, match="takes the next of count, a count") as caught:
+        tutti.distribute(step, model, torch.optim.SGD(model.parameters(), 0.1), "")(
+            programs.batch(0)
+        )
+    assert "# here" in caught.value.at and next(count) == 1
