@@ -85,6 +85,10 @@ def plan(
     spare = copied(captured) if len(ways) > 1 else captured
     made = _planned(captured, layout, place, known, ways[0])
     if len(ways) > 1 and "data" in layout.program_mesh:
+        if (
+            layout.in_time
+        ):  # what is split in time too must be split like the first tensor's samples
+            ways = ways[:1]
         made = _fullest(
             made, spare, ways, lambda one, dims: _planned(one, layout, place, known, dims)
         )
