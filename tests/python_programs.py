@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -183,6 +184,31 @@ def tensor_of_a_closure() -> Made:
         return update(((y - mean) / kept["var"].sqrt()).square().mean(), o)
 
     return step, model, SGD(model.parameters(), lr=0.1), nothing
+
+
+def tensors_in_odd_places() -> Made:
+    """In a tuple, as views, as a default, bound to a function, and where nothing looks."""
+    pair = torch.ones(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
+    grid, model = torch.arange(4, dtype=torch.float64).reshape(2, 2).t(), mlp()
+    shift, bound = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    hidden = MappingProxyType({"scale": torch.ones(1, dtype=torch.float64).expand(2)})
+
+    def scaled(by: Tensor, y: Tensor, *, plus: Tensor = shift) -> Tensor:
+        return by * y * hidden["scale"] + plus
+
+    rescaled = partial(scaled, bound)
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        return update((rescaled(m(x) * pair[0]) @ pair[1] + grid.t().sum()).square().mean(), o)
+
+    def between(k: int) -> None:
+        for one in (pair[0], grid, shift, bound):
+            one.mul_(1.0 + 0.01 * k).add_(0.1)
+        pair[1].t()[0].mul_(0.5)
+        if k == 3:
+            hidden["scale"].set_(torch.full((2,), 0.5, dtype=torch.float64))
+
+    return step, model, SGD(model.parameters(), lr=0.1), between
 
 
 def first_call_of_its_own() -> Made:
@@ -392,6 +418,7 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
         label_smoothing,
         teacher,
         tensor_of_a_closure,
+        tensors_in_odd_places,
         first_call_of_its_own,
         lr_set_inside,
         module_that_counts,

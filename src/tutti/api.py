@@ -43,7 +43,7 @@ from tutti.runtime.collector import rarely_collected
 from tutti.runtime.cuda_graph import op_by_op
 from tutti.runtime.divergence import Divergence
 from tutti.runtime.execute import Execution
-from tutti.runtime.guards import Guard, guard_of
+from tutti.runtime.guards import MOST_WAYS, Guard, ReadGuard, guard_of, no_way, refuse_other_layouts
 from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.numbers import Numbers
@@ -203,6 +203,7 @@ class _Compiled:
     program: Program
     execution: Execution | Worked
     holds: Guard = lambda _given: True
+    reads: ReadGuard | None = None  # where the step reads values of tensors
     measured: int | None = None
     holders: Holders | None = None
     outside: Outside | None = None
@@ -211,6 +212,10 @@ class _Compiled:
     number: int = 0  # of the programs of its step, from 1
     last_call: int = 0
     samples: Samples | None = None
+
+    def may_hold(self, given: Mapping[str, float], seen: Sequence[float] | None) -> bool:
+        """Whether a run may go the ways of this program, by what another run has `seen` of tensors."""
+        return seen is None or self.reads is None or self.reads.holds(given, seen)
 
     @cached_property
     def updated(self) -> list[int]:
@@ -274,9 +279,6 @@ class Step:
             self._before_served(batch)
         leaves, form = _flattened(batch)
         compiled, given = self._find(leaves, form, batch)
-        self._last = compiled
-        compiled.last_call = self.num_steps
-        captured = compiled.program.captured
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         checked = bool(os.environ.get(CHECK_NAN))
         execution = compiled.execution
@@ -287,6 +289,13 @@ class Step:
                 returned = self.served.worker.call(execution, given, whole, checked=checked)
         else:
             returned = self._run(compiled, execution, given, tensors, checked)
+            if compiled.reads is not None:
+                compiled, returned = self._on_its_way(
+                    compiled, given, leaves, form, batch, returned
+                )
+        self._last = compiled
+        compiled.last_call = self.num_steps
+        captured = compiled.program.captured
         for one in self._optimizers:
             one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it stepped
         self.num_steps += 1
@@ -294,7 +303,7 @@ class Step:
             self.agreeing.after(self)
         if captured.effects:
             self.python.apply(captured.effects, returned[captured.num_returned :])
-            returned = returned[: captured.num_returned]
+        returned = returned[: captured.num_returned]
         self._warn_of_nan(returned)
         return tree_unflatten(returned, captured.returned)
 
@@ -314,7 +323,7 @@ class Step:
         tensors: list[Tensor],
         checked: bool,
     ) -> list[Any]:
-        """One call of the program; the new state takes the place of the old one."""
+        """One call of the program; the new state takes the place of the old one, if the call counts."""
         state = self._state(compiled)
         own: list[Any] = [*state]
         if compiled.lie is not None and any(compiled.lie):
@@ -327,6 +336,10 @@ class Step:
             returned, updates = run(inputs, self.num_steps)
         if checked:  # node by node, as the graph is: values, not memory
             returned = [x.clone() if isinstance(x, Tensor) else x for x in returned]
+        if compiled.reads is not None:
+            values = compiled.reads.values(returned)
+            if not compiled.reads.holds(given, values):
+                return returned
         # Most are overwritten where they lie.
         if not are_same(updates, [own[at] for at in compiled.updated]):
             both = zip(compiled.updated, updates, strict=True)
@@ -335,6 +348,32 @@ class Step:
                 set_local(state[at], new)
         # A state tensor that the step returns is no parameter to whoever reads it.
         return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in returned]
+
+    def _on_its_way(
+        self,
+        compiled: _Compiled,
+        given: Mapping[str, float],
+        leaves: list[Any],
+        form: Any,
+        batch: tuple[Any, ...],
+        returned: list[Any],
+    ) -> tuple[_Compiled, list[Any]]:
+        """The program that goes the ways of this call, and what it returns: where the one that has run does
+        not, by the values that the step reads from tensors, another one runs. Nothing of the first counts."""
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        checked = bool(os.environ.get(CHECK_NAN))
+        values: list[float] = []
+        for _ in range(MOST_WAYS):
+            assert compiled.reads is not None
+            values = compiled.reads.values(returned)
+            if compiled.reads.holds(given, values):
+                return compiled, returned
+            compiled, given = self._find(leaves, form, batch, seen=values)
+            assert isinstance(compiled.execution, Execution)
+            returned = self._run(compiled, compiled.execution, given, tensors, checked)
+            if compiled.reads is None:
+                return compiled, returned
+        raise no_way(compiled.program.captured, values)
 
     def _own_rows(self, tensors: list[Tensor]) -> list[Tensor]:
         """The batch's tensors whole, or this replica's rows of them."""
@@ -365,21 +404,29 @@ class Step:
         return [*now, *compiled.outside.tensors()] if compiled.outside else now
 
     def _find(
-        self, leaves: list[Any], form: Any, batch: tuple[Any, ...]
+        self,
+        leaves: list[Any],
+        form: Any,
+        batch: tuple[Any, ...],
+        seen: Sequence[float] | None = None,
     ) -> tuple[_Compiled, dict[str, float]]:
-        """What plays this call, and the numbers that it is given."""
+        """What plays this call, and the numbers that it is given.
+
+        `seen` is what the step has read from tensors in a run that went another way.
+        """
         python, numbers = self.python.now()
         key = self._signature(leaves, form, python)
         given = self._numbers.of(leaves, numbers)
         self._divergence.given(leaves, given, self.num_steps)
-        for compiled in self._compiled.get(key, ()):
-            if compiled.holds(given):
+        found = sorted(self._compiled.get(key, ()), key=lambda one: one is not self._last)
+        for compiled in found:
+            if compiled.holds(given) and compiled.may_hold(given, seen):
                 for module, training in compiled.modes:
                     module.training = training
                 return compiled, given
         modes = [(module, module.training) for module in self._signatures.modules]
         with rarely_collected(), OnlyUsersFrames():
-            made = self._compile(batch)
+            made = self._compile(batch, seen or ())
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         made.number = 1 + self._num_traces
         # A step that calls `model.train()` or `eval()` is found again from either mode.
@@ -429,7 +476,7 @@ class Step:
         made = self._signatures.of(leaves, form, python)
         return (made, self.served.apart) if self.served is not None else made
 
-    def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
+    def _compile(self, batch: tuple[Any, ...], seen: Sequence[float]) -> _Compiled:
         if self.served is not None:
             self._begin_together(batch)
             worked = self.served.worker.compiled(tree_map_only(Tensor, whole_of, batch))
@@ -443,7 +490,7 @@ class Step:
             create_slots(self.optimizer)
         adopt(self.model, self.optimizer)
         try:
-            program, holds = self._program(batch, home)
+            program, holds = self._program(batch, home, seen)
         except ShardingError as error:
             if not error.at.startswith("batch"):
                 raise
@@ -459,16 +506,20 @@ class Step:
         self.python.walk()
         Outside(program.captured, self.python).agree(self.layout)
         self.python.note_changed(program.captured)
-        own = own_memory(state_of(self.model, self.optimizer))
-        execution.donated = own & set(execution.program.captured.updated)
+        reads = ReadGuard(program.captured) if program.captured.reads else None
+        if reads is None or not reads.conditional:  # else the old state may be needed once more
+            own = own_memory(state_of(self.model, self.optimizer))
+            execution.donated = own & set(execution.program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
         if self.agreeing is not None and self.agreeing.team is None:
             self.agreeing.start(self)
-        made = _Compiled(program, execution, holds)
+        made = _Compiled(program, execution, holds, reads)
         made.samples = Samples.of_program(program, home.owners)
         return made
 
-    def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, Guard]:
+    def _program(
+        self, batch: tuple[Any, ...], home: Residence, seen: Sequence[float] = ()
+    ) -> tuple[Program, Guard]:
         """The partitioned program for a batch like this one, and the guard of its capture."""
         if self.agreeing is not None:
             batch = self.agreeing.batch(tree_map_only(Tensor, whole_of, batch))
@@ -480,7 +531,9 @@ class Step:
             precision=self.layout.precision,
             findings=self.python.findings,
             renewed={i: new for i, (old, new) in home.renewed.items() if old() is not None},
+            seen=seen,
         )
+        refuse_other_layouts(captured, self.layout)
         told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
         made = plan(copied(captured), self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)

@@ -17,7 +17,7 @@ from tutti.errors import CommError, LayoutError
 
 def _branching(model: nn.Module, x: Tensor) -> Tensor:
     loss = model(x).sum()
-    if loss > 1:
+    if float(loss) > 1:
         loss = loss * 2
     return loss
 

@@ -16,10 +16,8 @@ from tutti.errors import CaptureError
 LIBRARY = """
 import torch
 
-def guarded(x):
-    if torch.isnan(x).any():
-        return x * 0
-    return x
+def told(x):
+    return x, f"the sum is {x.sum().item():.3f}"
 
 def compared(x):
     return x if torch.allclose(x, x) else -x
@@ -50,7 +48,7 @@ def refused(function: Any) -> CaptureError:
     return found.value
 
 
-@pytest.mark.parametrize("name", ["guarded", "compared", "selected"])
+@pytest.mark.parametrize("name", ["told", "compared", "selected"])
 def test_inside_a_library_the_users_call_is_named(library: Any, name: str) -> None:
     error = refused(getattr(library, name))
     assert "# the user's call" in error.at and __file__ in error.at
@@ -59,11 +57,11 @@ def test_inside_a_library_the_users_call_is_named(library: Any, name: str) -> No
 
 
 def test_a_line_of_the_users_own() -> None:
-    def branching(x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x  # here
+    def converting(x: Tensor) -> Tensor:
+        return x / float(x.sum())  # here
 
-    error = refused(branching)
-    assert "# here" in error.at and "torch.where" in error.fix
+    error = refused(converting)
+    assert "# here" in error.at and "x.item()" in error.fix
 
 
 def test_an_assertion() -> None:
@@ -71,7 +69,7 @@ def test_an_assertion() -> None:
 
 
 def _asserting(x: Tensor) -> Tensor:
-    assert torch.isfinite(x).all(), "values"
+    assert float(x.detach().abs().max()) < 1e3, "values"
     return x
 
 

@@ -12,14 +12,14 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
+from tutti.capture.constant_writes import refuse_constant_writes
 from tutti.capture.overwrites import overwrites
 from tutti.capture.random_ops import RANDOM_OPS, answer
-from tutti.capture.sharing import Memory, written
-from tutti.capture.source import quoted
+from tutti.capture.sharing import Memory
 from tutti.capture.verbatim import Copying, copyable
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
-from tutti.graph.edit import NOTES, source_of
+from tutti.graph.edit import NOTES
 from tutti.graph.updates import BY_RECORDED, Kernel
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ class _Replay(Copying):
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
         graph, memory = module.graph, Memory(list(module.graph.nodes))
-        _refuse_writes(graph, memory)
+        refuse_constant_writes(graph, memory, _BATCH_NORMS)
         known = (_has_own_form, _BATCH_NORMS)
         renamed = overwrites(graph, memory, mode, *known)
         super().__init__(module, copyable(graph, memory, *known, renamed.memory), renamed)
@@ -86,19 +86,6 @@ _BATCH_NORMS = dict.fromkeys(
     ),
     _running_statistics,
 )
-
-
-def _refuse_writes(graph: fx.Graph, memory: Memory) -> None:
-    """Raise where the step changes a tensor that is neither state nor part of its batch."""
-    constants = {memory.of(n) for n in graph.nodes if n.op == "get_attr"}
-    for node in graph.nodes:
-        if any(memory.of(x) in constants for x in written(node, _BATCH_NORMS)):
-            raise CaptureError(
-                "the step changes a tensor that it was not given",
-                at=quoted(source_of(node)),
-                why="it would happen once, while the step is captured, and not at each call",
-                fix="a buffer of the model, or an argument of the step and a value that it returns",
-            )
 
 
 def _has_own_form(target: Any) -> bool:

@@ -29,16 +29,22 @@ _RAISED: ContextVar[list[CaptureError]] = ContextVar("raised")
 
 def _refuse(does: str, fix: str) -> Callable[..., Any]:
     def refused(*_args: Any, **_options: Any) -> Any:
-        error = CaptureError(
-            f"the step {does}",
-            at=quoted(user_line()),
-            why="the step is captured once, before it has values; Python would not see later ones",
-            fix=fix,
+        raise noted(
+            CaptureError(
+                f"the step {does}",
+                at=quoted(user_line()),
+                why="the step is captured once, before it has values; Python would not see later ones",
+                fix=fix,
+            )
         )
-        _RAISED.get().append(error)
-        raise error
 
     return refused
+
+
+def noted(error: CaptureError) -> CaptureError:
+    """An error to be raised, and once more at the end of `values_unknown`: the step may catch it."""
+    _RAISED.get().append(error)
+    return error
 
 
 _NUMPY = _refuse(

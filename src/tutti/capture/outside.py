@@ -7,14 +7,16 @@ kept, as for a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
 
 from tutti.capture.held_values import Place
 from tutti.capture.lift import StateTensor
+from tutti.errors import CaptureError
 
 
 def lift_outside(
@@ -22,36 +24,60 @@ def lift_outside(
     places: Mapping[int, Place],
     stand_ins: Mapping[int, Tensor],
     num_state: int,
+    mode: FakeTensorMode,
 ) -> tuple[list[StateTensor], list[Tensor], dict[str, Place]]:
     """Make inputs of the constants of `traced` that stand in `places` (by id of the tensor).
 
-    `stand_ins`, by the same ids, are the fakes by which the trace knows them. The new placeholders follow the
-    first `num_state` ones. Gives their state, their fakes, and their places.
+    `stand_ins`, by the same ids, are the fakes by which the trace knows them; one that stands in a tuple is
+    known by itself. The new placeholders follow the first `num_state` ones. Gives their state, their fakes,
+    which are contiguous, and their places.
     """
     graph = traced.graph
     last = _last_state(graph, num_state)
-    real = {id(fake): i for i, fake in stand_ins.items()}
+    real = {i: i for i in places} | {id(fake): i for i, fake in stand_ins.items()}
     made: dict[int, fx.Node] = {}
     state: list[StateTensor] = []
     fakes: list[Tensor] = []
     found: dict[str, Place] = {}
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        fake: Any = getattr(traced, str(node.target))
-        if id(fake) not in real:
+        known = real.get(id(getattr(traced, str(node.target))))
+        if known is None:
             continue
-        place = places[real[id(fake)]]
+        place = places[known]
         value = place.get()
         if not _may_be_input(value):
             setattr(traced, str(node.target), value)
             continue
-        if id(fake) not in made:
-            last = made[id(fake)] = _placeholder(graph, last, f"outside_{len(made)}", fake)
+        if known not in made:
+            fakes.append(contiguous_fake(value, mode))
+            last = made[known] = _placeholder(graph, last, f"outside_{len(made)}", fakes[-1])
             state.append(StateTensor(place.name, "buffer", value))
-            fakes.append(fake)
             found[place.name] = place
-        node.replace_all_uses_with(made[id(fake)])
+        node.replace_all_uses_with(made[known])
         graph.erase_node(node)
     return state, fakes, found
+
+
+def contiguous_fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake of the same shape, dtype and device; strides are plain."""
+    device = x.device
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with mode:
+        fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
+    return fake.requires_grad_(x.requires_grad)
+
+
+def refuse_written(outside: Mapping[str, Place], updated: Sequence[str]) -> None:
+    """Raise `CaptureError` where a step writes into a tensor outside that is not contiguous."""
+    for name in updated:
+        place = outside.get(name)
+        if place is not None and not place.get().is_contiguous():
+            raise CaptureError(
+                f"the step writes into {name}, a view of another tensor",
+                why="state of a step is a contiguous tensor",
+                fix=f"{name} = {name}.contiguous() before the training",
+            )
 
 
 def read_by(traced: fx.GraphModule) -> set[int]:
@@ -81,4 +107,4 @@ def _first(graph: fx.Graph) -> fx.Node:
 
 def _may_be_input(value: Any) -> bool:
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
-    return plain and value.is_contiguous() and value.device.type != "meta"
+    return plain and value.device.type != "meta"

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from tutti.capture.contents import contents, contents_of, has_contents, refused_change
 from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, Table, named
 from tutti.capture.lift import is_scheduled, names_of
 from tutti.capture.reach import PLAIN, reach
@@ -186,14 +187,12 @@ class PythonState:
     def restored(self) -> Iterator[None]:
         """Puts everything back at the end, also what a trace has added."""
         before = [(table, table.values(), _all_keys(table), _items(table)) for table in self.tables]
-        sets = self.sets()
+        inside = contents(self.tables)
         try:
             yield
         finally:
-            for _, held, items in sets:
-                if held != items:
-                    held.clear()
-                    held.update(items)
+            for kept in inside:
+                kept.put_back()
             for table, values, keys, items in before:
                 if items is not None:
                     held = table.find()
@@ -205,10 +204,6 @@ class PythonState:
                     old = values.get(key, MISSING)
                     if value is not old and not self._is_kept(Place(table, key), old, value):
                         table.put(key, old)
-
-    def sets(self) -> list[tuple[str, set[Any], set[Any]]]:
-        """Every set by its name, with what is in it now."""
-        return [(name, x, set(x)) for name, _, x in named(self.tables) if isinstance(x, set)]
 
     def _is_kept(self, place: Place, old: Any, value: Any) -> bool:
         """Whether a module has a value of a trace where it had none: `kept_values` puts it back."""
@@ -285,7 +280,7 @@ class Begun:
         # By id of the tensor for which it stands.
         self.stand_ins = stand_ins
         self._before = [(t, t.values(), _all_keys(t)) for t in state.tables]
-        self._sets = state.sets()
+        self._contents = contents(state.tables)
         self._old = {(id(t), key): x for t, values, _ in self._before for key, x in values.items()}
         self.leaves: list[Any] = []
         self.changed: set[str] = set()  # the names of numbers that the step has changed
@@ -294,11 +289,10 @@ class Begun:
         """What the step has changed since; their leaves are then in `leaves`.
 
         Raises:
-            CaptureError: for a list that has grown, or shrunk: it would at every call.
+            CaptureError: for a list that has grown, or shrunk, or an array that has changed: once, here.
         """
-        for name, held, items in self._sets:
-            if held != items:
-                raise _refused_collection(name, len(items), len(held))
+        for kept in self._contents:
+            kept.refuse_change()
         found: list[Effect] = []
         changed: dict[tuple[int, Any], tuple[Place, Any]] = {}
         for table, before, keys in self._before:
@@ -385,15 +379,7 @@ def _say_lost(place: Place, value: Any) -> None:
 
 def _refuse_other_length(table: Table, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
     if table.kind == ITEM and not isinstance(table.find(), dict) and len(before) != len(now):
-        raise _refused_collection(table.prefix, len(before), len(now))
-
-
-def _refused_collection(name: str, before: int, now: int) -> CaptureError:
-    return CaptureError(
-        f"the step changes len({name}) in Python ({before}, then {now})",
-        why="the step is captured once: what it appends would be that of this call for ever",
-        fix="return it from the step, and append it outside",
-    )
+        raise refused_change(table.prefix, len(before), len(now))
 
 
 def _all_keys(table: Table) -> set[Any]:
@@ -441,24 +427,6 @@ def _sign(value: Any) -> Any:
     if has_contents(value):
         return contents_of(value)
     return (type(value), len(value)) if isinstance(value, list | tuple | dict) else type(value)
-
-
-def has_contents(value: Any) -> bool:
-    """Whether a value may change and be the same object: a set, an array of NumPy."""
-    array = type(value).__module__ == "numpy" and hasattr(value, "tobytes")
-    return array or isinstance(value, set | bytearray)
-
-
-def contents_of(array: Any) -> Any:
-    """What a set or an array of NumPy holds, in a form to be compared; of a large array a sample."""
-    if isinstance(array, set | bytearray):
-        return frozenset(array) if isinstance(array, set) else bytes(array)
-    try:
-        flat = array.reshape(-1)
-        step = 1 if array.nbytes <= 1 << 16 else max(1, array.size // 4096)
-        return (array.shape, str(array.dtype), flat[::step].tobytes())
-    except (AttributeError, TypeError, ValueError):  # no array
-        return type(array)
 
 
 def _tables_of(module: nn.Module) -> Iterator[Any]:

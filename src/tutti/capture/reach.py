@@ -147,9 +147,9 @@ class _Walk:
         own = not _is_code_of_library(function.__code__)
         for name, cell in cells.items():
             self._cell(cell, name, own=own)
-        for given in (function.__defaults__ or (), (function.__kwdefaults__ or {}).values()):
-            for value in given:
-                self._value(value, f"{function.__name__}'s default")
+        for given in (function.__defaults__, function.__kwdefaults__):
+            if given:
+                self._value(given, f"{function.__name__}'s defaults")
         if "__wrapped__" in vars(function):
             self._value(function.__wrapped__, path)
         if kept := sorted(k for k in vars(function) if self._wanted(k) and k != "__wrapped__"):
@@ -194,8 +194,8 @@ class _Walk:
 
     def _partial(self, one: Any, path: str) -> None:
         self._value(one.func, path)
-        for i, value in enumerate(one.args):
-            self._value(value, f"{path}({i})")
+        if one.args:
+            self._value(one.args, path)
         if one.keywords:
             self._dict(one.keywords, path)
 

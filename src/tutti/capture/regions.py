@@ -22,10 +22,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from tutti.capture.constant_writes import refuse_real_write
 from tutti.capture.random_ops import RANDOM_OPS, rewinding
 from tutti.capture.source import user_line
-from tutti.capture.ways_out import of_stack
-from tutti.errors import CaptureError
 
 
 @dataclass
@@ -38,10 +37,9 @@ class Watch:
     in_update: int = 0
     num_streams: int = 0
     forward: dict[int, tuple[str, str]] = field(default_factory=dict)
-    refused: CaptureError | None = None  # raised, though the step may have caught it
 
-    def note(self, node: fx.Node) -> None:
-        """Write what is known now onto a fresh node."""
+    def note(self, node: fx.Node, root: Any) -> None:
+        """Write what is known now onto a fresh node; `root` has the constants of the trace."""
         source = user_line()
         module = self.modules[-1] if self.modules else ""
         autograd = torch._C._current_autograd_node() if self.region == "backward" else None
@@ -52,12 +50,10 @@ class Watch:
             self.forward[_sequence_number() - 1] = (source, module)
         node.meta["source"], node.meta["module"] = source, module
         node.meta["region"] = "update" if self.in_update else self.region
+        refuse_real_write(node, root)
         if node.target in RANDOM_OPS:
             node.meta["stream"] = self.num_streams
             self.num_streams += 1
-        if node.target is torch.ops.aten._local_scalar_dense.default and not self.in_update:
-            self.refused = _reads_a_value(node)
-            raise self.refused
 
 
 def _name_outputs(module: str, out: Any) -> None:
@@ -76,25 +72,6 @@ def _sequence_number() -> int:
     return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
-def _reads_a_value(node: fx.Node) -> CaptureError:
-    value = node.args[0].meta.get("val") if isinstance(node.args[0], fx.Node) else None
-    branch = isinstance(value, Tensor) and value.dtype == torch.bool
-    told = of_stack(
-        "torch.where(condition, a, b) instead of if/else"
-        if branch
-        else "keep it a tensor, or return it from the step and read it there"
-    )
-    return CaptureError(
-        "the step branches on a tensor's value"
-        if branch
-        else "the step reads a tensor's value into Python (.item(), float(), int())",
-        at=told.at,
-        why="the step is captured once, before it has values; Python would not see later ones"
-        + told.inside,
-        fix=told.fix,
-    )
-
-
 @contextlib.contextmanager
 def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator[Watch]:
     """Everything traced inside is noted by the `Watch` that this yields."""
@@ -104,7 +81,7 @@ def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator
     def noted(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = create_node(tracer, *args, **kwargs)
         if node.op == "call_function":
-            watch.note(node)
+            watch.note(node, tracer.root)
         return node
 
     def enter(module: nn.Module, _args: Any) -> None:
@@ -123,8 +100,6 @@ def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator
         stack.enter_context(rewinding(watch))
         stack.callback(lambda: [h.remove() for h in hooks])
         yield watch
-    if watch.refused is not None:
-        raise watch.refused
 
 
 @contextlib.contextmanager

@@ -5,11 +5,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -19,7 +17,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
@@ -50,18 +48,20 @@ from tutti.capture.lift import (
 )
 from tutti.capture.models import wrappers_open
 from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
-from tutti.capture.outside import lift_outside, read_by
+from tutti.capture.outside import contiguous_fake, lift_outside, read_by, refuse_written
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python_state import Effect, Findings, Number, PythonState
+from tutti.capture.read_values import ITEM, Reads, Symbols, held, size_refused, symbols_stay
 from tutti.capture.rebound import data_written, take_over
 from tutti.capture.refusals import REFUSED_OPS, explained
 from tutti.capture.regions import watching
 from tutti.capture.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.symbols import looked_at_by_ops, on_symbols
 from tutti.capture.unexpected import named, refuse_untraced
-from tutti.errors import CaptureError
+from tutti.errors import CaptureError, TuttiError
 
 aten = torch.ops.aten
+_MOST_WAYS = 8
 
 
 @dataclass
@@ -91,6 +91,12 @@ class Captured:
     effects: list[Effect] = field(default_factory=list)
     num_returned: int = 0
     outside: dict[str, Place] = field(default_factory=dict)
+    reads: Reads = field(default_factory=Reads)
+
+    @property
+    def num_results(self) -> int:
+        """How many results the step returns and its effects have; the values that it reads follow."""
+        return self.num_returned + sum(e.num_leaves for e in self.effects)
 
     def placeholder(self, name: str) -> fx.Node:
         """The placeholder of input `name`."""
@@ -120,6 +126,7 @@ def capture(
     findings: Findings | None = None,
     renewed: Mapping[int, Tensor] | None = None,
     note_gradients: bool = False,
+    seen: Sequence[float] = (),
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
 
@@ -127,17 +134,18 @@ def capture(
     `precision` is the layout's: what the forward computes in. `findings` is what earlier traces of this step
     have shown of its Python numbers; `renewed` has, by the id of a former state tensor, the one in its place.
     With `note_gradients` the values that optimizers find in `.grad` are noted (`found_gradients.noted`).
+    `seen` is what tensors that the step reads in Python have turned out to be: the trace takes its ways.
 
     Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line
-    for what cannot be captured: a branch on a tensor's value, `.item()`, a shape that depends on values.
+    for what cannot be captured: a value written into a text, a shape that depends on values.
     """
     findings = Findings() if findings is None else findings
     create_slots(optimizer)
     leaves, spec = flattened(dense(taken(batch)))
 
-    def prepared() -> _Lifted:
+    def prepared(seen: Sequence[float] = seen) -> _Lifted:
         mode = FakeTensorMode(
-            shape_env=_Symbols(allow_dynamic_output_shape_ops=False),
+            shape_env=Symbols(seen),
             static_shapes=True,
             allow_non_fake_inputs=True,
         )
@@ -167,22 +175,29 @@ def capture(
     return captured
 
 
-def _traced(prepared: Callable[[], _Lifted], findings: Findings) -> tuple[_Lifted, fx.GraphModule]:
+def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lifted, fx.GraphModule]:
     """A trace in which every number that the step changes is an input.
 
-    A step that cannot be traced with a number as an input is traced with it as a constant.
+    A step that cannot be traced with a number as an input is traced with it as a constant; one that fails on
+    a way that was guessed at (a loss that is not finite) takes the other one.
     """
     findings.expect(prepared().python)
+    ways: list[Sequence[float]] = []
     while True:
-        lifted = prepared()
+        lifted = prepared(*ways[-1:])
         try:
             traced = lifted.traced()
-        except Exception:
-            if not findings.fix(lifted.python.numbers):
+        except (Exception, SystemExit) as error:
+            other = None if isinstance(error, TuttiError) else lifted.symbols.flipped()
+            if other is not None and len(ways) < _MOST_WAYS:
+                ways.append(other)
+            elif not findings.fix(lifted.python.numbers):
                 raise
             continue
         numbers = {n.name: n for n in lifted.python.numbers}
-        looked_at = looked_at_by_ops(traced, lifted.names, {*numbers})
+        looked_at = looked_at_by_ops(traced, lifted.names, {*numbers, str(ITEM)})
+        if str(ITEM) in looked_at:
+            raise size_refused(lifted.reads)
         new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
         if looked_at:
             findings.fixed |= {p.name for name in looked_at for p in numbers[name].places}
@@ -191,17 +206,6 @@ def _traced(prepared: Callable[[], _Lifted], findings: Findings) -> tuple[_Lifte
         else:
             lifted.lift_outside(traced)
             return lifted, traced
-
-
-class _Symbols(ShapeEnv):
-    """The hyper-parameters as symbols.
-
-    PyTorch notes for its own log which line asked for each guard, and imports its exporter and compiler to
-    tell which files are not a user's: a second for each process, and nothing here reads it.
-    """
-
-    def _get_user_frame(self) -> FrameType:
-        return sys._getframe()  # any one: to an error of PyTorch 2.11 it must be a frame
 
 
 class _Lifted:
@@ -234,11 +238,11 @@ class _Lifted:
             + [f"batch.{k}" for k in range(len(self.tensor_leaves))]
         )
         self.inputs = (
-            [_fake(s.tensor, mode) for s in state]
+            [contiguous_fake(s.tensor, mode) for s in state]
             + [_symbol(h.name, h.value, mode) for h in self.hypers]
             + [_symbol(n.name, n.value, mode) for n in python.numbers]
             + [_symbol(f"number.{k}", leaves[i], mode) for k, i in enumerate(self.number_leaves)]
-            + [_fake(leaves[i], mode) for i in self.tensor_leaves]
+            + [contiguous_fake(leaves[i], mode) for i in self.tensor_leaves]
         )
         self.returned: TreeSpec | None = None
         self.left: list[Left] = []
@@ -250,8 +254,15 @@ class _Lifted:
         self.grads: Gradients
         self.note_gradients = False
         self.found: Found = {}
+        self.reads = Reads()
         self.holders = holders_of(model, state)
         self.there = gradients_there(self.holders)
+
+    @property
+    def symbols(self) -> Symbols:
+        """The numbers of the trace."""
+        assert isinstance(self.mode.shape_env, Symbols)
+        return self.mode.shape_env
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -292,9 +303,13 @@ class _Lifted:
             in_other_forms(),
             on_symbols(),
             values_unknown(),
+            symbols_stay(self.symbols),
         ):
             table = {**REFUSED_OPS, **OTHER_FORMS}
-            return make_fx(self._run, table, tracing_mode="real")(*self.inputs)
+            self.symbols.begin()
+            traced = make_fx(self._run, table, tracing_mode="real")(*self.inputs)
+        self.reads = held(traced, self.symbols)
+        return traced
 
     def _run(self, *flat: Any) -> list[Any]:
         state = dict(zip([id(s.tensor) for s in self.state], flat, strict=False))
@@ -344,7 +359,7 @@ class _Lifted:
     def lift_outside(self, traced: fx.GraphModule) -> None:
         """Make state of the tensors outside that the step reads."""
         self._leave_out_unread(traced)
-        given = (traced, self.python.tensors(), self.stand_ins, len(self.state))
+        given = (traced, self.python.tensors(), self.stand_ins, len(self.state), self.mode)
         state, fakes, self.outside = lift_outside(*given)
         at = len(self.state)
         self.names[at:at], self.inputs[at:at] = [s.name for s in state], fakes
@@ -387,25 +402,13 @@ def _has_data(x: Any) -> bool:
     return type(x) in (Tensor, nn.Parameter) and x.numel() > 0
 
 
-def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake of the same global shape, dtype and device; strides are plain."""
-    device = x.device
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with mode:
-        fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
-    return fake.requires_grad_(x.requires_grad)
-
-
 def _symbol(name: str, value: float, mode: FakeTensorMode) -> Any:
     source, env = ConstantSource(name), mode.shape_env
     assert env is not None
+    symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)  # equal ones are two
     if isinstance(value, int):
-        symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         return env.create_symintnode(symbol, hint=value, source=source)
-    return env.create_symfloatnode(
-        env.create_unspecified_symbol(value, source=source), hint=value, source=source
-    )
+    return env.create_symfloatnode(symbol, hint=value, source=source)
 
 
 @contextlib.contextmanager
@@ -458,16 +461,15 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
     returned = (
         list(output.args[0]) if isinstance(output.args[0], list | tuple) else [output.args[0]]
     )
-    num_leaves = len(returned) - len(lifted.found)
-    note_found(zip(lifted.found, returned[num_leaves:], strict=True))
-    returned = returned[:num_leaves]
+    at = len(returned) - len(lifted.found) - len(lifted.reads)
+    note_found(zip(lifted.found, returned[at:], strict=False))
+    del returned[at : at + len(lifted.found)]
     updated = [n for n in lifted.names if n in updates]
+    refuse_written(lifted.outside, updated)
     output.args = ((returned, [updates[n] for n in updated]),)
     for node, name in names.items():
         node.meta["name"], node.meta["kind"] = name, kinds[name]
     assert lifted.returned is not None
-    env = lifted.mode.shape_env
-    assert env is not None
     return Captured(
         graph=graph,
         owner=functional,
@@ -477,11 +479,12 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         updated=updated,
         returned=lifted.returned,
         mode=lifted.mode,
-        guards=[g.expr for g in env.guards],
+        guards=lifted.symbols.guards_of(lifted.reads),
         numbers=lifted.python.numbers,
         effects=lifted.effects,
         num_returned=lifted.num_returned,
         outside=lifted.outside,
+        reads=lifted.reads,
     )
 
 

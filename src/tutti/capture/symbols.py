@@ -11,6 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor, fx
 
+from tutti.capture.read_values import ITEM, Symbols
+
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _torch: Any = torch
 _FLOATS = ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan", "log2")
@@ -33,6 +35,13 @@ def _log(x: Any, base: Any = math.e) -> Any:
     return (_torch._sym_log2(_float(x)) if isinstance(x, SYMBOLS) else math.log2(x)) / log2
 
 
+def _ask(name: str, x: Any) -> bool:
+    """Of a number that is read from a tensor its trace knows; others are finite."""
+    env = x.node.shape_env
+    known = env.ask(name, x) if isinstance(env, Symbols) else None
+    return name == "isfinite" if known is None else known
+
+
 # Of `math`, what a symbol is given to: PyTorch has these functions for symbols, or their parts.
 _OF_MATH: dict[str, Callable[..., Any]] = {
     **{name: _of_float(getattr(_torch, f"_sym_{name}")) for name in _FLOATS},
@@ -42,9 +51,9 @@ _OF_MATH: dict[str, Callable[..., Any]] = {
     "pow": _power,
     "fabs": lambda x: abs(_float(x)),
     "hypot": lambda *x: _torch._sym_sqrt(sum(_float(one) ** 2 for one in x)),
-    "isfinite": lambda x: True,
-    "isnan": lambda x: False,
-    "isinf": lambda x: False,
+    "isfinite": lambda x: _ask("isfinite", x),
+    "isnan": lambda x: _ask("isnan", x),
+    "isinf": lambda x: _ask("isinf", x),
 }
 
 
@@ -84,7 +93,7 @@ def looked_at_by_ops(traced: fx.GraphModule, names: Sequence[str], wanted: set[s
 
     Args:
         names: of the placeholders, in order.
-        wanted: those that are asked for.
+        wanted: those that are asked for; `ITEM` stands for what is read from tensors.
     """
     comes_from: dict[fx.Node, set[str]] = {}
     found: set[str] = set()
@@ -93,6 +102,9 @@ def looked_at_by_ops(traced: fx.GraphModule, names: Sequence[str], wanted: set[s
         if node.op == "placeholder":
             name = next(given)
             comes_from[node] = {name} & wanted
+            continue
+        if node.target is ITEM:
+            comes_from[node] = {str(ITEM)} & wanted
             continue
         mine = set().union(*(comes_from.get(x, set()) for x in node.all_input_nodes))
         if isinstance(node.meta.get("val"), SYMBOLS):

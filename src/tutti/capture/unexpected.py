@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import re
 import traceback
 from collections.abc import Iterator
 from types import TracebackType
@@ -27,10 +28,16 @@ _WAYS_OUT = (
     ),
     ("SparseCsrTensorImpl", "hand sparse tensors over as arguments of the step"),
     (
+        "Sym",
+        "return the tensor from the step, and hand its value over there; in the step it is no plain number",
+    ),
+    (
         "positional argument",
         "step(...) with the arguments that the training step takes after the optimizer",
     ),
 )
+# A number that stands for one that is known only when the step runs, where it is taken for a plain one.
+_SYMBOL = re.compile(r"\bSym(Float|Int|Bool)\b")
 _GENERAL = (
     "call the training step itself, without tutti: where plain PyTorch raises the same, the line is wrong; "
     "where it does not, write the line in another way, or outside of the step"
@@ -49,7 +56,7 @@ def named() -> Iterator[None]:
     except TuttiError:
         raise
     except Exception as error:
-        if _is_users(error):
+        if _is_users(error) and not _SYMBOL.search(str(error)):
             raise
         first = str(error).strip().partition("\n")[0] or "no message"
         raise CaptureError(

@@ -28,6 +28,7 @@ from tutti.graph.virtual import Post, VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
 from tutti.runtime.following import following, plays_again
+from tutti.runtime.guards import MOST_WAYS, ReadGuard, no_way
 
 # The largest relative difference that rounding explains, in float64 and against the eager step.
 PARTITION_TOLERANCE = 1e-9
@@ -80,6 +81,30 @@ def snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str, 
     return {s.name: now[s.name].detach().clone() for s in captured.state}
 
 
+def on_its_way(
+    capture: Callable[[Sequence[float]], Captured],
+    model: nn.Module,
+    optimizer: Any,
+    batch: tuple[Any, ...],
+    seed: int,
+) -> tuple[Captured, dict[str, Tensor], dict[str, Any]]:
+    """A capture that goes the ways of this batch, by what it reads from tensors; with its state and feed."""
+    captured, seen = capture(()), list[float]()
+    for k in range(MOST_WAYS):
+        captured = capture(seen) if k else captured
+        start = snapshot(captured, model, optimizer)
+        feed = feed_of(captured, optimizer, batch)
+        guard = ReadGuard(captured)
+        if not guard.conditional:
+            return captured, start, feed
+        given = [inputs_of(captured, start, feed)]
+        out, _ = VirtualRanks(Mesh(), seed=seed).run(captured.graph, captured.owner, given)[0]
+        seen = guard.values(out)
+        if guard.holds(feed, seen):
+            return captured, start, feed
+    raise no_way(captured, seen)
+
+
 def feed_of(captured: Captured, optimizer: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
     """Hyper-parameters and batch by input name."""
     batch = dense(batch)
@@ -90,6 +115,8 @@ def feed_of(captured: Captured, optimizer: Any, batch: tuple[Any, ...]) -> dict[
 
 
 def largest(x: Tensor) -> float:
+    if x.dtype == torch.bool:
+        return float(x.any())
     return float(x.abs().max()) if x.numel() else 0.0
 
 
@@ -317,7 +344,7 @@ class CaptureComparison:
                         x.copy_(self.start[name])
 
     def _run(self, steps: int) -> None:
-        mine, feed = dict(self.start), self.feed
+        mine, feed, guard = dict(self.start), self.feed, ReadGuard(self.captured)
         args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
         for k in range(steps):
             self.feeds.append(feed)
@@ -326,6 +353,9 @@ class CaptureComparison:
                 self.captured.owner,
                 [inputs_of(self.captured, mine, feed)],
             )[0]
+            if not guard.holds(feed, guard.values(out)):
+                break  # this step is another program
+            out = out[: self.captured.num_results]
             mine |= dict(zip(self.captured.updated, new, strict=True))
             feed, others = following(self.captured, feed, out)
             mine |= others

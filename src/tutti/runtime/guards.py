@@ -1,32 +1,55 @@
-"""What a trace takes for granted of the numbers that it is given: branches that it took."""
+"""What a trace takes for granted: branches that it took on numbers, and values of tensors that it reads.
+
+Numbers are known before a run. What a step reads from tensors is known after one: a program that has taken
+another way is not the one for this call, and its results do not count.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._sympy.printers import PythonPrinter
 
+from tutti.capture.source import quoted
 from tutti.capture.step import Captured
+from tutti.capture.symbols import SYMBOLS
+from tutti.errors import CaptureError
+from tutti.layout import Layout
 
 # Whether a trace holds for numbers by name.
 Guard = Callable[[Mapping[str, float]], bool]
+MOST_WAYS = 8  # traces for one call
+_LIBRARY = {"math": math, "torch": torch}
 
 
 def guard_of(captured: Captured) -> Guard:
-    """One condition for all that a trace takes for granted."""
-    # `_expr`: to PyTorch a symbol that a branch has compared with a number is that number from then on.
-    symbols = {
-        node.meta["val"].node._expr: name
-        for name, node in captured.placeholders.items()
-        if captured.kinds[name] in ("hyper", "number")
-    }
+    """One condition for all that is known before a run: of numbers, and of tensors that are constants."""
+    of_numbers, constants = _of_numbers(captured), _constants(captured)
+    if not constants:
+        return of_numbers
+    return lambda given: of_numbers(given) and all(x._version == v for x, v in constants)
+
+
+def _constants(captured: Captured) -> list[tuple[Tensor, int]]:
+    """The tensors that a graph holds, with the count of what was written into each."""
+    nodes = (n for n in captured.graph.nodes if n.op == "get_attr")
+    held = [getattr(captured.owner, str(n.target)) for n in nodes]
+    plain = [x for x in held if isinstance(x, Tensor) and not x.is_inference()]
+    return [(x, x._version) for x in {id(x): x for x in plain}.values()]
+
+
+def _of_numbers(captured: Captured) -> Guard:
+    symbols, reads = _symbols(captured), frozenset(captured.reads.symbols)
     conditions: dict[str, None] = {}
     used: dict[Any, str] = {}
     for expr in captured.guards:
         known = expr.free_symbols & symbols.keys()
+        if expr.free_symbols & reads:
+            continue
         if known and known != expr.free_symbols:
             return lambda given: False  # it holds for this call alone
         if known:
@@ -35,6 +58,81 @@ def guard_of(captured: Captured) -> Guard:
     if not conditions:
         return lambda given: True
     names = list(used.values())
-    text = f"lambda {', '.join(map(str, used))}: {' and '.join(conditions)}"
-    holds = eval(text, {"math": math, "torch": torch})  # of PyTorch's own printing
+    holds = _function(used, " and ".join(conditions))
     return lambda given: all(n in given for n in names) and holds(*(given[n] for n in names))
+
+
+class ReadGuard:
+    """Whether a run has gone the ways that its trace took, by the tensors whose values the step reads."""
+
+    def __init__(self, captured: Captured) -> None:
+        self._first, self._count = captured.num_results, len(captured.reads)
+        symbols = _symbols(captured)
+        reads = {s: str(s) for s in captured.reads.symbols}
+        conditions: dict[str, None] = {}
+        used: dict[Any, str] = {}
+        for text, expr in _conditions(captured):
+            if expr.free_symbols & reads.keys():
+                conditions[text] = None
+                used |= {s: symbols[s] for s in expr.free_symbols & symbols.keys()}
+        self._numbers = list(used.values())
+        self._holds = _function([*used, *reads], " and ".join(conditions) or "True")
+        self.conditional = bool(conditions)
+
+    def values(self, results: Sequence[Any]) -> list[float]:
+        """What was read, of the results of a run."""
+        return [x.item() for x in results[self._first : self._first + self._count]]
+
+    def holds(self, given: Mapping[str, Any], values: Sequence[float]) -> bool:
+        """Whether these are the ways of this trace."""
+        if not self.conditional:
+            return True
+        if len(values) != self._count:
+            return False
+        try:
+            return bool(self._holds(*(given[n] for n in self._numbers), *values))
+        except (ArithmeticError, ValueError):  # a logarithm of zero, where eager takes another way
+            return False
+
+
+def no_way(captured: Captured, values: Sequence[float]) -> CaptureError:
+    """For a step of which no trace has gone the ways that its values showed then."""
+    return CaptureError(
+        f"the step takes another way at each of {MOST_WAYS} traces, by values that it reads from tensors",
+        at=quoted(captured.reads.source),
+        why=f"the last values were {[round(x, 6) for x in values[:8]]}",
+        fix="torch.where(condition, a, b) on tensors instead of if/else",
+    )
+
+
+def refuse_other_layouts(captured: Captured, layout: Layout) -> None:
+    """Raise `CaptureError` where ranks would not all know what the step reads."""
+    if not captured.reads:
+        return
+    if layout.in_time:
+        axis = "pipe" if "pipe" in layout.mesh else "micro"
+        captured.reads.refuse(f"with {axis} in the layout", f"a layout without {axis}")
+    if layout.num_replicas > 1:
+        fix = "a layout without replica (data=N), where all ranks take the same step"
+        captured.reads.refuse("and replicas would go different ways", fix)
+
+
+def _symbols(captured: Captured) -> dict[Any, str]:
+    """The names of the numbers that are inputs, by their symbols."""
+    # `_expr`: to PyTorch a symbol that a branch has compared with a number is that number from then on.
+    vals = {name: node.meta.get("val") for name, node in captured.placeholders.items()}
+    return {x.node._expr: name for name, x in vals.items() if isinstance(x, SYMBOLS)}
+
+
+def _conditions(captured: Captured) -> list[tuple[str, Any]]:
+    printed = PythonPrinter().doprint
+    found = [(f"({printed(expr)})", expr) for expr in captured.guards]
+    for name, expr, answer in captured.reads.asked:
+        found.append((f"(math.{name}({printed(expr)}) is {answer})", expr))
+    return found
+
+
+def _function(symbols: Any, text: str) -> Callable[..., Any]:
+    return eval(
+        f"lambda {', '.join(map(str, symbols))}: {text}", _LIBRARY
+    )  # of PyTorch's own printing

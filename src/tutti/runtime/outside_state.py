@@ -31,11 +31,11 @@ class Outside:
         return [self._state.place_like(p) for p in self._captured.outside.values()]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors as they are now."""
+        """The tensors as they are now; of one that is not contiguous, which no step writes, a copy."""
         if self._values.state is not self._state:
             self._state = self._values.state
             self._places = self._found()
-        return [place.get() for place in self._places]
+        return [place.get().contiguous() for place in self._places]
 
     def agree(self, layout: Layout) -> None:
         """Rank 0's values count; all ranks call this together."""

@@ -15,14 +15,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.capture.contents import contents_of, has_contents
 from tutti.capture.held_values import GONE, MISSING, Place, named
 from tutti.capture.python_state import (
     Effect,
     Findings,
     Number,
     PythonState,
-    contents_of,
-    has_contents,
     is_plain_number,
     values_of,
 )

@@ -14,6 +14,7 @@ from tutti.capture.step import Captured, capture
 from tutti.layout import Layout
 from tutti.replicas import parts
 from tutti.runtime import roles
+from tutti.runtime.guards import refuse_other_layouts
 from tutti.runtime.residence import Residence, adopt, run_device, settle, whole_of
 from tutti.runtime.roles import Role
 from tutti.server import consistency
@@ -47,9 +48,11 @@ def captured_for(step: Holder, batch: tuple[Any, ...], *, apart: bool) -> Captur
     settle(step.model, step.optimizer, Residence(Layout()), run_device(step.model), step.seed)
     if apart:
         batch = parts.of_batch(batch, 0, step.layout.num_replicas)
-    return capture(
+    captured = capture(
         step.train_step, step.model, step.optimizer, batch, precision=step.layout.precision
     )
+    refuse_other_layouts(captured, step.layout)
+    return captured
 
 
 def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:

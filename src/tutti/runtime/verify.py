@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tutti.capture.lift import create_slots
-from tutti.capture.step import capture, copied
+from tutti.capture.step import Captured, capture, copied
 from tutti.graph.loop import graphs_of
 from tutti.graph.product import is_faster
 from tutti.layout import Layout
@@ -29,11 +29,11 @@ from tutti.runtime.comparisons import (
     PartitionComparison,
     Played,
     check_dtype,
-    feed_of,
-    snapshot,
+    on_its_way,
 )
 from tutti.runtime.copies import copies_of
 from tutti.runtime.execute import axes_used
+from tutti.runtime.guards import refuse_other_layouts
 from tutti.runtime.observed import observed
 from tutti.runtime.residence import Residence, run_device, settle
 
@@ -151,11 +151,12 @@ class Subject:
         model, optimizer = copies_of(model, optimizer)
         create_slots(optimizer)
         settle(model, optimizer, Residence(Layout()), run_device(model), seed)
-        self.captured = capture(
-            train_step, model, optimizer, batch, precision=precision, note_gradients=True
-        )
-        self.start = snapshot(self.captured, model, optimizer)
-        self.feed = feed_of(self.captured, optimizer, batch)
+
+        def on(seen: Sequence[float]) -> Captured:
+            given = train_step, model, optimizer, batch
+            return capture(*given, precision=precision, note_gradients=True, seen=seen)
+
+        self.captured, self.start, self.feed = on_its_way(on, model, optimizer, batch, seed)
         self.capture = CaptureComparison(
             self.captured,
             train_step,
@@ -181,6 +182,7 @@ class Subject:
     ) -> Program:
         """The partitioned program under `layout`; `dims` are those of the samples, where they are told."""
         assert layout.precision == self.precision, f"captured in {self.precision}"
+        refuse_other_layouts(self.captured, layout)
         return partition(plan(copied(self.captured), layout, place, dims=dims))
 
     def verdict(

@@ -1,0 +1,186 @@
+"""Training programs whose Python reads values of tensors, each to be compared with itself in eager mode."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import ASGD, SGD, Optimizer, RAdam
+from torch.optim.swa_utils import AveragedModel
+
+from python_programs import mlp, plain, update
+
+Made = tuple[Callable[..., Any], nn.Module, Any]
+NUM_CALLS = 8
+
+
+def with_optimizer(kind: Callable[..., Optimizer]) -> Callable[[], Made]:
+    def made() -> Made:
+        model = mlp()
+        return plain, model, kind(model.parameters())
+
+    return made
+
+
+def skips_a_loss_that_is_not_finite() -> Made:
+    model = mlp()
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        loss = m(x).square().mean()
+        if not torch.isfinite(loss):
+            return loss.detach()
+        return update(loss, o)
+
+    return step, model, SGD(model.parameters(), lr=0.1)
+
+
+def ends_the_program() -> Made:
+    model = mlp()
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        loss = m(x).square().mean()
+        if not math.isfinite(loss.item()):
+            sys.exit(7)
+        return update(loss, o)
+
+    return step, model, SGD(model.parameters(), lr=0.1)
+
+
+def scales_by_what_it_reads() -> Made:
+    model = mlp()
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        loss = m(x).square().mean()
+        now = loss.item()
+        if now > 0.2:
+            loss = loss * 0.5
+        return update(loss / (1 + math.sqrt(now)), o) + now
+
+    return step, model, SGD(model.parameters(), lr=0.1)
+
+
+def averaged_inside() -> Made:
+    model = mlp()
+    average = AveragedModel(model)
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        loss = plain(m, o, x)
+        average.update_parameters(m)
+        return loss + average(x).square().mean().detach()
+
+    return step, model, SGD(model.parameters(), lr=0.1)
+
+
+class Begins(nn.Module):
+    """A mean that is set at the first call, as codebooks of VQ-VAEs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.register_buffer("initted", torch.tensor(False))
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if not self.initted:
+            self.mean.copy_(y.detach().mean(0))
+            self.initted.copy_(torch.tensor(True))
+        else:
+            self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y - 0.5 * self.mean
+
+
+def begins_with_its_first_batch() -> Made:
+    model = Begins()
+    return plain, model, SGD(model.parameters(), lr=0.1)
+
+
+class Layerwise(Optimizer):
+    """A step of each parameter in proportion to its norm (LAMB), with branches on norms."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["step"], state["mean"] = 0, torch.zeros_like(p)
+                state["step"] += 1
+                state["mean"].lerp_(p.grad, 0.1)
+                move = state["mean"] / (1 - 0.9 ** state["step"])
+                size, length = p.norm(), move.norm()
+                ratio = 1.0 if size == 0 or length == 0 else size / length
+                p.add_(move * ratio, alpha=-group["lr"])
+
+
+def layerwise() -> Made:
+    model = mlp()
+    nn.init.zeros_(next(reversed(list(model.parameters()))))
+    return plain, model, Layerwise(model.parameters())
+
+
+class Estimating(Optimizer):
+    """Its step size comes from sums that it reads into Python numbers of its group (Prodigy)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0, "d": 1e-2, "d0": 1e-2, "above": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        d, above, below = group["d"], group["above"], 0.0
+        for p in group["params"]:
+            state = self.state[p]
+            if "start" not in state:
+                state["start"], state["sum"] = p.clone(), torch.zeros_like(p)
+            above += (p.grad * (state["start"] - p)).sum().item() * d / group["d0"]
+            state["sum"].add_(p.grad, alpha=d / group["d0"])
+            below += state["sum"].abs().sum().item()
+        if below == 0:
+            return
+        if d == group["d0"]:
+            d = max(d, above / below)
+        group["above"], group["d"] = above, max(d, above / below)
+        for p in group["params"]:
+            p.add_(p.grad, alpha=-group["d"] * group["lr"])
+
+
+READING: dict[str, Callable[[], Made]] = {
+    one.__name__: one
+    for one in (
+        skips_a_loss_that_is_not_finite,
+        ends_the_program,
+        scales_by_what_it_reads,
+        averaged_inside,
+        begins_with_its_first_batch,
+        layerwise,
+    )
+} | {
+    "radam": with_optimizer(lambda p: RAdam(p, lr=0.05)),
+    "asgd": with_optimizer(lambda p: ASGD(p, lr=0.05, t0=3)),
+    "estimating": with_optimizer(Estimating),
+}
+
+
+def batch(k: int) -> Tensor:
+    return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(k))
+
+
+def values(name: str, play: Callable[..., Callable[..., Any]]) -> list[Tensor]:
+    """The losses of a program, and its weights at the end; `play` makes its step what is called."""
+    step, model, optimizer = READING[name]()
+    called = play(step, model, optimizer)
+    losses = [called(batch(k)).detach().clone() for k in range(NUM_CALLS)]
+    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return [*losses, *(w.detach().clone() for w in weights)]
+
+
+def eager(step: Any, model: nn.Module, optimizer: Any) -> Callable[..., Any]:
+    return lambda x: step(model, optimizer, x)

@@ -1,0 +1,118 @@
+"""Steps whose Python reads values of tensors go the way that eager goes, at every call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import reading_programs as programs
+import tutti
+from ranks import Ranks
+from reading_programs import READING
+
+
+def distributed(layout: str) -> Any:
+    return lambda step, model, optimizer: tutti.distribute(step, model, optimizer, layout)
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", READING)
+def test_one_device_is_eager(name: str) -> None:
+    assert_same(programs.values(name, distributed("")), programs.values(name, programs.eager))
+
+
+def on_ranks(name: str, layout: str) -> list[Tensor]:
+    return programs.values(name, distributed(layout))
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=1", "data=2 zero=3"])
+@pytest.mark.parametrize("name", READING)
+def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
+    expected = programs.values(name, programs.eager)
+    for found in ranks.run(on_ranks, name, layout, n=2):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=3", "tensor=2"])
+@pytest.mark.parametrize("name", READING)
+def test_verified(name: str, layout: str) -> None:
+    step, model, optimizer = READING[name]()
+    found = tutti.verify(step, model, optimizer, (programs.batch(0),), layout)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize("layout", ["pipe=2 micro=2", "replica=2 sync=average(every=2)"])
+def test_where_ranks_would_not_all_know_it_is_refused(layout: str) -> None:
+    step, model, optimizer = READING["radam"]()
+    with pytest.raises(tutti.CaptureError, match="reads a value of a tensor in Python") as caught:
+        tutti.verify(step, model, optimizer, (programs.batch(0),), layout)
+    assert "a layout without" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("radam", 2), ("asgd", 2), ("layerwise", 3), ("estimating", 2)]
+)
+def test_each_way_is_traced_once(name: str, most: int) -> None:
+    made: list[tutti.Step] = []
+
+    def play(step: Any, model: Any, optimizer: Any) -> tutti.Step:
+        made.append(tutti.distribute(step, model, optimizer, ""))
+        return made[0]
+
+    programs.values(name, play)
+    assert made[0]._num_traces <= most
+
+
+def test_nothing_of_a_run_that_went_another_way_counts() -> None:
+    step, model, optimizer = READING["skips_a_loss_that_is_not_finite"]()
+    played = tutti.distribute(step, model, optimizer, "")
+    played(programs.batch(0))
+    before = [p.detach().clone() for p in model.parameters()]
+    assert played(programs.batch(1) * float("inf")).isnan()
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+    assert played(programs.batch(1)).isfinite()
+    assert not all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_program_ends_where_eager_ends_it() -> None:
+    step, model, optimizer = READING["ends_the_program"]()
+    played = tutti.distribute(step, model, optimizer, "")
+    played(programs.batch(0))
+    with pytest.raises(SystemExit) as ended:
+        played(programs.batch(1) * float("nan"))
+    assert ended.value.code == 7
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_value_that_is_read_again_after_a_write() -> None:
+    """What stands in a tensor when it is read counts, not what stands there at the end."""
+    model = programs.mlp()
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        x = m(x).detach().sum()
+        first = x.item()
+        x += 10.0
+        second = x.item()
+        return torch.tensor(second - first) if second > first else x
+
+    assert float(tutti.distribute(step, model, None, "")(programs.batch(0))) == pytest.approx(10.0)
+
+
+def test_equal_numbers_are_two_inputs() -> None:
+    """A trace in which two numbers are equal holds for calls in which they are."""
+    model = programs.mlp()
+
+    def step(m: Any, x: Tensor, a: float, b: float) -> Tensor:
+        return m(x).sum() * (a if a == b else 3 * b)
+
+    played = tutti.distribute(step, model, None, "")
+    for a, b in ((0.5, 0.5), (0.5, 0.7), (0.3, 0.7), (0.3, 0.3), (0.2, 0.1)):
+        x = programs.batch(0)
+        assert float(played(x, a, b)) == pytest.approx(float(step(model, x, a, b)))
