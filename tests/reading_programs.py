@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Optimizer, RAdam
+from torch.optim import ASGD, SGD, AdamW, Optimizer, RAdam
 from torch.optim.swa_utils import AveragedModel
 
 from python_programs import mlp, plain, update
@@ -152,6 +152,26 @@ class Estimating(Optimizer):
             p.add_(p.grad, alpha=-group["d"] * group["lr"])
 
 
+def scaled(*, fused: bool = False) -> Made:
+    """A gradient scaler, which skips updates and shrinks and grows its scale."""
+    model = mlp()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
+    factors = torch.tensor([1.0, 1.0, 1.0, math.inf, 1.0, math.inf, 1.0, 1.0])
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        loss = m(x).square().mean() * factors[0]
+        o.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(o)
+        nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        scaler.step(o)
+        scaler.update()
+        factors.copy_(factors.roll(-1))
+        return torch.stack([loss.detach(), torch.tensor(scaler.get_scale())])
+
+    return step, model, AdamW(model.parameters(), lr=0.01, fused=fused or None)
+
+
 READING: dict[str, Callable[[], Made]] = {
     one.__name__: one
     for one in (
@@ -161,8 +181,10 @@ READING: dict[str, Callable[[], Made]] = {
         averaged_inside,
         begins_with_its_first_batch,
         layerwise,
+        scaled,
     )
 } | {
+    "scaled by fused kernels": lambda: scaled(fused=True),
     "radam": with_optimizer(lambda p: RAdam(p, lr=0.05)),
     "asgd": with_optimizer(lambda p: ASGD(p, lr=0.05, t0=3)),
     "estimating": with_optimizer(Estimating),

@@ -71,26 +71,3 @@ def test_an_assertion() -> None:
 def _asserting(x: Tensor) -> Tensor:
     assert float(x.detach().abs().max()) < 1e3, "values"
     return x
-
-
-def test_a_gradient_scaler_that_is_enabled() -> None:
-    def step(enabled: bool) -> Any:
-        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
-
-        def scaled(model: Any, optimizer: Any, x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            return loss
-
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.AdamW(model.parameters())
-        return tutti.distribute(scaled, model, optimizer)(torch.ones(2, 4))
-
-    assert step(enabled=False).isfinite()
-    with pytest.raises(CaptureError, match="uses a gradient scaler") as found:
-        step(enabled=True)
-    assert "scaler.scale(loss)" in found.value.at

@@ -20,7 +20,7 @@ def distributed(layout: str) -> Any:
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", READING)

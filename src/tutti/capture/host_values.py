@@ -14,7 +14,6 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_leaves
 
 from tutti.capture.source import quoted, user_line
@@ -84,17 +83,6 @@ def _tensor(data: Any, *args: Any, **options: Any) -> Tensor:
     return _TENSOR(data, *args, **options)
 
 
-_SCALER = _refuse(
-    "uses a gradient scaler, which skips updates by the values of the gradients",
-    "bfloat16, which needs none (precision=bf16, or torch.autocast): GradScaler(enabled=False) may stay",
-)
-_SCALE: Any = GradScaler.scale
-
-
-def _scale(scaler: GradScaler, outputs: Any) -> Any:
-    return _SCALER() if scaler.is_enabled() else _SCALE(scaler, outputs)
-
-
 _SEED = _refuse(
     "seeds PyTorch's generator",
     "seed before the training begins; for the same numbers at every call, draw them before the step and hand "
@@ -133,7 +121,6 @@ def _patched() -> Iterator[None]:
         mock.patch.object(torch, "set_anomaly_enabled", lambda *_: None),
         mock.patch.object(FakeTensor, "__format__", _format),
         mock.patch.object(torch, "tensor", _tensor),
-        mock.patch.object(GradScaler, "scale", _scale),
         mock.patch.object(_LOG, "disabled", True),
     ):
         yield

@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tutti.capture import bags, ctc, masks
+from tutti.capture import bags, ctc, masks, scaler
 
 aten = torch.ops.aten
 OTHER_FORMS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: ctc.losses,
     aten._ctc_loss_backward.Tensor: ctc.losses_backward,
     aten._use_cudnn_ctc_loss.Tensor: ctc.no_cudnn,
+    **scaler.FORMS,
 }
 _GAUSSIAN_NLL: Any = F.gaussian_nll_loss
 
@@ -55,4 +56,5 @@ def in_other_forms() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for owner, name, function in _FUNCTIONS:
             stack.enter_context(mock.patch.object(owner, name, function))
+        stack.enter_context(scaler.branching_scaler())
         yield

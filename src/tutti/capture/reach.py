@@ -34,7 +34,7 @@ from tutti.capture.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table
 # Values that are compared, and never looked into.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device)
 # Of an instance of these, every attribute counts: their own code reads them.
-_WHOLE = (LRScheduler, types.SimpleNamespace, argparse.Namespace)
+_WHOLE = (LRScheduler, torch.amp.GradScaler, types.SimpleNamespace, argparse.Namespace)
 # Code that reads attributes of any name.
 _BY_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter"})
 _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
@@ -417,7 +417,7 @@ def _is_code_of_library(code: types.CodeType) -> bool:
 
 def _has_attributes(value: Any) -> bool:
     kind = type(value)
-    if isinstance(value, (*_WHOLE, torch.amp.GradScaler)):
+    if isinstance(value, _WHOLE):
         return True
     if not _is_users(kind.__module__):
         return False

@@ -1,0 +1,75 @@
+"""`torch.amp.GradScaler`: its two kernels as ops on tensors, and its choice to skip an update as a branch.
+
+A trace takes the way of finite gradients first (`read_values`); a call in which some are not is another
+program, without the update.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+aten = torch.ops.aten
+_STEP: Any = GradScaler.step
+
+
+def _unscale(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply the gradients by `inverse`; `found` is 1 where one of them is not finite."""
+    for grad in grads:
+        found.copy_(torch.maximum(found, grad.isfinite().logical_not().any().to(found.dtype)))
+        grad.mul_(inverse)
+
+
+def _update(
+    scale: Tensor, tracker: Tensor, found: Tensor, growth: float, backoff: float, interval: int
+) -> Tensor:
+    """Shrink the scale where gradients were not finite; let it grow after `interval` steps where all were."""
+    bad = found > 0
+    count = tracker + 1
+    full = count == interval
+    grown = scale * growth
+    grown = torch.where(full & grown.isfinite(), grown, scale)
+    scale.copy_(torch.where(bad, scale * backoff, grown))
+    tracker.copy_(torch.where(bad | full, torch.zeros_like(count), count))
+    return scale
+
+
+# In the form of `make_fx`'s decompositions.
+FORMS: dict[Any, Callable[..., Any]] = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten._amp_update_scale_.default: _update,
+}
+
+
+def _maybe_step(
+    _scaler: GradScaler, optimizer: Optimizer, state: dict[str, Any], *args: Any, **options: Any
+) -> Any:
+    """As PyTorch's, with a condition in the place of a sum of numbers: a trace guesses that it is false."""
+    if any(bool(found != 0) for found in state["found_inf_per_device"].values()):
+        return None
+    return optimizer.step(*args, **options)
+
+
+def _step(scaler: GradScaler, optimizer: Any, *args: Any, **options: Any) -> Any:
+    """Without the kernels that skip an update by themselves: the branch does."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return _STEP(scaler, optimizer, *args, **options)
+    with mock.patch.object(optimizer, "_step_supports_amp_scaling", False):
+        return _STEP(scaler, optimizer, *args, **options)
+
+
+@contextlib.contextmanager
+def branching_scaler() -> Iterator[None]:
+    """Inside, a scaler asks by a branch whether to skip an update."""
+    with (
+        mock.patch.object(GradScaler, "_maybe_opt_step", _maybe_step),
+        mock.patch.object(GradScaler, "step", _step),
+    ):
+        yield
