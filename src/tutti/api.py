@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from tutti.capture.batch import taken
 from tutti.capture.lift import create_slots, optimizers_of, state_of
 from tutti.capture.models import as_one_module
+from tutti.capture.read_values import Seen
 from tutti.capture.source import OnlyUsersFrames, quoted, user_line
 from tutti.capture.sparse import dense
 from tutti.capture.step import capture, copied
@@ -213,7 +214,7 @@ class _Compiled:
     last_call: int = 0
     samples: Samples | None = None
 
-    def may_hold(self, given: Mapping[str, float], seen: Sequence[float] | None) -> bool:
+    def may_hold(self, given: Mapping[str, float], seen: Seen | None) -> bool:
         """Whether a run may go the ways of this program, by what another run has `seen` of tensors."""
         return seen is None or self.reads is None or self.reads.holds(given, seen)
 
@@ -362,7 +363,7 @@ class Step:
         not, by the values that the step reads from tensors, another one runs. Nothing of the first counts."""
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         checked = bool(os.environ.get(CHECK_NAN))
-        values: list[float] = []
+        values: Seen = {}
         for _ in range(MOST_WAYS):
             assert compiled.reads is not None
             values = compiled.reads.values(returned)
@@ -408,7 +409,7 @@ class Step:
         leaves: list[Any],
         form: Any,
         batch: tuple[Any, ...],
-        seen: Sequence[float] | None = None,
+        seen: Seen | None = None,
     ) -> tuple[_Compiled, dict[str, float]]:
         """What plays this call, and the numbers that it is given.
 
@@ -426,7 +427,7 @@ class Step:
                 return compiled, given
         modes = [(module, module.training) for module in self._signatures.modules]
         with rarely_collected(), OnlyUsersFrames():
-            made = self._compile(batch, seen or ())
+            made = self._compile(batch, seen or {})
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         made.number = 1 + self._num_traces
         # A step that calls `model.train()` or `eval()` is found again from either mode.
@@ -476,7 +477,7 @@ class Step:
         made = self._signatures.of(leaves, form, python)
         return (made, self.served.apart) if self.served is not None else made
 
-    def _compile(self, batch: tuple[Any, ...], seen: Sequence[float]) -> _Compiled:
+    def _compile(self, batch: tuple[Any, ...], seen: Seen) -> _Compiled:
         if self.served is not None:
             self._begin_together(batch)
             worked = self.served.worker.compiled(tree_map_only(Tensor, whole_of, batch))
@@ -507,7 +508,7 @@ class Step:
         Outside(program.captured, self.python).agree(self.layout)
         self.python.note_changed(program.captured)
         reads = ReadGuard(program.captured) if program.captured.reads else None
-        if reads is None or not reads.conditional:  # else the old state may be needed once more
+        if reads is None:  # else the old state may be needed once more
             own = own_memory(state_of(self.model, self.optimizer))
             execution.donated = own & set(execution.program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
@@ -518,7 +519,7 @@ class Step:
         return made
 
     def _program(
-        self, batch: tuple[Any, ...], home: Residence, seen: Sequence[float] = ()
+        self, batch: tuple[Any, ...], home: Residence, seen: Seen | None = None
     ) -> tuple[Program, Guard]:
         """The partitioned program for a batch like this one, and the guard of its capture."""
         if self.agreeing is not None:

@@ -68,11 +68,6 @@ def packing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Ten
     return update(model, optimizer, cross_entropy(model(packed.data), y))
 
 
-def comparing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    spread = torch.cov(model(x).t())  # cov here
-    return update(model, optimizer, spread.square().sum())
-
-
 def accumulating(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
     loss = cross_entropy(model(x), y)
     loss.backward()  # accumulate here
@@ -93,7 +88,6 @@ WAYS_OUT: dict[str, tuple[Step, str, str, str]] = {
     "mask": (masking, "shape that depends on values", "# mask here", "torch.where"),
     "group": (grouping, "groups of rows", "# group here", "batched_mm"),
     "pack": (packing, "shape that depends on values", "# pack here", "lengths - 1"),
-    "compare": (comparing, "decides in Python on values", "# cov here", "torch.where"),
     "accumulate": (
         *(accumulating, "gradients that an earlier call left"),
         *("# accumulate here", "zero_grad"),

@@ -88,6 +88,8 @@ def returnable(result: Any) -> Any:
     leaves, form = flattened(result)
     if all(isinstance(x, _IN_GRAPHS) for x in leaves):
         return result
+    # A condition is what it was, under a guard.
+    leaves = [bool(x) if isinstance(x, torch.SymBool) else x for x in leaves]
     for x in leaves:
         if isinstance(x, Iterator | Awaitable):
             raise CaptureError(

@@ -19,10 +19,25 @@ from torch import Tensor
 from tutti.capture import bags, ctc, masks, scaler
 
 aten = torch.ops.aten
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def _close(
+    a: Tensor, b: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
+
+
 OTHER_FORMS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: ctc.losses,
     aten._ctc_loss_backward.Tensor: ctc.losses_backward,
     aten._use_cudnn_ctc_loss.Tensor: ctc.no_cudnn,
+    # What answers by a plain `bool` asks a tensor.
+    aten.equal.default: _equal,
+    aten.allclose.default: _close,
     **scaler.FORMS,
 }
 _GAUSSIAN_NLL: Any = F.gaussian_nll_loss

@@ -1,8 +1,9 @@
 """Values of tensors that a step's Python reads: `.item()`, a branch on a tensor.
 
 Nobody knows them when the step is captured. A trace takes one for each, and with them the ways at branches;
-the program that it makes is one for calls with the same ways. The tensors read are results of the graph:
-after a run, and before anything of it counts, the conditions of its branches are looked at (`Conditions`).
+the program that it makes is one for calls with the same ways. The tensors on which branches depend are
+results of the graph: after a run, and before anything of it counts, the conditions are looked at
+(`runtime.guards`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -31,6 +32,8 @@ from tutti.errors import CaptureError
 
 aten = torch.ops.aten
 ITEM = aten._local_scalar_dense.default
+# Values that were read, by the number of the read in its trace.
+Seen = Mapping[int, float]
 # What is taken for a value that nobody has seen yet.
 _GUESS: dict[type, float] = {bool: False, int: 1, float: 1.0}
 
@@ -42,12 +45,12 @@ class Symbols(ShapeEnv):
     tell which files are not a user's: a second for each process, and nothing here reads it.
 
     Args:
-        seen: what the reads of an earlier trace have turned out to be, in order; for others a guess is taken.
+        seen: what reads of an earlier trace have turned out to be, by their number; others are guessed.
     """
 
-    def __init__(self, seen: Sequence[float] = ()) -> None:
+    def __init__(self, seen: Seen) -> None:
         super().__init__(allow_dynamic_output_shape_ops=False)
-        self.seen = tuple(seen)
+        self.seen = dict(seen)
         self.reads: list[sympy.Symbol] = []
         self.kinds: list[type] = []
         self._every: set[sympy.Symbol] = set()  # of this trace and of others
@@ -85,34 +88,37 @@ class Symbols(ShapeEnv):
         return torch.SymBool(SymNode(sympy.Eq(symbol, 1), self, bool, bool(hint)))
 
     def _hint(self, k: int, kind: type) -> float:
-        value = self.seen[k] if k < len(self.seen) else _GUESS[kind]
+        value = self.seen.get(k, _GUESS[kind])
         return value if math.isfinite(value) else _GUESS[kind]
 
-    def flipped(self) -> list[float] | None:
+    def flipped(self) -> Seen | None:
         """Values with which the last guess at a condition would go the other way; None if there is none."""
-        guesses = [k for k, kind in enumerate(self.kinds) if kind is bool and k >= len(self.seen)]
+        guesses = [k for k, kind in enumerate(self.kinds) if kind is bool and k not in self.seen]
         if not guesses:
             return None
-        before = [self._hint(k, kind) for k, kind in enumerate(self.kinds[: guesses[-1]])]
-        return [*before, True]
+        before = {k: self._hint(k, kind) for k, kind in enumerate(self.kinds[: guesses[-1]])}
+        return {**before, guesses[-1]: True}
 
-    def guards_of(self, reads: Reads) -> list[Any]:
+    def conditions(self, reads: Reads) -> list[Any]:
         """The conditions of the branches that the trace with these `reads` took."""
         others = self._every - {*reads.symbols}
         return [guard.expr for guard in self.guards if not guard.expr.free_symbols & others]
+
+    def decisive(self) -> list[int]:
+        """The numbers of the reads of this trace on which a branch depends."""
+        asked = [expr for _, expr, _ in self.asked]
+        used = {s for expr in [*asked, *(g.expr for g in self.guards)] for s in expr.free_symbols}
+        return [k for k, symbol in enumerate(self.reads) if symbol in used]
 
     def ask(self, name: str, x: Any) -> bool | None:
         """The answer of `math.isnan` and its like for a number that is read; None for one that is not."""
         expr = x.node._expr
         if not expr.free_symbols & {*self.reads}:
             return None
-        seen = self.seen[self.reads.index(expr)] if self._is_seen(expr) else 1.0
-        answer = bool(getattr(math, name)(seen))
+        k = self.reads.index(expr) if expr in self.reads else None
+        answer = bool(getattr(math, name)(self.seen.get(k, 1.0)))
         self.asked.append((name, expr, answer))
         return answer
-
-    def _is_seen(self, expr: Any) -> bool:
-        return expr in self.reads and self.reads.index(expr) < len(self.seen)
 
     def is_read(self, x: Any) -> bool:
         """Whether a number is made of one that was read."""
@@ -121,9 +127,10 @@ class Symbols(ShapeEnv):
 
 @dataclass(frozen=True)
 class Reads:
-    """What one trace reads, in order: the symbols, and the first line that reads."""
+    """What one trace reads and branches on: the symbols with their numbers, and the first line that reads."""
 
     symbols: tuple[sympy.Symbol, ...] = ()
+    numbers: tuple[int, ...] = ()
     asked: tuple[tuple[str, Any, bool], ...] = ()
     source: str = ""
 
@@ -134,7 +141,7 @@ class Reads:
         """Raise `CaptureError` if anything is read."""
         if self.symbols:
             raise CaptureError(
-                f"the step reads a value of a tensor in Python, {where}",
+                f"the step branches on a value of a tensor, {where}",
                 at=quoted(self.source),
                 why="each rank would have to know it before it goes on",
                 fix=fix,
@@ -142,26 +149,34 @@ class Reads:
 
 
 def held(traced: fx.GraphModule, symbols: Symbols) -> Reads:
-    """Make results of the tensors whose values a trace reads: its last ones, in the order of the symbols."""
-    found: dict[Any, fx.Node] = {}
-    for node in [n for n in traced.graph.nodes if n.target is ITEM]:
-        val: Any = node.meta["val"]
-        symbol = next(iter(val.node._expr.free_symbols & {*symbols.reads}), None)
-        assert symbol is not None and symbol not in found
+    """Make results of the tensors on whose values the branches of a trace depend: its last ones, in order."""
+    nodes = {_symbol_of(n): n for n in traced.graph.nodes if n.target is ITEM}
+    numbers = symbols.decisive()
+    found: list[fx.Node] = []
+    for symbol in (symbols.reads[k] for k in numbers):
+        node = nodes[symbol]
         read: Any = node.args[0]
         with traced.graph.inserting_before(node):
             copy = traced.graph.call_function(aten.clone.default, (read,))
         fake = read.meta["val"]
         with fake.fake_mode, torch.no_grad():
             copy.meta = {**node.meta, "val": fake.detach().clone()}
-        found[symbol] = copy
+        found.append(copy)
     if not found:
         return Reads()
     output = traced.graph.output_node()
-    kept = [s for s in symbols.reads if s in found]
-    output.args = ([*output.args[0], *(found[s] for s in kept)],)  # type: ignore[misc]
-    source = next(iter(found.values())).meta.get("source", "")
-    return Reads(tuple(kept), tuple(symbols.asked), source)
+    output.args = ([*output.args[0], *found],)  # type: ignore[misc]
+    return Reads(
+        tuple(symbols.reads[k] for k in numbers),
+        tuple(numbers),
+        tuple(symbols.asked),
+        found[0].meta.get("source", ""),
+    )
+
+
+def _symbol_of(node: fx.Node) -> Any:
+    (symbol,) = node.meta["val"].node._expr.free_symbols
+    return symbol
 
 
 @contextlib.contextmanager
@@ -228,11 +243,12 @@ def _refuse(does: str) -> None:
     )
 
 
-def size_refused(reads: Reads) -> CaptureError:
+def size_refused(traced: fx.GraphModule) -> CaptureError:
     """For a value that is read and becomes a size, or a place in a tensor."""
+    sources = (n.meta.get("source") for n in traced.graph.nodes if n.target is ITEM)
     return CaptureError(
         "the step makes a size of a tensor's value",
-        at=quoted(reads.source),
+        at=quoted(next(filter(None, sources), "")),
         why="every shape must be known before the step runs",
         fix="a mask and torch.where, or a size that the step is given as an argument",
     )

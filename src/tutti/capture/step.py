@@ -51,7 +51,7 @@ from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.outside import contiguous_fake, lift_outside, read_by, refuse_written
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python_state import Effect, Findings, Number, PythonState
-from tutti.capture.read_values import ITEM, Reads, Symbols, held, size_refused, symbols_stay
+from tutti.capture.read_values import ITEM, Reads, Seen, Symbols, held, size_refused, symbols_stay
 from tutti.capture.rebound import data_written, take_over
 from tutti.capture.refusals import REFUSED_OPS, explained
 from tutti.capture.regions import watching
@@ -126,7 +126,7 @@ def capture(
     findings: Findings | None = None,
     renewed: Mapping[int, Tensor] | None = None,
     note_gradients: bool = False,
-    seen: Sequence[float] = (),
+    seen: Seen | None = None,
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
 
@@ -143,7 +143,7 @@ def capture(
     create_slots(optimizer)
     leaves, spec = flattened(dense(taken(batch)))
 
-    def prepared(seen: Sequence[float] = seen) -> _Lifted:
+    def prepared(seen: Seen = seen or {}) -> _Lifted:
         mode = FakeTensorMode(
             shape_env=Symbols(seen),
             static_shapes=True,
@@ -182,7 +182,7 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
     a way that was guessed at (a loss that is not finite) takes the other one.
     """
     findings.expect(prepared().python)
-    ways: list[Sequence[float]] = []
+    ways: list[Seen] = []
     while True:
         lifted = prepared(*ways[-1:])
         try:
@@ -197,7 +197,7 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
         numbers = {n.name: n for n in lifted.python.numbers}
         looked_at = looked_at_by_ops(traced, lifted.names, {*numbers, str(ITEM)})
         if str(ITEM) in looked_at:
-            raise size_refused(lifted.reads)
+            raise size_refused(traced)
         new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
         if looked_at:
             findings.fixed |= {p.name for name in looked_at for p in numbers[name].places}
@@ -349,7 +349,7 @@ class _Lifted:
         self.num_returned = len(out)
         out += begun.leaves
         out += self.found.values()
-        return [x.detach() if isinstance(x, Tensor) else x for x in out]
+        return list(map(_result, out))
 
     def _renewed(self, flat: Sequence[Any]) -> dict[int, Any]:
         """By id, what stands for tensors that users may hold still, in whose place others are state now."""
@@ -392,6 +392,13 @@ class _Lifted:
                     why="it would be frozen at today's value",
                     fix="reach it through the model argument of the step",
                 )
+
+
+def _result(x: Any) -> Any:
+    """A result of the trace; a condition is what it was, under a guard."""
+    if isinstance(x, Tensor):
+        return x.detach()
+    return bool(x) if isinstance(x, torch.SymBool) else x
 
 
 def _has_data(x: Any) -> bool:
@@ -479,7 +486,7 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         updated=updated,
         returned=lifted.returned,
         mode=lifted.mode,
-        guards=lifted.symbols.guards_of(lifted.reads),
+        guards=lifted.symbols.conditions(lifted.reads),
         numbers=lifted.python.numbers,
         effects=lifted.effects,
         num_returned=lifted.num_returned,

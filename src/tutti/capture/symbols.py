@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx
+from torch.optim import lr_scheduler
 
 from tutti.capture.read_values import ITEM, Symbols
 
@@ -20,6 +21,12 @@ _FLOATS = ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", 
 
 def _float(x: Any) -> Any:
     return torch.sym_float(x)
+
+
+def _float_of(x: Any) -> Any:
+    """`float` as a scheduler calls it on a metric."""
+    value = x.item() if isinstance(x, Tensor) else x
+    return _float(value) if isinstance(value, SYMBOLS) else float(value)
 
 
 def _of_float(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -40,6 +47,17 @@ def _ask(name: str, x: Any) -> bool:
     env = x.node.shape_env
     known = env.ask(name, x) if isinstance(env, Symbols) else None
     return name == "isfinite" if known is None else known
+
+
+def _pow(x: Any, y: Any) -> Any:
+    """Without a guard that the base is not negative: where it is, eager fails as well."""
+    known = isinstance(y, (int, float, torch.SymInt, torch.SymFloat))
+    return x.__float_pow__(y) if known else NotImplemented
+
+
+def _rpow(x: Any, y: Any) -> Any:
+    known = isinstance(y, (int, float, torch.SymInt, torch.SymFloat))
+    return x.__rfloat_pow__(y) if known else NotImplemented
 
 
 # Of `math`, what a symbol is given to: PyTorch has these functions for symbols, or their parts.
@@ -64,6 +82,9 @@ def on_symbols() -> Iterator[None]:
         for name, symbolic in _OF_MATH.items():
             plain = getattr(math, name)
             stack.enter_context(mock.patch.object(math, name, _choose(plain, symbolic)))
+        stack.enter_context(mock.patch.object(torch.SymFloat, "__pow__", _pow))
+        stack.enter_context(mock.patch.object(torch.SymFloat, "__rpow__", _rpow))
+        stack.enter_context(mock.patch.object(lr_scheduler, "float", _float_of, create=True))
         for name in ("tensor", "as_tensor"):
             plain = getattr(torch, name)
             stack.enter_context(mock.patch.object(torch, name, _choose(plain, _scalar_tensor)))

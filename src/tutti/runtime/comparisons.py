@@ -20,6 +20,7 @@ from tutti.capture.models import wrappers_open
 from tutti.capture.precision import computing
 from tutti.capture.python_state import Findings, PythonState, is_number
 from tutti.capture.random_ops import OurRandomness, rewinding
+from tutti.capture.read_values import Seen
 from tutti.capture.sparse import dense
 from tutti.capture.step import Captured
 from tutti.errors import TuttiError
@@ -82,20 +83,20 @@ def snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str, 
 
 
 def on_its_way(
-    capture: Callable[[Sequence[float]], Captured],
+    capture: Callable[[Seen], Captured],
     model: nn.Module,
     optimizer: Any,
     batch: tuple[Any, ...],
     seed: int,
 ) -> tuple[Captured, dict[str, Tensor], dict[str, Any]]:
     """A capture that goes the ways of this batch, by what it reads from tensors; with its state and feed."""
-    captured, seen = capture(()), list[float]()
+    captured, seen = capture({}), dict[int, float]()
     for k in range(MOST_WAYS):
         captured = capture(seen) if k else captured
         start = snapshot(captured, model, optimizer)
         feed = feed_of(captured, optimizer, batch)
         guard = ReadGuard(captured)
-        if not guard.conditional:
+        if not captured.reads:
             return captured, start, feed
         given = [inputs_of(captured, start, feed)]
         out, _ = VirtualRanks(Mesh(), seed=seed).run(captured.graph, captured.owner, given)[0]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._sympy.printers import PythonPrinter
 
+from tutti.capture.read_values import Seen
 from tutti.capture.source import quoted
 from tutti.capture.step import Captured
 from tutti.capture.symbols import SYMBOLS
@@ -66,7 +67,7 @@ class ReadGuard:
     """Whether a run has gone the ways that its trace took, by the tensors whose values the step reads."""
 
     def __init__(self, captured: Captured) -> None:
-        self._first, self._count = captured.num_results, len(captured.reads)
+        self._first, self._reads = captured.num_results, captured.reads.numbers
         symbols = _symbols(captured)
         reads = {s: str(s) for s in captured.reads.symbols}
         conditions: dict[str, None] = {}
@@ -77,30 +78,30 @@ class ReadGuard:
                 used |= {s: symbols[s] for s in expr.free_symbols & symbols.keys()}
         self._numbers = list(used.values())
         self._holds = _function([*used, *reads], " and ".join(conditions) or "True")
-        self.conditional = bool(conditions)
 
-    def values(self, results: Sequence[Any]) -> list[float]:
-        """What was read, of the results of a run."""
-        return [x.item() for x in results[self._first : self._first + self._count]]
+    def values(self, results: Sequence[Any]) -> dict[int, float]:
+        """What was read, of the results of a run, by the number of the read."""
+        read = results[self._first : self._first + len(self._reads)]
+        return {k: x.item() for k, x in zip(self._reads, read, strict=True)}
 
-    def holds(self, given: Mapping[str, Any], values: Sequence[float]) -> bool:
+    def holds(self, given: Mapping[str, Any], values: Seen) -> bool:
         """Whether these are the ways of this trace."""
-        if not self.conditional:
-            return True
-        if len(values) != self._count:
+        if not all(k in values for k in self._reads):
             return False
         try:
-            return bool(self._holds(*(given[n] for n in self._numbers), *values))
+            return bool(
+                self._holds(*(given[n] for n in self._numbers), *(values[k] for k in self._reads))
+            )
         except (ArithmeticError, ValueError):  # a logarithm of zero, where eager takes another way
             return False
 
 
-def no_way(captured: Captured, values: Sequence[float]) -> CaptureError:
+def no_way(captured: Captured, values: Seen) -> CaptureError:
     """For a step of which no trace has gone the ways that its values showed then."""
     return CaptureError(
         f"the step takes another way at each of {MOST_WAYS} traces, by values that it reads from tensors",
         at=quoted(captured.reads.source),
-        why=f"the last values were {[round(x, 6) for x in values[:8]]}",
+        why=f"the last values were {[round(x, 6) for x in list(values.values())[:8]]}",
         fix="torch.where(condition, a, b) on tensors instead of if/else",
     )
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tutti.capture.lift import create_slots
+from tutti.capture.read_values import Seen
 from tutti.capture.step import Captured, capture, copied
 from tutti.graph.loop import graphs_of
 from tutti.graph.product import is_faster
@@ -152,7 +153,7 @@ class Subject:
         create_slots(optimizer)
         settle(model, optimizer, Residence(Layout()), run_device(model), seed)
 
-        def on(seen: Sequence[float]) -> Captured:
+        def on(seen: Seen) -> Captured:
             given = train_step, model, optimizer, batch
             return capture(*given, precision=precision, note_gradients=True, seen=seen)
 
