@@ -41,7 +41,7 @@ def lift_outside(
             continue
         place = places[real[id(fake)]]
         value = place.get()
-        if not _may_be_input(value):
+        if not may_be_input(value):
             setattr(traced, str(node.target), value)
             continue
         if id(fake) not in made:
@@ -79,6 +79,18 @@ def _first(graph: fx.Graph) -> fx.Node:
     return next(iter(graph.nodes))
 
 
-def _may_be_input(value: Any) -> bool:
+def may_be_input(value: Any) -> bool:
+    """Whether a tensor outside is an input of the graph; of any other a trace has the very tensor."""
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
-    return plain and value.is_contiguous() and value.device.type != "meta"
+    return plain and _is_dense(value) and value.device.type != "meta"
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether its elements fill their memory, each in a place of its own, in whatever order of dims."""
+    dims = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n != 1)
+    room = 1
+    for step, n in dims:
+        if step != room:
+            return False
+        room *= n
+    return True
