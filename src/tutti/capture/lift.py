@@ -161,7 +161,7 @@ def _refuse_dampening(optimizer: Optimizer) -> None:
             )
 
 
-class _Undo(TorchDispatchMode):
+class Undo(TorchDispatchMode):
     """Keeps the first value of every tensor that an operation overwrites."""
 
     def __init__(self) -> None:
@@ -200,13 +200,13 @@ def create_slots(optimizer: Any) -> None:
             continue
         _refuse_dampening(one)
         kept = [(p, p.grad) for g in one.param_groups for p in g["params"]]
-        undo = _Undo()
+        undo = Undo()
         try:
             for p, _ in kept:
                 p.grad = None
             for p in fresh:
                 p.grad = torch.zeros_like(p)
-            with undo, _without_hooks(one), first_values(one, fresh), _at_first(one):
+            with undo, without_hooks(one), first_values(one, fresh), _at_first(one):
                 take_first_step(one, fresh)
         finally:
             for p, grad in kept:
@@ -246,7 +246,7 @@ def _place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """The step count that schedulers watch, and the users' hooks, do not see this step."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     kept = {n: getattr(optimizer, n) for n in names}

@@ -26,6 +26,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from tutti.capture.batch import called, taken
 from tutti.capture.canonical import canonicalize
 from tutti.capture.compiled import nothing_compiled
+from tutti.capture.first_form import make_slots, no_new_slots
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.found_gradients import Found, found_gradients, note_found
 from tutti.capture.functional import functional_graph
@@ -42,7 +43,6 @@ from tutti.capture.host_values import values_unknown
 from tutti.capture.kept_values import Attributes, Left, refuse_kept_values
 from tutti.capture.lift import (
     StateTensor,
-    create_slots,
     hypers_of,
     optimizers_of,
     state_of,
@@ -132,7 +132,7 @@ def capture(
     for what cannot be captured: a branch on a tensor's value, `.item()`, a shape that depends on values.
     """
     findings = Findings() if findings is None else findings
-    create_slots(optimizer)
+    make_slots(optimizer)
     leaves, spec = flattened(dense(taken(batch)))
 
     def prepared() -> _Lifted:
@@ -307,6 +307,7 @@ class _Lifted:
         batch = tree_unflatten(leaves, self.spec)
         with (
             swapped(self.model, self.optimizer, state, symbols) as places,
+            no_new_slots(self.model, self.optimizer),
             data_written(),
             hooked(self.state, flat),
             watched_gradients(
