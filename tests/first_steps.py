@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import torch
@@ -126,6 +127,31 @@ class Twice(Optimizer):
         raise NotImplementedError("climb() and fall()")
 
 
+class Rule(enum.IntEnum):
+    PLAIN = 3
+    SIGN = 7
+
+
+class Shared(Optimizer):
+    """Counts in its state under a name of its own, from its first step on; an option is a word."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "rule": Rule.SIGN})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if "calls" not in self.state:
+            first = self.param_groups[0]["params"][0]
+            self.state["calls"], self.state["largest"] = 0, torch.zeros((), dtype=first.dtype)  # type: ignore[index]
+        self.state["calls"] += 1  # type: ignore[index]
+        for group in self.param_groups:
+            rule = {Rule.PLAIN: Tensor.clone, Rule.SIGN: Tensor.sign}[group["rule"]]
+            for p in group["params"]:
+                largest: Any = self.state["largest"]  # type: ignore[index]
+                largest.copy_(torch.maximum(0.9 * largest, p.grad.abs().max()))
+                p.sub_(rule(p.grad) * largest * group["lr"] / self.state["calls"])  # type: ignore[index]
+
+
 def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False))
 
@@ -158,6 +184,10 @@ def roots() -> Program:
 
 def directed() -> Program:
     return _program(Directed)
+
+
+def shared() -> Program:
+    return _program(Shared)
 
 
 def dampened() -> Program:
@@ -198,4 +228,5 @@ def beside_adam() -> Program:
     return both, made, {"basis": Basis(made[0].parameters()), "adam": kept}, batch()
 
 
-PROGRAMS = {one.__name__: one for one in (basis, roots, directed, dampened, twice, beside_adam)}
+_ALL = (basis, roots, directed, shared, dampened, twice, beside_adam)
+PROGRAMS = {one.__name__: one for one in _ALL}

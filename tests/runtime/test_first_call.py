@@ -58,7 +58,7 @@ def _saved_and_resumed(name: str, layout: str, path: str, calls: int) -> list[li
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3])
-@pytest.mark.parametrize("name", ["basis", "roots", "directed", "dampened"])
+@pytest.mark.parametrize("name", ["basis", "roots", "directed", "dampened", "shared"])
 def test_checkpoints_before_and_after_the_first_call(name: str, calls: int, tmp_path: Path) -> None:
     first, second = _saved_and_resumed(name, "", str(tmp_path / "saved"), calls)
     assert second == pytest.approx(first, rel=1e-12)

@@ -18,7 +18,7 @@ import copy
 import random
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from tutti.capture.first_step import inner_optimizers, refuse_kind
 from tutti.capture.lift import Undo, create_slots, names_of, optimizers_of, without_hooks
-from tutti.capture.optimizer_copies import Memo, optimizers_copied_whole
+from tutti.capture.optimizer_copies import Memo, copied, optimizers_copied_whole
 from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.errors import CaptureError, TuttiError
 
@@ -194,7 +194,9 @@ def _is_other(one: Optimizer) -> bool:
             try:
                 made = _Copy(one)
                 made.make_slots()
-                return not _are_same(made.after_steps(by_closure), expected)
+                begins_with = made.shared
+                found = made.after_steps(by_closure)
+                return made.shared != begins_with or not _are_same(found, expected)
             except Exception:
                 return True
     return True
@@ -206,8 +208,9 @@ class _Copy:
     def __init__(self, one: Optimizer) -> None:
         self._draw = torch.Generator().manual_seed(_SEED)
         memo = self._stand_ins(one)
-        memo |= {id(x.state): defaultdict(dict) for x in inner_optimizers(one)}
+        states = {id(x.state): x.state for x in inner_optimizers(one)}
         with optimizers_copied_whole():
+            memo |= {i: defaultdict(dict, _of_none(copied(x, memo))) for i, x in states.items()}
             self.optimizer: Any = copy.deepcopy(one, memo)
         for inner in inner_optimizers(self.optimizer):
             inner._optimizer_step_pre_hooks = OrderedDict()
@@ -238,6 +241,11 @@ class _Copy:
         self.params.append(made)
         return made
 
+    @property
+    def shared(self) -> list[set[Any]]:
+        """The names of what the state holds of no parameter."""
+        return [{*_of_none(x.state)} for x in inner_optimizers(self.optimizer)]
+
     def make_slots(self) -> None:
         """As `create_slots` does before a step is captured."""
         with OurRandomness(_SEED, NUM_STEPS) as ours, rewinding(ours):
@@ -255,6 +263,7 @@ class _Copy:
         found: list[Any] = [[p.detach() for p in self.params]]
         for inner in inner_optimizers(self.optimizer):
             found.append([dict(inner.state.get(p, {})) for p in self.params])
+            found.append(_of_none(inner.state))
             found.append([_but(group, "params") for group in inner.param_groups])
             found.append(_but(vars(inner), "state", "param_groups", "defaults"))
         return found
@@ -283,6 +292,11 @@ def _step(one: Any, params: Sequence[Tensor], grads: Sequence[Tensor], *, by_clo
         one.step(closure)
     else:
         one.step()
+
+
+def _of_none(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What a state holds that belongs to no parameter."""
+    return {k: v for k, v in state.items() if not isinstance(k, Tensor)}
 
 
 def _but(values: dict[str, Any], *left_out: str) -> dict[str, Any]:

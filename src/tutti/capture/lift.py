@@ -180,7 +180,10 @@ class Undo(TorchDispatchMode):
     def undo(self) -> None:
         with torch.no_grad():
             for tensor, first in self.first.values():
-                tensor.copy_(first)
+                if tensor.shape == first.shape:
+                    tensor.copy_(first)
+                else:  # transposed in place
+                    tensor.data = first
 
 
 def create_slots(optimizer: Any) -> None:
@@ -336,14 +339,16 @@ def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any])
             state[new] = tree_map(
                 lambda v: tensors.get(id(v), v) if isinstance(v, Tensor) else v, dict(slots)
             )
-    one.state, one.param_groups = state, groups
     put = {id(x) for x in tensors.values()}
-    return [
+    places = [
         Place(partial(_slot, one, p, key), x)
         for p, slots in state.items()
         for key, x in slots.items()
         if id(x) in put
     ]
+    state.update({k: v for k, v in one.state.items() if not isinstance(k, Tensor)})
+    one.state, one.param_groups = state, groups
+    return places
 
 
 def _slot(one: Optimizer, p: Tensor, key: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,25 +41,28 @@ def _replace(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> N
 def replace_in_optimizer(optimizer: Any, replaced: dict[int, Tensor]) -> None:
     """The same of the optimizers alone, as keys of their state too.
 
-    Optimizers may share groups, and their state: one that calls another holds the same dicts.
+    Optimizers may share groups, and their state: one that calls another holds the same dicts. All dicts stay:
+    who reads a count in one has it.
     """
-    every = optimizers_of(optimizer)
+    every = optimizers_of(optimizer) if replaced else []
     states = {id(one.state): one.state for one in every}
-    made = {i: _renamed(state, every, replaced) for i, state in states.items()}
+    made = [(state, _renamed(state, every, replaced)) for state in states.values()]
+    for state, renamed in made:
+        state.clear()
+        state.update(renamed)
     for one in every:
-        one.state = made[id(one.state)]
         for group in one.param_groups:
             group["params"][:] = [replaced.get(id(p), p) for p in group["params"]]
 
 
 def _renamed(
     state: Mapping[Any, Any], every: Sequence[Optimizer], replaced: dict[int, Tensor]
-) -> defaultdict[Any, Any]:
+) -> dict[Any, Any]:
     """The slots under the parameters of now, in the order of the groups; and what is no parameter's."""
-    made: defaultdict[Any, Any] = defaultdict(dict)
+    made: dict[Any, Any] = {}
     for old in (p for one in every for group in one.param_groups for p in group["params"]):
         slots = state.get(old)
-        if slots is not None:  # the same dict: what reads a count there has it
+        if slots is not None:
             made[replaced.get(id(old), old)] = slots
             for key, value in slots.items():
                 if isinstance(value, Tensor) and id(value) in replaced:
