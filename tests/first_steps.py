@@ -120,7 +120,7 @@ class Twice(Optimizer):
     def fall(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                p.copy_(self.state[p]["before"])
+                p.data = self.state[p]["before"]
         self.base.step()
 
     def step(self, closure: Any = None) -> Any:

@@ -104,6 +104,20 @@ def test_replicas_refuse(layout: str) -> None:
         tutti.verify(train_step, model, optimizer, batch, layout)
 
 
+def test_a_slot_that_is_a_weights_memory_and_is_read_is_refused() -> None:
+    class Reads(first_steps.Twice):
+        @torch.no_grad()
+        def climb(self) -> None:
+            for p in self.param_groups[0]["params"]:
+                if "before" in self.state[p]:
+                    p.add_(p - self.state[p]["before"])
+            super().climb()
+
+    train_step, model, _, batch = first_steps.twice()
+    with pytest.raises(CaptureError, match="is a weight's memory after the step"):
+        tutti.distribute(train_step, model, Reads(model.parameters()), "")(*batch)
+
+
 def test_a_pipeline_goes_on_from_the_first_call() -> None:
     train_step, model, optimizer, batch = first_steps.roots()
     assert tutti.verify(train_step, model, optimizer, batch, "pipe=2 micro=2").ok

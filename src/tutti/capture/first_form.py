@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from tutti.capture.first_step import inner_optimizers, refuse_kind
+from tutti.capture.first_step import inner_optimizers, part_from_weights, refuse_kind
 from tutti.capture.lift import Undo, create_slots, names_of, optimizers_of, without_hooks
 from tutti.capture.optimizer_copies import Memo, copied, optimizers_copied_whole
 from tutti.capture.random_ops import OurRandomness, rewinding
@@ -99,8 +99,10 @@ def make_places(optimizer: Any) -> None:
 
 
 def note_step(optimizer: Any) -> None:
-    """A step was taken eagerly: parameters that have no slots after it need none."""
+    """A step was taken eagerly: parameters without slots after it need none, and slots are no weights."""
     for one in _given(optimizer):
+        for inner in inner_optimizers(one):
+            part_from_weights(inner, _params(inner))
         if one in _FORMS:
             _FORMS[one].without = _fresh(one)
 

@@ -252,15 +252,15 @@ def _place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """The step count that schedulers watch, and the users' hooks, do not see this step."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    kept = {n: getattr(optimizer, n) for n in names}
+    kept = {n: getattr(optimizer, n) for n in names if hasattr(optimizer, n)}
     called = getattr(optimizer, "_opt_called", None)
     step = optimizer.__dict__.pop("step", None)
     try:
-        for n in names:
+        for n in kept:
             setattr(optimizer, n, type(kept[n])())
         yield
     finally:
-        for n in names:
+        for n in kept:
             setattr(optimizer, n, kept[n])
         if step is not None:
             optimizer.__dict__["step"] = step

@@ -53,7 +53,7 @@ from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.outside import lift_outside, read_by
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python_state import Effect, Findings, Number, PythonState
-from tutti.capture.rebound import data_written, take_over
+from tutti.capture.rebound import data_written, refuse_read, take_over
 from tutti.capture.refusals import REFUSED_OPS, explained
 from tutti.capture.regions import watching
 from tutti.capture.sparse import dense, dense_gradients, refuse_sparse_constants
@@ -163,6 +163,7 @@ def capture(
     }
     refuse_other_weights(precision, weights, frozenset(captured.updated))
     canonicalize(captured.graph, captured.owner, lifted.mode)
+    refuse_read(captured.placeholders, lifted.sharing)
     lifted.grads.note(lifted.holders)
     return captured
 
@@ -242,6 +243,7 @@ class _Lifted:
         )
         self.returned: TreeSpec | None = None
         self.left: list[Left] = []
+        self.sharing: list[str] = []  # state that has a weight's memory after the step
         self.effects: list[Effect] = []
         self.changed: set[str] = set()
         self.num_returned = 0
@@ -308,7 +310,7 @@ class _Lifted:
         with (
             swapped(self.model, self.optimizer, state, symbols) as places,
             no_new_slots(self.model, self.optimizer),
-            data_written(),
+            data_written() as shared,
             hooked(self.state, flat),
             watched_gradients(
                 self.state, flat, self.begun, self.there, self.optimizer
@@ -327,7 +329,7 @@ class _Lifted:
                 result = called(self.train_step, args, batch)
             self.grads.end()
             put = {id(x): s for s, x in zip(self.state, flat, strict=False)}
-            take_over(places, put)
+            self.sharing = take_over(places, put, shared)
             self.left = self.attributes.left(begun.stand_ins)
             self.effects, self.changed = begun.effects(), begun.changed
             self.stand_ins = begun.stand_ins

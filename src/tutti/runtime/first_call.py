@@ -105,7 +105,7 @@ class FirstCall:
             )
             if cut:
                 self._gradients_lost = any(p.grad is not None for p in step.model.parameters())
-        note_step(step.optimizer)
+            note_step(step.optimizer)
         after = _versions(python)
         python.changed |= {name for name, one in after.items() if before.get(name) != one}
         leaves, spec = flattened(returnable(result))
