@@ -24,6 +24,7 @@ from runs import whole
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.lift import state_of
 from tutti.capture.models import as_one_module
+from tutti.capture.random_ops import OurRandomness, rewinding
 
 CALLS = 3
 TOLERANCE = 1e-10
@@ -44,41 +45,48 @@ def _built(program: Callable[[], Program]) -> Iterator[Program]:
         torch.set_default_dtype(before)
 
 
-def eager(program: Callable[[], Program]) -> Found:
-    """What three calls return, and the state after them, by plain PyTorch."""
+def eager(program: Callable[[], Program], calls: int = CALLS) -> Found:
+    """What some calls return, and the state after them, by plain PyTorch; random ops draw tutti's numbers."""
     with _built(program) as (step, model, optimizer, batch):
         args = (model,) if optimizer is None else (model, optimizer)
-        returned = [x for _ in range(CALLS) for x in _arrays(step(*args, *batch))]
+        returned = []
+        for k in range(calls):
+            with OurRandomness(0, k) as ours, rewinding(ours):
+                returned += _arrays(step(*args, *batch))
         state = state_of(as_one_module(step, model)[1], optimizer)
         return returned, {s.name: _array(s.tensor) for s in state}
 
 
-def played(program: Callable[[], Program], layout: str) -> Found:
+def played(program: Callable[[], Program], layout: str, calls: int = CALLS) -> Found:
     """The same by a distributed step."""
     with _built(program) as (train_step, model, optimizer, batch):
         step = tutti.distribute(train_step, model, optimizer, layout)
-        returned = [x for _ in range(CALLS) for x in _arrays(step(*batch))]
+        returned = [x for _ in range(calls) for x in _arrays(step(*batch))]
         return returned, {n: _array(whole(x)) for n, x in step.state_dict().items()}
 
 
-def assert_as_eager(program: Callable[[], Program], layout: str = "data=2 zero=1") -> None:
+def assert_as_eager(
+    program: Callable[[], Program], layout: str = "data=2 zero=1", calls: int = CALLS
+) -> None:
     """One device gives eager's numbers, and `layout` those of one device."""
-    _assert_equal(played(program, ""), eager(program))
+    _assert_equal(played(program, "", calls), eager(program, calls))
     with _built(program) as (train_step, model, optimizer, batch):
         found = tutti.verify(train_step, model, optimizer, batch, layout)
     assert found.ok, str(found)
     assert found.num_tensors > 2, str(found)
 
 
-def assert_as_eager_on_ranks(ranks: Ranks, program: Callable[[], Program], layout: str) -> None:
+def assert_as_eager_on_ranks(
+    ranks: Ranks, program: Callable[[], Program], layout: str, calls: int = CALLS
+) -> None:
     """Two real ranks give eager's numbers."""
-    expected = eager(program)
-    for found in ranks.run(_on_rank, program.__module__, program.__name__, layout, n=2):
+    expected = eager(program, calls)
+    for found in ranks.run(_on_rank, program.__module__, program.__name__, layout, calls, n=2):
         _assert_equal(found, expected)
 
 
-def _on_rank(module: str, name: str, layout: str) -> Found:
-    return played(getattr(importlib.import_module(module), name), layout)
+def _on_rank(module: str, name: str, layout: str, calls: int) -> Found:
+    return played(getattr(importlib.import_module(module), name), layout, calls)
 
 
 def _assert_equal(found: Found, expected: Found) -> None:

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from tutti.capture.batch import taken
-from tutti.capture.lift import create_slots, optimizers_of, state_of
+from tutti.capture.first_form import FirstStepAhead, awaiting, first_step_ahead, make_slots
+from tutti.capture.lift import optimizers_of, state_of
 from tutti.capture.models import as_one_module
 from tutti.capture.read_values import Seen
 from tutti.capture.source import OnlyUsersFrames, quoted, user_line
@@ -41,9 +42,11 @@ from tutti.report.records import Record, records
 from tutti.report.servers import explain_servers
 from tutti.runtime import checkpoint
 from tutti.runtime.collector import rarely_collected
+from tutti.runtime.copies import copies_of
 from tutti.runtime.cuda_graph import op_by_op
 from tutti.runtime.divergence import Divergence
 from tutti.runtime.execute import Execution
+from tutti.runtime.first_call import FirstCall, first_call_undone, refuse_where_apart
 from tutti.runtime.guards import MOST_WAYS, Guard, ReadGuard, guard_of, no_way, refuse_other_layouts
 from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
@@ -173,6 +176,7 @@ def verify(
     comparing: Any = agreeing if laid_out.num_replicas > 1 else compare
     given = taken(batch)
     train_step, module = as_one_module(train_step, model)
+    refuse_where_apart(optimizer, laid_out)
     with OnlyUsersFrames():
         return comparing(
             train_step,
@@ -253,6 +257,7 @@ class Step:
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
         self._num_traces = 0
+        self._begun = False  # whether all ranks have made a call
         self._last: _Compiled | None = None
         self._optimizers = optimizers_of(optimizer)
         self._signatures = Signatures(self.model, self._optimizers)
@@ -279,7 +284,10 @@ class Step:
         if self._by_servers:
             self._before_served(batch)
         leaves, form = _flattened(batch)
-        compiled, given = self._find(leaves, form, batch)
+        found = self._found(leaves, form, batch)
+        if found is None:
+            return self._first_call(leaves, form, batch)
+        compiled, given = found
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         checked = bool(os.environ.get(CHECK_NAN))
         execution = compiled.execution
@@ -307,6 +315,31 @@ class Step:
         returned = returned[: captured.num_returned]
         self._warn_of_nan(returned)
         return tree_unflatten(returned, captured.returned)
+
+    def _first_call(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Any:
+        """One step as PyTorch takes it, and a program for the next call like it."""
+        self._begin_together(batch)
+        call = FirstCall(self)
+        with OnlyUsersFrames():
+            returned, spec = call.take(batch)
+        self.num_steps += 1
+        self._warn_of_nan(returned)
+        found = self._found(leaves, form, batch)
+        if found is None:
+            call.not_over()
+        else:
+            self._last = found[0]
+            call.over()
+        return tree_unflatten(returned, spec)
+
+    def _found(
+        self, leaves: list[Any], form: Any, batch: tuple[Any, ...]
+    ) -> tuple[_Compiled, dict[str, float]] | None:
+        """What `_find` gives; None for a call that is to be taken eagerly."""
+        try:
+            return self._find(leaves, form, batch)
+        except FirstStepAhead:
+            return None
 
     def _before_served(self, batch: tuple[Any, ...]) -> None:
         """A server serves at its first training step, and ends; an evaluation sees the weights of now."""
@@ -389,7 +422,7 @@ class Step:
             wanted = [x for x in captured.state if x.name not in captured.outside]
             compiled.outside = Outside(captured, self.python)
             if self.layout.num_ranks == 1:
-                create_slots(self.optimizer)  # where the user has cleared them
+                make_slots(self.optimizer)  # where the user has cleared them
             compiled.holders = Holders(self.model, self._optimizers, wanted)
             now = compiled.holders.tensors()
             assert now is not None
@@ -484,11 +517,15 @@ class Step:
             refuse_where_served(worked.split.captured)
             return _Compiled(worked.program, worked, guard_of(worked.split.captured))
         refuse_open(self.model)
+        if self.agreeing is not None:
+            refuse_where_apart(self.optimizer, self.layout)
+        elif (one := awaiting(self.optimizer)) is not None:
+            raise first_step_ahead(one)
         self._begin_together(batch)
         home = residence_of(self.model, self.layout)
         home.device = run_device(self.model)
         with unguarded():
-            create_slots(self.optimizer)
+            make_slots(self.optimizer)
         adopt(self.model, self.optimizer)
         try:
             program, holds = self._program(batch, home, seen)
@@ -544,18 +581,27 @@ class Step:
         """The program that a call with `batch` would run, without running anything."""
         if self.served is not None:
             return self.served.parts_of(taken(batch))[1]
-        return self._program(taken(batch), Residence(self.layout))[0]
+        refuse_where_apart(self.optimizer, self.layout)
+        made: Step = self
+        given = self.train_step, self.model, self.optimizer
+        if awaiting(self.optimizer) is not None:
+            given = self.train_step, *copies_of(self.model, self.optimizer)
+            options: Any = {"cut": self.cut, "batch_dim": self.batch_dim, "seed": self.seed}
+            made = Step(*given, self.layout, place=self.place, **options)
+        with first_call_undone(*given, taken(batch), self.seed, self.layout.precision):
+            return made._program(taken(batch), Residence(self.layout))[0]
 
     def _begin_together(self, batch: tuple[Any, ...]) -> None:
         """All ranks are at this call, which none has a program for, and were given the same."""
         several = ensure_process_group()
         if self.served is None:
             self.layout.check_ranks(dist.get_world_size() if several else 1)
-        if self._compiled:
+        if self._begun:
             self._divergence.before_compiling()
         else:
             self._divergence.first()
             self._check_same_batch(batch)
+            self._begun = True
 
     def _check_same_batch(self, batch: tuple[Any, ...]) -> None:
         """All ranks must be given the same global batch, and say so before the first step."""

@@ -130,13 +130,12 @@ def test_optimizers_whose_steps_differ_in_form_are_refused(kind: Any) -> None:
         train_step(*(x.float() for x in batch()))
 
 
-def test_an_optimizer_that_takes_no_step_with_zero_gradients() -> None:
+def test_an_optimizer_that_takes_no_step_at_all_fails_as_in_pytorch() -> None:
     class Picky(SGD):
         def step(self, closure: Any = None) -> Any:
             raise ValueError("not now")
 
     model = mlp()
     train_step = tutti.distribute(step, model, Picky(model.parameters()))
-    with pytest.raises(CaptureError, match="Picky cannot take a step") as found:
-        train_step(*batch())
-    assert isinstance(found.value.__cause__, ValueError)
+    with pytest.raises(ValueError, match="not now"):
+        train_step(*(x.float() for x in batch()))

@@ -161,7 +161,7 @@ def _refuse_dampening(optimizer: Optimizer) -> None:
             )
 
 
-class _Undo(TorchDispatchMode):
+class Undo(TorchDispatchMode):
     """Keeps the first value of every tensor that an operation overwrites."""
 
     def __init__(self) -> None:
@@ -180,7 +180,10 @@ class _Undo(TorchDispatchMode):
     def undo(self) -> None:
         with torch.no_grad():
             for tensor, first in self.first.values():
-                tensor.copy_(first)
+                if tensor.shape == first.shape:
+                    tensor.copy_(first)
+                else:  # transposed in place
+                    tensor.data = first
 
 
 def create_slots(optimizer: Any) -> None:
@@ -200,13 +203,13 @@ def create_slots(optimizer: Any) -> None:
             continue
         _refuse_dampening(one)
         kept = [(p, p.grad) for g in one.param_groups for p in g["params"]]
-        undo = _Undo()
+        undo = Undo()
         try:
             for p, _ in kept:
                 p.grad = None
             for p in fresh:
                 p.grad = torch.zeros_like(p)
-            with undo, _without_hooks(one), first_values(one, fresh), _at_first(one):
+            with undo, without_hooks(one), first_values(one, fresh), _at_first(one):
                 take_first_step(one, fresh)
         finally:
             for p, grad in kept:
@@ -246,18 +249,18 @@ def _place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def _without_hooks(optimizer: Optimizer) -> Iterator[None]:
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """The step count that schedulers watch, and the users' hooks, do not see this step."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    kept = {n: getattr(optimizer, n) for n in names}
+    kept = {n: getattr(optimizer, n) for n in names if hasattr(optimizer, n)}
     called = getattr(optimizer, "_opt_called", None)
     step = optimizer.__dict__.pop("step", None)
     try:
-        for n in names:
+        for n in kept:
             setattr(optimizer, n, type(kept[n])())
         yield
     finally:
-        for n in names:
+        for n in kept:
             setattr(optimizer, n, kept[n])
         if step is not None:
             optimizer.__dict__["step"] = step
@@ -336,14 +339,16 @@ def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any])
             state[new] = tree_map(
                 lambda v: tensors.get(id(v), v) if isinstance(v, Tensor) else v, dict(slots)
             )
-    one.state, one.param_groups = state, groups
     put = {id(x) for x in tensors.values()}
-    return [
+    places = [
         Place(partial(_slot, one, p, key), x)
         for p, slots in state.items()
         for key, x in slots.items()
         if id(x) in put
     ]
+    state.update({k: v for k, v in one.state.items() if not isinstance(k, Tensor)})
+    one.state, one.param_groups = state, groups
+    return places
 
 
 def _slot(one: Optimizer, p: Tensor, key: str) -> Any:

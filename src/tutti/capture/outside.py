@@ -45,7 +45,7 @@ def lift_outside(
             continue
         place = places[known]
         value = place.get()
-        if not _may_be_input(value):
+        if not may_be_input(value):
             setattr(traced, str(node.target), value)
             continue
         if known not in made:
@@ -69,13 +69,13 @@ def contiguous_fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def refuse_written(outside: Mapping[str, Place], updated: Sequence[str]) -> None:
-    """Raise `CaptureError` where a step writes into a tensor outside that is not contiguous."""
+    """Raise `CaptureError` where a step writes into a tensor outside that does not fill its memory."""
     for name in updated:
         place = outside.get(name)
-        if place is not None and not place.get().is_contiguous():
+        if place is not None and not is_dense(place.get()):
             raise CaptureError(
-                f"the step writes into {name}, a view of another tensor",
-                why="state of a step is a contiguous tensor",
+                f"the step writes into {name}, a part of another tensor",
+                why="state of a step is a tensor that fills its memory",
                 fix=f"{name} = {name}.contiguous() before the training",
             )
 
@@ -105,6 +105,18 @@ def _first(graph: fx.Graph) -> fx.Node:
     return next(iter(graph.nodes))
 
 
-def _may_be_input(value: Any) -> bool:
+def may_be_input(value: Any) -> bool:
+    """Whether a tensor outside is an input of the graph; of any other a trace has the very tensor."""
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
     return plain and value.device.type != "meta"
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether its elements fill their memory, each in a place of its own, in whatever order of dims."""
+    dims = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n != 1)
+    room = 1
+    for step, n in dims:
+        if step != room:
+            return False
+        room *= n
+    return True

@@ -12,6 +12,7 @@ or a constant, that is put there after each call. Nothing that a trace leaves st
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import numbers
 import types
@@ -29,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tutti.capture.contents import contents, contents_of, has_contents, refused_change
-from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, Table, named
+from tutti.capture.held_values import ITEM, MEMBER, MISSING, SCOPE, Place, Table, named
 from tutti.capture.lift import is_scheduled, names_of
 from tutti.capture.reach import PLAIN, reach
 from tutti.capture.source import quoted, user_line
@@ -401,7 +402,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_plain_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool | enum.Enum)
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -448,9 +449,12 @@ def _group(one: Optimizer, g: int) -> Any:
 
 
 def _slot_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Table]:
-    """What optimizers keep of each parameter besides tensors: numbers, and lists of tensors."""
+    """What optimizers keep of each parameter besides tensors: numbers, and lists of tensors; and of none."""
     owners = names_of(model)
-    for one in optimizers:
+    for k, one in enumerate(optimizers):
+        if shared := [key for key in one.state if not isinstance(key, Tensor)]:
+            prefix = f"optim{k}.state." if k else "optim.state."
+            yield Table(prefix, SCOPE, partial(getattr, one, "state"), shared)
         for g, group in enumerate(one.param_groups):
             for j, param in enumerate(group["params"]):
                 slots = one.state.get(param, {})

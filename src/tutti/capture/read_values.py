@@ -115,7 +115,7 @@ class Symbols(ShapeEnv):
         expr = x.node._expr
         if not expr.free_symbols & {*self.reads}:
             return None
-        k = self.reads.index(expr) if expr in self.reads else None
+        k = self.reads.index(expr) if expr in self.reads else -1
         answer = bool(getattr(math, name)(self.seen.get(k, 1.0)))
         self.asked.append((name, expr, answer))
         return answer

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from tutti.capture.lift import Place, StateTensor
 from tutti.capture.source import quoted, user_line
@@ -21,11 +21,16 @@ from tutti.errors import CaptureError
 _DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
 
 
-def take_over(places: Sequence[Place], state: Mapping[int, StateTensor]) -> None:
+def take_over(
+    places: Sequence[Place], state: Mapping[int, StateTensor], shared: Mapping[int, Tensor]
+) -> list[str]:
     """Write into each state tensor what the step has put in its place.
+
+    Gives the names of those that share another's memory after the step.
 
     Args:
         state: by the id of the tensor that was put in its place.
+        shared: by the id of a tensor, the one that has its memory since (`x.data = value`).
 
     Raises:
         CaptureError: for a parameter, and for a value of another shape or dtype.
@@ -35,14 +40,28 @@ def take_over(places: Sequence[Place], state: Mapping[int, StateTensor]) -> None
         found.setdefault(id(place.put), []).append(place.now())
     puts = {id(place.put): place.put for place in places}
     new: list[tuple[Tensor, Tensor]] = []
+    sharing: list[str] = []
     with torch.no_grad():
         for i, values in found.items():
             if all(value is puts[i] for value in values):
                 continue
             _refuse_other(state[i], puts[i], values)
-            new.append((puts[i], values[0].detach().clone()))  # two may have changed places
+            value = shared.get(id(values[0]), values[0])
+            sharing += [state[i].name] if value is not values[0] else []
+            new.append((puts[i], value.detach().clone()))  # two may have changed places
         for put, value in new:
             put.copy_(value)
+    return sharing
+
+
+def refuse_read(placeholders: Mapping[str, fx.Node], sharing: Sequence[str]) -> None:
+    """Raise `CaptureError` for state that has a weight's memory after the step and is read by the next."""
+    for name in (name for name in sharing if placeholders[name].users):
+        raise CaptureError(
+            f'"{name}" is a weight\'s memory after the step (`p.data = value`), and the next one reads it',
+            why="the captured step has a value for each of them",
+            fix="p.copy_(value)",
+        )
 
 
 def _refuse_other(entry: StateTensor, put: Tensor, values: list[Any]) -> None:
@@ -79,9 +98,15 @@ def _refuse_other_form(name: str, old: Tensor, new: Tensor, at: str = "") -> Non
 
 
 @contextlib.contextmanager
-def data_written() -> Iterator[None]:
-    """Inside, on this thread, `x.data = value` writes the values into `x`, where a trace sees it."""
+def data_written() -> Iterator[Mapping[int, Tensor]]:
+    """Inside, on this thread, `x.data = value` writes the values into `x`, where a trace sees it.
+
+    Gives by the id of each `value` the `x` that shares its memory from then on.
+    """
     tracing = threading.get_ident()
+    shared: dict[int, Tensor] = {}
+    last: dict[int, int] = {}  # by id of each `x`, that of its last `value`
+    kept: list[Tensor] = []  # so that no id is used twice
 
     def write(x: Tensor, value: Tensor) -> None:
         if threading.get_ident() != tracing:
@@ -90,9 +115,12 @@ def data_written() -> Iterator[None]:
         _refuse_other_form("a tensor's data", x, value, quoted(user_line()))
         with torch.no_grad():
             _DATA.__get__(x).copy_(value)
+        shared.pop(last.get(id(x), 0), None)
+        shared[id(value)], last[id(x)] = x, id(value)
+        kept.append(value)
 
     torch.Tensor.data = property(_DATA.__get__, write)  # type: ignore[assignment]
     try:
-        yield
+        yield shared
     finally:
         del torch.Tensor.data  # that of its base is there again

@@ -24,6 +24,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 from tutti.capture.batch import called, taken
 from tutti.capture.canonical import canonicalize
 from tutti.capture.compiled import nothing_compiled
+from tutti.capture.first_form import make_slots, no_new_slots
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.found_gradients import Found, found_gradients, note_found
 from tutti.capture.functional import functional_graph
@@ -40,7 +41,6 @@ from tutti.capture.host_values import values_unknown
 from tutti.capture.kept_values import Attributes, Left, refuse_kept_values
 from tutti.capture.lift import (
     StateTensor,
-    create_slots,
     hypers_of,
     optimizers_of,
     state_of,
@@ -52,7 +52,7 @@ from tutti.capture.outside import contiguous_fake, lift_outside, read_by, refuse
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python_state import Effect, Findings, Number, PythonState
 from tutti.capture.read_values import ITEM, Reads, Seen, Symbols, held, size_refused, symbols_stay
-from tutti.capture.rebound import data_written, take_over
+from tutti.capture.rebound import data_written, refuse_read, take_over
 from tutti.capture.refusals import REFUSED_OPS, explained
 from tutti.capture.regions import watching
 from tutti.capture.sparse import dense, dense_gradients, refuse_sparse_constants
@@ -140,7 +140,7 @@ def capture(
     for what cannot be captured: a value written into a text, a shape that depends on values.
     """
     findings = Findings() if findings is None else findings
-    create_slots(optimizer)
+    make_slots(optimizer)
     leaves, spec = flattened(dense(taken(batch)))
 
     def prepared(seen: Seen = seen or {}) -> _Lifted:
@@ -171,6 +171,7 @@ def capture(
     }
     refuse_other_weights(precision, weights, frozenset(captured.updated))
     canonicalize(captured.graph, captured.owner, lifted.mode)
+    refuse_read(captured.placeholders, lifted.sharing)
     lifted.grads.note(lifted.holders)
     return captured
 
@@ -246,6 +247,7 @@ class _Lifted:
         )
         self.returned: TreeSpec | None = None
         self.left: list[Left] = []
+        self.sharing: list[str] = []  # state that has a weight's memory after the step
         self.effects: list[Effect] = []
         self.changed: set[str] = set()
         self.num_returned = 0
@@ -322,7 +324,8 @@ class _Lifted:
         batch = tree_unflatten(leaves, self.spec)
         with (
             swapped(self.model, self.optimizer, state, symbols) as places,
-            data_written(),
+            no_new_slots(self.model, self.optimizer),
+            data_written() as shared,
             hooked(self.state, flat),
             watched_gradients(
                 self.state, flat, self.begun, self.there, self.optimizer
@@ -341,7 +344,7 @@ class _Lifted:
                 result = called(self.train_step, args, batch)
             self.grads.end()
             put = {id(x): s for s, x in zip(self.state, flat, strict=False)}
-            take_over(places, put)
+            self.sharing = take_over(places, put, shared)
             self.left = self.attributes.left(begun.stand_ins)
             self.effects, self.changed = begun.effects(), begun.changed
             self.stand_ins = begun.stand_ins

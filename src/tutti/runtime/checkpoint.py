@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,10 +18,12 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from tutti.capture.lift import StateTensor, create_slots, state_of
+from tutti.capture.first_form import awaiting, make_places, make_slots
+from tutti.capture.lift import StateTensor, state_of
 from tutti.errors import CheckpointError
 from tutti.layout import Layout
 from tutti.runtime import replicas, saved_values
+from tutti.runtime.first_call import refuse_in_shards
 from tutti.runtime.python_values import PythonValues
 from tutti.runtime.residence import adopt, is_here, local_of, refuse_open, residence_of, set_local
 from tutti.runtime.shards import plain_dtensor, unguarded
@@ -30,6 +32,7 @@ FORMAT = 1
 MANIFEST = "tutti.json"
 COUNT = "num_steps"
 _BEFORE = "use the checkpoint before it"
+_SLOTS = ("optim.", saved_values.PREFIX + "optim.")
 
 
 class Holder(Protocol):
@@ -43,10 +46,14 @@ class Holder(Protocol):
     python: PythonValues
 
 
-def _state(step: Holder) -> list[StateTensor]:
+def _state(step: Holder, found: Iterable[str] = ()) -> list[StateTensor]:
+    """The state of now, with places for what was `found` in a checkpoint."""
     refuse_open(step.model)
+    if any(n.startswith(_SLOTS) for n in found) and awaiting(step.optimizer) is not None:
+        refuse_in_shards(step.model, step.optimizer)
+        make_places(step.optimizer)
     with unguarded():
-        create_slots(step.optimizer)
+        make_slots(step.optimizer)
     adopt(step.model, step.optimizer)
     return state_of(step.model, step.optimizer)
 
@@ -65,7 +72,7 @@ def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
 
 def load_state_dict(step: Holder, state: Mapping[str, Any]) -> None:
     """Take over what this rank keeps; all names and shapes are checked first."""
-    every = _state(step)
+    every = _state(step, state)
     mine = _kept(every)
     python = {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
     found = {n: tuple(v.shape) for n, v in state.items() if n != COUNT and n not in python}
@@ -139,7 +146,7 @@ def load(step: Holder, path: Path) -> dict[str, Any]:
         _load_model(step, path)
         return {}
     manifest = _manifest(path)
-    every = _state(step)
+    every = _state(step, manifest["tensors"])
     saved = manifest["tensors"].items()
     python = {n: form for n, form in saved if n.startswith(saved_values.PREFIX)}
     shapes = {n: tuple(shape) for n, (shape, _) in saved if n != COUNT and n not in python}

@@ -11,15 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from tutti.capture.batch import called
-from tutti.capture.compiled import nothing_compiled
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.found_gradients import found_gradients
 from tutti.capture.lift import numbers, optimizers_of, state_of
-from tutti.capture.models import wrappers_open
-from tutti.capture.precision import computing
 from tutti.capture.python_state import Findings, PythonState, is_number
-from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.capture.read_values import Seen
 from tutti.capture.sparse import dense
 from tutti.capture.step import Captured
@@ -28,6 +23,7 @@ from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import Post, VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
+from tutti.runtime.eager import eagerly
 from tutti.runtime.following import following, plays_again
 from tutti.runtime.guards import MOST_WAYS, ReadGuard, no_way
 
@@ -346,7 +342,6 @@ class CaptureComparison:
 
     def _run(self, steps: int) -> None:
         mine, feed, guard = dict(self.start), self.feed, ReadGuard(self.captured)
-        args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
         for k in range(steps):
             self.feeds.append(feed)
             out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
@@ -360,15 +355,10 @@ class CaptureComparison:
             mine |= dict(zip(self.captured.updated, new, strict=True))
             feed, others = following(self.captured, feed, out)
             mine |= others
-            with (
-                OurRandomness(self.seed, k) as ours,
-                rewinding(ours),
-                computing(self.precision, self.model),
-                nothing_compiled(),
-                wrappers_open(),
-                found_gradients(self.model) as found,
-            ):
-                eager, _ = flattened(returnable(called(self.train_step, args, self.batch)))
+            with found_gradients(self.model) as found:
+                given = self.train_step, self.model, self.optimizer, self.batch
+                result = eagerly(*given, seed=self.seed, step=k, precision=self.precision)
+                eager, _ = flattened(returnable(result))
             eager += [x for e in self.captured.effects for x in tree_leaves(e.places[0].get())]
             kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in eager]
             now = snapshot(self.captured, self.model, self.optimizer)

@@ -58,4 +58,4 @@ class Hooks:
             for p in module._parameters.values():
                 yield from (getattr(p, name, None) for name in _OF_PARAMETERS)
         for one in self._optimizers:
-            yield from (getattr(one, name) for name in _OF_OPTIMIZERS)
+            yield from (getattr(one, name, None) for name in _OF_OPTIMIZERS)

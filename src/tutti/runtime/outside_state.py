@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tutti.capture.held_values import Place
+from tutti.capture.outside import is_dense
 from tutti.capture.step import Captured
 from tutti.comm.agree import check_order
 from tutti.errors import CaptureError
@@ -31,11 +32,12 @@ class Outside:
         return [self._state.place_like(p) for p in self._captured.outside.values()]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors as they are now; of one that is not contiguous, which no step writes, a copy."""
+        """The tensors as they are now; of a part of another, which no step writes, a copy."""
         if self._values.state is not self._state:
             self._state = self._values.state
             self._places = self._found()
-        return [place.get().contiguous() for place in self._places]
+        found = [place.get() for place in self._places]
+        return [x if is_dense(x) else x.contiguous() for x in found]
 
     def agree(self, layout: Layout) -> None:
         """Rank 0's values count; all ranks call this together."""

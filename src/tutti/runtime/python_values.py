@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from tutti.capture.contents import contents_of, has_contents
 from tutti.capture.held_values import GONE, MISSING, Place, named
+from tutti.capture.outside import may_be_input
 from tutti.capture.python_state import (
     Effect,
     Findings,
@@ -171,7 +172,7 @@ class PythonValues:
         """A tensor in the place of another is loose from now on."""
         if len(now) == len(self._held):
             for value, held, place in zip(now, self._held, self._places, strict=True):
-                if value is not held and isinstance(held, Tensor):
+                if value is not held and may_be_input(held) and may_be_input(value):
                     self._loose_names.add(place.name)
 
     def _are_loose_ones_there(self) -> bool:

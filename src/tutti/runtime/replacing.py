@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tutti.capture.lift import optimizers_of
 
@@ -38,17 +39,33 @@ def _replace(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> N
 
 
 def replace_in_optimizer(optimizer: Any, replaced: dict[int, Tensor]) -> None:
-    """The same of the optimizers alone, as keys of their state too."""
-    for one in optimizers_of(optimizer):
-        state: defaultdict[Any, Any] = defaultdict(dict)
+    """The same of the optimizers alone, as keys of their state too.
+
+    Optimizers may share groups, and their state: one that calls another holds the same dicts. All dicts stay:
+    who reads a count in one has it.
+    """
+    every = optimizers_of(optimizer) if replaced else []
+    states = {id(one.state): one.state for one in every}
+    made = [(state, _renamed(state, every, replaced)) for state in states.values()]
+    for state, renamed in made:
+        state.clear()
+        state.update(renamed)
+    for one in every:
         for group in one.param_groups:
-            for i, old in enumerate(group["params"]):
-                new = replaced.get(id(old), old)
-                slots = one.state.get(old)
-                if slots is not None:
-                    state[new] = {
-                        k: replaced.get(id(v), v) if isinstance(v, Tensor) else v
-                        for k, v in slots.items()
-                    }
-                group["params"][i] = new
-        one.state = state
+            group["params"][:] = [replaced.get(id(p), p) for p in group["params"]]
+
+
+def _renamed(
+    state: Mapping[Any, Any], every: Sequence[Optimizer], replaced: dict[int, Tensor]
+) -> dict[Any, Any]:
+    """The slots under the parameters of now, in the order of the groups; and what is no parameter's."""
+    made: dict[Any, Any] = {}
+    for old in (p for one in every for group in one.param_groups for p in group["params"]):
+        slots = state.get(old)
+        if slots is not None:
+            made[replaced.get(id(old), old)] = slots
+            for key, value in slots.items():
+                if isinstance(value, Tensor) and id(value) in replaced:
+                    slots[key] = replaced[id(value)]
+    made.update({k: v for k, v in state.items() if not isinstance(k, Tensor)})
+    return made

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, named
+from tutti.capture.python_state import is_plain_number
 from tutti.errors import CheckpointError
 from tutti.runtime.python_values import PythonValues
 
@@ -28,8 +29,9 @@ def to_save(values: PythonValues) -> dict[str, Tensor]:
         value = place.get()
         if isinstance(value, Tensor):
             found[PREFIX + name] = value.detach()
-        elif isinstance(value, bool | int | float):
-            found[PREFIX + name] = torch.tensor(value, dtype=_DTYPES[type(value)])
+        elif isinstance(value, bool) or is_plain_number(value):
+            kind = next(t for t in _DTYPES if isinstance(value, t))
+            found[PREFIX + name] = torch.tensor(value, dtype=_DTYPES[kind])
     return found
 
 

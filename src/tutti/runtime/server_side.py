@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from tutti.capture.lift import create_slots, state_of
+from tutti.capture.first_form import make_slots
+from tutti.capture.lift import state_of
 from tutti.capture.step import Captured, capture
 from tutti.layout import Layout
 from tutti.replicas import parts
 from tutti.runtime import roles
+from tutti.runtime.first_call import refuse_where_apart
 from tutti.runtime.guards import refuse_other_layouts
 from tutti.runtime.residence import Residence, adopt, run_device, settle, whole_of
 from tutti.runtime.roles import Role
@@ -43,7 +45,8 @@ class Holder(Protocol):
 def captured_for(step: Holder, batch: tuple[Any, ...], *, apart: bool) -> Captured:
     """The step as every worker and server captures it: with the rows of one worker while workers are `apart`
     (each push is one update), else with the whole batch."""
-    create_slots(step.optimizer)
+    refuse_where_apart(step.optimizer, step.layout)
+    make_slots(step.optimizer)
     adopt(step.model, step.optimizer)
     settle(step.model, step.optimizer, Residence(Layout()), run_device(step.model), step.seed)
     if apart:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tutti.capture.lift import create_slots
+from tutti.capture.first_form import make_slots
 from tutti.capture.read_values import Seen
 from tutti.capture.step import Captured, capture, copied
 from tutti.graph.loop import graphs_of
@@ -34,6 +34,7 @@ from tutti.runtime.comparisons import (
 )
 from tutti.runtime.copies import copies_of
 from tutti.runtime.execute import axes_used
+from tutti.runtime.first_call import first_call_undone
 from tutti.runtime.guards import refuse_other_layouts
 from tutti.runtime.observed import observed
 from tutti.runtime.residence import Residence, run_device, settle
@@ -150,8 +151,23 @@ class Subject:
     ) -> None:
         self.steps, self.seed, self.precision = steps, seed, precision
         model, optimizer = copies_of(model, optimizer)
-        create_slots(optimizer)
+        make_slots(optimizer)
         settle(model, optimizer, Residence(Layout()), run_device(model), seed)
+        rest = batch, seed, precision
+        with first_call_undone(train_step, model, optimizer, *rest):
+            self._begin(train_step, model, optimizer, *rest)
+
+    def _begin(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Any,
+        batch: tuple[Any, ...],
+        seed: int,
+        precision: str,
+    ) -> None:
+        """Capture the step, and compare it with the eager one."""
+        steps = self.steps
 
         def on(seen: Seen) -> Captured:
             given = train_step, model, optimizer, batch

@@ -1,0 +1,36 @@
+"""A user's step as PyTorch runs it, with the random numbers of its captured form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from tutti.capture.batch import called
+from tutti.capture.compiled import nothing_compiled
+from tutti.capture.models import wrappers_open
+from tutti.capture.precision import computing
+from tutti.capture.random_ops import OurRandomness, rewinding
+
+
+def eagerly(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    batch: tuple[Any, ...],
+    *,
+    seed: int,
+    step: int,
+    precision: str,
+) -> Any:
+    """What the user's step returns, run as PyTorch runs it, with the random numbers of step number `step`."""
+    args = (model,) if optimizer is None else (model, optimizer)
+    with (
+        OurRandomness(seed, step) as ours,
+        rewinding(ours),
+        computing(precision, model),
+        nothing_compiled(),
+        wrappers_open(),
+    ):
+        return called(train_step, args, batch)

@@ -1,0 +1,174 @@
+"""Optimizers whose first step has another form: taken eagerly, and captured from the slots that it leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import first_steps
+import tutti
+from as_eager import assert_as_eager, assert_as_eager_on_ranks
+from ranks import Ranks
+from tutti.errors import CaptureError
+
+CALLS = 6
+
+
+@pytest.mark.parametrize("name", first_steps.PROGRAMS)
+def test_one_device_and_verify(name: str) -> None:
+    assert_as_eager(first_steps.PROGRAMS[name], "data=2 zero=3", CALLS)
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3"])
+@pytest.mark.parametrize("name", first_steps.PROGRAMS)
+def test_two_ranks(ranks: Ranks, name: str, layout: str) -> None:
+    assert_as_eager_on_ranks(ranks, first_steps.PROGRAMS[name], layout, CALLS)
+
+
+def _losses(step: tutti.Step, calls: int) -> list[float]:
+    batch = tuple(x.double() for x in first_steps.batch())
+    return [float(step(*batch)) for _ in range(calls)]
+
+
+def _made(name: str, layout: str) -> tutti.Step:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        train_step, model, optimizer, _ = first_steps.PROGRAMS[name]()
+        return tutti.distribute(train_step, model, optimizer, layout)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _saved_and_resumed(name: str, layout: str, path: str, calls: int) -> list[list[float]]:
+    """The losses after `calls` steps and a checkpoint: of the run that saved it, of one that loads it."""
+    first = _made(name, layout)
+    _losses(first, calls)
+    first.save(Path(path))
+    second = _made(name, layout)
+    with torch.no_grad():
+        for p in second.model.parameters():
+            p.mul_(3)
+    second.load(Path(path))
+    assert second.num_steps == calls
+    return [_losses(first, 4), _losses(second, 4)]
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+@pytest.mark.parametrize("name", ["basis", "roots", "directed", "dampened", "shared"])
+def test_checkpoints_before_and_after_the_first_call(name: str, calls: int, tmp_path: Path) -> None:
+    first, second = _saved_and_resumed(name, "", str(tmp_path / "saved"), calls)
+    assert second == pytest.approx(first, rel=1e-12)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_checkpoints_of_two_ranks(ranks: Ranks, calls: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    found = ranks.run(_saved_and_resumed, "basis", "data=2 zero=3", path, calls, n=2)
+    for first, second in found:
+        assert second == pytest.approx(first, rel=1e-12)
+
+
+def test_a_checkpoint_for_an_optimizer_that_takes_no_step_alone(tmp_path: Path) -> None:
+    first = _made("twice", "")
+    _losses(first, 1)
+    first.save(tmp_path / "saved")
+    second = _made("twice", "")
+    with pytest.raises(CaptureError, match="Twice has no slots yet, and takes no step"):
+        second.load(tmp_path / "saved")
+    _losses(second, 1)
+    second.load(tmp_path / "saved")
+    assert _losses(second, 3) == pytest.approx(_losses(first, 3), rel=1e-12)
+
+
+def test_the_first_call_leaves_a_program_and_shards() -> None:
+    step = _made("basis", "")
+    program = step.program_of([x.double() for x in first_steps.batch()])
+    assert any("['basis'][0]" in name or "basis[0]" in name for name in program.captured.inputs)
+    assert not step.optimizer.state
+    _losses(step, 1)
+    assert step.num_steps == 1
+    assert "0.weight" in step.explain()
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+@pytest.mark.parametrize(
+    "layout", ["replica=2 sync=average(every=2)", "replica=2 server=1 sync=step"]
+)
+def test_replicas_refuse(layout: str) -> None:
+    train_step, model, optimizer, batch = first_steps.basis()
+    with pytest.raises(CaptureError, match="Basis takes a first step of another form"):
+        tutti.verify(train_step, model, optimizer, batch, layout)
+
+
+def test_a_slot_that_is_a_weights_memory_and_is_read_is_refused() -> None:
+    class Reads(first_steps.Twice):
+        @torch.no_grad()
+        def climb(self) -> None:
+            for p in self.param_groups[0]["params"]:
+                if "before" in self.state[p]:
+                    p.add_(p - self.state[p]["before"])
+            super().climb()
+
+    train_step, model, _, batch = first_steps.twice()
+    with pytest.raises(CaptureError, match="is a weight's memory after the step"):
+        tutti.distribute(train_step, model, Reads(model.parameters()), "")(*batch)
+
+
+def test_a_pipeline_goes_on_from_the_first_call() -> None:
+    train_step, model, optimizer, batch = first_steps.roots()
+    assert tutti.verify(train_step, model, optimizer, batch, "pipe=2 micro=2").ok
+
+
+def _after_an_evaluation(layout: str) -> list[float]:
+    """The model lies in shards when its step is called for the first time."""
+    step = _made("basis", layout)
+    x, y = (t.double() for t in first_steps.batch())
+    evaluate = tutti.distribute(
+        lambda m, x, y: (m(x) - y).square().mean(), step.model, None, layout
+    )
+    return [float(evaluate(x, y)), *_losses(step, 4), float(evaluate(x, y))]
+
+
+def test_after_an_evaluation(ranks: Ranks) -> None:
+    expected = _after_an_evaluation("")
+    for found in ranks.run(_after_an_evaluation, "data=2 zero=3", n=2):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def _thawed(layout: str) -> list[float]:
+    """A weight that is frozen at first takes its own first step later."""
+    step = _made("basis", layout)
+    step.model[0].requires_grad_(False)
+    kept = list(step.optimizer.param_groups[0]["params"])
+    step.optimizer.param_groups[0]["params"] = kept[1:]
+    found = _losses(step, 2)
+    step.model[0].requires_grad_(True)
+    step.optimizer.add_param_group({"params": [step.model[0].weight]})
+    return [*found, *_losses(step, 4)]
+
+
+def test_a_weight_that_is_frozen_at_first(ranks: Ranks) -> None:
+    expected = _thawed("")
+    for found in ranks.run(_thawed, "data=2 zero=3", n=2):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def _counted(layout: str) -> list[float]:
+    """Counts that the optimizer keeps in Python go on where weights were whole for a while."""
+    step = _made("roots", layout)
+    found = _losses(step, 2)
+    with step.whole(slots=True):
+        pass
+    step.state_dict()
+    return [*found, *_losses(step, 3)]
+
+
+def test_counts_go_on_after_a_block(ranks: Ranks) -> None:
+    expected = _losses(_made("roots", ""), 5)
+    assert _counted("") == pytest.approx(expected, rel=1e-12)
+    for found in ranks.run(_counted, "data=2 zero=3", n=2):
+        assert found == pytest.approx(expected, rel=1e-12)
