@@ -23,9 +23,11 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from tutti.capture.batch import taken
 from tutti.capture.lift import create_slots, optimizers_of, state_of
 from tutti.capture.models import as_one_module
+from tutti.capture.python_state import Findings
+from tutti.capture.sizes import FreeSizes
 from tutti.capture.source import OnlyUsersFrames, quoted, user_line
 from tutti.capture.sparse import dense
-from tutti.capture.step import capture, copied
+from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
 from tutti.errors import CommError, LayoutError, ShardingError
@@ -39,6 +41,7 @@ from tutti.report.explain import explain as explain_program
 from tutti.report.records import Record, records
 from tutti.report.servers import explain_servers
 from tutti.runtime import checkpoint
+from tutti.runtime.captures import Captures
 from tutti.runtime.collector import rarely_collected
 from tutti.runtime.cuda_graph import op_by_op
 from tutti.runtime.divergence import Divergence
@@ -246,12 +249,13 @@ class Step:
         self.cut = _names(cut)
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
-        self._num_traces = 0
+        self._num_programs = self._num_traces = 0
         self._last: _Compiled | None = None
         self._optimizers = optimizers_of(optimizer)
         self._signatures = Signatures(self.model, self._optimizers)
         self._numbers = Numbers(optimizer)
         self.python = PythonValues(self.train_step, self.model, self._optimizers)
+        self._captures = Captures(self.model, optimizer, self.python)
         self._divergence = Divergence(getattr(self.train_step, "__name__", "the step"), layout)
         # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
         replicas = layout.num_replicas > 1 and bool(self._optimizers)
@@ -379,9 +383,10 @@ class Step:
                 return compiled, given
         modes = [(module, module.training) for module in self._signatures.modules]
         with rarely_collected(), OnlyUsersFrames():
-            made = self._compile(batch)
+            made = self._compile(batch, self._kind(leaves, form, python), given)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
-        made.number = 1 + self._num_traces
+        self._num_programs += 1
+        made.number = self._num_programs
         # A step that calls `model.train()` or `eval()` is found again from either mode.
         for module, before in [(m, b) for m, b in modes if m.training != b]:
             module.training = before
@@ -389,7 +394,8 @@ class Step:
         for module, training in made.modes:
             module.training = training
         numbers = self._enter(made, leaves, form)
-        self._warn_of_retraces()
+        if not self._captures.is_resized:
+            self._warn_of_retraces()
         self._forget_programs(made)
         return made, self._numbers.of(leaves, numbers)
 
@@ -397,6 +403,7 @@ class Step:
         """Let a call like this one find what was made for it; gives the numbers of now."""
         self.python.walk()
         python, numbers = self.python.now()
+        self._captures.enter(self._kind(leaves, form, python))
         entered = self._compiled.setdefault(self._signature(leaves, form, python), [])
         if made not in entered:
             entered.append(made)
@@ -429,7 +436,11 @@ class Step:
         made = self._signatures.of(leaves, form, python)
         return (made, self.served.apart) if self.served is not None else made
 
-    def _compile(self, batch: tuple[Any, ...]) -> _Compiled:
+    def _kind(self, leaves: list[Any], form: Any, python: int) -> Any:
+        """What calls have in common that differ in nothing but sizes and inputs."""
+        return self._signatures.of(leaves, form, python, sized=False)
+
+    def _compile(self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float]) -> _Compiled:
         if self.served is not None:
             self._begin_together(batch)
             worked = self.served.worker.compiled(tree_map_only(Tensor, whole_of, batch))
@@ -443,7 +454,7 @@ class Step:
             create_slots(self.optimizer)
         adopt(self.model, self.optimizer)
         try:
-            program, holds = self._program(batch, home)
+            program, holds = self._program(batch, home, (kind, given))
         except ShardingError as error:
             if not error.at.startswith("batch"):
                 raise
@@ -468,19 +479,33 @@ class Step:
         made.samples = Samples.of_program(program, home.owners)
         return made
 
-    def _program(self, batch: tuple[Any, ...], home: Residence) -> tuple[Program, Guard]:
+    def _program(
+        self,
+        batch: tuple[Any, ...],
+        home: Residence,
+        known: tuple[Any, Mapping[str, float]] | None = None,
+    ) -> tuple[Program, Guard]:
         """The partitioned program for a batch like this one, and the guard of its capture."""
         if self.agreeing is not None:
             batch = self.agreeing.batch(tree_map_only(Tensor, whole_of, batch))
-        captured = capture(
-            self.train_step,
-            self.model,
-            self.optimizer,
-            batch,
-            precision=self.layout.precision,
-            findings=self.python.findings,
-            renewed={i: new for i, (old, new) in home.renewed.items() if old() is not None},
-        )
+        renewed = {i: new for i, (old, new) in home.renewed.items() if old() is not None}
+
+        def captured_with(free: FreeSizes | None, findings: Findings) -> Captured:
+            return capture(
+                self.train_step,
+                self.model,
+                self.optimizer,
+                batch,
+                precision=self.layout.precision,
+                findings=findings,
+                renewed=renewed,
+                free=free,
+            )
+
+        if known is None:
+            captured = captured_with(None, self.python.findings)
+        else:
+            captured = self._captures.of(*known, batch, renewed, captured_with)
         told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
         made = plan(copied(captured), self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)

@@ -48,7 +48,7 @@ class Watch:
         if autograd is not None:
             line, owner = self.forward.get(autograd._sequence_nr(), (source, module))
             node.meta["forward_source"], module = line, owner or module
-        elif self.region == "forward":
+        elif self.region == "forward" and _gives_tensors(node):
             self.forward[_sequence_number() - 1] = (source, module)
         node.meta["source"], node.meta["module"] = source, module
         node.meta["region"] = "update" if self.in_update else self.region
@@ -58,6 +58,12 @@ class Watch:
         if node.target is torch.ops.aten._local_scalar_dense.default and not self.in_update:
             self.refused = _reads_a_value(node)
             raise self.refused
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    """Whether a node is an op that autograd may have numbered: what asks for a size may come much later."""
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return is_op and not node.target._schema.name.startswith("aten::sym_")  # type: ignore[union-attr]
 
 
 def _name_outputs(module: str, out: Any) -> None:

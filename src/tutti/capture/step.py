@@ -5,21 +5,17 @@ from __future__ import annotations
 import builtins
 import contextlib
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
@@ -39,6 +35,7 @@ from tutti.capture.gradients import (
 from tutti.capture.held_values import Place
 from tutti.capture.host_random import no_host_randomness
 from tutti.capture.host_values import values_unknown
+from tutti.capture.inputs import fake, fake_mode, fakes, symbol
 from tutti.capture.kept_values import Attributes, Left, refuse_kept_values
 from tutti.capture.lift import (
     StateTensor,
@@ -56,6 +53,7 @@ from tutti.capture.python_state import Effect, Findings, Number, PythonState
 from tutti.capture.rebound import data_written, take_over
 from tutti.capture.refusals import REFUSED_OPS, explained
 from tutti.capture.regions import watching
+from tutti.capture.sizes import FreeSizes
 from tutti.capture.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.symbols import looked_at_by_ops, on_symbols
 from tutti.capture.unexpected import named, refuse_untraced
@@ -120,6 +118,7 @@ def capture(
     findings: Findings | None = None,
     renewed: Mapping[int, Tensor] | None = None,
     note_gradients: bool = False,
+    free: FreeSizes | None = None,
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
 
@@ -127,6 +126,7 @@ def capture(
     `precision` is the layout's: what the forward computes in. `findings` is what earlier traces of this step
     have shown of its Python numbers; `renewed` has, by the id of a former state tensor, the one in its place.
     With `note_gradients` the values that optimizers find in `.grad` are noted (`found_gradients.noted`).
+    With `free` sizes the graph is not canonical yet: `resized.Resizable` makes graphs of given sizes of it.
 
     Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line
     for what cannot be captured: a branch on a tensor's value, `.item()`, a shape that depends on values.
@@ -136,15 +136,11 @@ def capture(
     leaves, spec = flattened(dense(taken(batch)))
 
     def prepared() -> _Lifted:
-        mode = FakeTensorMode(
-            shape_env=_Symbols(allow_dynamic_output_shape_ops=False),
-            static_shapes=True,
-            allow_non_fake_inputs=True,
-        )
+        mode = fake_mode(sized=free is not None)
         python = PythonState(train_step, model, optimizers_of(optimizer), findings)
         state = state_of(model, optimizer)
         given = (train_step, model, optimizer, state, leaves, spec, mode, precision)
-        made = _Lifted(*given, python, renewed or {})
+        made = _Lifted(*given, python, renewed or {}, free)
         made.note_gradients = note_gradients
         return made
 
@@ -162,7 +158,8 @@ def capture(
         if s.kind == "parameter" and s.tensor.is_floating_point()
     }
     refuse_other_weights(precision, weights, frozenset(captured.updated))
-    canonicalize(captured.graph, captured.owner, lifted.mode)
+    if free is None:
+        canonicalize(captured.graph, captured.owner, lifted.mode)
     lifted.grads.note(lifted.holders)
     return captured
 
@@ -182,7 +179,7 @@ def _traced(prepared: Callable[[], _Lifted], findings: Findings) -> tuple[_Lifte
                 raise
             continue
         numbers = {n.name: n for n in lifted.python.numbers}
-        looked_at = looked_at_by_ops(traced, lifted.names, {*numbers})
+        looked_at = looked_at_by_ops(traced, lifted.names, {*numbers}, lifted.free_symbols)
         new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
         if looked_at:
             findings.fixed |= {p.name for name in looked_at for p in numbers[name].places}
@@ -191,17 +188,6 @@ def _traced(prepared: Callable[[], _Lifted], findings: Findings) -> tuple[_Lifte
         else:
             lifted.lift_outside(traced)
             return lifted, traced
-
-
-class _Symbols(ShapeEnv):
-    """The hyper-parameters as symbols.
-
-    PyTorch notes for its own log which line asked for each guard, and imports its exporter and compiler to
-    tell which files are not a user's: a second for each process, and nothing here reads it.
-    """
-
-    def _get_user_frame(self) -> FrameType:
-        return sys._getframe()  # any one: to an error of PyTorch 2.11 it must be a frame
 
 
 class _Lifted:
@@ -219,6 +205,7 @@ class _Lifted:
         precision: str,
         python: PythonState,
         renewed: Mapping[int, Tensor],
+        free: FreeSizes | None = None,
     ) -> None:
         self.precision, self.python, self.renewed = precision, python, renewed
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
@@ -234,12 +221,13 @@ class _Lifted:
             + [f"batch.{k}" for k in range(len(self.tensor_leaves))]
         )
         self.inputs = (
-            [_fake(s.tensor, mode) for s in state]
-            + [_symbol(h.name, h.value, mode) for h in self.hypers]
-            + [_symbol(n.name, n.value, mode) for n in python.numbers]
-            + [_symbol(f"number.{k}", leaves[i], mode) for k, i in enumerate(self.number_leaves)]
-            + [_fake(leaves[i], mode) for i in self.tensor_leaves]
+            [fake(s.tensor, mode) for s in state]
+            + [symbol(h.name, h.value, mode) for h in self.hypers]
+            + [symbol(n.name, n.value, mode) for n in python.numbers]
+            + [symbol(f"number.{k}", leaves[i], mode) for k, i in enumerate(self.number_leaves)]
+            + fakes([leaves[i] for i in self.tensor_leaves], mode, free)
         )
+        self.free_symbols = frozenset(free.symbols.values()) if free else frozenset[Any]()
         self.returned: TreeSpec | None = None
         self.left: list[Left] = []
         self.effects: list[Effect] = []
@@ -385,27 +373,6 @@ def _has_data(x: Any) -> bool:
     if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.device.type == "meta":
         return False
     return type(x) in (Tensor, nn.Parameter) and x.numel() > 0
-
-
-def _fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake of the same global shape, dtype and device; strides are plain."""
-    device = x.device
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with mode:
-        fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
-    return fake.requires_grad_(x.requires_grad)
-
-
-def _symbol(name: str, value: float, mode: FakeTensorMode) -> Any:
-    source, env = ConstantSource(name), mode.shape_env
-    assert env is not None
-    if isinstance(value, int):
-        symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
-        return env.create_symintnode(symbol, hint=value, source=source)
-    return env.create_symfloatnode(
-        env.create_unspecified_symbol(value, source=source), hint=value, source=source
-    )
 
 
 @contextlib.contextmanager
