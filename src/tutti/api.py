@@ -31,6 +31,7 @@ from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
 from tutti.errors import CommError, LayoutError, ShardingError
+from tutti.graph.quick import quickly_written
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.timed import Timed
@@ -382,7 +383,7 @@ class Step:
                     module.training = training
                 return compiled, given
         modes = [(module, module.training) for module in self._signatures.modules]
-        with rarely_collected(), OnlyUsersFrames():
+        with rarely_collected(), quickly_written(), OnlyUsersFrames():
             made = self._compile(batch, self._kind(leaves, form, python), given)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         self._num_programs += 1
@@ -390,18 +391,22 @@ class Step:
         # A step that calls `model.train()` or `eval()` is found again from either mode.
         for module, before in [(m, b) for m, b in modes if m.training != b]:
             module.training = before
-        self._enter(made, leaves, form)
+        was_traced = not self._captures.is_resized  # else all of Python is as it was
+        self._enter(made, leaves, form, walk=was_traced)
         for module, training in made.modes:
             module.training = training
-        numbers = self._enter(made, leaves, form)
-        if not self._captures.is_resized:
+        numbers = self._enter(made, leaves, form, walk=was_traced)
+        if was_traced:
             self._warn_of_retraces()
         self._forget_programs(made)
         return made, self._numbers.of(leaves, numbers)
 
-    def _enter(self, made: _Compiled, leaves: list[Any], form: Any) -> dict[str, float]:
+    def _enter(
+        self, made: _Compiled, leaves: list[Any], form: Any, *, walk: bool
+    ) -> dict[str, float]:
         """Let a call like this one find what was made for it; gives the numbers of now."""
-        self.python.walk()
+        if walk:
+            self.python.walk()
         python, numbers = self.python.now()
         self._captures.enter(self._kind(leaves, form, python))
         entered = self._compiled.setdefault(self._signature(leaves, form, python), [])
@@ -507,7 +512,8 @@ class Step:
         else:
             captured = self._captures.of(*known, batch, renewed, captured_with)
         told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
-        made = plan(copied(captured), self.layout, self.place, known=home.compute, **told)
+        own = captured if self._captures.is_resized and known else copied(captured)
+        made = plan(own, self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)
         return partition(made, strict=bool(os.environ.get(STRICT))), guard_of(captured)
 

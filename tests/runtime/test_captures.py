@@ -38,7 +38,7 @@ def batches_of(lengths: Iterable[int]) -> list[Tensor]:
 def losses_of(
     step_of: Callable[[], tuple[Step, nn.Module]], lengths: Iterable[int], *, plain: bool = False
 ) -> tuple[list[Any], int, int]:
-    """What a step returns for batches of many lengths, and how often it was traced as is, and with symbols."""
+    """What a step returns for batches of many lengths; how often it was traced as is, and with symbols."""
     step, model = step_of()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     called = tutti.distribute(step, model, optimizer, "") if not plain else None

@@ -34,12 +34,12 @@ class _SizedFakes(FakeTensorMode):
     makes constants of them: there PyTorch's Python code for it is asked.
     """
 
-    def _dispatch_impl(self, func: Any, *rest: Any) -> Any:
+    def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not _is_composite(func):
-            return super()._dispatch_impl(func, *rest)
+            return super()._dispatch_impl(func, types, args, kwargs)
         guard = torch._C._EnablePythonDispatcher()
         try:
-            return super()._dispatch_impl(func, *rest)
+            return super()._dispatch_impl(func, types, args, kwargs)
         finally:
             del guard
 
