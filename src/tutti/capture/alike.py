@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
+from torch.utils._pytree import TreeSpec
 
 from tutti.capture.step import Captured
 from tutti.graph.edit import NOTES
@@ -18,7 +19,7 @@ def difference(one: Captured, other: Captured) -> str:
     for what in ("inputs", "updated", "kinds", "state"):
         if getattr(one, what) != getattr(other, what):
             return what
-    if _results(one) != _results(other):
+    if not _alike(_results(one), _results(other)):
         return "results"
     mine, theirs = list(one.graph.nodes), list(other.graph.nodes)
     place = dict(zip(mine, theirs, strict=False))
@@ -50,9 +51,15 @@ def _constant(captured: Captured, node: fx.Node) -> Any:
 
 
 def _results(captured: Captured) -> Any:
-    effects = [([p.name for p in e.places], e.spec, e.num_leaves) for e in captured.effects]
+    effects = [([p.name for p in e.places], _form(e.spec), e.num_leaves) for e in captured.effects]
     numbers = [(n.name, [p.name for p in n.places]) for n in captured.numbers]
-    return captured.returned, effects, numbers, captured.num_returned, [*captured.outside]
+    outside = [*captured.outside]
+    return _form(captured.returned), effects, numbers, captured.num_returned, outside
+
+
+def _form(spec: TreeSpec) -> Any:
+    """A form in parts, so that a symbol in it is told from a number."""
+    return spec.type, spec.context, [_form(x) for x in spec.children()]
 
 
 def _alike(a: Any, b: Any) -> bool:

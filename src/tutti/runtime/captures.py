@@ -32,7 +32,7 @@ from tutti.runtime.residence import forget_values
 # of batches traces are kept: the one that has not been used for longest goes first.
 MOST_TRACES = 4
 MOST_FAILURES = 2
-MOST_KINDS = 16
+MOST_KINDS = 8
 
 # capture(free sizes, findings)
 Capture = Callable[[FreeSizes | None, Findings], Captured]
