@@ -2,7 +2,7 @@
 
     python benchmarks/compile.py                       # 2, 4, 8 and 32 layers
     python benchmarks/compile.py --layers 2 --profile propagate
-    python benchmarks/compile.py --lengths 64          # what a batch of a new length costs a GPT-2 of 12 layers
+    python benchmarks/compile.py --lengths 64          # what a new length costs a GPT-2 of 12 layers
 
 One process, no process group; model and batch are on the meta device, so nothing is computed. Seconds
 are those of the processor, which a busy machine does not change much. Each number of layers runs in a
