@@ -2,6 +2,7 @@
 
     python benchmarks/compile.py                       # 2, 4, 8 and 32 layers
     python benchmarks/compile.py --layers 2 --profile propagate
+    python benchmarks/compile.py --lengths 64          # what a new length costs a GPT-2 of 12 layers
 
 One process, no process group; model and batch are on the meta device, so nothing is computed. Seconds
 are those of the processor, which a busy machine does not change much. Each number of layers runs in a
@@ -22,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+import tutti
 from tutti.capture.step import capture, copied
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
@@ -68,6 +70,35 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, tokens: Tensor) -> 
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return loss.detach()
+
+
+def lengths(layout: str, num_lengths: int) -> None:
+    """Print what each new length costs a GPT-2 of 12 layers beside a step, and the memory of all of them."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    step = tutti.distribute(train_step, model, optimizer, layout)
+
+    def called(length: int) -> float:
+        tokens = torch.randint(model.config.vocab_size, (2, length))
+        begin = time.process_time()
+        step(tokens)
+        return time.process_time() - begin
+
+    seconds, again = [], 0.0
+    for k in range(num_lengths):
+        first = called(16 + k)
+        again = called(16 + k) if k < 3 else again
+        seconds.append(first - again)
+        if k in (0, 2, num_lengths - 1):
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            print(f"after length {k + 1}: peak {peak:.2f} GB")
+    later = sorted(seconds[2:])
+    print(
+        f"first length {seconds[0]:.2f} s, second {seconds[1]:.2f}, later {later[len(later) // 2]:.2f} "
+        f"({later[0]:.2f} to {later[-1]:.2f}), a step {again:.2f}"
+    )
 
 
 class Phases:
@@ -135,7 +166,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="(%(default)s sequences)")
     parser.add_argument("--sequence", type=int, default=4096, help="(%(default)s tokens)")
     parser.add_argument("--profile", default="", help="a phase to profile")
+    parser.add_argument(
+        "--lengths", type=int, default=0, help="instead: so many lengths of a GPT-2 of 12 layers"
+    )
+    parser.add_argument("--layout", default="data=1", help="(%(default)s) of --lengths")
     args = parser.parse_args()
+    if args.lengths:
+        lengths(args.layout, args.lengths)
+        return
     for num_layers in args.layers:
         one = multiprocessing.get_context("spawn").Process(target=describe, args=(num_layers, args))
         one.start()

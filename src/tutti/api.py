@@ -24,13 +24,16 @@ from tutti.capture.batch import taken
 from tutti.capture.first_form import FirstStepAhead, awaiting, first_step_ahead, make_slots
 from tutti.capture.lift import optimizers_of, state_of
 from tutti.capture.models import as_one_module
+from tutti.capture.python_state import Findings
 from tutti.capture.read_values import Seen
+from tutti.capture.sizes import FreeSizes
 from tutti.capture.source import OnlyUsersFrames, quoted, user_line
 from tutti.capture.sparse import dense
-from tutti.capture.step import capture, copied
+from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
 from tutti.errors import CommError, LayoutError, ShardingError
+from tutti.graph.quick import quickly_written
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.timed import Timed
@@ -41,6 +44,7 @@ from tutti.report.explain import explain as explain_program
 from tutti.report.records import Record, records
 from tutti.report.servers import explain_servers
 from tutti.runtime import checkpoint
+from tutti.runtime.captures import Captures
 from tutti.runtime.collector import rarely_collected
 from tutti.runtime.copies import copies_of
 from tutti.runtime.cuda_graph import op_by_op
@@ -256,13 +260,14 @@ class Step:
         self.cut = _names(cut)
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
-        self._num_traces = 0
+        self._num_programs = self._num_traces = 0
         self._begun = False  # whether all ranks have made a call
         self._last: _Compiled | None = None
         self._optimizers = optimizers_of(optimizer)
         self._signatures = Signatures(self.model, self._optimizers)
         self._numbers = Numbers(optimizer)
         self.python = PythonValues(self.train_step, self.model, self._optimizers)
+        self._captures = Captures(self.model, optimizer, self.python)
         self._divergence = Divergence(getattr(self.train_step, "__name__", "the step"), layout)
         # An evaluation agrees on nothing: each replica sees the whole batch with its own weights.
         replicas = layout.num_replicas > 1 and bool(self._optimizers)
@@ -459,25 +464,32 @@ class Step:
                     module.training = training
                 return compiled, given
         modes = [(module, module.training) for module in self._signatures.modules]
-        with rarely_collected(), OnlyUsersFrames():
-            made = self._compile(batch, seen or {})
+        with rarely_collected(), quickly_written(), OnlyUsersFrames():
+            made = self._compile(batch, self._kind(leaves, form, python), given, seen)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
-        made.number = 1 + self._num_traces
+        self._num_programs += 1
+        made.number = self._num_programs
         # A step that calls `model.train()` or `eval()` is found again from either mode.
         for module, before in [(m, b) for m, b in modes if m.training != b]:
             module.training = before
-        self._enter(made, leaves, form)
+        was_traced = not self._captures.is_resized  # else all of Python is as it was
+        self._enter(made, leaves, form, walk=was_traced)
         for module, training in made.modes:
             module.training = training
-        numbers = self._enter(made, leaves, form)
-        self._warn_of_retraces()
+        numbers = self._enter(made, leaves, form, walk=was_traced)
+        if was_traced:
+            self._warn_of_retraces()
         self._forget_programs(made)
         return made, self._numbers.of(leaves, numbers)
 
-    def _enter(self, made: _Compiled, leaves: list[Any], form: Any) -> dict[str, float]:
+    def _enter(
+        self, made: _Compiled, leaves: list[Any], form: Any, *, walk: bool
+    ) -> dict[str, float]:
         """Let a call like this one find what was made for it; gives the numbers of now."""
-        self.python.walk()
+        if walk:
+            self.python.walk()
         python, numbers = self.python.now()
+        self._captures.enter(self._kind(leaves, form, python))
         entered = self._compiled.setdefault(self._signature(leaves, form, python), [])
         if made not in entered:
             entered.append(made)
@@ -510,7 +522,13 @@ class Step:
         made = self._signatures.of(leaves, form, python)
         return (made, self.served.apart) if self.served is not None else made
 
-    def _compile(self, batch: tuple[Any, ...], seen: Seen) -> _Compiled:
+    def _kind(self, leaves: list[Any], form: Any, python: int) -> Any:
+        """What calls have in common that differ in nothing but sizes and inputs."""
+        return self._signatures.of(leaves, form, python, sized=False)
+
+    def _compile(
+        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], seen: Seen | None
+    ) -> _Compiled:
         if self.served is not None:
             self._begin_together(batch)
             worked = self.served.worker.compiled(tree_map_only(Tensor, whole_of, batch))
@@ -528,7 +546,7 @@ class Step:
             make_slots(self.optimizer)
         adopt(self.model, self.optimizer)
         try:
-            program, holds = self._program(batch, home, seen)
+            program, holds = self._program(batch, home, (kind, given), seen)
         except ShardingError as error:
             if not error.at.startswith("batch"):
                 raise
@@ -556,24 +574,38 @@ class Step:
         return made
 
     def _program(
-        self, batch: tuple[Any, ...], home: Residence, seen: Seen | None = None
+        self,
+        batch: tuple[Any, ...],
+        home: Residence,
+        known: tuple[Any, Mapping[str, float]] | None = None,
+        seen: Seen | None = None,
     ) -> tuple[Program, Guard]:
         """The partitioned program for a batch like this one, and the guard of its capture."""
         if self.agreeing is not None:
             batch = self.agreeing.batch(tree_map_only(Tensor, whole_of, batch))
-        captured = capture(
-            self.train_step,
-            self.model,
-            self.optimizer,
-            batch,
-            precision=self.layout.precision,
-            findings=self.python.findings,
-            renewed={i: new for i, (old, new) in home.renewed.items() if old() is not None},
-            seen=seen,
-        )
+        renewed = {i: new for i, (old, new) in home.renewed.items() if old() is not None}
+
+        def captured_with(free: FreeSizes | None, findings: Findings) -> Captured:
+            return capture(
+                self.train_step,
+                self.model,
+                self.optimizer,
+                batch,
+                precision=self.layout.precision,
+                findings=findings,
+                renewed=renewed,
+                free=free,
+                seen=seen,
+            )
+
+        if known is None or seen is not None:
+            captured = captured_with(None, self.python.findings)
+        else:
+            captured = self._captures.of(*known, batch, renewed, captured_with)
         refuse_other_layouts(captured, self.layout)
         told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
-        made = plan(copied(captured), self.layout, self.place, known=home.compute, **told)
+        own = captured if self._captures.is_resized and known else copied(captured)
+        made = plan(own, self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)
         return partition(made, strict=bool(os.environ.get(STRICT))), guard_of(captured)
 

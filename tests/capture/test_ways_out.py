@@ -20,7 +20,7 @@ def told(x):
     return x, f"the sum is {x.sum().item():.3f}"
 
 def compared(x):
-    return x if torch.allclose(x, x) else -x
+    return x if float(x.sum()) > 0 else -x
 
 def selected(x):
     return x[x > 0]

@@ -95,7 +95,7 @@ GOLDEN = """\
 %20: f32[3, 4] = gelu_backward(%18, %19)
 %21: f32[4, 3] = permute(%20, [1, 0])
 %22: f32[4, 4] = mm(%21, %batch.0)
-%23: several = sgd([%0.weight, %2.weight], [%22, %17], [], weight_decay=0.0, momentum=0.0, lr=%optim.0.lr, dampening=0, nesterov=False, maximize=False)
+%23: several = sgd([%0.weight, %2.weight], [%22, %17], [], weight_decay=%optim.0.weight_decay, momentum=0.0, lr=%optim.0.lr, dampening=0, nesterov=False, maximize=False)
 %24: f32[4, 4] = item(%23, 0)
 %25: f32[4, 4] = item(%23, 1)"""  # noqa: E501
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from tutti.capture.held_values import Place
+from tutti.capture.inputs import fake
 from tutti.capture.lift import StateTensor
 from tutti.errors import CaptureError
 
@@ -49,23 +50,13 @@ def lift_outside(
             setattr(traced, str(node.target), value)
             continue
         if known not in made:
-            fakes.append(contiguous_fake(value, mode))
+            fakes.append(fake(value, mode))
             last = made[known] = _placeholder(graph, last, f"outside_{len(made)}", fakes[-1])
             state.append(StateTensor(place.name, "buffer", value))
             found[place.name] = place
         node.replace_all_uses_with(made[known])
         graph.erase_node(node)
     return state, fakes, found
-
-
-def contiguous_fake(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake of the same shape, dtype and device; strides are plain."""
-    device = x.device
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with mode:
-        fake = torch.empty(tuple(x.shape), dtype=x.dtype, device=device)
-    return fake.requires_grad_(x.requires_grad)
 
 
 def refuse_written(outside: Mapping[str, Place], updated: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ class Watch:
         if autograd is not None:
             line, owner = self.forward.get(autograd._sequence_nr(), (source, module))
             node.meta["forward_source"], module = line, owner or module
-        elif self.region == "forward":
+        elif self.region == "forward" and _gives_tensors(node):
             self.forward[_sequence_number() - 1] = (source, module)
         node.meta["source"], node.meta["module"] = source, module
         node.meta["region"] = "update" if self.in_update else self.region
@@ -54,6 +54,12 @@ class Watch:
         if node.target in RANDOM_OPS:
             node.meta["stream"] = self.num_streams
             self.num_streams += 1
+
+
+def _gives_tensors(node: fx.Node) -> bool:
+    """Whether a node is an op that autograd may have numbered: what asks for a size may come much later."""
+    is_op = isinstance(node.target, torch._ops.OpOverload)
+    return is_op and not node.target._schema.name.startswith("aten::sym_")  # type: ignore[union-attr]
 
 
 def _name_outputs(module: str, out: Any) -> None:

@@ -165,6 +165,12 @@ def _slice(emit: Emit, node: fx.Node) -> fx.Node | None:
     return node.args[0] if shape_list(node.args[0]) == shape_list(node) else None  # type: ignore[return-value]
 
 
+def _slice_backward(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """Of a slice that takes all of a dim."""
+    x: Any = node.args[0]
+    return x if shape_list(x) == shape_list(node) else None
+
+
 def _add(emit: Emit, node: fx.Node) -> fx.Node | None:
     """The 0 that Python's `sum` starts with would keep pending sums from passing."""
     x, y = node.args[:2]
@@ -369,6 +375,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.unbind.int: _unbind,
     aten.unbind_copy.int: _unbind,
     aten.slice.Tensor: _slice,
+    aten.slice_backward.default: _slice_backward,
     aten.add.Tensor: _add,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,

@@ -13,11 +13,9 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
@@ -38,6 +36,7 @@ from tutti.capture.gradients import (
 from tutti.capture.held_values import Place
 from tutti.capture.host_random import no_host_randomness
 from tutti.capture.host_values import values_unknown
+from tutti.capture.inputs import fake, fake_mode, fakes, symbol
 from tutti.capture.kept_values import Attributes, Left, refuse_kept_values
 from tutti.capture.lift import (
     StateTensor,
@@ -48,13 +47,14 @@ from tutti.capture.lift import (
 )
 from tutti.capture.models import wrappers_open
 from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
-from tutti.capture.outside import contiguous_fake, lift_outside, read_by, refuse_written
+from tutti.capture.outside import lift_outside, read_by, refuse_written
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python_state import Effect, Findings, Number, PythonState
 from tutti.capture.read_values import ITEM, Reads, Seen, Symbols, held, size_refused, symbols_stay
 from tutti.capture.rebound import data_written, refuse_read, take_over
 from tutti.capture.refusals import REFUSED_OPS, explained
 from tutti.capture.regions import watching
+from tutti.capture.sizes import FreeSizes
 from tutti.capture.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.symbols import looked_at_by_ops, on_symbols
 from tutti.capture.unexpected import named, refuse_untraced
@@ -127,6 +127,7 @@ def capture(
     renewed: Mapping[int, Tensor] | None = None,
     note_gradients: bool = False,
     seen: Seen | None = None,
+    free: FreeSizes | None = None,
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
 
@@ -135,6 +136,7 @@ def capture(
     have shown of its Python numbers; `renewed` has, by the id of a former state tensor, the one in its place.
     With `note_gradients` the values that optimizers find in `.grad` are noted (`found_gradients.noted`).
     `seen` is what tensors that the step reads in Python have turned out to be: the trace takes its ways.
+    With `free` sizes the graph is not canonical yet: `resized.Resizable` makes graphs of given sizes of it.
 
     Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line
     for what cannot be captured: a value written into a text, a shape that depends on values.
@@ -144,15 +146,11 @@ def capture(
     leaves, spec = flattened(dense(taken(batch)))
 
     def prepared(seen: Seen = seen or {}) -> _Lifted:
-        mode = FakeTensorMode(
-            shape_env=Symbols(seen),
-            static_shapes=True,
-            allow_non_fake_inputs=True,
-        )
+        mode = fake_mode(seen, sized=free is not None)
         python = PythonState(train_step, model, optimizers_of(optimizer), findings)
         state = state_of(model, optimizer)
         given = (train_step, model, optimizer, state, leaves, spec, mode, precision)
-        made = _Lifted(*given, python, renewed or {})
+        made = _Lifted(*given, python, renewed or {}, free)
         made.note_gradients = note_gradients
         return made
 
@@ -170,7 +168,8 @@ def capture(
         if s.kind == "parameter" and s.tensor.is_floating_point()
     }
     refuse_other_weights(precision, weights, frozenset(captured.updated))
-    canonicalize(captured.graph, captured.owner, lifted.mode)
+    if free is None:
+        canonicalize(captured.graph, captured.owner, lifted.mode)
     refuse_read(captured.placeholders, lifted.sharing)
     lifted.grads.note(lifted.holders)
     return captured
@@ -196,7 +195,9 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
                 raise
             continue
         numbers = {n.name: n for n in lifted.python.numbers}
-        looked_at = looked_at_by_ops(traced, lifted.names, {*numbers, str(ITEM)})
+        looked_at = looked_at_by_ops(
+            traced, lifted.names, {*numbers, str(ITEM)}, lifted.free_symbols
+        )
         if str(ITEM) in looked_at:
             raise size_refused(traced)
         new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
@@ -224,6 +225,7 @@ class _Lifted:
         precision: str,
         python: PythonState,
         renewed: Mapping[int, Tensor],
+        free: FreeSizes | None = None,
     ) -> None:
         self.precision, self.python, self.renewed = precision, python, renewed
         self.train_step, self.model, self.optimizer = train_step, model, optimizer
@@ -239,12 +241,13 @@ class _Lifted:
             + [f"batch.{k}" for k in range(len(self.tensor_leaves))]
         )
         self.inputs = (
-            [contiguous_fake(s.tensor, mode) for s in state]
-            + [_symbol(h.name, h.value, mode) for h in self.hypers]
-            + [_symbol(n.name, n.value, mode) for n in python.numbers]
-            + [_symbol(f"number.{k}", leaves[i], mode) for k, i in enumerate(self.number_leaves)]
-            + [contiguous_fake(leaves[i], mode) for i in self.tensor_leaves]
+            [fake(s.tensor, mode) for s in state]
+            + [symbol(h.name, h.value, mode) for h in self.hypers]
+            + [symbol(n.name, n.value, mode) for n in python.numbers]
+            + [symbol(f"number.{k}", leaves[i], mode) for k, i in enumerate(self.number_leaves)]
+            + fakes([leaves[i] for i in self.tensor_leaves], mode, free)
         )
+        self.free_symbols = frozenset(free.symbols.values()) if free else frozenset[Any]()
         self.returned: TreeSpec | None = None
         self.left: list[Left] = []
         self.sharing: list[str] = []  # state that has a weight's memory after the step
@@ -410,15 +413,6 @@ def _has_data(x: Any) -> bool:
     if not isinstance(x, Tensor) or isinstance(x, DTensor) or x.device.type == "meta":
         return False
     return type(x) in (Tensor, nn.Parameter) and x.numel() > 0
-
-
-def _symbol(name: str, value: float, mode: FakeTensorMode) -> Any:
-    source, env = ConstantSource(name), mode.shape_env
-    assert env is not None
-    symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)  # equal ones are two
-    if isinstance(value, int):
-        return env.create_symintnode(symbol, hint=value, source=source)
-    return env.create_symfloatnode(symbol, hint=value, source=source)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -109,12 +109,18 @@ def _scalar_tensor(
     return made.to(dtype).requires_grad_(requires_grad)
 
 
-def looked_at_by_ops(traced: fx.GraphModule, names: Sequence[str], wanted: set[str]) -> set[str]:
+def looked_at_by_ops(
+    traced: fx.GraphModule,
+    names: Sequence[str],
+    wanted: set[str],
+    sizes: Collection[Any] = frozenset(),
+) -> set[str]:
     """The names of numbers that a trace makes a size or a place of: they cannot be inputs of its graph.
 
     Args:
         names: of the placeholders, in order.
         wanted: those that are asked for; `ITEM` stands for what is read from tensors.
+        sizes: symbols that stand for sizes of the batch, and not for numbers.
     """
     comes_from: dict[fx.Node, set[str]] = {}
     found: set[str] = set()
@@ -130,14 +136,17 @@ def looked_at_by_ops(traced: fx.GraphModule, names: Sequence[str], wanted: set[s
         mine = set().union(*(comes_from.get(x, set()) for x in node.all_input_nodes))
         if isinstance(node.meta.get("val"), SYMBOLS):
             comes_from[node] = mine
-        elif mine and (_sizes_of(node) or _is_symbolic(node)):
-            found |= mine if _is_symbolic(node) else _from_sizes(node, comes_from)
+        elif mine and (_sizes_of(node) or _is_symbolic(node, sizes)):
+            found |= mine if _is_symbolic(node, sizes) else _from_sizes(node, comes_from)
     return found
 
 
-def _is_symbolic(node: fx.Node) -> bool:
+def _is_symbolic(node: fx.Node, sizes: Collection[Any]) -> bool:
     val = node.meta.get("val")
-    return isinstance(val, Tensor) and not all(type(n) is int for n in val.shape)
+    return isinstance(val, Tensor) and not all(
+        type(n) is int or (isinstance(n, torch.SymInt) and n.node._expr.free_symbols <= {*sizes})
+        for n in val.shape
+    )
 
 
 def _sizes_of(node: fx.Node) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import cache
 from typing import Any
 
 import torch
@@ -70,15 +71,22 @@ def marked(node: fx.Node, *, writes: bool) -> list[fx.Node]:
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return []
-    names = [
-        (i, a.name)
-        for i, a in enumerate(target._schema.arguments)
-        if a.alias_info is not None and (a.alias_info.is_write or not writes)
-    ]
+    names = _marked_arguments(target, writes)
+    if not names:
+        return []
     given = [node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in names]
     found: list[fx.Node] = []
     fx.map_arg(given, found.append)
     return found
+
+
+@cache
+def _marked_arguments(target: torch._ops.OpOverload, writes: bool) -> list[tuple[int, str]]:
+    return [
+        (i, a.name)
+        for i, a in enumerate(target._schema.arguments)
+        if a.alias_info is not None and (a.alias_info.is_write or not writes)
+    ]
 
 
 def is_function(node: fx.Node) -> bool:
@@ -109,6 +117,7 @@ def _part_of_several(node: fx.Node) -> fx.Node | None:
     return aliased(several)
 
 
+@cache
 def _is_view(target: Any) -> bool:
     if target in (collectives.partialize, collectives.part, aten.reshape.default):
         return True

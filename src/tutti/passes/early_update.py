@@ -81,11 +81,15 @@ def _places(
     What needs only inputs stands right before the first that reads it.
     """
     at: dict[fx.Node, int] = {}
+    read_at: dict[fx.Node, list[int]] = {}  # where inputs are read by what stays
     for node in graph.nodes:
         if node in movable:
             given = [x for x in node.all_input_nodes if x.op == "placeholder"]
             made = [at.get(x, order[x]) for x in node.all_input_nodes if x.op != "placeholder"]
-            reads = [order[r] for x in given for r in _readers(x) if r not in movable]
+            for x in given:
+                if x not in read_at:
+                    read_at[x] = [order[r] for r in _readers(x) if r not in movable]
+            reads = [p for x in given for p in read_at[x]]
             at[node] = max((p for p in (*made, *reads) if p < order[node]), default=-1)
     for node in reversed(graph.nodes):
         if at.get(node, 0) < 0:

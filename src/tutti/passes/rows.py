@@ -37,9 +37,10 @@ def rows(graph: fx.Graph) -> int:
     """Rewrite `graph`; returns how many reshapes that saves."""
     leads = {node: lead for node in graph.nodes if (lead := _lead(node)) is not None}
     saved = 0
+    turned: dict[Any, Tensor] = {}
     for group in _groups(leads):
         lead = leads[group[0]]
-        gain = _Group(graph, group, lead)
+        gain = _Group(graph, group, lead, turned)
         if gain.saved > 0:
             gain.turn()
             saved += gain.saved
@@ -145,10 +146,13 @@ class _Group:
 
     given: values from elsewhere that are turned for them.
     saved: reshapes that are not needed then, less those that are.
+    turned: fakes as rows by the form that they had, for all groups.
     """
 
-    def __init__(self, graph: fx.Graph, nodes: list[fx.Node], lead: Lead) -> None:
-        self.graph, self.lead = graph, lead
+    def __init__(
+        self, graph: fx.Graph, nodes: list[fx.Node], lead: Lead, turned: dict[Any, Tensor]
+    ) -> None:
+        self.graph, self.lead, self.turned = graph, lead, turned
         self.nodes = dict.fromkeys(nodes)
         operands = (x for node in nodes for x in node.all_input_nodes)
         self.given = list(
@@ -239,7 +243,10 @@ class _Group:
             return type(val)(map(self._value, val))
         if not isinstance(val, Tensor) or not _is_turned(val, self.lead):
             return val
-        return val.reshape(math.prod(self.lead), val.shape[-1])
+        form = val.shape, val.stride(), val.dtype, val.device
+        if form not in self.turned:
+            self.turned[form] = val.reshape(math.prod(self.lead), val.shape[-1])
+        return self.turned[form]
 
     def _sharding(self, sharding: Any) -> Any:
         """The leading dims in one; an unsplit segment joins the one to its left."""

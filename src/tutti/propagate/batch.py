@@ -188,9 +188,8 @@ def _called(name: str) -> str:
 
 
 def _tensors(captured: Captured) -> Iterator[tuple[str, fx.Node]]:
-    for name, kind in captured.kinds.items():
-        node = captured.placeholder(name)
-        if kind == "batch" and node.meta["val"].ndim:
+    for name, node in captured.placeholders.items():
+        if captured.kinds[name] == "batch" and node.meta["val"].ndim:
             yield name, node
 
 

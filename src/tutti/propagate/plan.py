@@ -300,9 +300,10 @@ def _settle_state(made: Plan) -> None:
             made.storage[state.name] = slot_like(like, shape)
         else:
             made.storage[state.name] = Sharding.whole(shape)
+    given = captured.placeholders
     for name, sharding in made.storage.items():
         if name in captured.kinds:
-            made.spread.seed(captured.placeholder(name), sharding, f"zero={zero}", closed=True)
+            made.spread.seed(given[name], sharding, f"zero={zero}", closed=True)
 
 
 def _want_gradients(made: Plan) -> bool:

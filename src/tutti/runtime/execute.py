@@ -24,6 +24,7 @@ from tutti.errors import CommError
 from tutti.graph import collectives, random
 from tutti.graph.loop import graphs_of
 from tutti.graph.product import is_faster
+from tutti.graph.quick import quickly_written
 from tutti.partition.partition import Program
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
@@ -88,7 +89,7 @@ class Execution:
     def generated(self) -> Generated:
         """The code, written at its first use: by then it is known what may be overwritten."""
         if self._generated is None:
-            with rarely_collected():
+            with rarely_collected(), quickly_written():
                 self.graph = self._optimized()
                 self._generated = generate(
                     self.graph,

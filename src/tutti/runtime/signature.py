@@ -23,11 +23,12 @@ class Signatures:
         self._version = 0  # of which modules there are
         self._walk()
 
-    def of(self, leaves: Sequence[Any], form: Any, python: int) -> Any:
+    def of(self, leaves: Sequence[Any], form: Any, python: int, *, sized: bool = True) -> Any:
         """A hashable key: the batch's form, its shapes and constants, how many parameters each group has,
         which modules there are, which parameters are trained, their dtypes, and the hooks.
 
-        `python` stands for the Python values that the step reaches (`PythonValues.now`).
+        `python` stands for the Python values that the step reaches (`PythonValues.now`). Without `sized`
+        calls have one key whose tensors differ in nothing but sizes.
 
         Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
         """
@@ -36,7 +37,7 @@ class Signatures:
             self._walk()
         groups = tuple(len(g["params"]) for one in self._optimizers for g in one.param_groups)
         weights = tuple(map(_form, filter(_is_there, values_of(self._parameters))))
-        made = tuple(map(_leaf, leaves))
+        made = tuple(map(_leaf if sized else _unsized, leaves))
         return made, form, groups, self._version, python, weights, self._hooks.now()
 
     def _walk(self) -> None:
@@ -50,6 +51,10 @@ class Signatures:
 
 _form = attrgetter("requires_grad", "dtype")
 _is_there = partial(is_not, None)
+
+
+def _unsized(x: Any) -> Any:
+    return (x.ndim, x.dtype, x.device) if isinstance(x, Tensor) else _leaf(x)
 
 
 def _leaf(x: Any) -> Any:
