@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, AdamW, Optimizer, RAdam
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
 from python_programs import mlp, plain, update
 
@@ -172,6 +174,35 @@ def scaled(*, fused: bool = False) -> Made:
     return step, model, AdamW(model.parameters(), lr=0.01, fused=fused or None)
 
 
+def plateau_inside() -> Made:
+    model = mlp()
+    optimizer = SGD(model.parameters(), lr=0.3)
+    schedule = ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        loss = plain(m, o, x)
+        schedule.step(loss)
+        return loss
+
+    return step, model, optimizer
+
+
+def returns_numbers() -> Made:
+    model = mlp()
+    kept, total = mlp(), {"loss": 0.0, "seen": 0}
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> dict[str, Any]:
+        same = all(map(torch.equal, m.parameters(), kept.parameters()))
+        y = m(x)
+        loss = update(y.square().mean() * (2 if same else 1), o)
+        total["loss"] += loss.item()
+        total["seen"] += (y > 0).sum().item()
+        pair = torch.tensor([loss.item(), 2.0]).sum()
+        return {**total, "any": (y > 0.5).any().item(), "same": same, "pair": pair}
+
+    return step, model, SGD(model.parameters(), lr=0.1)
+
+
 READING: dict[str, Callable[[], Made]] = {
     one.__name__: one
     for one in (
@@ -182,6 +213,8 @@ READING: dict[str, Callable[[], Made]] = {
         begins_with_its_first_batch,
         layerwise,
         scaled,
+        plateau_inside,
+        returns_numbers,
     )
 } | {
     "scaled by fused kernels": lambda: scaled(fused=True),
@@ -199,7 +232,8 @@ def values(name: str, play: Callable[..., Callable[..., Any]]) -> list[Tensor]:
     """The losses of a program, and its weights at the end; `play` makes its step what is called."""
     step, model, optimizer = READING[name]()
     called = play(step, model, optimizer)
-    losses = [called(batch(k)).detach().clone() for k in range(NUM_CALLS)]
+    returned = [x for k in range(NUM_CALLS) for x in tree_leaves(called(batch(k)))]
+    losses = [torch.as_tensor(x).detach().clone() for x in returned]
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return [*losses, *(w.detach().clone() for w in weights)]
 

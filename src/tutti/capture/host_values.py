@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from tutti.capture.source import quoted, user_line
 from tutti.errors import CaptureError
 
-_TENSOR: Any = torch.tensor
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells each error of a trace once more
 
 
@@ -76,11 +75,16 @@ def _format(x: Any, spec: str) -> str:
     return _TEXT() if spec else repr(x)
 
 
-def _tensor(data: Any, *args: Any, **options: Any) -> Tensor:
+def _tensor(plain: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.tensor`, which would look at the values of tensors in a list."""
-    if not isinstance(data, Tensor) and any(isinstance(x, FakeTensor) for x in tree_leaves(data)):
-        _refuse("makes a tensor of a list of tensors", "torch.stack(list_of_tensors)")()
-    return _TENSOR(data, *args, **options)
+
+    def made(data: Any, *args: Any, **options: Any) -> Any:
+        several = not isinstance(data, Tensor)
+        if several and any(isinstance(x, FakeTensor) for x in tree_leaves(data)):
+            _refuse("makes a tensor of a list of tensors", "torch.stack(list_of_tensors)")()
+        return plain(data, *args, **options)
+
+    return made
 
 
 _SEED = _refuse(
@@ -120,7 +124,7 @@ def _patched() -> Iterator[None]:
         mock.patch.object(torch, "manual_seed", _SEED),
         mock.patch.object(torch, "set_anomaly_enabled", lambda *_: None),
         mock.patch.object(FakeTensor, "__format__", _format),
-        mock.patch.object(torch, "tensor", _tensor),
+        mock.patch.object(torch, "tensor", _tensor(torch.tensor)),
         mock.patch.object(_LOG, "disabled", True),
     ):
         yield

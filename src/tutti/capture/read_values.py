@@ -89,7 +89,9 @@ class Symbols(ShapeEnv):
 
     def _hint(self, k: int, kind: type) -> float:
         value = self.seen.get(k, _GUESS[kind])
-        return value if math.isfinite(value) else _GUESS[kind]
+        return (
+            kind(value) if math.isfinite(value) else _GUESS[kind]
+        )  # of another way, where it differs
 
     def flipped(self) -> Seen | None:
         """Values with which the last guess at a condition would go the other way; None if there is none."""

@@ -86,9 +86,29 @@ def on_symbols() -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.SymFloat, "__rpow__", _rpow))
         stack.enter_context(mock.patch.object(lr_scheduler, "float", _float_of, create=True))
         for name in ("tensor", "as_tensor"):
-            plain = getattr(torch, name)
-            stack.enter_context(mock.patch.object(torch, name, _choose(plain, _scalar_tensor)))
+            made = _tensor_of(getattr(torch, name))
+            stack.enter_context(mock.patch.object(torch, name, made))
         yield
+
+
+def _tensor_of(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.tensor` that takes a symbol, or a list of numbers with symbols among them."""
+
+    def made(value: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(value, SYMBOLS):
+            return _scalar_tensor(value, *args, **options)
+        if isinstance(value, list | tuple) and any(isinstance(x, SYMBOLS) for x in value):
+            kind = torch.get_default_dtype() if any(map(_is_float, value)) else torch.int64
+            options["dtype"] = options.get("dtype") or kind
+            grad = options.pop("requires_grad", False)
+            return torch.stack([_scalar_tensor(x, **options) for x in value]).requires_grad_(grad)
+        return plain(value, *args, **options)
+
+    return made
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, (float, torch.SymFloat))
 
 
 def _choose(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
