@@ -105,6 +105,20 @@ def test_a_value_that_is_read_again_after_a_write() -> None:
     assert float(tutti.distribute(step, model, None, "")(programs.batch(0))) == pytest.approx(10.0)
 
 
+def test_a_number_that_is_not_itself_is_nan() -> None:
+    model = programs.mlp()
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        loss = m(x).square().mean()
+        now = loss.item()
+        return torch.zeros_like(loss) if now != now else loss
+
+    played = tutti.distribute(step, model, None, "")
+    for factor in (1.0, float("nan"), 2.0, float("nan")):
+        x = programs.batch(0) * factor
+        assert float(played(x)) == pytest.approx(float(step(model, x).detach()))
+
+
 def test_equal_numbers_are_two_inputs() -> None:
     """A trace in which two numbers are equal holds for calls in which they are."""
     model = programs.mlp()

@@ -88,10 +88,8 @@ class Symbols(ShapeEnv):
         return torch.SymBool(SymNode(sympy.Eq(symbol, 1), self, bool, bool(hint)))
 
     def _hint(self, k: int, kind: type) -> float:
-        value = self.seen.get(k, _GUESS[kind])
-        return (
-            kind(value) if math.isfinite(value) else _GUESS[kind]
-        )  # of another way, where it differs
+        value = self.seen.get(k, _GUESS[kind])  # on another way it may have been of another kind
+        return kind(value) if math.isfinite(value) else _GUESS[kind]
 
     def flipped(self) -> Seen | None:
         """Values with which the last guess at a condition would go the other way; None if there is none."""

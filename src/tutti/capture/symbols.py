@@ -60,6 +60,18 @@ def _rpow(x: Any, y: Any) -> Any:
     return x.__rfloat_pow__(y) if known else NotImplemented
 
 
+def _compared(name: str) -> Any:
+    """`==` and `!=` of a number with itself, which ask whether it is NaN; to a symbol they are constants."""
+    plain = getattr(torch.SymFloat, name)
+
+    def compared(x: Any, y: Any) -> Any:
+        if isinstance(y, torch.SymFloat) and x.node._expr == y.node._expr:
+            return _ask("isnan", x) is (name == "__ne__")
+        return plain(x, y)
+
+    return mock.patch.object(torch.SymFloat, name, compared)
+
+
 # Of `math`, what a symbol is given to: PyTorch has these functions for symbols, or their parts.
 _OF_MATH: dict[str, Callable[..., Any]] = {
     **{name: _of_float(getattr(_torch, f"_sym_{name}")) for name in _FLOATS},
@@ -82,6 +94,8 @@ def on_symbols() -> Iterator[None]:
         for name, symbolic in _OF_MATH.items():
             plain = getattr(math, name)
             stack.enter_context(mock.patch.object(math, name, _choose(plain, symbolic)))
+        stack.enter_context(_compared("__eq__"))
+        stack.enter_context(_compared("__ne__"))
         stack.enter_context(mock.patch.object(torch.SymFloat, "__pow__", _pow))
         stack.enter_context(mock.patch.object(torch.SymFloat, "__rpow__", _rpow))
         stack.enter_context(mock.patch.object(lr_scheduler, "float", _float_of, create=True))
