@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, AdamW, Optimizer, RAdam
+from torch.optim import ASGD, SGD, AdamW, NAdam, Optimizer, RAdam
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
@@ -218,6 +218,7 @@ READING: dict[str, Callable[[], Made]] = {
     )
 } | {
     "scaled by fused kernels": lambda: scaled(fused=True),
+    "nadam": with_optimizer(lambda p: NAdam(p, lr=0.05)),
     "radam": with_optimizer(lambda p: RAdam(p, lr=0.05)),
     "asgd": with_optimizer(lambda p: ASGD(p, lr=0.05, t0=3)),
     "estimating": with_optimizer(Estimating),

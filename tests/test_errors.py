@@ -145,9 +145,9 @@ def test_something_that_is_no_optimizer() -> None:
     assert "torch.optim.Optimizer" in error.what
 
 
-def branching_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+def converting_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
-    if loss.item() > 1:  # here it branches
+    if float(loss) > 1:  # here it is converted
         loss = loss * 2
     optimizer.zero_grad()
     loss.backward()
@@ -161,11 +161,11 @@ def line_of(comment: str) -> str:
         return f"test_errors.py:{1 + next(i for i, s in enumerate(file) if f'# {comment}' in s)}"
 
 
-def test_a_branch_on_a_tensors_value() -> None:
+def test_a_plain_number_of_a_tensors_value() -> None:
     model = nn.Linear(4, 4)
-    step = tutti.distribute(branching_step, model, zoo.sgd(model), "")
+    step = tutti.distribute(converting_step, model, zoo.sgd(model), "")
     error = refused(CaptureError, lambda: step(X[:, :4]))
-    assert line_of("here it branches") in error.at
+    assert line_of("here it is converted") in error.at
 
 
 def test_explain_before_the_first_call() -> None:

@@ -604,7 +604,7 @@ class Step:
             captured = self._captures.of(*known, batch, renewed, captured_with)
         refuse_other_layouts(captured, self.layout)
         told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
-        own = captured if self._captures.is_resized and known else copied(captured)
+        own = copied(captured)
         made = plan(own, self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)
         return partition(made, strict=bool(os.environ.get(STRICT))), guard_of(captured)

@@ -189,18 +189,18 @@ def test_an_iterator_that_the_step_advances_is_refused() -> None:
 
 
 def test_what_cannot_be_set_anew_is_not_written_into() -> None:
-    pair, turned = (torch.zeros(2),), torch.zeros(2, 2).t()
+    pair, part = (torch.zeros(2),), torch.zeros(4, 4)[:, :2]
 
     def into_a_tuple(model: Any, x: torch.Tensor) -> torch.Tensor:
         pair[0].add_(1)
         return model(x).sum() + pair[0].sum()
 
-    def into_a_view(model: Any, x: torch.Tensor) -> torch.Tensor:
-        turned.add_(1)
-        return model(x).sum() + turned.sum()
+    def into_a_part(model: Any, x: torch.Tensor) -> torch.Tensor:
+        part.add_(1)
+        return model(x).sum() + part.sum()
 
-    refused = (into_a_tuple, "tensor that it was not given"), (into_a_view, "writes into turned")
+    refused = (into_a_tuple, "tensor that it was not given"), (into_a_part, "writes into part")
     for step, what in refused:
         with pytest.raises(tutti.CaptureError, match=what):
             tutti.distribute(step, programs.mlp())(programs.batch(0))
-    assert not pair[0].any() and not turned.any()
+    assert not pair[0].any() and not part.any()

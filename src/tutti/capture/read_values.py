@@ -36,6 +36,8 @@ ITEM = aten._local_scalar_dense.default
 Seen = Mapping[int, float]
 # What is taken for a value that nobody has seen yet.
 _GUESS: dict[type, float] = {bool: False, int: 1, float: 1.0}
+# And where one of them divides by zero (`1 / (1 - x)`), as NAdam's product does: noted under this number.
+_GENERIC, _OF_ALL = 0.7310585786, -1
 
 
 class Symbols(ShapeEnv):
@@ -88,8 +90,14 @@ class Symbols(ShapeEnv):
         return torch.SymBool(SymNode(sympy.Eq(symbol, 1), self, bool, bool(hint)))
 
     def _hint(self, k: int, kind: type) -> float:
-        value = self.seen.get(k, _GUESS[kind])  # on another way it may have been of another kind
-        return kind(value) if math.isfinite(value) else _GUESS[kind]
+        guess = _GENERIC if kind is float and _OF_ALL in self.seen else _GUESS[kind]
+        value = self.seen.get(k, guess)  # on another way it may have been of another kind
+        return kind(value) if math.isfinite(value) else guess
+
+    def generic(self) -> Seen | None:
+        """Other guesses at numbers; None if there is none to change."""
+        guessed = any(kind is float and k not in self.seen for k, kind in enumerate(self.kinds))
+        return {**self.seen, _OF_ALL: 1.0} if guessed and _OF_ALL not in self.seen else None
 
     def flipped(self) -> Seen | None:
         """Values with which the last guess at a condition would go the other way; None if there is none."""
@@ -97,7 +105,8 @@ class Symbols(ShapeEnv):
         if not guesses:
             return None
         before = {k: self._hint(k, kind) for k, kind in enumerate(self.kinds[: guesses[-1]])}
-        return {**before, guesses[-1]: True}
+        kept = {k: x for k, x in self.seen.items() if k == _OF_ALL}
+        return {**kept, **before, guesses[-1]: True}
 
     def conditions(self, reads: Reads) -> list[Any]:
         """The conditions of the branches that the trace with these `reads` took."""
@@ -115,8 +124,8 @@ class Symbols(ShapeEnv):
         expr = x.node._expr
         if not expr.free_symbols & {*self.reads}:
             return None
-        k = self.reads.index(expr) if expr in self.reads else -1
-        answer = bool(getattr(math, name)(self.seen.get(k, 1.0)))
+        seen = self.seen.get(self.reads.index(expr), 1.0) if expr in self.reads else 1.0
+        answer = bool(getattr(math, name)(seen))
         self.asked.append((name, expr, answer))
         return answer
 

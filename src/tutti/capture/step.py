@@ -188,7 +188,10 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
         try:
             traced = lifted.traced()
         except (Exception, SystemExit) as error:
-            other = None if isinstance(error, TuttiError) else lifted.symbols.flipped()
+            other = None
+            if not isinstance(error, TuttiError):
+                divided = isinstance(error, ArithmeticError)
+                other = lifted.symbols.generic() if divided else lifted.symbols.flipped()
             if other is not None and len(ways) < _MOST_WAYS:
                 ways.append(other)
             elif not findings.fix(lifted.python.numbers):
