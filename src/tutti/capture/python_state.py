@@ -12,14 +12,9 @@ or a constant, that is put there after each call. Nothing that a trace leaves st
 from __future__ import annotations
 
 import contextlib
-import enum
-import functools
-import numbers
-import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +24,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from tutti.capture.contents import contents, contents_of, has_contents, refused_change
-from tutti.capture.held_values import ITEM, MEMBER, MISSING, SCOPE, Place, Table, named
-from tutti.capture.lift import is_scheduled, names_of
+from tutti.capture.contents import contents, refused_change
+from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, Table, named
+from tutti.capture.lift import is_scheduled
+from tutti.capture.optimizer_tables import group_tables, slot_tables
+from tutti.capture.plain_values import equal, is_number, is_plain_number, sign
 from tutti.capture.reach import PLAIN, reach
 from tutti.capture.source import quoted, user_line
 from tutti.capture.symbols import SYMBOLS
@@ -124,11 +121,10 @@ class PythonState:
     ) -> None:
         self.findings = findings
         reached = reach(step, model, optimizers)
-        self.outside = reached.outside
         self._stored = reached.stored
         self._of_model = {id(table) for m in model.modules() for table in _tables_of(m)}
-        self._slots = list(_slot_tables(model, optimizers))
-        groups = list(_group_tables(optimizers))
+        self._slots = list(slot_tables(model, optimizers))
+        groups = list(group_tables(optimizers))
         self._groups = {id(table) for table in groups}
         self.tables = [*reached.tables, *groups, *self._slots]
         self.numbers = self._numbers()
@@ -172,8 +168,8 @@ class PythonState:
         for name, place, value in named(self.tables):
             given = inputs.get((id(place.table), place.key))
             free = given is not None or self.is_scheduled(place, value)
-            sign = type(value) if given is not None else None if free else _sign(value)
-            found.append((name, given, sign))
+            seen = type(value) if given is not None else None if free else sign(value)
+            found.append((name, given, seen))
         return tuple(found)
 
     def tensors(self) -> dict[int, Place]:
@@ -304,7 +300,7 @@ class Begun:
                 now[key] = table.find()[key]
             for key, value in now.items():
                 old = before.get(key, MISSING)
-                if value is not old and not _equal(value, old):
+                if value is not old and not equal(value, old):
                     place = Place(table, key)
                     if self._is_effect(place, old, value):
                         changed[id(table), key] = place, value
@@ -396,80 +392,6 @@ def _items(table: Table) -> list[Any] | None:
     return list(held) if table.kind == ITEM and isinstance(held, list) else None
 
 
-def is_number(value: Any) -> bool:
-    """A number, or one that a trace knows by a symbol."""
-    return is_plain_number(value) or isinstance(value, (torch.SymInt, torch.SymFloat))
-
-
-def is_plain_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool | enum.Enum)
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; a symbol is only itself."""
-    return type(a) is type(b) and isinstance(a, PLAIN) and (a == b or (a != a and b != b))
-
-
-def _sign(value: Any) -> Any:
-    """What of a value a trace depends on, besides what stands in it."""
-    if isinstance(value, PLAIN):
-        plain = type(value) in (int, bool, str, bytes, type(None))
-        return (type(value), value if plain else repr(value))
-    if isinstance(value, Tensor):
-        return (Tensor, tuple(value.shape), value.dtype, value.requires_grad)
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
-        return value
-    if isinstance(value, types.MethodType):
-        return (value.__func__, type(value.__self__))
-    if isinstance(value, functools.partial):
-        return (value.func, *map(_sign, value.args))
-    if isinstance(value, numbers.Number):  # of NumPy
-        return (type(value), repr(value))
-    if has_contents(value):
-        return contents_of(value)
-    return (type(value), len(value)) if isinstance(value, list | tuple | dict) else type(value)
-
-
 def _tables_of(module: nn.Module) -> Iterator[Any]:
     yield vars(module)
     yield from (v for v in vars(module).values() if isinstance(v, dict | list))
-
-
-def _group_tables(optimizers: Sequence[Optimizer]) -> Iterator[Table]:
-    """The options of each group: those that schedules change are inputs by themselves."""
-    for k, one in enumerate(optimizers):
-        prefix = f"optim{k}" if k else "optim"
-        for g, group in enumerate(one.param_groups):
-            keys = [key for key, value in group.items() if key != "params"]
-            yield Table(f"{prefix}.{g}.", MEMBER, partial(_group, one, g), keys)
-
-
-def _group(one: Optimizer, g: int) -> Any:
-    return one.param_groups[g]
-
-
-def _slot_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Table]:
-    """What optimizers keep of each parameter besides tensors: numbers, and lists of tensors; and of none."""
-    owners = names_of(model)
-    for k, one in enumerate(optimizers):
-        if shared := [key for key in one.state if not isinstance(key, Tensor)]:
-            prefix = f"optim{k}.state." if k else "optim.state."
-            yield Table(prefix, SCOPE, partial(getattr, one, "state"), shared)
-        for g, group in enumerate(one.param_groups):
-            for j, param in enumerate(group["params"]):
-                slots = one.state.get(param, {})
-                keys = [k for k, v in slots.items() if not isinstance(v, Tensor)]
-                if keys and id(param) in owners:
-                    prefix, find = f"optim.{owners[id(param)]}.", partial(_slots_of, one, g, j)
-                    yield Table(prefix, MEMBER, find, keys)
-                    for key in keys:
-                        if isinstance(slots[key], dict | list | tuple):
-                            yield Table(f"{prefix}{key}", ITEM, partial(_in_slots, find, key), None)
-
-
-def _in_slots(find: Callable[[], Any], key: Any) -> Any:
-    return find()[key]
-
-
-def _slots_of(one: Optimizer, g: int, j: int) -> Any:
-    return one.state[one.param_groups[g]["params"][j]]

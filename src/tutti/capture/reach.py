@@ -49,10 +49,9 @@ _MOST = 100_000  # values of one table that are looked at
 
 @dataclass
 class Reached:
-    """The tables that a step reaches, the modules outside of its model, and names that code assigns to."""
+    """The tables that a step reaches, and the names that its code assigns to."""
 
     tables: list[Table]
-    outside: list[nn.Module]
     stored: frozenset[str]
 
 
@@ -66,7 +65,7 @@ def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reach
         walk = _Walk(names, model, optimizers)
         walk.go(step)
         if len(walk.names) == len(names):
-            return Reached(walk.tables, walk.outside, frozenset(walk.stored))
+            return Reached(walk.tables, frozenset(walk.stored))
         names = set(walk.names)
 
 
@@ -79,7 +78,6 @@ class _Walk:
         self.known, self.names = frozenset(names), set(names)
         self.stored: set[str] = set()
         self.tables: list[Table] = []
-        self.outside: list[nn.Module] = []
         self._model, self._optimizers = model, optimizers
         self._own = {id(m) for m in model.modules()}
         self._seen: set[int] = set()
@@ -225,7 +223,6 @@ class _Walk:
         for name, one in module.named_modules():
             if id(one) in self._own or (one is not module and not self._new(one)):
                 continue
-            self.outside.append(one)
             prefix = f"{path}.{name}." if name else f"{path}."
             self._module(one, prefix)
             for table in (one._modules, one._parameters, one._buffers):

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.found_gradients import found_gradients
 from tutti.capture.lift import numbers, optimizers_of, state_of
-from tutti.capture.python_state import Findings, PythonState, is_number
+from tutti.capture.plain_values import is_number
+from tutti.capture.python_state import Findings, PythonState
 from tutti.capture.read_values import Seen
 from tutti.capture.sparse import dense
 from tutti.capture.step import Captured

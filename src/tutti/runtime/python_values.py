@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from tutti.capture.contents import contents_of, has_contents
 from tutti.capture.held_values import GONE, MISSING, Place, named
 from tutti.capture.outside import may_be_input
+from tutti.capture.plain_values import is_plain_number
 from tutti.capture.python_state import (
     Effect,
     Findings,
     Number,
     PythonState,
-    is_plain_number,
     values_of,
 )
 from tutti.capture.step import Captured

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, named
-from tutti.capture.python_state import is_plain_number
+from tutti.capture.plain_values import is_plain_number
 from tutti.errors import CheckpointError
 from tutti.runtime.python_values import PythonValues
 
