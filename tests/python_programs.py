@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
@@ -85,6 +86,31 @@ def counter_in_a_dict() -> Made:
         return update(m(x).square().mean() * factor, o)
 
     return step, model, SGD(model.parameters(), lr=0.1), nothing
+
+
+class _Makes(dict[str, Any]):
+    """As Transformers' ACT2FN: what stands there is a class, what it gives is a new module each time."""
+
+    def __getitem__(self, key: str) -> nn.Module:
+        return super().__getitem__(key)()
+
+
+def dicts_that_make_values() -> Made:
+    acts, model = _Makes(tanh=nn.Tanh, sigmoid=nn.Sigmoid), mlp()
+    counts: defaultdict[str, int] = defaultdict(int)
+    counts["calls"] = 1
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        counts["calls"] += 1
+        return update(acts["tanh"](m(x)).square().mean() / counts["calls"], o)
+
+    def between(k: int) -> None:
+        if k == 2:
+            acts["tanh"] = nn.Sigmoid
+        if k == 3:
+            del counts["calls"]  # the next one makes it anew
+
+    return step, model, SGD(model.parameters(), lr=0.1), between
 
 
 def global_counter() -> Made:
@@ -412,6 +438,7 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
     for one in (
         trainer,
         counter_in_a_dict,
+        dicts_that_make_values,
         global_counter,
         float_in_a_closure,
         criterion,

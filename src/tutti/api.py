@@ -559,7 +559,8 @@ class Step:
         seed = parts.seed_of(self.seed, home.replica)
         execution = Execution(program, seed, home, cut=self.cut)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
-        self.python.walk()
+        if not self._captures.is_resized:  # else all of Python is as it was
+            self.python.walk()
         Outside(program.captured, self.python).agree(self.layout)
         self.python.note_changed(program.captured)
         reads = ReadGuard(program.captured) if program.captured.reads else None

@@ -10,6 +10,7 @@ cell     a variable of a closure         beta
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +53,7 @@ class Table:
             return {None: _contents(held)}
         if isinstance(held, dict):
             keys = held if self.keys is None else self.keys
-            return {key: held.get(key, MISSING) for key in keys}
+            return {key: dict.get(held, key, MISSING) for key in keys}
         if self.kind == ITEM:
             return dict(enumerate(held))
         return {key: getattr(held, key, MISSING) for key in self.keys or ()}
@@ -89,6 +90,9 @@ class Table:
             return lambda: (held.cell_contents,)
         if self.kind == SLOT:
             return lambda: [getattr(held, key) for key in keys]
+        if isinstance(held, dict) and type(held) not in (dict, OrderedDict):
+            # Its `[key]` may make a value anew, as Transformers' ACT2FN does, or add one, as a defaultdict.
+            return lambda: [dict.get(held, key, MISSING) for key in keys]
         several = (
             keys if len(keys) > 1 else [*keys, *keys]
         )  # of one key it would give the value alone
@@ -96,7 +100,7 @@ class Table:
 
     def width(self, keys: Sequence[Any]) -> int:
         """How many values the reader of `keys` gives for each."""
-        return 2 if len(keys) == 1 and self.kind not in (CELL, SLOT) else 1
+        return len(self.reader(keys)()) if len(keys) == 1 else 1
 
     @property
     def sized(self) -> Any:
@@ -125,7 +129,7 @@ class Place:
     def get(self) -> Any:
         held = self.table.find()
         if isinstance(held, dict):
-            return held.get(self.key, MISSING)
+            return dict.get(held, self.key, MISSING)
         if self.table.kind == ITEM:
             return held[self.key] if self.key < len(held) else MISSING
         return _contents(held) if self.table.kind == CELL else getattr(held, self.key, MISSING)

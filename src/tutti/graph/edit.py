@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -64,22 +65,39 @@ def _form(x: Any) -> Any:
     return *sizes, x.dtype, x.device, x.requires_grad
 
 
+# By mode, the fake values of calls by form: each pass and each batch of new sizes asks for many of them again.
+_KNOWN: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
+_MOST_KNOWN = 10_000
+
+
+def _known_values(args: Any, mode: Any) -> dict[Any, Any]:
+    for x in (mode, *args):
+        value = x.meta["val"] if isinstance(x, fx.Node) else x
+        of = value.fake_mode if isinstance(value, FakeTensor) else value
+        if isinstance(of, FakeTensorMode):
+            known = _KNOWN.setdefault(of, {})
+            if len(known) > _MOST_KNOWN:
+                known.clear()
+            return known
+    return {}
+
+
 class Editor:
     """Inserts nodes into `graph`, computing their fake values under `mode`, or that of their operands."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode | None = None) -> None:
         self.graph, self.mode = graph, mode or nullcontext()
-        self._made: dict[Any, Any] = {}
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The fake value of a call; calls with operands of the same form, as equal layers make, give one."""
         key = _call_form(target, args, kwargs)
-        if key is not None and key in self._made:
-            return self._made[key]
+        known = _known_values(args, self.mode) if key is not None else {}
+        if key in known:
+            return known[key]
         with self.mode, torch.no_grad():
             value = target(*value_of(args), **value_of(kwargs))
         if key is not None and not isinstance(value, list):
-            self._made[key] = value
+            known[key] = value
         return value
 
     def at(self, node: fx.Node) -> Emit:
