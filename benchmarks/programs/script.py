@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,6 @@ class Register:
         return note
 
 
-def whole(model: Any) -> AbstractContextManager[Any]:
-    """Weights at hand within the block, also where ranks keep shards."""
-    block = getattr(tutti, "whole", None)
-    return block(model) if block is not None else nullcontext()
+def whole(model: Any, *, slots: bool = False) -> AbstractContextManager[Any]:
+    """Weights at hand within the block, also where ranks keep shards; `slots`: the optimizer's state too."""
+    return tutti.whole(model, slots=slots)

@@ -110,7 +110,7 @@ def schedule_free() -> Script:
 
     @torch.no_grad()
     def between(call: int) -> Any:
-        with whole(model):
+        with whole(model, slots=True):
             optimizer.eval()
             loss = F.cross_entropy(model(held_out[0]), held_out[1])
             optimizer.train()

@@ -42,7 +42,7 @@ def _schedule_free(name: str, block: Any, **options: Any) -> Script:
 
     @torch.no_grad()
     def between(call: int) -> Any:
-        with block(model):
+        with block(model, slots=True):
             model.eval(), optimizer.eval()
             loss = F.cross_entropy(model(held_out[0]), held_out[1])
             model.train(), optimizer.train()

@@ -46,6 +46,7 @@ from tutti.capture.lift import (
     swapped,
 )
 from tutti.capture.models import wrappers_open
+from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.outside import lift_outside, read_by, refuse_written
 from tutti.capture.precision import computing, refuse_other_weights
@@ -313,7 +314,7 @@ class _Lifted:
             values_unknown(),
             symbols_stay(self.symbols),
         ):
-            table = {**REFUSED_OPS, **OTHER_FORMS}
+            table = {**REFUSED_OPS, **communicating_ops(), **OTHER_FORMS}
             self.symbols.begin()
             traced = make_fx(self._run, table, tracing_mode="real")(*self.inputs)
         self.reads = held(traced, self.symbols)
@@ -346,6 +347,7 @@ class _Lifted:
                 dense_gradients(optimizers_of(self.optimizer)),
                 nothing_compiled(),
                 wrappers_open(),
+                one_process(),
             ):
                 result = called(self.train_step, args, batch)
             self.grads.end()

@@ -65,7 +65,7 @@ def _form(x: Any) -> Any:
     return *sizes, x.dtype, x.device, x.requires_grad
 
 
-# By mode, the fake values of calls by form: each pass and each batch of new sizes asks for many of them again.
+# By mode, fake values by form of the call: each pass and each batch of new sizes asks for many of them again.
 _KNOWN: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
 _MOST_KNOWN = 10_000
 

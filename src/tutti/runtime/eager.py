@@ -10,6 +10,7 @@ from torch import nn
 from tutti.capture.batch import called
 from tutti.capture.compiled import nothing_compiled
 from tutti.capture.models import wrappers_open
+from tutti.capture.one_process import one_process
 from tutti.capture.precision import computing
 from tutti.capture.random_ops import OurRandomness, rewinding
 
@@ -32,5 +33,6 @@ def eagerly(
         computing(precision, model),
         nothing_compiled(),
         wrappers_open(),
+        one_process(),
     ):
         return called(train_step, args, batch)

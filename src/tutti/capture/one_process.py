@@ -1,0 +1,115 @@
+"""A traced step is that of one device: its process belongs to no group, and it communicates with nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from tutti.capture.source import quoted, user_line
+from tutti.errors import CaptureError
+
+# What they say where there is one process.
+_QUERIES = {"get_rank": 0, "get_world_size": 1}
+_COLLECTIVES = (
+    *("all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+    *(
+        "gather",
+        "gather_object",
+        "scatter",
+        "scatter_object_list",
+        "all_to_all",
+        "all_to_all_single",
+    ),
+    *("broadcast_object_list", "monitored_barrier", "batch_isend_irecv"),
+    *("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"),
+    *("all_gather_single", "reduce_scatter_single", "new_group", "get_backend"),
+)
+_NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
+
+
+def _refuse(name: str, *_args: Any, **_options: Any) -> Any:
+    raise CaptureError(
+        f"the step communicates by itself: {name}",
+        at=quoted(user_line()),
+        why="it is captured as the step of one device on the whole batch, and the layout adds what ranks "
+        "exchange: a loss that it returns is already that of all samples",
+        fix="take it out, or leave it to `if torch.distributed.is_initialized():`, which is false inside of "
+        "a captured step",
+    )
+
+
+def _all_reduce(
+    _tensor: Any, op: Any = dist.ReduceOp.SUM, _group: Any = None, *_: Any, **more: Any
+) -> None:
+    """A mean or an extreme of one is itself. A sum may be meant for a mean over a number of processes."""
+    if op not in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN) or more.get("async_op"):
+        _refuse("torch.distributed.all_reduce")
+
+
+def _nothing(*_args: Any, **_options: Any) -> None:
+    """What a broadcast, or a barrier, of one process does."""
+
+
+@functools.cache
+def communicating_ops() -> dict[Any, Callable[..., Any]]:
+    """PyTorch's ops that communicate, each with its refusal, in the form of `make_fx`'s decompositions."""
+    found: dict[Any, Callable[..., Any]] = {}
+    for full in torch._C._dispatch_get_all_op_names():
+        name, _, overload = full.partition(".")
+        if name.startswith(_NAMESPACES):
+            space, _, op = name.partition("::")
+            packet = getattr(getattr(torch.ops, space), op)
+            found[getattr(packet, overload or "default")] = functools.partial(_refuse, name)
+    return found
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """For this thread `torch.distributed.is_initialized()` is false inside; collectives are refused.
+
+    So code that acts on its own where there are several processes, as layers that average their statistics
+    do, is that of one device. `get_rank()` is 0 and `get_world_size()` 1. A barrier, a broadcast, and a mean
+    or an extreme over processes do nothing.
+    """
+    if not dist.is_initialized():
+        yield
+        return
+    here, kind = threading.get_ident(), type(distributed_c10d._world)
+    group: Any = kind.default_pg
+
+    def default(world: Any) -> Any:
+        return None if threading.get_ident() == here else group.fget(world)
+
+    def here_only(name: str, instead: Callable[..., Any]) -> Callable[..., Any]:
+        function = getattr(distributed_c10d, name)
+
+        @functools.wraps(function)
+        def chosen(*args: Any, **options: Any) -> Any:
+            return (instead if threading.get_ident() == here else function)(*args, **options)
+
+        return chosen
+
+    with contextlib.ExitStack() as stack:
+        patched = {name: (lambda *_, of=n, **__: of) for name, n in _QUERIES.items()}
+        patched |= {
+            name: functools.partial(_refuse, f"torch.distributed.{name}")
+            for name in _COLLECTIVES
+            if hasattr(distributed_c10d, name)
+        }
+        patched |= {"all_reduce": _all_reduce, "broadcast": _nothing, "barrier": _nothing}
+        for name, instead in patched.items():
+            function = here_only(name, instead)
+            for module in (dist, distributed_c10d):
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, function))
+        stack.enter_context(mock.patch.object(kind, "default_pg", property(default, group.fset)))
+        yield
