@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -302,6 +304,74 @@ def module_that_counts() -> Made:
     return plain, model, SGD(model.parameters(), lr=0.1), nothing
 
 
+class Warms(SGD):
+    """Lives beside the globals that the step counts in, and asks for a `min`."""
+
+    warm = 3
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                slots = self.state[p]
+                slots["step"] = slots.get("step", 0) + 1
+                p.sub_(p.grad, alpha=group["lr"] * min(1.0, slots["step"] / self.warm))
+
+
+def global_beside_its_optimizer() -> Made:
+    global calls
+    calls, model = 0, mlp()
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        global calls
+        loss = update(m(x).square().mean() * (0.5, 1.0, 2.0)[calls % 3], o)
+        calls += 1
+        return loss
+
+    return step, model, Warms(model.parameters(), lr=0.1), nothing
+
+
+def state_cleared() -> Made:
+    model = mlp()
+    optimizer = Warms(model.parameters(), lr=0.1)
+
+    def between(k: int) -> None:
+        if k == 2:
+            optimizer.state.clear()
+
+    return plain, model, optimizer, between
+
+
+def environment() -> Made:
+    model = mlp()
+    os.environ["TUTTI_TEST_SCALE"] = "1.0"
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        scale = float(os.environ["TUTTI_TEST_SCALE"])
+        return update(m(x).square().mean() * scale, o)
+
+    def between(k: int) -> None:
+        os.environ["TUTTI_TEST_SCALE"] = str(1.0 + k // 2)
+
+    return step, model, SGD(model.parameters(), lr=0.1), between
+
+
+def number_of_numpy() -> Made:
+    """Returned beside the loss: what a program prints of it is no literal of Python."""
+    state, model = {"beta": np.float64(0.5)}, mlp()
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> Tensor:
+        loss = update(m(x).square().mean() * state["beta"], o)
+        state["told"] = state["beta"]
+        return loss
+
+    def between(k: int) -> None:
+        assert float(state["told"]) == float(state["beta"])
+        state["beta"] = np.float64(0.5 + k)
+
+    return step, model, SGD(model.parameters(), lr=0.1), between
+
+
 class Counts(SGD):
     """Counts in its groups, in its slots, as an attribute; branches on one; a first slot by `setdefault`."""
 
@@ -440,6 +510,10 @@ PROGRAMS: dict[str, Callable[[], Made]] = {
         counter_in_a_dict,
         dicts_that_make_values,
         global_counter,
+        global_beside_its_optimizer,
+        state_cleared,
+        environment,
+        number_of_numpy,
         float_in_a_closure,
         criterion,
         label_smoothing,

@@ -172,3 +172,39 @@ def test_counts_go_on_after_a_block(ranks: Ranks) -> None:
     assert _counted("") == pytest.approx(expected, rel=1e-12)
     for found in ranks.run(_counted, "data=2 zero=3", n=2):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.ASGD, torch.optim.Rprop, torch.optim.SGD])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_slots_that_begin_by_an_option_that_the_step_sets(
+    kind: type[torch.optim.Optimizer], when: str
+) -> None:
+    """ASGD's `eta` and Rprop's `step_size` are the rate of then; SGD keeps none."""
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        if when == "before":
+            optimizer.param_groups[0]["lr"] = 0.05
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.05
+        return loss
+
+    def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        return model, kind(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+
+    model, optimizer = made()
+    x, called = torch.ones(4, 4), tutti.distribute(step, model, optimizer)
+    if when == "before" and kind is not torch.optim.SGD:
+        with pytest.raises(
+            CaptureError, match=f'sets "lr" before the first step of {kind.__name__}'
+        ):
+            called(x)
+        return
+    again, other = made()
+    for _ in range(3):
+        torch.testing.assert_close(called(x), step(again, other, x))
+    torch.testing.assert_close([*model.parameters()], [*again.parameters()])

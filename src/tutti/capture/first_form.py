@@ -29,7 +29,14 @@ from torch.optim import SGD, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from tutti.capture.first_step import inner_optimizers, part_from_weights, refuse_kind
-from tutti.capture.lift import Undo, create_slots, names_of, optimizers_of, without_hooks
+from tutti.capture.lift import (
+    Undo,
+    create_slots,
+    is_scheduled,
+    names_of,
+    optimizers_of,
+    without_hooks,
+)
 from tutti.capture.optimizer_copies import Memo, copied, optimizers_copied_whole
 from tutti.capture.random_ops import OurRandomness, rewinding
 from tutti.errors import CaptureError, TuttiError
@@ -178,6 +185,17 @@ def _is_of_pytorch(one: Optimizer) -> bool:
 def _is_dampened(one: Optimizer) -> bool:
     groups = one.param_groups if isinstance(one, SGD) else ()
     return any(group.get("momentum") and group.get("dampening") for group in groups)
+
+
+def first_slots(one: Optimizer, factor: float = 1.0) -> list[dict[Any, Any]]:
+    """What a copy of an optimizer has before its first step, of a parameter of each form of its own; numbers
+    among its scheduled options are times `factor`."""
+    made = _Copy(one)
+    for group in made.optimizer.param_groups:
+        scheduled = {k: v for k, v in group.items() if is_scheduled(k, v)}
+        group |= {k: v * factor for k, v in scheduled.items() if isinstance(v, float)}
+    made.make_slots()
+    return [dict(made.optimizer.state.get(p, {})) for p in made.params]
 
 
 # --- the comparison -------------------------------------------------------------------------------

@@ -45,6 +45,23 @@ def slot_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[T
                             yield Table(f"{prefix}{key}", ITEM, partial(_in_slots, find, key), None)
 
 
+def holders(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Callable[[], list[Any]]]:
+    """What gives the dicts that hold these values now: `load_state_dict` and `state.clear()` replace them."""
+    owners = names_of(model)
+    found: list[Callable[[], list[Any]]] = []
+    for one in optimizers:
+        kept = [p for group in one.param_groups for p in group["params"] if id(p) in owners]
+        counted = [
+            p for p in kept if not all(isinstance(v, Tensor) for v in one.state.get(p, {}).values())
+        ]
+        found.append(partial(_holders, one, counted))
+    return found
+
+
+def _holders(one: Optimizer, params: Sequence[Tensor]) -> list[Any]:
+    return [*one.param_groups, *map(one.state.get, params)]
+
+
 def _in_slots(find: Callable[[], Any], key: Any) -> Any:
     return find()[key]
 

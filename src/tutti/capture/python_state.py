@@ -27,7 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from tutti.capture.contents import contents, refused_change
 from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, Table, named
 from tutti.capture.lift import is_scheduled
-from tutti.capture.optimizer_tables import group_tables, slot_tables
+from tutti.capture.optimizer_tables import group_tables, holders, slot_tables
 from tutti.capture.plain_values import equal, is_number, is_plain_number, sign
 from tutti.capture.reach import PLAIN, reach
 from tutti.capture.source import quoted, user_line
@@ -124,6 +124,7 @@ class PythonState:
         self._stored = reached.stored
         self._of_model = {id(table) for m in model.modules() for table in _tables_of(m)}
         self._slots = list(slot_tables(model, optimizers))
+        self.holders = holders(model, optimizers)
         groups = list(group_tables(optimizers))
         self._groups = {id(table) for table in groups}
         self.tables = [*reached.tables, *groups, *self._slots]

@@ -83,6 +83,7 @@ class _Walk:
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id is used twice
         self._scopes: dict[int, Table] = {}
+        self._reads_environment, self._words = False, set[str]()
         # Of these all attributes count, to this depth: what a library's modules hold (a configuration).
         self._whole: dict[int, int] = {}
         self._todo: collections.deque[Callable[[], None]] = collections.deque()
@@ -97,6 +98,14 @@ class _Walk:
             self._optimizer(one, f"optim{k}" if k else "optim")
         while self._todo:
             self._todo.popleft()()
+        if self._reads_environment:
+            self._environment()
+
+    def _environment(self) -> None:
+        """Variables of the environment that the user's code names."""
+        environ: Any = os.environ
+        keys = [environ.encodekey(name) for name in sorted(self._words)]
+        self.tables.append(Table("os.environ", ITEM, _is(environ._data), keys))
 
     def _new(self, value: Any) -> bool:
         if id(value) in self._seen:
@@ -297,8 +306,13 @@ class _Walk:
 
     def _code(self, code: types.CodeType) -> None:
         self.names |= _mentioned(code)
-        if not _is_code_of_library(code) and code.co_name not in _MAKING:
+        if _is_code_of_library(code):
+            return
+        if code.co_name not in _MAKING:
             self.stored |= _stored(code)
+        if _mentioned(code) & {"environ", "getenv"}:
+            self._reads_environment = True
+            self._words |= _mentioned(code)
 
 
 # Of an optimizer, tables that are looked at by their own rules, and what is its own business.

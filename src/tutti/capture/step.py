@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,6 +22,7 @@ from tutti.capture.batch import called, taken
 from tutti.capture.canonical import canonicalize
 from tutti.capture.compiled import nothing_compiled
 from tutti.capture.first_form import make_slots, no_new_slots
+from tutti.capture.first_options import options_watched, refuse_first_options
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.found_gradients import Found, found_gradients, note_found
 from tutti.capture.functional import functional_graph
@@ -160,6 +160,7 @@ def capture(
         refuse_sparse_constants(traced)
         functional = functional_graph(traced, lifted.inputs, lifted.mode)
     refuse_untraced(functional)
+    refuse_first_options(lifted.options)
     captured = _collect(functional, lifted)
     lifted.grads.refuse_used(captured.graph.output_node().all_input_nodes)
     lifted.refuse_constants(functional, lifted.state)
@@ -348,6 +349,7 @@ class _Lifted:
                 nothing_compiled(),
                 wrappers_open(),
                 one_process(),
+                options_watched(self.optimizer) as self.options,
             ):
                 result = called(self.train_step, args, batch)
             self.grads.end()
@@ -422,13 +424,19 @@ def _has_data(x: Any) -> bool:
 
 @contextlib.contextmanager
 def _host_min_max(optimizer: Any) -> Iterator[None]:
-    """Python's `min` and `max` of step counts and norms inside an optimizer's code stay in the graph."""
+    """Python's `min` and `max` of step counts and norms inside an optimizer's code stay in the graph.
+
+    Nothing else of these globals is touched: the user's step may count in them.
+    """
     homes = {id(home): home for home in map(_home, optimizers_of(optimizer))}
-    both = {name: _min_max(name) for name in ("min", "max")}
-    with contextlib.ExitStack() as stack:
-        for home in homes.values():
-            stack.enter_context(mock.patch.dict(home, both))
+    added = [(home, name) for home in homes.values() for name in ("min", "max") if name not in home]
+    for home, name in added:
+        home[name] = _min_max(name)
+    try:
         yield
+    finally:
+        for home, name in added:
+            home.pop(name, None)
 
 
 def _home(optimizer: Optimizer) -> dict[str, Any]:

@@ -297,10 +297,8 @@ class _Writer:
             return f"({inner},)" if len(x) == 1 else f"({inner})"
         if isinstance(x, list):
             return f"[{', '.join(map(self._text, x))}]"
-        if x is None or isinstance(x, bool | int | str):
-            return repr(x)
-        if isinstance(x, float) and math.isfinite(x):
-            return repr(x)
+        if type(x) in (bool, int, str, type(None)) or (type(x) is float and math.isfinite(x)):
+            return repr(x)  # of a subclass, as NumPy's and enums are, it is no literal
         return self._constant(x)
 
     def _constant(self, x: Any) -> str:

@@ -128,6 +128,8 @@ class PythonValues:
                     held.append(held[-1])
                     self._places.append(self._places[-1])
         self._strict, self._held = strict, held
+        self._holders = state.holders
+        self._held_by = [*chain.from_iterable(map(call, self._holders))]
         self._sized = [x for x in (table.sized for table in state.tables) if x is not None]
         self._size = sum(map(len, self._sized))
         self._plan_inputs(state.numbers)
@@ -151,6 +153,8 @@ class PythonValues:
     def _values(self) -> dict[str, float] | None:
         """The inputs; None where something else is not as it was."""
         try:
+            if not are_same([*chain.from_iterable(map(call, self._holders))], self._held_by):
+                return None
             now = [*chain.from_iterable(map(call, self._strict))]
             if not are_same(now, self._held):
                 self._note_other_tensors(now)
