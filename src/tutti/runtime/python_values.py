@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from operator import call
+from operator import call, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -119,6 +119,8 @@ class PythonValues:
                     continue
                 if has_contents(value):
                     self._arrays.append((value, contents_of(value)))
+                if not table.writable:  # a tuple: the same one has the same values
+                    continue
                 keys.append(key)
                 held.append(value)
                 self._places.append(place)
@@ -130,7 +132,8 @@ class PythonValues:
         self._strict, self._held = strict, held
         self._holders = state.holders
         self._held_by = [*chain.from_iterable(map(call, self._holders))]
-        self._sized = [x for x in (table.sized for table in state.tables) if x is not None]
+        sized = (table.sized for table in state.tables if table.writable)
+        self._sized = [x for x in sized if x is not None]
         self._size = sum(map(len, self._sized))
         self._plan_inputs(state.numbers)
 
@@ -155,9 +158,9 @@ class PythonValues:
         try:
             if not are_same([*chain.from_iterable(map(call, self._holders))], self._held_by):
                 return None
-            now = [*chain.from_iterable(map(call, self._strict))]
-            if not are_same(now, self._held):
-                self._note_other_tensors(now)
+            now = chain.from_iterable(map(call, self._strict))
+            if not all(map(is_, now, self._held)):  # each reader gives as many values as before
+                self._note_other_tensors([*chain.from_iterable(map(call, self._strict))])
                 return None
             if sum(map(len, self._sized)) != self._size or not self._are_loose_ones_there():
                 return None
