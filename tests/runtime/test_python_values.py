@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import time
+import warnings
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import python_programs as programs
 import tutti
@@ -204,3 +207,25 @@ def test_what_cannot_be_set_anew_is_not_written_into() -> None:
         with pytest.raises(tutti.CaptureError, match=what):
             tutti.distribute(step, programs.mlp())(programs.batch(0))
     assert not pair[0].any() and not part.any()
+
+
+def test_a_step_that_reads_the_clock_is_warned_once_with_its_line() -> None:
+    model = nn.Linear(2, 2)
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> tuple[Tensor, float]:
+        begin = time.perf_counter()
+        o.zero_grad()
+        loss = m(x).square().mean()
+        loss.backward()
+        o.step()
+        return loss.detach(), time.perf_counter() - begin
+
+    called = tutti.distribute(step, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(
+        UserWarning, match=r"time.perf_counter\(\) at .*test_python_values.py"
+    ) as told:
+        called(torch.ones(2, 2))
+    assert len([w for w in told if "is read once" in str(w.message)]) == 2  # two lines
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        called(torch.zeros(2, 2))

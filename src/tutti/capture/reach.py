@@ -151,7 +151,7 @@ class _Walk:
         code = (inner if isinstance(inner, types.FunctionType) else function).__code__
         self._code(code)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        own = not _is_code_of_library(function.__code__)
+        own = not is_code_of_library(function.__code__)
         for name, cell in cells.items():
             self._cell(cell, name, own=own)
         for given in (function.__defaults__, function.__kwdefaults__):
@@ -164,7 +164,7 @@ class _Walk:
             self.tables.append(Table(name, MEMBER, _is(vars(function)), kept))
             for key in kept:
                 self._value(vars(function)[key], f"{name}{key}")
-        scope, library = function.__globals__, _is_code_of_library(code)
+        scope, library = function.__globals__, is_code_of_library(code)
         if library and not _is_users(function.__module__ or ""):
             return
         for name in sorted(_mentioned(code) & scope.keys()):
@@ -306,7 +306,7 @@ class _Walk:
 
     def _code(self, code: types.CodeType) -> None:
         self.names |= _mentioned(code)
-        if _is_code_of_library(code):
+        if is_code_of_library(code):
             return
         if code.co_name not in _MAKING:
             self.stored |= _stored(code)
@@ -419,7 +419,7 @@ def _is_library(module: str) -> bool:
 
 
 @functools.lru_cache(maxsize=10_000)
-def _is_code_of_library(code: types.CodeType) -> bool:
+def is_code_of_library(code: types.CodeType) -> bool:
     file = code.co_filename
     return file.startswith((*_LIBRARIES, _HERE)) or any(
         f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED

@@ -20,6 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from tutti.capture.batch import called, taken
 from tutti.capture.canonical import canonicalize
+from tutti.capture.clock import clocks_watched
 from tutti.capture.compiled import nothing_compiled
 from tutti.capture.first_form import make_slots, no_new_slots
 from tutti.capture.first_options import options_watched, refuse_first_options
@@ -349,6 +350,7 @@ class _Lifted:
                 nothing_compiled(),
                 wrappers_open(),
                 one_process(),
+                clocks_watched(),
                 options_watched(self.optimizer) as self.options,
             ):
                 result = called(self.train_step, args, batch)
