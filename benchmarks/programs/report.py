@@ -33,6 +33,12 @@ def row_text(program: Program, row: Mapping[str, Cell], seconds: float) -> str:
     return f"{program.name} ({program.family}, {seconds:.0f} s)\n{cells}"
 
 
+def _runs(row: Mapping[str, Cell]) -> bool:
+    """Whether it runs on one device and on ranks, as far as it was tried."""
+    tried = [c for column, c in row.items() if column == "one" or column.startswith("ranks")]
+    return all(c.kind in ("same", "not run") for c in tried)
+
+
 def counts(found: Mapping[str, Mapping[str, Cell]], known: Mapping[str, Program]) -> str:
     """How many of what."""
     cells = [c for row in found.values() for c in row.values() if c.kind != "not run"]
@@ -41,10 +47,10 @@ def counts(found: Mapping[str, Mapping[str, Cell]], known: Mapping[str, Program]
         n for n, row in found.items() if not any(c.kind == "not installed" for c in row.values())
     ]
     bad = [n for n in ran if any(c.bad for c in found[n].values())]
-    as_is = sum(known[n].changes == 0 for n in ran)
+    as_is = [n for n in ran if known[n].changes == 0 and _runs(found[n])]
     parts = [f"{len(ran)} programs, {len(cells)} cells:"]
     parts.append(", ".join(f"{v} {k}" for k, v in by_kind.items() if v) + ".")
-    parts.append(f"{as_is} programs need no change but the one line.")
+    parts.append(f"{len(as_is)} programs run with no change but the one line.")
     parts.append(f"{len(bad)} programs have a cell that is wrong or a raw traceback.")
     if missing := len(found) - len(ran):
         parts.append(f"{missing} are not installed.")
