@@ -20,7 +20,7 @@ import zoo_steps
 from ranks import Ranks
 
 SCRIPT = Path(__file__).parent / "memory.py"
-SECONDS = 110
+SECONDS = 270
 REST = 30e6  # bytes beside the state: the graph, the batch
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4}
 MODELS = {
