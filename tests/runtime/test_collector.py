@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tutti.runtime import collector
 from tutti.runtime.collector import rarely_collected
 
 
@@ -35,7 +36,10 @@ def test_less_often_and_as_before_even_after_an_error(before: int, inside: int) 
     assert gc.get_threshold() == (before, 7, 5) and gc.get_freeze_count() == 0
 
 
-def test_what_is_made_inside_goes_and_what_was_there_is_not_looked_at() -> None:
+def test_what_is_made_inside_goes_and_what_was_there_is_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collector, "_SECONDS", 0.0)
     old = weakref.ref(Circle())
     with rarely_collected():
         new = weakref.ref(Circle())
@@ -45,6 +49,17 @@ def test_what_is_made_inside_goes_and_what_was_there_is_not_looked_at() -> None:
     assert new() is None
     gc.collect()
     assert old() is None
+
+
+def test_short_compilations_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_spent", 0.0)
+    made = []
+    for seconds in (0.0, collector._SECONDS):
+        collector._spent = seconds
+        with rarely_collected():
+            made.append(weakref.ref(Circle()))
+        assert (made[0]() is None) == (seconds > 0)
+    assert collector._spent == 0.0
 
 
 def test_what_the_process_has_frozen_stays_frozen() -> None:
