@@ -39,7 +39,7 @@ def test_less_often_and_as_before_even_after_an_error(before: int, inside: int) 
 def test_what_is_made_inside_goes_and_what_was_there_is_not_looked_at(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(collector, "_SECONDS", 0.0)
+    monkeypatch.setattr(collector, "_LONG", 0.0)
     old = weakref.ref(Circle())
     with rarely_collected():
         new = weakref.ref(Circle())
@@ -52,10 +52,9 @@ def test_what_is_made_inside_goes_and_what_was_there_is_not_looked_at(
 
 
 def test_short_compilations_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "_spent", 0.0)
     made = []
-    for seconds in (0.0, collector._SECONDS):
-        collector._spent = seconds
+    for seconds in (0.0, collector._TOGETHER):
+        monkeypatch.setattr(collector, "_spent", seconds)
         with rarely_collected():
             made.append(weakref.ref(Circle()))
         assert (made[0]() is None) == (seconds > 0)

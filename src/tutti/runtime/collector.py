@@ -10,16 +10,17 @@ from collections.abc import Iterator
 # New objects between two of its looks. Graphs are many small objects that stay: with Python's own 700 up to
 # a fifth of a compilation goes to looking at them.
 _NUM_NEW = 20_000
-# Processor seconds of compilation between two looks at all that it has left: one takes a tenth of a second,
-# which is a tenth of what a batch of a new length costs.
-_SECONDS = 1.5
-_spent = 0.0
+# Processor seconds. What a compilation of that long has left is looked at when it ends; what shorter ones
+# leave, together after so many: a look takes a tenth of a second, one at the whole process three.
+_LONG = 1.5
+_TOGETHER = 8.0
+_spent = 0.0  # by short ones since the last look at what they left
 
 
 @contextlib.contextmanager
 def rarely_collected() -> Iterator[None]:
     """Fewer looks inside, none of them at what was there before (imported modules are most of it), and one at
-    the end of what has taken a while, so that little of a compilation stays that is not needed.
+    the end of a long compilation, or of many, so that little stays that is not needed.
 
     A collector that is off stays off, and what the process has frozen itself stays frozen.
     """
@@ -33,8 +34,14 @@ def rarely_collected() -> Iterator[None]:
     begin = time.thread_time()
     try:
         yield
-        _spent += time.thread_time() - begin
-        if _spent > _SECONDS:
+        took = time.thread_time() - begin
+        if took > _LONG:
+            gc.collect()
+            return
+        _spent += took
+        if _spent > _TOGETHER:
+            if frozen_here:
+                gc.unfreeze()
             gc.collect()
             _spent = 0.0
     finally:
