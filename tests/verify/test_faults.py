@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,15 +132,16 @@ def test_the_wrong_order_of_a_dim_that_two_axes_split() -> None:
 
 
 class Counting(nn.Module):
-    """A model with state where no capture looks for it."""
+    """A model with state where no capture looks for it: in a file."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: Path) -> None:
         super().__init__()
+        self.file = file
         self.head = nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        calls = int(os.environ.get("CALLS", 0)) + 1
-        os.environ["CALLS"] = str(calls)
+        calls = int(self.file.read_text()) + 1
+        self.file.write_text(str(calls))
         return self.head(x) / calls
 
 
@@ -165,10 +166,10 @@ def assert_capture_fault(found: Verdict) -> None:
     assert f"largest in {found.worst_capture}" in str(found)
 
 
-def test_a_model_that_counts_where_nothing_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CALLS", "0")
+def test_a_model_that_counts_where_nothing_looks(tmp_path: Path) -> None:
+    (tmp_path / "calls").write_text("0")
     torch.manual_seed(0)
-    model = Counting()
+    model = Counting(tmp_path / "calls")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     subject = Subject(squares_step, model, optimizer, (torch.randn(8, 16),))
     assert_capture_fault(subject.verdict(Layout.parse("data=2")))
