@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -44,6 +46,17 @@ def test_equal_calls_have_equal_values_and_others_their_own() -> None:
         torch.int64,
         torch.float32,
     )
+
+
+def test_what_is_known_of_calls_ends_with_their_mode() -> None:
+    """It was kept for ever: the values that were known held the mode, by which they were known."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    (x,) = inputs_of(graph, mode, (2, 3))
+    Editor(graph, mode).at(graph.output(()))(aten.neg.default, x)
+    ended = weakref.ref(mode)
+    del graph, mode, x
+    gc.collect()
+    assert ended() is None
 
 
 def test_walks_that_end_early_find_the_same() -> None:

@@ -6,7 +6,6 @@ import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -65,17 +64,17 @@ def _form(x: Any) -> Any:
     return *sizes, x.dtype, x.device, x.requires_grad
 
 
-# By mode, fake values by form of the call: each pass and each batch of new sizes asks for many of them again.
-_KNOWN: WeakKeyDictionary[FakeTensorMode, dict[Any, Any]] = WeakKeyDictionary()
+# Each pass, and each batch of new sizes, asks for many fake values again.
 _MOST_KNOWN = 10_000
 
 
 def _known_values(args: Any, mode: Any) -> dict[Any, Any]:
+    """The fake values by form of the call, of `mode` or that of the operands; they end with the mode."""
     for x in (mode, *args):
         value = x.meta["val"] if isinstance(x, fx.Node) else x
         of = value.fake_mode if isinstance(value, FakeTensor) else value
         if isinstance(of, FakeTensorMode):
-            known = _KNOWN.setdefault(of, {})
+            known = vars(of).setdefault("_known_values", {})
             if len(known) > _MOST_KNOWN:
                 known.clear()
             return known
