@@ -14,11 +14,9 @@ than (a), the first step is taken eagerly, and what is captured begins from the 
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,15 +35,12 @@ from tutti.capture.lift import (
     optimizers_of,
     without_hooks,
 )
-from tutti.capture.optimizer_copies import Memo, copied, optimizers_copied_whole
 from tutti.capture.random_ops import OurRandomness, rewinding
+from tutti.capture.slots_by_form import make_slots_by_form
+from tutti.capture.stand_ins import SEED, StandIns, step_with, values_like
 from tutti.errors import CaptureError, TuttiError
 
-NUM_STEPS = 3
 TOLERANCE = 8  # in units of the last place of a tensor's largest element
-# Of a parameter with more elements no dim is longer than this in the copies.
-MOST_ELEMENTS, LONGEST = 2**24, 2**12
-_SEED = 20_231
 
 
 class FirstStepAhead(CaptureError):
@@ -71,7 +66,9 @@ def awaiting(optimizer: Any) -> Optimizer | None:
 def make_slots(optimizer: Any) -> None:
     """`create_slots`, but for optimizers whose first step has another form: that step makes theirs."""
     for one in _given(optimizer):
-        if not (_fresh(one) and _form_of(one).is_other):
+        if _fresh(one) and _form_of(one).is_other:
+            continue
+        if not (_is_of_pytorch(one) and make_slots_by_form(one)):
             create_slots(one)
 
 
@@ -84,14 +81,14 @@ def make_places(optimizer: Any) -> None:
         CaptureError: for an optimizer that cannot take such a step.
     """
     for one in (x for x in _given(optimizer) if _awaits(x)):
-        undo, draw = Undo(), torch.Generator().manual_seed(_SEED)
+        undo, draw = Undo(), torch.Generator().manual_seed(SEED)
         params = list({id(p): p for x in inner_optimizers(one) for p in _params(x)}.values())
-        grads = [_values(list(p.shape), p, draw) for p in params]
+        grads = [values_like(list(p.shape), p, draw) for p in params]
         kept = [p.grad for p in params]
         try:
-            ours = OurRandomness(_SEED, 0)
+            ours = OurRandomness(SEED, 0)
             with _host_randomness_kept(), ours, rewinding(ours), undo, without_hooks(one):
-                _step(one, params, grads, by_closure=False)
+                step_with(one, params, grads, by_closure=False)
         except Exception as error:
             kind = type(one).__name__
             raise CaptureError(
@@ -190,7 +187,7 @@ def _is_dampened(one: Optimizer) -> bool:
 def first_slots(one: Optimizer, factor: float = 1.0) -> list[dict[Any, Any]]:
     """What a copy of an optimizer has before its first step, of a parameter of each form of its own; numbers
     among its scheduled options are times `factor`."""
-    made = _Copy(one)
+    made = StandIns(one)
     for group in made.optimizer.param_groups:
         scheduled = {k: v for k, v in group.items() if is_scheduled(k, v)}
         group |= {k: v * factor for k, v in scheduled.items() if isinstance(v, float)}
@@ -206,13 +203,13 @@ def _is_other(one: Optimizer) -> bool:
     with _host_randomness_kept(), torch.random.fork_rng(devices=()):
         for by_closure in (False, True):
             try:
-                expected = _Copy(one).after_steps(by_closure)
+                expected = StandIns(one).after_steps(by_closure)
             except TuttiError:
                 raise
             except Exception:
                 continue
             try:
-                made = _Copy(one)
+                made = StandIns(one)
                 made.make_slots()
                 begins_with = made.shared
                 found = made.after_steps(by_closure)
@@ -220,107 +217,6 @@ def _is_other(one: Optimizer) -> bool:
             except Exception:
                 return True
     return True
-
-
-class _Copy:
-    """A copy of an optimizer before its first step, on parameters of its own: one of each form."""
-
-    def __init__(self, one: Optimizer) -> None:
-        self._draw = torch.Generator().manual_seed(_SEED)
-        memo = self._stand_ins(one)
-        states = {id(x.state): x.state for x in inner_optimizers(one)}
-        with optimizers_copied_whole():
-            memo |= {i: defaultdict(dict, _of_none(copied(x, memo))) for i, x in states.items()}
-            self.optimizer: Any = copy.deepcopy(one, memo)
-        for inner in inner_optimizers(self.optimizer):
-            inner._optimizer_step_pre_hooks = OrderedDict()
-            inner._optimizer_step_post_hooks = OrderedDict()
-            for group in inner.param_groups:
-                group["params"][:] = list({id(p): p for p in group["params"]}.values())
-
-    def _stand_ins(self, one: Optimizer) -> Memo:
-        """By id of each parameter, what stands for it: for all of one form in a group the same."""
-        self.params: list[nn.Parameter] = []
-        memo: Memo = {}
-        of_form: dict[Any, nn.Parameter] = {}
-        for inner in inner_optimizers(one):
-            for g, group in enumerate(inner.param_groups):
-                for p in (p for p in group["params"] if id(p) not in memo):
-                    noted = [(k, v) for k, v in vars(p).items() if isinstance(v, str | int | float)]
-                    form = (g, tuple(p.shape), p.dtype, p.device, p.requires_grad, *noted)
-                    if form not in of_form:
-                        of_form[form] = self._parameter(p)
-                    memo[id(p)] = of_form[form]
-        return memo
-
-    def _parameter(self, p: Tensor) -> nn.Parameter:
-        shape = [min(n, LONGEST) for n in p.shape] if p.numel() > MOST_ELEMENTS else list(p.shape)
-        made = nn.Parameter(_values(shape, p, self._draw), p.requires_grad)
-        for key, value in vars(p).items():
-            setattr(made, key, value)
-        self.params.append(made)
-        return made
-
-    @property
-    def shared(self) -> list[set[Any]]:
-        """The names of what the state holds of no parameter."""
-        return [{*_of_none(x.state)} for x in inner_optimizers(self.optimizer)]
-
-    def make_slots(self) -> None:
-        """As `create_slots` does before a step is captured."""
-        with OurRandomness(_SEED, NUM_STEPS) as ours, rewinding(ours):
-            create_slots(self.optimizer)
-
-    def after_steps(self, by_closure: bool) -> list[Any]:
-        """Everything that a few steps come to. They draw the numbers that captured steps would draw."""
-        gradients = torch.Generator().manual_seed(_SEED + 1)
-        for k in range(NUM_STEPS):
-            random.seed(k)
-            np.random.seed(k)
-            grads = [_values(list(p.shape), p, gradients) for p in self.params]
-            with OurRandomness(_SEED, k) as ours, rewinding(ours):
-                _step(self.optimizer, self.params, grads, by_closure=by_closure)
-        found: list[Any] = [[p.detach() for p in self.params]]
-        for inner in inner_optimizers(self.optimizer):
-            found.append([dict(inner.state.get(p, {})) for p in self.params])
-            found.append(_of_none(inner.state))
-            found.append([_but(group, "params") for group in inner.param_groups])
-            found.append(_but(vars(inner), "state", "param_groups", "defaults"))
-        return found
-
-
-def _values(shape: list[int], like: Tensor, draw: torch.Generator) -> Tensor:
-    """Random values of the dtype of `like`, where it lies."""
-    device = "cpu" if like.is_meta else like.device
-    if not (like.is_floating_point() or like.is_complex()):
-        return torch.ones(shape, dtype=like.dtype, device=device)
-    wide = torch.complex64 if like.is_complex() else torch.float32
-    return torch.randn(shape, generator=draw, dtype=wide).to(device, like.dtype)
-
-
-def _step(one: Any, params: Sequence[Tensor], grads: Sequence[Tensor], *, by_closure: bool) -> None:
-    """A step of `one` with the gradients given."""
-
-    def closure() -> Tensor:
-        for p, grad in zip(params, grads, strict=True):
-            if p.requires_grad:
-                p.grad = grad.clone()
-        return torch.zeros(())
-
-    closure()
-    if by_closure:
-        one.step(closure)
-    else:
-        one.step()
-
-
-def _of_none(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What a state holds that belongs to no parameter."""
-    return {k: v for k, v in state.items() if not isinstance(k, Tensor)}
-
-
-def _but(values: dict[str, Any], *left_out: str) -> dict[str, Any]:
-    return {k: v for k, v in values.items() if k not in left_out}
 
 
 def _are_same(a: Any, b: Any) -> bool:

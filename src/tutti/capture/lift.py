@@ -216,7 +216,7 @@ def create_slots(optimizer: Any) -> None:
                 p.grad = grad
             undo.undo()
         part_from_weights(one, fresh)
-        _place_counts(one, fresh)
+        place_counts(one, fresh)
 
 
 @contextlib.contextmanager
@@ -237,7 +237,7 @@ def _at_first(optimizer: Optimizer) -> Iterator[None]:
             group[key] = value
 
 
-def _place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
+def place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
     """Step counts lie where a fused step, or one without a look at the host, wants them."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for p in fresh:
