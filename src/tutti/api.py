@@ -557,9 +557,10 @@ class Step:
             home.storage.setdefault(name, sharding)
         # Compares the ranks' programs, before anything is cut.
         seed = parts.seed_of(self.seed, home.replica)
-        execution = Execution(program, seed, home, cut=self.cut)
+        was_traced = not self._captures.is_resized  # else all of Python is as it was
+        execution = Execution(program, seed, home, cut=self.cut, gives_back=was_traced)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)
-        if not self._captures.is_resized:  # else all of Python is as it was
+        if was_traced:
             self.python.walk()
         Outside(program.captured, self.python).agree(self.layout)
         self.python.note_changed(program.captured)
@@ -600,15 +601,16 @@ class Step:
             )
 
         if known is None or seen is not None:
-            captured = captured_with(None, self.python.findings)
+            captured, is_own = captured_with(None, self.python.findings), True
         else:
             captured = self._captures.of(*known, batch, renewed, captured_with)
+            is_own = self._captures.is_resized  # else it is kept, for what is traced later
         refuse_other_layouts(captured, self.layout)
         told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
-        own = copied(captured)
+        guard, own = guard_of(captured), captured if is_own else copied(captured)
         made = plan(own, self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)
-        return partition(made, strict=bool(os.environ.get(STRICT))), guard_of(captured)
+        return partition(made, strict=bool(os.environ.get(STRICT))), guard
 
     def program_of(self, batch: Sequence[Any]) -> Program:
         """The program that a call with `batch` would run, without running anything."""

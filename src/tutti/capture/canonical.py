@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,11 +10,13 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 from tutti.capture.compounds import COMPOUNDS
-from tutti.capture.rewrites import AGAIN, REWRITES, shape_list
-from tutti.capture.strided import note_layout
+from tutti.capture.rewrites import AGAIN, REWRITES, SAME, shape_list
+from tutti.capture.strided import STRIDED, note_layout
 from tutti.graph.edit import Editor
 
 aten = torch.ops.aten
+# On a node of a trace with symbols for sizes that is in its last form already.
+SETTLED = "settled"
 _SHARED_VIEWS = (aten.reshape.default, aten.permute.default, aten.expand.default)
 
 
@@ -32,8 +35,33 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
     graph.lint()
 
 
+def canonicalize_but(
+    is_sized: Callable[[fx.Node], bool], graph: fx.Graph, mode: FakeTensorMode
+) -> None:
+    """`canonicalize` in advance, of a trace with symbols for sizes: all that does not look at those.
+
+    `is_sized` says of a node whether its value has such a size. Each graph that is made of the trace is left
+    the less to be rewritten.
+    """
+    if any(node.target in STRIDED for node in graph.nodes):
+        return  # these look at the memory of operands, which a copy that is left out would have laid anew
+    editor, before = Editor(graph, mode), set(graph.nodes)
+    _take_regions_apart(graph)
+    for node in list(graph.nodes):
+        if node.target in SAME or not any(map(is_sized, (node, *node.all_input_nodes))):
+            _rewrite(editor, node)
+            if node.target is aten.linalg_vector_norm.default:
+                _norm_of_norms(editor, node)
+    erase_dead(graph)
+    for node in graph.nodes:
+        if node not in before:
+            node.meta[SETTLED] = True
+
+
 def _rewrite(editor: Editor, node: fx.Node) -> None:
     """Rewrite a node, and in turn what the rewrite wrote."""
+    if node.meta.get(SETTLED):
+        return
     known = REWRITES.get(node.target) or COMPOUNDS.get(node.target)
     rewrite = known if node.op == "call_function" else None
     if rewrite is None:

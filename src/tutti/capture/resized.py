@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from tutti.capture.canonical import canonicalize
+from tutti.capture.canonical import canonicalize, canonicalize_but
 from tutti.capture.lift import StateTensor
 from tutti.capture.read_values import ITEM
 from tutti.capture.sizes import FreeSizes, Shapes
@@ -58,6 +58,7 @@ class Resizable:
         if all(env.replace(s).is_number for s in free.symbols.values()):
             raise NotResizableError
         self.symbols = frozenset(free.symbols.values())
+        canonicalize_but(self._is_sized, captured.graph, captured.mode)
         self._values = {n: self._form(n.meta.get("val")) for n in captured.graph.nodes}
 
     def of(self, shapes: Shapes, state: list[StateTensor]) -> Captured | None:
@@ -87,6 +88,10 @@ class Resizable:
             if left is not sympy.true:
                 found.append(left)
         return found
+
+    def _is_sized(self, node: fx.Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, SYMBOLS) or self._form(value) is not None
 
     def form_of(self, node: fx.Node) -> Any:
         """What the fake of a node is like, in symbols; None where it holds none."""

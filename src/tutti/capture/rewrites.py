@@ -394,5 +394,6 @@ REWRITES: dict[Any, Rewrite] = {
     aten.as_strided.default: strided.strided,
     aten.as_strided_scatter.default: strided.strided_scatter,
 }
+SAME = frozenset(target for target, rewrite in REWRITES.items() if rewrite is _same)
 # Rewrites that may be the result of other rewrites.
 AGAIN = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)

@@ -206,7 +206,7 @@ class _Writer:
         self, x: fx.Node, target: Sharding, node: fx.Node, rule: Rule
     ) -> None:
         """A `place` that an op cannot take would be undone at every step, in silence."""
-        name = self._weight(x)
+        name = self._weight(x) if self.plan.patterns else ""
         pattern = self.plan.patterns.get(name)
         lost = self.values.first(x).axes - target.axes
         if pattern is None or not lost:

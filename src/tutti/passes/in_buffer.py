@@ -30,6 +30,8 @@ def in_buffer(graph: fx.Graph) -> int:
     """Rewrite `graph`; returns how many reduced values take no new memory."""
     nodes = [n for n in graph.nodes if n.target is collectives.together_]
     nodes = [n for n in nodes if n.args[0] == "reduce_scatter"]
+    if not nodes:
+        return 0
     most = max(HELD_NBYTES, sum(map(_nbytes, nodes)) // HELD_SHARE)
     order, roots, ends = positions_of(graph), roots_of(graph), memory_ends(graph)
     chosen: dict[fx.Node, int] = {}

@@ -168,6 +168,8 @@ def _gives_buffer(graph: fx.Graph) -> bool:
 
 def _place(graph: fx.Graph, bases: Mapping[Axes, int]) -> dict[Axes, int]:
     """The same for one graph, from `bases` on; returns where the last of its buffers ends."""
+    if not any(node.target is collectives.buffer for node in graph.nodes):
+        return {}
     order, until = positions_of(graph), memory_ends(graph)
     taken: dict[Axes, list[tuple[int, int, int]]] = {}
     needed: dict[Axes, int] = {}

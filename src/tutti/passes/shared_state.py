@@ -150,6 +150,8 @@ def wait_for_readers(graph: fx.Graph) -> int:
     axes_of = {
         n: a for found in (viewed_state(graph), copied_state(graph)) for n, (a, _) in found.items()
     }
+    if not axes_of:
+        return 0
     roots = roots_of(graph)
     wholes: set[fx.Node] = set()
     watched: set[str] = set()  # names of state that others may be reading

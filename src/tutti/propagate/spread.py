@@ -49,6 +49,8 @@ class Spread:
     alias: dict[fx.Node, fx.Node] = field(default_factory=dict)
     book: Book = field(default_factory=Book)
     outcomes: dict[tuple[Any, ...], Outcome | None] = field(default_factory=dict)
+    _nodes: list[fx.Node] = field(default_factory=list)  # of the graph that was read last
+    _ruled: list[tuple[fx.Node, Rule]] = field(default_factory=list)
     _tensors: dict[fx.Node, tuple[tuple[Term, ...], list[fx.Node]]] = field(default_factory=dict)
     _around: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     _due: set[fx.Node] = field(default_factory=set)
@@ -77,21 +79,30 @@ class Spread:
 
     def run(self, graph: fx.Graph) -> None:
         """Spread to a fixed point: cheap ops first, so that contractions see what settled."""
-        nodes = [n for n in graph.nodes if is_tensor_call(n) and n.target is not boundary]
-        ruled = [(n, rule) for n in nodes if (rule := self.rule(n)) is not None]
-        cheap = [(n, rule) for n, rule in ruled if not _contracts(rule)]
+        if not any(sharding.axes for sharding in self.wanted.values()):
+            return  # nothing is split
+        nodes = list(graph.nodes)
+        if nodes != self._nodes:
+            self._read(nodes)
+        cheap = [(n, rule) for n, rule in self._ruled if not _contracts(rule)]
+        self._due = {n for n, _ in self._ruled}
+        for stage in (cheap, self._ruled):
+            while any([self._sweep(stage), self._sweep(stage[::-1])]):
+                pass
+
+    def _read(self, nodes: list[fx.Node]) -> None:
+        """Note the ops that have a rule, their tensors, and around which tensors they stand."""
+        calls = [n for n in nodes if is_tensor_call(n) and n.target is not boundary]
+        self._nodes = nodes
+        self._ruled = [(n, rule) for n in calls if (rule := self.rule(n)) is not None]
         self._tensors.clear()
         self._around.clear()
-        for node, rule in ruled:
+        for node, rule in self._ruled:
             pairs = tensors_of(node, rule)
             xs = [self.alias.get(x, x) for _, x in pairs]
             self._tensors[node] = tuple(term for term, _ in pairs), xs
             for x in xs:
                 self._around.setdefault(x, []).append(node)
-        self._due = {n for n, _ in ruled}
-        for stage in (cheap, ruled):
-            while any([self._sweep(stage), self._sweep(stage[::-1])]):
-                pass
 
     def _sweep(self, nodes: list[tuple[fx.Node, Rule]]) -> bool:
         """Visit, in order, the ops around which something has changed; whether one changed something."""

@@ -32,7 +32,7 @@ from tutti.pipeline.over_time import MICRO
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast
-from tutti.runtime.allocator import give_back_now, keep_freed_memory
+from tutti.runtime.allocator import FRAGMENTS, give_back_now, keep_freed_memory
 from tutti.runtime.checked import Checked
 from tutti.runtime.collector import rarely_collected
 from tutti.runtime.cuda_graph import CudaGraph, asked_for, obstacle, say_why
@@ -51,12 +51,20 @@ class Execution:
     `donated` names the state whose old values the step may overwrite: what it updates, where its memory
     belongs to it alone. `graph` is the program as it runs, with its passes; None before the first call.
     `timed` is the program split in time, with `micro` or `pipe`; `place` this rank's along `pipe`.
+    `gives_back` tells that much memory is free now, of a trace or of state that was cut: the system gets it.
+    Else it gets that only where memory has gone to pieces.
     """
 
     def __init__(
-        self, program: Program, seed: int, home: Residence, *, cut: Sequence[str] = ()
+        self,
+        program: Program,
+        seed: int,
+        home: Residence,
+        *,
+        cut: Sequence[str] = (),
+        gives_back: bool = True,
     ) -> None:
-        self.seed, self._home = seed, home
+        self.seed, self._home, self._gives_back = seed, home, gives_back
         self.donated: frozenset[str] = frozenset()
         self.player: ProcessGroups | None = None
         mesh, rank = program.layout.mesh, 0
@@ -100,7 +108,10 @@ class Execution:
                     loops=self._loops,
                     lodged=self._lodger.lodged if self._lodger is not None else {},
                 )
-            give_back_now()
+            if self._gives_back:
+                give_back_now()
+            else:
+                FRAGMENTS.before_new_program()
             if asked_for():
                 self._recorded = self._to_record(self.graph, self._generated)
         return self._generated
