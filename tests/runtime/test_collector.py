@@ -13,9 +13,10 @@ from tutti.runtime.collector import rarely_collected
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.unfreeze()
+    monkeypatch.setattr(collector, "_frozen_by_process", False)
     yield
     gc.set_threshold(*kept)
     if frozen:

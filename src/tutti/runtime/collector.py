@@ -15,6 +15,8 @@ _NUM_NEW = 20_000
 _LONG = 1.5
 _TOGETHER = 8.0
 _spent = 0.0  # by short ones since the last look at what they left
+_depth = 0  # of compilations inside one another
+_frozen_by_process = False
 
 
 @contextlib.contextmanager
@@ -24,14 +26,15 @@ def rarely_collected() -> Iterator[None]:
 
     A collector that is off stays off, and what the process has frozen itself stays frozen.
     """
-    global _spent
+    global _spent, _depth
     first, *others = gc.get_threshold()
     if first:
         gc.set_threshold(max(first, _NUM_NEW), *others)
-    frozen_here = not gc.get_freeze_count()
+    frozen_here = not _is_frozen()
     if frozen_here:
         gc.freeze()
     begin = time.thread_time()
+    _depth += 1
     try:
         yield
         took = time.thread_time() - begin
@@ -45,6 +48,18 @@ def rarely_collected() -> Iterator[None]:
             gc.collect()
             _spent = 0.0
     finally:
+        _depth -= 1
         if frozen_here:
             gc.unfreeze()
         gc.set_threshold(first, *others)
+
+
+def _is_frozen() -> bool:
+    """Whether there are frozen objects: by a compilation around this one, or by the process.
+
+    The process is asked until it says so once: it counts them one by one, 20 ms for those of PyTorch.
+    """
+    global _frozen_by_process
+    if not _depth and not _frozen_by_process:
+        _frozen_by_process = gc.get_freeze_count() > 0
+    return _depth > 0 or _frozen_by_process
