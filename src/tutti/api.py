@@ -46,7 +46,7 @@ from tutti.report.servers import explain_servers
 from tutti.runtime import checkpoint
 from tutti.runtime.captures import Captures
 from tutti.runtime.collector import rarely_collected
-from tutti.runtime.copies import copies_of
+from tutti.runtime.copies import copies_in_place
 from tutti.runtime.cuda_graph import op_by_op
 from tutti.runtime.divergence import Divergence
 from tutti.runtime.execute import Execution
@@ -617,14 +617,14 @@ class Step:
         if self.served is not None:
             return self.served.parts_of(taken(batch))[1]
         refuse_where_apart(self.optimizer, self.layout)
-        made: Step = self
         given = self.train_step, self.model, self.optimizer
-        if awaiting(self.optimizer) is not None:
-            given = self.train_step, *copies_of(self.model, self.optimizer)
+        if awaiting(self.optimizer) is None:
+            return self._program(taken(batch), Residence(self.layout))[0]
+        with copies_in_place(*given) as given:
             options: Any = {"cut": self.cut, "batch_dim": self.batch_dim, "seed": self.seed}
             made = Step(*given, self.layout, place=self.place, **options)
-        with first_call_undone(*given, taken(batch), self.seed, self.layout.precision):
-            return made._program(taken(batch), Residence(self.layout))[0]
+            with first_call_undone(*given, taken(batch), self.seed, self.layout.precision):
+                return made._program(taken(batch), Residence(self.layout))[0]
 
     def _begin_together(self, batch: tuple[Any, ...]) -> None:
         """All ranks are at this call, which none has a program for, and were given the same."""

@@ -154,9 +154,11 @@ class _Walk:
         own = not is_code_of_library(function.__code__)
         for name, cell in cells.items():
             self._cell(cell, name, own=own)
-        for given in (function.__defaults__, function.__kwdefaults__):
-            if given:
-                self._value(given, f"{function.__name__}'s defaults")
+        defaults = [k for k in ("__defaults__", "__kwdefaults__") if getattr(function, k)]
+        if defaults and own:
+            self.tables.append(Table(f"{function.__name__}.", SLOT, _is(function), defaults))
+        for key in defaults:
+            self._value(getattr(function, key), f"{function.__name__}'s defaults")
         if "__wrapped__" in vars(function):
             self._value(function.__wrapped__, path)
         if kept := sorted(k for k in vars(function) if self._wanted(k) and k != "__wrapped__"):

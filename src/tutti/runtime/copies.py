@@ -1,23 +1,75 @@
 """A model and its optimizers copied whole: one copy of what both hold, attributes and hooks included.
 
-`copy.deepcopy` keeps the values alone of a parameter. Functions are never copied: a hook that reaches the
-given model by its closure reaches that one still.
+`copy.deepcopy` keeps the values alone of a parameter. Functions are never copied: a step or a hook that
+reaches the given model by its closure, or by the object whose method it is, reaches that one still. For the
+time of a comparison the copies stand there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tutti.capture.gradients import carry_hooks
+from tutti.capture.held_values import MISSING, named
+from tutti.capture.lift import optimizers_of
 from tutti.capture.optimizer_copies import Memo, copied, optimizers_copied_whole
+from tutti.capture.python_state import Findings, PythonState
 
 
-def copies_of(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    """Copies of both; what one holds of the other is the copy's own."""
+@contextlib.contextmanager
+def copies_in_place(
+    train_step: Callable[..., Any], model: nn.Module, optimizer: Any
+) -> Iterator[tuple[Callable[..., Any], nn.Module, Any]]:
+    """The step, the model and the optimizer to run instead: copies of the latter two.
+
+    Inside, they and their parts stand wherever `train_step` reaches those of the given. What it changes
+    elsewhere meanwhile is put back in the end.
+    """
     memo = _made_by_hooks(model)
+    made = _copies(model, optimizer, memo)
+    python = PythonState(train_step, model, optimizers_of(optimizer), Findings())
+    with python.restored(), warnings.catch_warnings():
+        # The copy's step is its own, without the wrapper by which a schedule knows that it is called.
+        warnings.filterwarnings("ignore", "Seems like `optimizer.step")
+        for _, place, value in list(named(python.tables)):
+            held = place.table.find()
+            # what holds it may have a copy, too: that one holds the copies already
+            if value is MISSING or id(held) in memo or not place.table.writable:
+                continue
+            new = _stand_in(value, memo)
+            if new is not value:
+                place.put(new)
+        yield _stand_in(train_step, memo), *made
+
+
+def _stand_in(value: Any, memo: Mapping[int, Any]) -> Any:
+    """The copy of `value`, or what holds copies of what it is bound to; else `value` itself."""
+    if isinstance(value, Optimizer | nn.Module | Tensor | dict | list):
+        return memo.get(id(value), value)
+    if type(value) is tuple:
+        parts = tuple(_stand_in(x, memo) for x in value)
+        return parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+    if isinstance(value, types.MethodType):
+        holder = _stand_in(value.__self__, memo)
+        return value if holder is value.__self__ else types.MethodType(value.__func__, holder)
+    if type(value) is functools.partial:
+        function, given = _stand_in(value.func, memo), _stand_in(value.args, memo)
+        named = {key: _stand_in(x, memo) for key, x in value.keywords.items()}
+        return functools.partial(function, *given, **named)
+    return value
+
+
+def _copies(model: nn.Module, optimizer: Any, memo: Memo) -> tuple[nn.Module, Any]:
+    """Copies of both; what one holds of the other is the copy's own. `memo` knows all copies by id."""
     # so an optimizer that a scheduler, a model or another optimizer holds is copied whole, too
     with optimizers_copied_whole():
         made = copy.deepcopy(model, memo)

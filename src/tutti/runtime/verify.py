@@ -32,7 +32,7 @@ from tutti.runtime.comparisons import (
     check_dtype,
     on_its_way,
 )
-from tutti.runtime.copies import copies_of
+from tutti.runtime.copies import copies_in_place
 from tutti.runtime.execute import axes_used
 from tutti.runtime.first_call import first_call_undone
 from tutti.runtime.guards import refuse_other_layouts
@@ -150,12 +150,12 @@ class Subject:
         precision: str = "fp32",
     ) -> None:
         self.steps, self.seed, self.precision = steps, seed, precision
-        model, optimizer = copies_of(model, optimizer)
-        make_slots(optimizer)
-        settle(model, optimizer, Residence(Layout()), run_device(model), seed)
-        rest = batch, seed, precision
-        with first_call_undone(train_step, model, optimizer, *rest):
-            self._begin(train_step, model, optimizer, *rest)
+        with copies_in_place(train_step, model, optimizer) as (step, own, optimizers):
+            make_slots(optimizers)
+            settle(own, optimizers, Residence(Layout()), run_device(own), seed)
+            rest = batch, seed, precision
+            with first_call_undone(step, own, optimizers, *rest):
+                self._begin(step, own, optimizers, *rest)
 
     def _begin(
         self,

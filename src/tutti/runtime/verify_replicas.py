@@ -42,6 +42,7 @@ from tutti.runtime.comparisons import (
     largest,
     largest_difference,
 )
+from tutti.runtime.copies import copies_in_place
 from tutti.runtime.emulated import CodedReplicas
 from tutti.runtime.replicas import trained
 from tutti.runtime.verify import Subject, Verdict, rounding_of
@@ -78,8 +79,10 @@ def compare_replicas(
     given = subject, program, feeds, list(agreed), due, strategy or due, cut
     comparison = ReplicaComparison(*given)
     if isinstance(due, Average) and due.every == 1:
-        whole = capture(train_step, model, optimizer, batch, precision=layout.precision)
-        comparison.data = _OneDevice(whole, subject.start, feed_of(whole, optimizer, batch), seed)
+        with copies_in_place(train_step, model, optimizer) as copies:
+            whole = capture(*copies, batch, precision=layout.precision)
+            feed = feed_of(whole, copies[-1], batch)
+        comparison.data = _OneDevice(whole, subject.start, feed, seed)
     comparison.run(steps)
     if not comparison.errors.worst <= PARTITION_TOLERANCE:
         closer = ReplicaComparison(*given, aligned=True)
