@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from torch.fx.experimental import symbolic_shapes
 
 from ranks import COLLECT_AFTER, Ranks
 
@@ -27,6 +28,8 @@ FIRST = (
 )
 _TESTS = Path(__file__).parent
 
+# pytest listens to every logger, so PyTorch would describe each symbol to it: a twentieth of all.
+symbolic_shapes.trace_structured = lambda *_, **__: None  # type: ignore[attr-defined]
 # A busy machine is no failure.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")

@@ -118,8 +118,10 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
     step = tutti.distribute(train_step, model, optimizer, layout, place=place)
     for _ in range(2):
         step(*batch)
-    with released_here():
-        measured, _ = peak_nbytes(lambda: step(*batch))
+    with (
+        released_here()
+    ):  # on a busy host one call in thousands is counted wrong: the middle of three
+        measured = sorted(peak_nbytes(lambda: step(*batch))[0] for _ in range(3))[1]
     assert step._last is not None
     execution = step._last.execution
     return predict(execution.program, execution.graph).call_nbytes, measured

@@ -19,7 +19,7 @@ SOURCE = PROGRAM.read_text().splitlines()
 WAITS_AT = f"programs.py:{1 + next(i for i, s in enumerate(SOURCE) if '# here ranks wait' in s)}"
 STUCK_AT = f"programs.py:{1 + next(i for i, s in enumerate(SOURCE) if '# the line where' in s)}"
 STOP_SECONDS = 15.0
-START_SECONDS = 40.0
+START_SECONDS = 90.0
 Started = subprocess.Popen[str] | Forked
 
 

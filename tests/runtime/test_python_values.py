@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -209,18 +210,31 @@ def test_what_cannot_be_set_anew_is_not_written_into() -> None:
     assert not pair[0].any() and not part.any()
 
 
-def test_a_step_that_reads_the_clock_is_warned_once_with_its_line() -> None:
-    model = nn.Linear(2, 2)
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_step_that_reads_the_clock_is_warned_once_with_its_line(by_name: bool) -> None:
+    model, clock = nn.Linear(2, 2), perf_counter
+
+    def loss_of(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x).square().mean()
+
+    def own_names(m: nn.Module, o: Any, x: Tensor) -> tuple[Tensor, float]:
+        begin = perf_counter()
+        o.zero_grad()
+        loss = loss_of(m, x)
+        loss.backward()
+        o.step()
+        return loss.detach(), clock() - begin
 
     def step(m: nn.Module, o: Any, x: Tensor) -> tuple[Tensor, float]:
         begin = time.perf_counter()
         o.zero_grad()
-        loss = m(x).square().mean()
+        loss = loss_of(m, x)
         loss.backward()
         o.step()
         return loss.detach(), time.perf_counter() - begin
 
-    called = tutti.distribute(step, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    chosen = own_names if by_name else step
+    called = tutti.distribute(chosen, model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.warns(
         UserWarning, match=r"time.perf_counter\(\) at .*test_python_values.py"
     ) as told:
@@ -229,3 +243,4 @@ def test_a_step_that_reads_the_clock_is_warned_once_with_its_line() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         called(torch.zeros(2, 2))
+    assert clock is perf_counter is time.perf_counter

@@ -6,12 +6,14 @@ import contextlib
 import sys
 import threading
 import time
+import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from typing import Any
 from unittest import mock
 
+from tutti.capture.held_values import Table, named
 from tutti.capture.reach import is_code_of_library
 from tutti.capture.source import quoted
 
@@ -19,10 +21,11 @@ _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 
 
 @contextlib.contextmanager
-def clocks_watched() -> Iterator[None]:
+def clocks_watched(tables: Sequence[Table]) -> Iterator[None]:
     """Inside, a user's line that reads a clock of `time` is warned of, once: its value stays that of now.
 
-    Clocks that are called by a name of their own (`from time import time`) are not seen.
+    `tables` are those that the step reaches: a clock may stand there (`from time import time`).
+    `datetime.now()` is not seen.
     """
     told: set[str] = set()
     here = threading.get_ident()
@@ -45,7 +48,13 @@ def clocks_watched() -> Iterator[None]:
         return read
 
     names = [*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS)]
+    clocks = {getattr(time, name): name for name in names}
     with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context(mock.patch.object(time, name, watched(name, getattr(time, name))))
+        for clock, name in clocks.items():
+            stack.enter_context(mock.patch.object(time, name, watched(name, clock)))
+        for _, place, value in list(named(tables)):
+            is_clock = isinstance(value, types.BuiltinFunctionType) and value in clocks
+            if is_clock and place.table.writable:
+                place.put(watched(clocks[value], value))
+                stack.callback(place.put, value)
         yield

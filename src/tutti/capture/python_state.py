@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,10 +95,10 @@ class Findings:
     fixed: set[str] = field(default_factory=set)
     _expected: bool = False
 
-    def expect(self, state: PythonState) -> None:
+    def expect(self, walked: Callable[[], PythonState]) -> None:
         """Before the first trace: what the step's code assigns to will change."""
         if not self._expected:
-            self.varying |= state.likely()
+            self.varying |= walked().likely()
             self._expected = True
 
     def fix(self, inputs: Sequence[Number]) -> bool:

@@ -147,15 +147,18 @@ def capture(
     make_slots(optimizer)
     leaves, spec = flattened(dense(taken(batch)))
 
+    def walked() -> PythonState:
+        return PythonState(train_step, model, optimizers_of(optimizer), findings)
+
     def prepared(seen: Seen = seen or {}) -> _Lifted:
         mode = fake_mode(seen, sized=free is not None)
-        python = PythonState(train_step, model, optimizers_of(optimizer), findings)
         state = state_of(model, optimizer)
         given = (train_step, model, optimizer, state, leaves, spec, mode, precision)
-        made = _Lifted(*given, python, renewed or {}, free)
+        made = _Lifted(*given, walked(), renewed or {}, free)
         made.note_gradients = note_gradients
         return made
 
+    findings.expect(walked)
     with _use_lazy_graph_module(True):  # only the graphs are used: no code is made for them
         lifted, traced = _traced(prepared, findings)
         refuse_sparse_constants(traced)
@@ -184,7 +187,6 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
     A step that cannot be traced with a number as an input is traced with it as a constant; one that fails on
     a way that was guessed at (a loss that is not finite) takes the other one.
     """
-    findings.expect(prepared().python)
     ways: list[Seen] = []
     while True:
         lifted = prepared(*ways[-1:])
@@ -350,7 +352,7 @@ class _Lifted:
                 nothing_compiled(),
                 wrappers_open(),
                 one_process(),
-                clocks_watched(),
+                clocks_watched(self.python.tables),
                 options_watched(self.optimizer) as self.options,
             ):
                 result = called(self.train_step, args, batch)
