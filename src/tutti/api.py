@@ -602,6 +602,7 @@ class Step:
 
         if known is None or seen is not None:
             captured, is_own = captured_with(None, self.python.findings), True
+            self._captures.is_resized = False
         else:
             captured = self._captures.of(*known, batch, renewed, captured_with)
             is_own = self._captures.is_resized  # else it is kept, for what is traced later
