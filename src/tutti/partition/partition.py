@@ -32,6 +32,7 @@ aten = torch.ops.aten
 BATCH_AXES = frozenset({"replica", "data", "micro", "seq"})
 # On a call of the whole step whose operands were gathered because no rule says how it may be split.
 WITHOUT_RULE = "without_rule"
+_ANY = Rule((), (), {})  # of a call of which nothing is split
 
 
 @dataclass
@@ -77,6 +78,7 @@ class _Writer:
         self.program = Program(self.local.graph, self.captured, made.layout, made)
         self.chooser = Chooser(self.mesh)
         self.scalars: dict[fx.Node, Any] = {}
+        self.wholes: dict[tuple[int, ...], Sharding] = {}
         self.values = Values(made.spread, self.local, self.scalars, self.program.made)
         self.results: dict[fx.Node, tuple[fx.Node, Choice]] = {}
         self.names = {n: name for name, n in self.captured.placeholders.items()}
@@ -157,16 +159,8 @@ class _Writer:
             self._honor(node)
 
     def _call(self, node: fx.Node) -> None:
-        rule = self.plan.spread.rule(node) or self._whole_rule(node)
         operands = operands_of(node)
-        offers: dict[fx.Node, Offer] = {}
-        for x in operands:
-            if x not in offers:
-                offers[x] = self._offer(x, node)
-        wanted = self._wanted(node)
-        choice = self.chooser.choose(rule, [offers[x] for x in operands], wanted)
-        for x, target in zip(operands, choice.operands, strict=True):
-            self._refuse_gathered_weight(x, target, node, rule)
+        rule, choice = self._chosen(node, operands)
         locals_ = [
             self.values.reshard(x, s, node) for x, s in zip(operands, choice.operands, strict=True)
         ]
@@ -178,6 +172,29 @@ class _Writer:
                 self._honor(node)
         else:
             self.results[node] = (made, choice)
+
+    def _chosen(self, node: fx.Node, operands: list[fx.Node]) -> tuple[Rule, Choice]:
+        """How a call is split, and by which rule."""
+        if self.mesh.num_ranks == 1:  # whatever the rule, nothing is
+            results = tuple(Sharding(()) if r is None else self._whole(r) for r in results_of(node))
+            return _ANY, Choice(
+                {}, tuple(self._whole(x.meta["val"]) for x in operands), results, 0.0
+            )
+        rule = self.plan.spread.rule(node) or self._whole_rule(node)
+        offers: dict[fx.Node, Offer] = {}
+        for x in operands:
+            if x not in offers:
+                offers[x] = self._offer(x, node)
+        choice = self.chooser.choose(rule, [offers[x] for x in operands], self._wanted(node))
+        for x, target in zip(operands, choice.operands, strict=True):
+            self._refuse_gathered_weight(x, target, node, rule)
+        return rule, choice
+
+    def _whole(self, val: Tensor) -> Sharding:
+        shape = tuple(val.shape)
+        if shape not in self.wholes:
+            self.wholes[shape] = Sharding.whole(shape)
+        return self.wholes[shape]
 
     def _honor(self, node: fx.Node) -> None:
         """The user's word: from here on the value lies as `shard_as` or `place` says."""
