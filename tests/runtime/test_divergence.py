@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import tutti
 from ranks import Ranks
 from small_steps import step as train_step
+from tutti.errors import CommError
 from tutti.runtime import divergence
 
 BAD, STEPS = 3, 6
@@ -146,6 +147,30 @@ def test_four_ranks(ranks: Ranks, fault: Any, layout: str) -> None:
 def test_a_weight_that_other_ranks_have_too(ranks: Ranks) -> None:
     """Split over `tensor`, and whole over `data`."""
     check(ranks.run(ends, "added_to", "data=2 tensor=2", n=4), FAULTS[added_to])
+
+
+def noticed_after(name: str) -> int:
+    """How many calls a model of more weights than are looked at at once makes after a fault on rank 1."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(12))).double()
+    step = tutti.distribute(train_step, model, torch.optim.AdamW(model.parameters()), "data=2")
+    for k in range(60):
+        if k == 2 and dist.get_rank() == 1:
+            with torch.no_grad():
+                model.get_parameter(name).mul_(1.5)
+        try:
+            step(torch.ones(8, 8).double())
+        except CommError as error:
+            assert name in error.what and "other values" in error.what, error
+            return k - 2
+    return 60
+
+
+@pytest.mark.parametrize("name", ["0.bias", "5.weight", "11.weight"])
+def test_weights_of_a_larger_model_are_looked_at_in_turn(ranks: Ranks, name: str) -> None:
+    """24 weights are two looks, 72 slots six: within six times eight calls each weight is seen."""
+    after = ranks.run(noticed_after, name, n=2)
+    assert max(after) <= 48 and after[0] == after[1]
 
 
 def evaluate(model: nn.Module, x: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""A few bytes of some weights at each call: what ranks hold alike must be alike.
+"""A few bytes of some weights now and then: what ranks hold alike must be alike.
 
-    16 weights, 12 slots     64 bytes of each, from a place that moves; the next ones at the next call
+    16 weights, 12 slots     64 bytes of each, from a place that moves; the next ones eight calls later
+
+A model that has no more than these is looked at at each call.
 
 Compared are ranks with the same part of it. A value that two ranks work out, each for itself, may differ by
 rounding.
@@ -19,7 +21,8 @@ from tutti.layout import Mesh, Sharding
 from tutti.partition.partition import Program
 
 NBYTES = 64  # of each tensor
-NUM_WEIGHTS, NUM_OTHERS = 16, 12  # at a call; the next ones at the next
+NUM_WEIGHTS, NUM_OTHERS = 16, 12  # at a time
+EVERY = 8  # calls: a look takes 0.2 ms of a cold processor, as much as all else that is compared
 TOLERANCE = 1e-4  # of the largest element looked at
 _PRIME, _STEP = 7919, 8  # from call to call, in places of 8 bytes
 
@@ -49,7 +52,9 @@ class Samples:
         self._names, self._axes, self._owners = names, axes, owners
         weights = _cut([k for k in order if kinds[k] == "parameter"], NUM_WEIGHTS)
         others = _cut([k for k in order if kinds[k] != "parameter"], NUM_OTHERS)
-        self.num_blocks = max(len(weights), len(others))
+        num_blocks = max(len(weights), len(others))
+        self._every = EVERY if num_blocks > 1 else 1
+        self._round = num_blocks * self._every
         self._blocks = [
             weights[i % len(weights)] + others[i % len(others)]
             for i in range(math.lcm(len(weights), len(others)))
@@ -68,9 +73,11 @@ class Samples:
         return cls(names, kinds, program.storage, mesh, owners) if mesh.num_ranks > 1 else None
 
     def of(self, own: Sequence[Tensor], call: int) -> bytes:
-        """The samples that are due at a call, of this rank's parts."""
+        """The samples that are due at a call, of this rank's parts; none at most calls."""
+        if call % self._every:
+            return b""
         found, views = [], self._views
-        for k in self._blocks[call % len(self._blocks)]:
+        for k in self._blocks[self._block(call)]:
             x = own[k]
             at, seen, places, rest = views.get(k) or self._view(k, x)
             if at != x.data_ptr():
@@ -85,7 +92,7 @@ class Samples:
         """The name of a tensor of which two ranks have the same part and not the same values; or ""."""
         if mine == theirs or len(mine) != len(theirs):
             return ""
-        block = call % len(self._blocks)
+        block = self._block(call)
         for begin, end in self._runs(block, one, other):
             if mine[begin * NBYTES : end * NBYTES] != theirs[begin * NBYTES : end * NBYTES]:
                 for i in range(begin, end):
@@ -110,7 +117,10 @@ class Samples:
 
     def since(self, call: int) -> int:
         """The call at which each of these tensors was looked at before."""
-        return max(call - self.num_blocks, 0)
+        return max(call - self._round, 0)
+
+    def _block(self, call: int) -> int:
+        return call // self._every % len(self._blocks)
 
     def _alike(self, k: int, one: int, other: int) -> bool:
         """Whether two ranks hold the same part of tensor k."""
