@@ -43,6 +43,14 @@ def by_closure(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
     return optimizer.step(closure)
 
 
+def plainly(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    model.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
 class Sharp(Optimizer):
     """Climbs to a neighbor, takes the gradient there, and steps from where it was; it needs a closure."""
 
@@ -100,6 +108,26 @@ def test_an_optimizer_that_needs_a_closure_and_calls_another() -> None:
     # PyTorch's weights lie in the slot "before" by then, and it shows what they are afterwards.
     for name, y in [(n, y) for n, y in expected[1].items() if not n.endswith("before")]:
         assert found[1][name] == pytest.approx(y, rel=1e-10, abs=1e-12), name
+
+
+class Around(Optimizer):
+    """One around another that begins as no optimizer does: without hooks of its own (Lookahead)."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.defaults, self.calls = inner, inner.defaults, 0
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        self.calls += 1
+
+
+def _around(parameters: Any, lr: float) -> Around:
+    return Around(Adam(parameters, lr=lr))
+
+
+def test_an_optimizer_around_another_may_have_no_hooks() -> None:
+    assert_as_eager(partial(_program, plainly, _around))
 
 
 CODE = """

@@ -23,7 +23,9 @@ from tutti.errors import CaptureError
 def options_watched(optimizer: Any) -> Iterator[dict[Optimizer, str]]:
     """Gives the optimizers that inside were called with a scheduled option set anew, and which option."""
     found: dict[Optimizer, str] = {}
-    every = [inner for one in optimizers_of(optimizer) for inner in inner_optimizers(one)]
+    found_in = (inner for one in optimizers_of(optimizer) for inner in inner_optimizers(one))
+    # One around another (Lookahead) may have no hooks of its own; the inner one has.
+    every = [one for one in found_in if hasattr(one, "_optimizer_step_pre_hooks")]
     before = {one: [dict(group) for group in one.param_groups] for one in every}
 
     def look(one: Any, *_given: Any) -> None:
