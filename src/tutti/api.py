@@ -601,14 +601,13 @@ class Step:
             )
 
         if known is None or seen is not None:
-            captured, is_own = captured_with(None, self.python.findings), True
+            captured = captured_with(None, self.python.findings)
             self._captures.is_resized = False
         else:
             captured = self._captures.of(*known, batch, renewed, captured_with)
-            is_own = self._captures.is_resized  # else it is kept, for what is traced later
         refuse_other_layouts(captured, self.layout)
         told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
-        guard, own = guard_of(captured), captured if is_own else copied(captured)
+        guard, own = guard_of(captured), copied(captured)
         made = plan(own, self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)
         return partition(made, strict=bool(os.environ.get(STRICT))), guard

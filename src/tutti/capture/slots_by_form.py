@@ -41,7 +41,8 @@ def make_slots_by_form(one: Optimizer) -> bool:
         return False
     for p in fresh:
         like = copies.of[id(p)]
-        one.state[p] = {key: _at_full_size(x, like, p) for key, x in made[id(like)].items()}
+        if slots := made[id(like)]:
+            one.state[p] = {key: _at_full_size(x, like, p) for key, x in slots.items()}
     place_counts(one, fresh)
     return True
 

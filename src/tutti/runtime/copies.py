@@ -34,8 +34,8 @@ def copies_in_place(
     Inside, they and their parts stand wherever `train_step` reaches those of the given. What it changes
     elsewhere meanwhile is put back in the end.
     """
-    memo = _made_by_hooks(model)
-    made = _copies(model, optimizer, memo)
+    memo: Memo = {}
+    made = copies_of(model, optimizer, memo)
     python = PythonState(train_step, model, optimizers_of(optimizer), Findings())
     with python.restored(), warnings.catch_warnings():
         # The copy's step is its own, without the wrapper by which a schedule knows that it is called.
@@ -68,8 +68,10 @@ def _stand_in(value: Any, memo: Mapping[int, Any]) -> Any:
     return value
 
 
-def _copies(model: nn.Module, optimizer: Any, memo: Memo) -> tuple[nn.Module, Any]:
-    """Copies of both; what one holds of the other is the copy's own. `memo` knows all copies by id."""
+def copies_of(model: nn.Module, optimizer: Any, memo: Memo | None = None) -> tuple[nn.Module, Any]:
+    """Copies of both; what one holds of the other is the copy's own. `memo` gets all copies by id."""
+    memo = {} if memo is None else memo
+    memo |= _made_by_hooks(model)
     # so an optimizer that a scheduler, a model or another optimizer holds is copied whole, too
     with optimizers_copied_whole():
         made = copy.deepcopy(model, memo)
