@@ -194,7 +194,9 @@ class Divergence:
             return 0
         if x.nbytes > WHOLE_NBYTES:
             x = offset_sample(x.detach(), self._count, _SAMPLE)
-        if x.is_contiguous() and not (x.dtype.is_complex or x.is_neg()):  # by the fewest calls
+        # By the fewest calls; the memory of other kinds of tensors is not at their address.
+        plain = type(x) is Tensor and not (x.dtype.is_complex or x.is_neg())
+        if plain and x.is_contiguous() and x.numel():
             return zlib.crc32((ctypes.c_char * x.nbytes).from_address(x.data_ptr()))
         return zlib.crc32(octets(x))
 
