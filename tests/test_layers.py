@@ -23,7 +23,7 @@ LAYERS = (
     ("pipeline",),
     ("planner",),  # nothing up to here needs a process group
     ("comm",),
-    ("replicas", "server"),
+    ("replicas", "server", "checkpoint"),
     ("runtime",),
     ("report",),
     ("api",),

@@ -261,7 +261,7 @@ class Step:
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
         self._num_programs = self._num_traces = 0
-        self._begun = False  # whether all ranks have made a call
+        self.begun = False  # whether all ranks have made a call
         self._last: _Compiled | None = None
         self._optimizers = optimizers_of(optimizer)
         self._signatures = Signatures(self.model, self._optimizers)
@@ -631,12 +631,12 @@ class Step:
         several = ensure_process_group()
         if self.served is None:
             self.layout.check_ranks(dist.get_world_size() if several else 1)
-        if self._begun:
+        if self.begun:
             self._divergence.before_compiling()
         else:
             self._divergence.first()
             self._check_same_batch(batch)
-            self._begun = True
+            self.begun = True
 
     def _check_same_batch(self, batch: tuple[Any, ...]) -> None:
         """All ranks must be given the same global batch, and say so before the first step."""

@@ -21,7 +21,7 @@ Damage = Callable[[Path], Any]
 
 
 def _biggest(path: Path) -> Path:
-    return max(path.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    return max(path.rglob("*.distcp"), key=lambda f: f.stat().st_size)
 
 
 def truncate(path: Path) -> None:
@@ -38,6 +38,21 @@ def overwrite(path: Path) -> None:
 
 def remove_shards(path: Path) -> None:
     _biggest(path).unlink()
+
+
+def flip_a_loss(path: Path) -> None:
+    file = path / "tutti.json"
+    text = file.read_text()
+    at = text.index('"losses": [') + len('"losses": [')
+    file.write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+
+
+def other_types(path: Path) -> None:
+    (path / "tutti.json").write_text('{"format": 2, "files": 3, "tensors": [], "extra": 1}')
+
+
+def other_values(path: Path) -> None:
+    (path / "tutti.json").write_text('{"format": null}')
 
 
 def remove_manifest(path: Path) -> None:
@@ -64,12 +79,15 @@ def remove_all(path: Path) -> None:
 
 DAMAGES: dict[Damage, str] = {
     truncate: "is damaged",
-    overwrite: "cannot read",
+    overwrite: "has another checksum",
     remove_shards: "has no bytes of",
     remove_manifest: "is not a whole checkpoint",
     newer: "has format 99",
     cut_manifest: "cannot be read",
     no_manifest: "cannot be read",
+    flip_a_loss: "its checksum is another",
+    other_types: "checksum is another",
+    other_values: "cannot be read",
     remove_all: "no such directory",
 }
 

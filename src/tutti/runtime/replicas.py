@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.tensor import DTensor
 
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
+from tutti.checkpoint.files import Reading
+from tutti.checkpoint.unanimous import ranks_of
 from tutti.comm.group import collective_timeout
 from tutti.layout import Layout
 from tutti.replicas import parts, strategies
@@ -71,7 +72,8 @@ class Agreeing:
         if run_dir := os.environ.get(RUN_DIR):
             write_record(Path(run_dir), Joined(dist.get_rank(), self.replica))
         if self.unread is not None:
-            load(step, self.unread, described(step))
+            reading = Reading(self.unread, ranks_of())
+            take_over(step, reading, read(step, reading, step.num_steps))
 
     def after(self, step: Holder) -> None:
         """What is due after the steps taken so far."""
@@ -135,6 +137,11 @@ def group_left(step: Holder) -> dist.ProcessGroup | None:
     return group
 
 
+def first_left(step: Holder) -> int:
+    """The first replica that is not lost."""
+    return _left(step)[0]
+
+
 def _left(step: Holder) -> list[int]:
     """The replicas that are not lost."""
     team = step.agreeing.team if step.agreeing is not None else None
@@ -146,7 +153,7 @@ def to_save(step: Holder, state: Mapping[str, Any]) -> dict[str, Any]:
     if step.layout.num_replicas == 1 or not dist.is_initialized():
         return dict(state)
     replica = parts.replica_here(step.layout.mesh)
-    first = replica == _left(step)[0]
+    first = replica == first_left(step)
     found = {n if first else _own(replica, n): x for n, x in state.items()}
     agreeing = step.agreeing
     if agreeing is not None and agreeing.team is not None:
@@ -154,35 +161,51 @@ def to_save(step: Holder, state: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def load(step: Holder, path: Path, saved: str) -> None:
-    """Read this replica's own state beside what all have read, where `saved` fits this run.
+def read(step: Holder, reading: Reading, num_steps: int) -> dict[str, Tensor]:
+    """This replica's own state in a checkpoint, and its strategy's, by the names there; changes nothing.
 
-    Where it does not, replicas begin anew from replica 0's state. Before the first call nothing is laid
-    out, and rank 0's state will be sent to all: `path` is kept for then.
+    Nothing where the checkpoint does not fit this run, or the state is not laid out yet.
     """
     agreeing = step.agreeing
-    assert agreeing is not None
-    same = saved == described(step)
-    agreeing.unread = path if same and agreeing.team is None else None
-    team = agreeing.team
+    if agreeing is None or agreeing.team is None or not _fits(step, reading):
+        return {}
+    team, replica = agreeing.team, agreeing.replica
+    template = team.expected(agreeing.weights(step), agreeing.buffers(step), num_steps)
+    fresh = {n: torch.empty_like(x) for n, x in _remembered(step, replica, template).items()}
+    if replica:
+        state = {s.name: s.tensor for s in _here(step)}
+        fresh |= {_own(replica, n): torch.empty_like(plain_dtensor(x)) for n, x in state.items()}
+    reading.fill(fresh)
+    return fresh
+
+
+def take_over(step: Holder, reading: Reading, found: Mapping[str, Tensor]) -> None:
+    """Go on from what `read` has found, after the step has its number of steps.
+
+    Where the checkpoint does not fit, replicas begin anew from replica 0's state. Before the first call
+    nothing is laid out, and rank 0's state will be sent to all: the checkpoint is read again then.
+    """
+    agreeing = step.agreeing
+    if agreeing is None:
+        return
+    same, team = _fits(step, reading), agreeing.team
+    agreeing.unread = reading.path if same and team is None else None
     if team is None:
         return
     if not same:
         agreeing.restart(step)
         return
-    weights, replica = agreeing.weights(step), agreeing.replica
-    state = {s.name: s.tensor for s in _here(step)}
-    template = team.expected(weights, agreeing.buffers(step), step.num_steps)
-    remembered = _remembered(step, replica, template)
-    fresh = {n: torch.empty_like(x) for n, x in remembered.items()}
+    replica = agreeing.replica
     if replica:
-        fresh |= {_own(replica, n): torch.empty_like(plain_dtensor(x)) for n, x in state.items()}
-    state_dict_loader.load(fresh, checkpoint_id=str(path))
-    if replica:
-        for name, tensor in state.items():
-            set_local(tensor, local_of(fresh[_own(replica, name)]))
+        for s in _here(step):
+            set_local(s.tensor, local_of(found[_own(replica, s.name)]))
     prefix = _own(replica, "sync/")
-    team.load({n.removeprefix(prefix): local_of(fresh[n]) for n in remembered}, step.num_steps)
+    remembered = {n: x for n, x in found.items() if n.startswith(prefix)}
+    team.load({n.removeprefix(prefix): local_of(x) for n, x in remembered.items()}, step.num_steps)
+
+
+def _fits(step: Holder, reading: Reading) -> bool:
+    return reading.manifest.replicas == described(step)
 
 
 def _remembered(step: Holder, replica: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,126 @@
+"""Reads the index of `torch.distributed.checkpoint`, a pickle, without running what it says.
+
+Only the classes of such an index are built, and only what describes tensors is taken from it. A file that
+names anything else is refused with that name.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Collection
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.serialization import _get_layout
+
+from tutti.checkpoint.folder import INDEX
+from tutti.errors import CheckpointError
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    (found.__module__, found.__qualname__): found
+    for found in (
+        Metadata,
+        StorageMeta,
+        TensorStorageMetadata,
+        ChunkStorageMetadata,
+        TensorProperties,
+        MetadataIndex,
+        _MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        _get_layout,
+    )
+} | {("torch", "Size"): torch.Size}
+# An index names the folder that it was saved in.
+_ALLOWED |= {
+    (module, name): PurePath
+    for module in ("pathlib", "pathlib._local")
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+}
+_FIX = "load checkpoints that you or somebody you trust has saved"
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds what is on the list, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _ALLOWED.get((module, name))
+        if (
+            found is None
+            and module == "torch"
+            and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            found = getattr(torch, name)
+        if found is None:
+            raise CheckpointError(
+                f"the index of the checkpoint names {module}.{name}",
+                why="it is a pickle that would run code, and no index of tensors has this name",
+                fix=_FIX,
+            )
+        return found
+
+
+class CheckedReader(FileSystemReader):
+    """Reads shards of tensors from `folder`, and only files that are `known` there.
+
+    Raises:
+        CheckpointError: from `read_metadata`, where the index names anything else.
+    """
+
+    def __init__(self, folder: Path, known: Collection[str]) -> None:
+        super().__init__(folder)
+        self._folder, self._known = folder, frozenset(known)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index, from a pickle of which every name is on the list."""
+        with open(self._folder / INDEX, "rb") as file:
+            found = _unpickled(file)
+        try:
+            self._check(found)
+        except (AttributeError, TypeError) as error:
+            raise _no_index(str(error)) from error
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
+
+    def _check(self, found: Metadata) -> None:
+        if type(found) is not Metadata:
+            raise _no_index(f"it holds a {type(found).__name__}")
+        for name, form in found.state_dict_metadata.items():
+            if type(form) is not TensorStorageMetadata:
+                raise _no_index(f"{name} is not described as a tensor")
+        for index, place in found.storage_data.items():
+            if place.relative_path not in self._known or place.transform_descriptors:
+                raise _no_index(f"{index.fqn} lies in {place.relative_path}")
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Fills tensors; an entry that holds a pickled object is refused."""
+
+    def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
+        """No entry of a checkpoint is an object."""
+        raise _no_index(f"{read_item.dest_index.fqn} is an object, not a tensor")
+
+
+def _unpickled(file: IO[bytes]) -> Any:
+    try:
+        return _Unpickler(file).load()
+    except (CheckpointError, OSError):
+        raise
+    except Exception as error:  # a pickle can raise anything
+        raise _no_index(f"{type(error).__name__}: {error}") from error
+
+
+def _no_index(why: str) -> CheckpointError:
+    return CheckpointError("the index of the checkpoint cannot be read", why=why, fix=_FIX)

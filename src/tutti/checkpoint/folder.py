@@ -1,0 +1,110 @@
+"""The folder of a checkpoint: a new save is written beside the last one and replaces it by one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from tutti.checkpoint.manifest import MANIFEST, STATE_FOLDER
+from tutti.checkpoint.owner_lock import OwnerLock, lock_folder
+from tutti.errors import CheckpointError
+
+INDEX = ".metadata"
+_NEW = ".new"
+# Files of format 1.
+_EARLIER = re.compile(r"__\d+_\d+\.distcp")
+
+
+def open_folder(path: Path) -> OwnerLock:
+    """Make the folder where it is missing, and lock it.
+
+    Raises:
+        CheckpointError: another run saves there, or the folder holds a checkpoint that tutti did not write.
+        OSError: the folder cannot be made or written.
+    """
+    made = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    if made:
+        sync_folder(path.parent)
+    lock = lock_folder(path)
+    if (path / INDEX).exists() and not (path / MANIFEST).exists():
+        raise CheckpointError(
+            f"{path} holds a checkpoint of another program",
+            why=f"it has {INDEX}, and no {MANIFEST}",
+            fix="another folder, or remove that checkpoint",
+        )
+    return lock
+
+
+def new_state_folder(path: Path) -> str:
+    """Make a folder for the files of a new save, after removing those of saves that did not end.
+
+    Returns its name. Only the owner of the lock calls this.
+    """
+    _remove_states(path, keep=_current(path))
+    name = f"state-{secrets.token_hex(8)}"
+    (path / name).mkdir()
+    return name
+
+
+def commit(path: Path, folder: str, manifest: str, index: bytes) -> None:
+    """Make the files in `folder` the checkpoint of `path`: durable first, then visible by one rename.
+
+    Every rank has synced its own files. `index` is for plain PyTorch. The files of the last save go when
+    nothing names them any more.
+    """
+    sync_folder(path / folder)
+    replace_file(path / MANIFEST, manifest.encode())
+    replace_file(path / INDEX, index)
+    _remove_states(path, keep=folder)
+    for file in path.iterdir():
+        if _EARLIER.fullmatch(file.name):
+            file.unlink()
+
+
+def abandon(path: Path, folder: str) -> None:
+    """Remove what a failed save has written."""
+    shutil.rmtree(path / folder, ignore_errors=True)
+
+
+def replace_file(file: Path, content: bytes) -> None:
+    """Give `file` a new content by one rename, durable when this returns."""
+    new = file.with_name(file.name + _NEW)
+    with open(new, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.replace(file)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_states(path: Path, *, keep: str | None) -> None:
+    for folder in path.iterdir() if keep is not None else ():
+        if STATE_FOLDER.fullmatch(folder.name) and folder.name != keep:
+            with contextlib.suppress(OSError):  # it only takes room
+                shutil.rmtree(folder)
+
+
+def _current(path: Path) -> str | None:
+    """The folder that the manifest names, "" without one; None where it cannot be told."""
+    try:
+        found = json.loads((path / MANIFEST).read_text())["folder"]
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) and (path / found).exists() else None

@@ -1,0 +1,163 @@
+"""The manifest of a checkpoint: which files belong to it, their checksums, and which tensors they hold.
+
+It is JSON with a checksum of its own. The rename that puts it in place makes a save visible:
+
+    checkpoint/
+        tutti.json               the manifest; names the folder below
+        state-3f0c.../           the shards and `.metadata` of `torch.distributed.checkpoint`
+        .metadata                the same index for plain PyTorch; tutti does not read it
+        lock                     held by the run that saves here
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tutti.checkpoint.digest import FileDigest
+from tutti.errors import CheckpointError
+
+# Format 1 had its files beside the manifest, and no checksums.
+FORMAT = 2
+MANIFEST = "tutti.json"
+USE_EARLIER = "use an earlier checkpoint"
+STATE_FOLDER = re.compile(r"state-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    """The global shape and the dtype of a saved tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a manifest says.
+
+    layout, replicas: under which it was saved.  tensors: by name.  folder: of its files, "" for the folder of
+    the manifest.  files: by name in that folder.  extra: what the user gave.
+    """
+
+    layout: str
+    replicas: str
+    tensors: Mapping[str, TensorForm]
+    folder: str
+    files: Mapping[str, FileDigest]
+    extra: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def text(self) -> str:
+        """The JSON of the file."""
+        body = {
+            "format": self.format,
+            "layout": self.layout,
+            "replicas": self.replicas,
+            "tensors": {n: [list(t.shape), dtype_name(t.dtype)] for n, t in self.tensors.items()},
+            "folder": self.folder,
+            "files": {n: [f.nbytes, list(f.sha256)] for n, f in self.files.items()},
+            "extra": self.extra,
+        }
+        return json.dumps(body | {"sha256": _checksum(body)})
+
+
+def read_manifest(path: Path) -> str:
+    """The text of the manifest in folder `path`.
+
+    Raises:
+        CheckpointError: there is none, or the file cannot be read.
+    """
+    file = path / MANIFEST
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        there = path.exists()
+        why = f"it has no {MANIFEST}, which a save writes last" if there else "no such directory"
+        what = f"{path} is not a whole checkpoint"
+        raise CheckpointError(what, why=why, fix=USE_EARLIER) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read", why=str(error), fix=USE_EARLIER) from error
+
+
+def parse_manifest(text: str, path: Path) -> Manifest:
+    """The manifest again, from the text of folder `path`.
+
+    Raises:
+        CheckpointError: the text is no manifest, has another checksum, or a newer tutti wrote it.
+    """
+    file = path / MANIFEST
+    try:
+        body = json.loads(text)
+        version = body["format"]
+        if not isinstance(version, int) or version < 1:
+            raise ValueError(f"format {version!r}")
+        if version > FORMAT:
+            raise CheckpointError(
+                f"{path} has format {version}; this version of tutti reads up to {FORMAT}",
+                why="a newer tutti wrote it",
+                fix="upgrade tutti",
+            )
+        said = body.pop("sha256", None)
+        if (version > 1 or said is not None) and said != _checksum(body):
+            raise CheckpointError(
+                f"{file} is damaged: its checksum is another",
+                why="a bit changed after the file was written",
+                fix=USE_EARLIER,
+            )
+        return _manifest(body, version)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{file} cannot be read", why=why, fix=USE_EARLIER) from error
+
+
+def _manifest(body: dict[str, Any], version: int) -> Manifest:
+    folder = str(body.get("folder", ""))
+    if folder and not STATE_FOLDER.fullmatch(folder):
+        raise ValueError(f"a folder named {folder!r}")
+    return Manifest(
+        layout=str(body["layout"]),
+        replicas=str(body.get("replicas", "")),
+        tensors={n: _form(*form) for n, form in body["tensors"].items()},
+        folder=folder,
+        files={_plain(n): _file(f) for n, f in body["files"].items()},
+        extra=dict(body["extra"]),
+        format=version,
+    )
+
+
+def _form(shape: list[int], dtype: str) -> TensorForm:
+    found = getattr(torch, dtype)
+    if not isinstance(found, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"a tensor of shape {shape!r} and dtype {dtype!r}")
+    return TensorForm(tuple(shape), found)
+
+
+def _file(found: Any) -> FileDigest:
+    nbytes, sha256 = (found, []) if isinstance(found, int) else found
+    if type(nbytes) is not int or not all(isinstance(x, str) for x in sha256):
+        raise ValueError(f"a file of {nbytes!r} bytes")
+    return FileDigest(nbytes, tuple(sha256))
+
+
+def _plain(name: str) -> str:
+    if "/" in name or name in ("", ".", ".."):
+        raise ValueError(f"a file named {name!r}")
+    return name
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

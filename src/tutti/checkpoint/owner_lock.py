@@ -1,0 +1,101 @@
+"""One run at a time saves into a folder: a file lock, with the name of its owner inside."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+import warnings
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from tutti.errors import CheckpointError
+
+LOCK = "lock"
+
+
+class OwnerLock:
+    """The right to save into a folder, for as long as a step holds this and its process lives.
+
+    All steps of a process share one. The kernel gives the lock back when the process ends, however it ends.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def __del__(self) -> None:
+        self.close()
+
+    def is_of(self, folder: Path) -> bool:
+        """Whether this is the lock of `folder`: the one of a removed folder is not, whatever its number."""
+        try:
+            return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.stat(folder / LOCK))
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def lock_folder(folder: Path) -> OwnerLock:
+    """The lock of `folder`, which exists.
+
+    Raises:
+        CheckpointError: another process has it; names that process, its host and since when.
+        OSError: the lock file cannot be made.
+    """
+    found = os.stat(folder)
+    key = (found.st_dev, found.st_ino)
+    held = _HELD.get(key)
+    if held is None or not held.is_of(folder):
+        held = _HELD[key] = OwnerLock(_locked(folder))
+    return held
+
+
+def _locked(folder: Path) -> int:
+    fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.pread(fd, 4096, 0).decode(errors="replace")
+        os.close(fd)
+        raise CheckpointError(
+            f"another run saves into {folder}",
+            why=_described(owner),
+            fix="a folder of its own for each run, or end that run",
+        ) from error
+    except OSError as error:
+        warnings.warn(
+            f"{folder} cannot be locked ({error.strerror}): two runs that save there destroy each "
+            "other's checkpoints",
+            stacklevel=2,
+        )
+        return fd
+    owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%F %T")}
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps(owner).encode(), 0)
+    return fd
+
+
+def _described(owner: str) -> str:
+    try:
+        found = json.loads(owner)
+        return f"process {found['pid']} on {found['host']} holds it since {found['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "its owner has not written its name yet"
+
+
+def _forget() -> None:
+    """A forked child (a data loader's) does not keep the lock of a run that has ended."""
+    for held in list(_HELD.values()):
+        held.close()
+    _HELD.clear()
+
+
+_HELD: WeakValueDictionary[tuple[int, int], OwnerLock] = WeakValueDictionary()
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,93 @@
+"""Ranks that save or load together: an error of one is raised on all, with its words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tutti.comm.exchange import exchange_texts
+from tutti.comm.group import Group
+from tutti.errors import CheckpointError
+
+_PARTS = ("what", "at", "why", "fix")
+
+
+class Unanimous:
+    """The ranks that take part in a save or a load.
+
+    Args:
+        group: of these ranks; None where this process is alone.
+    """
+
+    def __init__(self, group: Group | None) -> None:
+        self._group = group
+        self.position = group.position if group is not None else 0
+        self.size = group.size if group is not None else 1
+        self.first_rank = group.ranks[0] if group is not None else 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what one rank does for all."""
+        return self.position == 0
+
+    def each(self, what: str, act: Callable[[], str]) -> list[str]:
+        """`act` on every rank; the texts that they return, in their order.
+
+        Args:
+            what: fails, such as "cannot write the checkpoint runs/gpt"; for errors that do not say.
+
+        Raises:
+            CheckpointError: on every rank, the first one's that failed.
+        """
+        text, error = "", None
+        try:
+            text = act()
+        except (Exception, CheckpointException) as found:  # the latter is a BaseException
+            error = found
+        said = None if error is None else _said(what, error)
+        if self._group is None:
+            found = [[text, said]]
+        else:
+            found = [json.loads(x) for x in exchange_texts(json.dumps([text, said]), self._group)]
+        for position, (_, parts) in enumerate(found):
+            if parts is not None:
+                raise _error(parts, position if self.size > 1 else None) from error
+        return [text for text, _ in found]
+
+    def lead(self, what: str, act: Callable[[], str]) -> str:
+        """`act` on the first rank alone; its text on every rank."""
+        return self.each(what, act if self.leads else lambda: "")[0]
+
+
+def ranks_of(group: dist.ProcessGroup | None = None) -> Unanimous:
+    """Those of `group`, by default all ranks of the run."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return Unanimous(None)
+    if group is None:
+        return Unanimous(Group.world())
+    return Unanimous(Group.of(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank()))
+
+
+def _said(what: str, error: BaseException) -> list[str]:
+    if isinstance(error, CheckpointError):
+        return [getattr(error, part) for part in _PARTS]
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    fix = ""
+    if isinstance(error, OSError) and error.strerror:
+        why = error.strerror + (f": {error.filename}" if error.filename else "")
+        fix = "a folder that can be written, with room for the checkpoint"
+    else:
+        first = next(iter(str(error).splitlines()), "")
+        why = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    return [what, "", why, fix]
+
+
+def _error(parts: list[str], position: int | None) -> CheckpointError:
+    what, at, why, fix = parts
+    if position is not None and not at:
+        at = f"rank {position}"
+    return CheckpointError(what, at=at, why=why, fix=fix)

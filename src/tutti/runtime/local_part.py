@@ -1,0 +1,22 @@
+"""A tensor, whole or sharded, cut to the part that this rank keeps."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def part_of(value: Tensor, like: Tensor) -> Tensor:
+    """`value`, whole or sharded, as the local part that `like` has; a new tensor."""
+    if isinstance(value, DTensor) and isinstance(like, DTensor):
+        same = value.device_mesh == like.device_mesh and value.placements == like.placements
+        return (value if same else _resharded(value.full_tensor(), like))._local_tensor.clone()
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = whole.detach().to(dtype=like.dtype, device=like.device)
+    if isinstance(like, DTensor):
+        return _resharded(whole, like)._local_tensor.clone()
+    return whole.clone()
+
+
+def _resharded(whole: Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
