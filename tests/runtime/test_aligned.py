@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from faults import drop
 from small_steps import trained
 from tutti.graph import collectives
 from tutti.graph.rounding import PLACES, Rounding
 from tutti.layout import Layout
 from tutti.runtime.verify import Subject
+from wrong_programs import drop
 
 aten = torch.ops.aten
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 
 import zoo
-from faults import assert_caught, drop, find, fresh, mean_of_means
 from subjects import subject, verdict
 from tutti.capture.step import Captured, capture
 from tutti.graph import collectives
 from tutti.layout import Layout
 from tutti.rules import table
 from tutti.runtime.verify import Subject, Verdict
+from wrong_programs import assert_caught, drop, find, fresh, mean_of_means
 from zoo_models import GPT
 from zoo_steps import plain_step, token_batch
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import stacks
-from faults import assert_caught, drop, fresh, mean_of_means
 from subjects import verdict
 from tutti.errors import ShardingError
 from tutti.graph import collectives, playing, virtual
@@ -19,6 +18,7 @@ from tutti.passes import order
 from tutti.pipeline import place_graph, tied, timed
 from tutti.pipeline.places import Plan
 from tutti.runtime.verify import IN_TIME, Verdict
+from wrong_programs import assert_caught, drop, fresh, mean_of_means
 
 
 def assert_caught_in_time(found: Verdict) -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 import tutti
-from faults import drop
 from rounding_steps import CASES, Lion, Make, adam_without_eps, adamw
 from tutti.capture.found_gradients import noted
 from tutti.graph import collectives
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.runtime.verify import Subject
+from wrong_programs import drop
 
 aten = torch.ops.aten
 OPTIMIZERS: dict[str, Make] = {"adamw": adamw, "no eps": adam_without_eps, "lion": Lion}
