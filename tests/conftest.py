@@ -11,20 +11,32 @@ import pytest
 from hypothesis import HealthCheck, settings
 from torch.fx.experimental import symbolic_shapes
 
-from ranks import COLLECT_AFTER, Ranks
+from ranks import Ranks, collect_seldom
 
 # The longest files, longest first: a worker must not be left with one of them at the end.
 FIRST = (
-    "verify/test_models.py",
-    "planner/test_memory.py",
-    "test_examples.py",
-    "verify/test_pipeline.py",
-    "runtime/test_training.py",
+    "benchmarks/test_fuzz.py",
     "runtime/test_memory.py",
+    "test_examples.py",
+    "verify/test_models.py",
+    "verify/test_pipeline.py",
+    "planner/test_memory.py",
+    "runtime/test_training.py",
+    "runtime/test_cuda_graph.py",
+    "verify/test_rounding.py",
+    "runtime/test_supervise.py",
+    "runtime/test_read_values.py",
+    "runtime/test_launch.py",
     "passes/test_remat.py",
     "runtime/test_pipeline.py",
+    "runtime/test_python_values.py",
     "runtime/test_checkpoint.py",
     "runtime/test_precision.py",
+    "capture/test_sizes.py",
+    "runtime/test_allocator.py",
+    "verify/test_other_forms.py",
+    "verify/test_pipeline_faults.py",
+    "verify/test_servers.py",
 )
 _TESTS = Path(__file__).parent
 
@@ -44,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector, which runs at every capture, need not walk it."""
     gc.freeze()
-    gc.set_threshold(COLLECT_AFTER)
+    collect_seldom()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 CALL_SECONDS = 150.0
-# Graphs are many small objects that stay: with Python's own 700 a fifth of a capture goes to the collector.
-COLLECT_AFTER = 20_000
+# Graphs are many small objects that stay: with Python's own 700 a fifth of a capture goes to the collector,
+# with 20,000 a tenth of a test.
+COLLECT_AFTER = (100_000, 20, 10)
 # What every rank would import for itself takes most of its start: where a process can be forked safely,
 # one does it for all, and the ranks are its copies. What is missing here a rank imports when it needs it.
 IMPORTED_ONCE = [
@@ -65,6 +66,11 @@ class Ranks:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+
+
+def collect_seldom() -> None:
+    """Let the collector run once in many new objects: most of what a test makes lasts as long as the test."""
+    gc.set_threshold(*COLLECT_AFTER)
 
 
 @functools.cache
@@ -134,7 +140,7 @@ def _serve(pipe: Connection, rank: int, n: int, run_dir: str) -> None:
     from tutti.runtime.ranks import ensure_process_group
 
     torch.set_num_threads(1)
-    gc.set_threshold(COLLECT_AFTER)
+    collect_seldom()
     ensure_process_group()
     while True:
         try:
