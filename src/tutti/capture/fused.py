@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from tutti.errors import CaptureError
+from tutti.graph.faulty_kernels import is_faulty
 from tutti.graph.updates import KERNELS, Kernel
 
 UNCHECKED = "_need_device_dtype_check_for_fused"  # a fused step notes it on its optimizer
@@ -47,7 +48,8 @@ def _fits(kernel: Kernel, p: Tensor, slots: list[Tensor]) -> bool:
     device = _run_device() if p.device.type == "meta" else p.device
     counted = torch.float32 if device.type == "cuda" else None  # a GPU reads the counts as they lie
     same = all(x.dtype in ((p.dtype,) if x.dim() else (counted or x.dtype,)) for x in slots)
-    return here and same and p.layout == torch.strided and kernel.has(device, p.dtype)
+    fits = here and same and p.layout == torch.strided and kernel.has(device, p.dtype)
+    return fits and not is_faulty(kernel, device, p.dtype)
 
 
 def _run_device() -> torch.device:
