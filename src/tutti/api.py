@@ -34,10 +34,12 @@ from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
 from tutti.errors import CommError, LayoutError, ShardingError
 from tutti.graph.quick import quickly_written
+from tutti.graph.seed import checked_seed
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.timed import Timed
 from tutti.propagate.batch import BatchDim, Dims, dims_of
+from tutti.propagate.empty_batch import refuse_empty
 from tutti.propagate.plan import plan
 from tutti.replicas import parts, strategies
 from tutti.report.explain import explain as explain_program
@@ -128,14 +130,17 @@ def distribute(
             each argument of the step behind the optimizer (a sequence, or a mapping by name), None for one
             without samples; by default dim 0 of those with as many samples as the first, or of others
             where these split more of the step.
-        seed: of dropout masks and the like, which do not depend on the layout.
+        seed: of dropout masks and the like, which do not depend on the layout; an integer of 64 bits, as
+            `torch.manual_seed` takes it.
 
     Returns:
         A `Step`. Call it with the *global* batch: the same plain tensors on every rank.
 
     Raises:
         LayoutError: for a layout that cannot be read, or cannot work on these ranks.
-        CaptureError, ShardingError: at the first call, for a step or a batch that does not fit.
+        TuttiError: for a seed that is no integer of 64 bits.
+        CaptureError, ShardingError: at the first call, for a step or a batch that does not fit, such as a
+            batch without samples.
     """
     return Step(
         train_step,
@@ -178,8 +183,9 @@ def verify(
     laid_out = layout_now(layout)
     agreeing = compare_servers if laid_out.server else compare_replicas
     comparing: Any = agreeing if laid_out.num_replicas > 1 else compare
-    given = taken(batch)
+    seed, given = checked_seed(seed), taken(batch)
     train_step, module = as_one_module(train_step, model)
+    refuse_empty(given, batch_dim, train_step, first=2 if optimizer else 1)
     refuse_where_apart(optimizer, laid_out)
     with OnlyUsersFrames():
         return comparing(
@@ -256,7 +262,7 @@ class Step:
         self.batch_dim = batch_dim
         self.train_step, self.model = as_one_module(train_step, model)
         self.optimizer = optimizer
-        self.layout, self.place, self.seed = layout, dict(place or {}), seed
+        self.layout, self.place, self.seed = layout, dict(place or {}), checked_seed(seed)
         self.cut = _names(cut)
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
@@ -351,6 +357,7 @@ class Step:
         if self.served is None:
             refresh(self.model)
         elif self.served.role.kind == SERVER:
+            self._refuse_empty(batch)
             serve(self, self.served.role, tree_map_only(Tensor, whole_of, batch))
             raise SystemExit(0)
 
@@ -614,6 +621,7 @@ class Step:
 
     def program_of(self, batch: Sequence[Any]) -> Program:
         """The program that a call with `batch` would run, without running anything."""
+        self._refuse_empty(taken(batch))
         if self.served is not None:
             return self.served.parts_of(taken(batch))[1]
         refuse_where_apart(self.optimizer, self.layout)
@@ -637,6 +645,11 @@ class Step:
             self._divergence.first()
             self._check_same_batch(batch)
             self.begun = True
+        self._refuse_empty(batch)
+
+    def _refuse_empty(self, batch: tuple[Any, ...]) -> None:
+        first = 2 if self.optimizer else 1
+        refuse_empty(batch, self.batch_dim, self.train_step, first=first)
 
     def _check_same_batch(self, batch: tuple[Any, ...]) -> None:
         """All ranks must be given the same global batch, and say so before the first step."""

@@ -95,12 +95,14 @@ class _Cutter:
         self.place = {n: i for i, n in enumerate(self.forward)}
         self.seconds = {n: seconds_of(n) for n in own}
         costly = sum(1 for n in self.forward if self.seconds[n] > 0)
-        if costly < num_stages:
-            raise LayoutError(
-                f"cannot cut the step into {num_stages} stages",
-                why=f"its forward has {costly} ops that run for each micro-batch and are not mere views",
-                fix=f"pipe={max(1, costly)} at most",
-            )
+        if 1 < num_stages > costly:
+            if costly:
+                why = f"its forward has {costly} ops that run for each micro-batch and are not mere views"
+                fix = f"pipe={costly} at most"
+            else:
+                why = "no op of its forward that runs for each micro-batch has any work"
+                fix = "pipe=1; or leave out batches whose tensors have no elements"
+            raise LayoutError(f"cannot cut the step into {num_stages} stages", why=why, fix=fix)
 
     def stages(self, cuts: Sequence[int]) -> Stages:
         """Every node's stage where stage k + 1 begins at forward node `cuts[k]`."""
