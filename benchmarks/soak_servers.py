@@ -88,15 +88,20 @@ class Run:
     sync: str
     num_workers: int
     size: int
+    log_nbytes: int = LOG_NBYTES
 
     @property
     def addresses(self) -> list[str]:
         """Of the servers."""
         return [f"127.0.0.1:{port}" for port in self.ports]
 
+    def updater(self) -> Adder:
+        """What servers and workers run."""
+        return Adder(self.size)
+
     def service(self, server: int, address: str = "") -> Service:
         """One server, from its directory."""
-        updater = Adder(self.size)
+        updater = self.updater()
         return Service(
             updater,
             updater.state(),
@@ -108,14 +113,14 @@ class Run:
             secret=SECRET,
             directory=Path(self.directory) / f"server-{server}",
             block_nbytes=BLOCK_NBYTES,
-            log_nbytes=LOG_NBYTES,
+            log_nbytes=self.log_nbytes,
         )
 
     def client(self, worker: int) -> Client:
         """One worker, or an observer."""
         return Client(
             self.addresses,
-            Adder(self.size),
+            self.updater(),
             worker=worker,
             consistency=parse(self.sync),
             secret=SECRET,

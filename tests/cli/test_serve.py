@@ -25,6 +25,7 @@ def refused(tmp_path: Path, command: str, *words: str) -> str:
     [
         (("serve", "--layout", SERVED, "--number", "2"), "--number 0 to 1"),
         (("serve", "--layout", "data=2"), "server=1 in the layout"),
+        (("serve", "--layout", SERVED, "--repair"), "--records DIR"),
         (("run", "--layout", "data=2", "--servers", "a:1"), "has no servers"),
         (("run", "--layout", SERVED, "--servers", "a:1,b:1", "-n", "3", "--first", "1"), "0 to 2"),
         (("run", "--layout", SERVED, "--servers", "a:1,b:1", "--first", "3"), "--first"),

@@ -21,6 +21,13 @@ def serve(
     records: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep records here; go on from them.")
     ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Where records are damaged, go on from those before; the rest is set aside.",
+        ),
+    ] = False,
     linger: Annotated[
         float, typer.Option(min=0, help="Seconds to wait for workers once all have left.")
     ] = 30.0,
@@ -35,7 +42,9 @@ def serve(
             f'layout "{parsed}" has {parsed.server} servers, none of them number {number}',
             fix=f"--number 0 to {parsed.server - 1}" if parsed.server else "server=1 in the layout",
         )
-    from tutti.runtime.roles import LISTEN, RECORDS, SERVER, Role, checked_secret
+    if repair and records is None:
+        raise LayoutError("--repair without records", fix="--records DIR, the damaged directory")
+    from tutti.runtime.roles import LISTEN, RECORDS, REPAIR, SERVER, Role, checked_secret
     from tutti.runtime.server_side import LINGER
     from tutti.runtime.supervise import Supervisor
 
@@ -43,6 +52,8 @@ def serve(
     environment = {LINGER: str(linger), LISTEN: listen or "127.0.0.1:29600"}
     if records is not None:
         environment[RECORDS] = str(records.absolute())
+    if repair:
+        environment[REPAIR] = "1"
     command = [str(script), *(script_args or [])]
     supervisor = Supervisor(parsed, [Role(SERVER, number)], command, environment=environment)
     raise typer.Exit(supervisor.run())

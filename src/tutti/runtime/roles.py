@@ -6,6 +6,7 @@ TUTTI_SERVERS   "host:port,host:port"; without it the servers of one host write 
 TUTTI_SECRET    what workers must know
 TUTTI_LISTEN    where a server listens, 127.0.0.1 and a free port by default
 TUTTI_RECORDS   the directory in which a server keeps its records
+TUTTI_REPAIR    "1": where these are damaged, go on from those before
 TUTTI_TLS       "certificate,key,authority": three files
 """
 
@@ -25,6 +26,7 @@ from tutti.server.tls import Tls
 
 ROLE, SERVERS, SECRET = "TUTTI_ROLE", "TUTTI_SERVERS", "TUTTI_SECRET"
 LISTEN, RECORDS, TLS = "TUTTI_LISTEN", "TUTTI_RECORDS", "TUTTI_TLS"
+REPAIR = "TUTTI_REPAIR"
 WORKER, SERVER = "worker", "server"
 _POLL_SECONDS = 0.05
 

@@ -79,6 +79,7 @@ def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
         secret=roles.secret(),
         tls=roles.tls(),
         directory=_records(role),
+        repair=os.environ.get(roles.REPAIR) == "1",
     )
     roles.publish(role, service.address)
     threading.Thread(target=_stop_when_left, args=(service,), daemon=True).start()

@@ -26,6 +26,7 @@ from tutti.server.machine import BEAT_SECONDS, LEASE_SECONDS, OBSERVER
 from tutti.server.messages import Part
 from tutti.server.secret import checked_secret
 from tutti.server.session import Answer, Asking, Pushed, Session
+from tutti.server.shortage import ShortError
 from tutti.server.table_rows import Rows, inside, own_rows, rows_of, whole
 from tutti.server.tls import Tls
 from tutti.server.update import WEIGHT, Updater
@@ -341,6 +342,8 @@ class Client:
             beat = m.Beat(worker=self.session.worker, incarnation=self.session.incarnation)
             try:
                 self._beat_links.ask(dict.fromkeys(range(self.session.num_servers), beat))
+            except ShortError as error:
+                self._links.fail(error)  # this worker may compute, or wait for another server
             except (CommError, ServerError):
                 continue  # whoever asks for something else hears of it
 

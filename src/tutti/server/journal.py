@@ -1,17 +1,28 @@
-"""Records in a file, one after the other, each with a checksum: what was torn off at the end is left out.
+"""Entries in a file, one after the other: records in a journal, the ledger in a snapshot.
 
-An entry: the lengths of its text and of its bytes (u64 each), the hash of both, the text, the bytes. The text
-says what the record is and where each of its tensors lies: in the bytes of the entry, or in a slab.
+    offset  field     type
+    0       magic     4 bytes  b"tutE"
+    4       number    u32      of the file: 7 in journal-7
+    8       position  u64      0, 1, ... in the file
+    16      nbytes    2 x u64  of the text, of the bytes
+    32      check     u64      of the text and of the bytes
+    40      tag       8 bytes  hash of the 40 bytes before
+    48      the text (JSON), the bytes
+
+A process that is killed while it writes leaves a beginning of its last entry: the file ends before the entry
+does. That is a torn tail. Its record was never answered, so it is left out. Whatever else does not fit is
+damage: a tag or checksum that is wrong, another number or position.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import mmap
 import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,149 +30,251 @@ import torch
 from torch import Tensor
 
 from tutti.comm.payload import DTYPES, octets
-from tutti.server.codec import decode, encode
+from tutti.errors import ServerError
+from tutti.server.codec import MalformedError, decode, encode
 from tutti.server.frames import checksum
 from tutti.server.messages import Part
+from tutti.server.private import open_private
+from tutti.server.segments import Segments, Slab
 
-_ENTRY = struct.Struct("<QQQ")
-_ALIGNED = 64
+MAGIC = b"tutE"
+_FIELDS = struct.Struct("<4sIQQQQ")
+_TAG_NBYTES = 8
+HEAD_NBYTES = _FIELDS.size + _TAG_NBYTES
+_MOST_BUFFERS = 512
+# The last entry of a journal that another one follows.
+NEXT = "next"
+_BEHIND = "acknowledged pushes may lie behind it"
+_REPAIR = "go on without this entry and all after it: tutti serve --repair"
 
 
-@dataclass(eq=False)
-class Slab:
-    """Memory for the parts of one push.
+class DamageError(ServerError):
+    """A file of records that is not as it was written: which, and the offset of the first bad entry."""
 
-    used: bytes given out.  waits: dealt with, but perhaps not applied.
-    """
+    def __init__(self, path: Path, offset: int, why: str, position: int = 0) -> None:
+        self.path, self.offset, self.position = path, offset, position
+        whole = path.name.startswith("snapshot")
+        super().__init__(
+            f"the records of this server are damaged at byte {offset} of {path.name}",
+            at=str(path),
+            why=f"{why}; {'nothing can be made without it' if whole else _BEHIND}",
+            fix="bring the file back; or "
+            + ("begin anew from a checkpoint, with an empty directory" if whole else _REPAIR),
+        )
+
+
+@dataclass(frozen=True)
+class Head:
+    """What precedes an entry."""
 
     number: int
-    memory: Tensor
-    mapping: mmap.mmap | None = None
-    used: int = 0
-    waits: bool = False
+    position: int
+    text_nbytes: int
+    body_nbytes: int
+    check: int
 
-    def place(self, nbytes: int) -> Tensor:
-        """Room for a part.
+    @property
+    def nbytes(self) -> int:
+        """Of the whole entry."""
+        return HEAD_NBYTES + self.text_nbytes + self.body_nbytes
+
+    def pack(self) -> bytes:
+        """Its bytes."""
+        own = (self.number, self.position, self.text_nbytes, self.body_nbytes, self.check)
+        raw = _FIELDS.pack(MAGIC, *own)
+        return raw + _tag(raw)
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Head | None:
+        """The head again; None if these bytes are none."""
+        magic, *own = _FIELDS.unpack(raw[: _FIELDS.size])
+        if magic != MAGIC or raw[_FIELDS.size :] != _tag(raw[: _FIELDS.size]):
+            return None
+        return cls(*own)
+
+
+class Entries:
+    """A file of entries that is written, from its beginning; only its owner may read it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, number: int, *, fsync: bool) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._fd = open_private(path, flags)
+        self._number, self._fsync = number, fsync
+        self.count = self._nbytes = 0
+
+    def write(self, text: dict[str, Any], body: list[memoryview]) -> None:
+        """Append an entry; with `fsync` it is on the disk when this returns.
 
         Raises:
-            MemoryError: there is none left.
+            OSError: there is no room. What was written of the entry is cut off again.
         """
-        begin = self.used
-        self.used += -(-nbytes // _ALIGNED) * _ALIGNED
-        if self.used > len(self.memory):
-            raise MemoryError("a push that is larger than its slab")
-        return self.memory[begin : begin + nbytes]
+        raw = json.dumps(text, separators=(",", ":")).encode()
+        if len(body) > 1:
+            body = [memoryview(b"".join(body))]
+        check = checksum(memoryview(raw)) ^ checksum(body[0] if body else memoryview(b""))
+        head = Head(self._number, self.count, len(raw), sum(map(len, body)), check)
+        try:
+            self._put([memoryview(head.pack() + raw), *body])
+            if self._fsync:
+                os.fsync(self._fd)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._nbytes)
+            raise
+        self.count += 1
+        self._nbytes += head.nbytes
 
-    def flush(self) -> None:
-        """Bring its bytes to the disk."""
-        if self.mapping is not None:
-            self.mapping.flush()
+    def sync(self) -> None:
+        """Bring it to the disk."""
+        os.fsync(self._fd)
 
-    def holds(self, address: int) -> bool:
-        """Whether a tensor that begins there lies in it."""
-        return 0 <= address - self.memory.data_ptr() < len(self.memory)
+    def close(self) -> None:
+        """No more entries."""
+        os.close(self._fd)
+
+    def _put(self, pieces: list[memoryview]) -> None:
+        for piece in pieces:
+            while len(piece):
+                piece = piece[os.write(self._fd, piece) :]
 
 
 class Journal:
-    """The file that is written."""
+    """The file that records are written to."""
 
-    def __init__(self, path: Path, *, fsync: bool) -> None:
-        self._file = open(path, "wb", buffering=0)  # noqa: SIM115  # closed by `close`
-        self._fsync = fsync
-        self.num_records = 0
+    def __init__(self, path: Path, number: int, *, fsync: bool) -> None:
+        self._entries, self._fsync = Entries(path, number, fsync=fsync), fsync
 
-    def write(self, record: Any, slabs: list[Slab]) -> set[int]:
+    @property
+    def num_records(self) -> int:
+        """How many there are."""
+        return self._entries.count
+
+    def write(self, record: Any, segments: Segments) -> set[int]:
         """Append a record; the slabs that it names."""
-        text, body, named = entry(record, slabs)
+        text, body, named = entry(record, segments)
         if self._fsync:
-            for number in named:
+            for slab in named.values():
                 # what lies in the slab must be on the disk before the record that names it
-                slabs[number].flush()
-        write_entry(self._file, text, body)
-        if self._fsync:
-            os.fsync(self._file.fileno())
-        self.num_records += 1
-        return named
+                segments.flush(slab)
+        self._entries.write(text, body)
+        return set(named)
+
+    def end(self, following: int) -> None:
+        """The last entry: records go on in the journal of the number `following`."""
+        self._entries.write({NEXT: following}, [])
 
     def close(self) -> None:
         """No more records."""
-        self._file.close()
+        self._entries.close()
 
 
-def entry(record: Any, slabs: list[Slab]) -> tuple[dict[str, Any], list[memoryview], set[int]]:
-    """A record as text and bytes; tensors that lie in a slab are named, not copied."""
+def entry(
+    record: Any, segments: Segments
+) -> tuple[dict[str, Any], list[memoryview], dict[int, Slab]]:
+    """A record as text and bytes; tensors that lie in a slab are named with a checksum, not copied."""
     kind, text, parts = encode(record)
-    places, body, named, offset = [], [], set(), 0
+    places, body, named, offset = [], [], dict[int, Slab](), 0
     for key, part in parts.items():
-        where = []
+        where: list[Any] = []
         for x in (part.values, part.rows):
             if x is None:
                 where.append(None)
                 continue
-            slab = next((s for s in slabs if x.numel() and s.holds(x.data_ptr())), None)
-            if slab is not None and x.is_contiguous():
-                begin = x.data_ptr() - slab.memory.data_ptr()
-                named.add(slab.number)
-                where.append([DTYPES.index(x.dtype), list(x.shape), slab.number, begin])
+            found = segments.find(x) if x.is_contiguous() else None
+            own = octets(x)
+            if found is not None:
+                slab, begin = found
+                named[slab.number] = slab
+                place = [slab.segment, begin, checksum(own)]
             else:
-                where.append([DTYPES.index(x.dtype), list(x.shape), -1, offset])
-                body.append(octets(x))
-                offset += len(body[-1])
+                place = [-1, offset, 0]
+                body.append(own)
+                offset += len(own)
+            where.append([DTYPES.index(x.dtype), list(x.shape), *place])
         places.append([key, part.scale, *where])
     return {"kind": kind, "text": text.decode(), "parts": places}, body, named
 
 
-def write_entry(file: IO[bytes], text: dict[str, Any], body: list[memoryview]) -> None:
-    """Append an entry."""
-    raw = json.dumps(text, separators=(",", ":")).encode()
-    whole = body[0] if len(body) == 1 else memoryview(b"".join(body))
-    check = checksum(memoryview(raw)) ^ checksum(whole)
-    for piece in (memoryview(_ENTRY.pack(len(raw), len(whole), check) + raw), whole):
-        while len(piece):
-            piece = piece[file.write(piece) :]
+@dataclass(frozen=True)
+class Found:
+    """An entry that was read, and where it begins."""
+
+    offset: int
+    position: int
+    text: dict[str, Any]
+    body: Tensor
 
 
-def read_entries(path: Path) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """The text and bytes of each whole entry of a file."""
+def read_entries(path: Path, number: int) -> Iterator[Found]:
+    """The whole entries of a file; a torn tail is left out.
+
+    Raises:
+        DamageError: something else does not fit.
+    """
     with open(path, "rb") as file:
-        while len(head := file.read(_ENTRY.size)) == _ENTRY.size:
-            text_nbytes, body_nbytes, check = _ENTRY.unpack(head)
-            left = os.fstat(file.fileno()).st_size - file.tell()
-            if text_nbytes + body_nbytes > left:
+        size, offset, position = os.fstat(file.fileno()).st_size, 0, 0
+        while size - offset >= HEAD_NBYTES:
+            head = Head.unpack(file.read(HEAD_NBYTES))
+            if head is None or (head.number, head.position) != (number, position):
+                why = "no entry begins there" if head is None else "an entry of another place"
+                raise DamageError(path, offset, why, position)
+            if head.nbytes > size - offset:
                 return
-            raw = file.read(text_nbytes)
-            body = bytearray(body_nbytes)
-            file.readinto(body)
-            if checksum(memoryview(raw)) ^ checksum(memoryview(body)) != check:
-                return
-            found = (
-                torch.frombuffer(body, dtype=torch.uint8)
-                if body
-                else torch.empty(0, dtype=torch.uint8)
+            text, body = _content(file, head, path, offset)
+            yield Found(offset, position, text, body)
+            offset, position = offset + head.nbytes, position + 1
+
+
+def _content(file: IO[bytes], head: Head, path: Path, offset: int) -> tuple[dict[str, Any], Tensor]:
+    raw, body = file.read(head.text_nbytes), bytearray(head.body_nbytes)
+    file.readinto(body)  # type: ignore[attr-defined]
+    if checksum(memoryview(raw)) ^ checksum(memoryview(body)) != head.check:
+        raise DamageError(path, offset, "an entry with a wrong checksum", head.position)
+    empty = torch.empty(0, dtype=torch.uint8)
+    return json.loads(raw), torch.frombuffer(body, dtype=torch.uint8) if body else empty
+
+
+def record_of(found: Found, path: Path, segments: Segments) -> Any:
+    """The record of an entry.
+
+    Raises:
+        DamageError: bytes that it names in a segment are not those of the time when it was written.
+    """
+    try:
+        parts = {
+            key: Part(
+                _values(values, found.body, segments),
+                scale,
+                None if rows is None else _values(rows, found.body, segments),
             )
-            yield json.loads(raw), found
+            for key, scale, values, rows in found.text["parts"]
+        }
+        return decode(found.text["kind"], found.text["text"].encode(), parts)
+    except LookupError as error:
+        raise DamageError(path, found.offset, str(error), found.position) from error
+    except (MalformedError, RuntimeError, TypeError, ValueError) as error:
+        why = f"an entry that is no record ({error})"
+        raise DamageError(path, found.offset, why, found.position) from error
 
 
-def records(path: Path, slabs: list[Slab]) -> Iterator[Any]:
-    """The records of a journal again."""
-    for text, body in read_entries(path):
-        yield record_of(text, body, slabs)
-
-
-def record_of(text: dict[str, Any], body: Tensor, slabs: list[Slab]) -> Any:
-    """One record again, from its entry."""
-    parts = {
-        key: Part(
-            _found(values, body, slabs), scale, None if rows is None else _found(rows, body, slabs)
-        )
-        for key, scale, values, rows in text["parts"]
-    }
-    return decode(text["kind"], text["text"].encode(), parts)
-
-
-def _found(where: list[Any], body: Tensor, slabs: list[Slab]) -> Tensor:
-    dtype, shape, number, begin = DTYPES[where[0]], where[1], where[2], where[3]
-    memory = body if number < 0 else slabs[number].memory
+def _values(where: list[Any], body: Tensor, segments: Segments) -> Tensor:
+    kind, shape, number, begin, check = where
+    dtype = DTYPES[kind]
     nbytes = torch.Size(shape).numel() * dtype.itemsize
-    raw = memory[begin : begin + nbytes]
+    if number < 0:
+        raw = body[begin : begin + nbytes]
+    else:
+        raw = segments.bytes_at(number, begin, nbytes)
+        if checksum(octets(raw)) != check:
+            raise LookupError(
+                f"bytes {begin:,} to {begin + nbytes:,} of segment-{number} have a wrong checksum"
+            )
     return (raw.clone() if begin % dtype.itemsize else raw).view(dtype).view(shape)
+
+
+def _tag(raw: bytes) -> bytes:
+    return blake2b(raw, digest_size=_TAG_NBYTES).digest()

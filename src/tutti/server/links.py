@@ -7,6 +7,7 @@ not answered yet goes again, with the same number. Servers act once, so that doe
 from __future__ import annotations
 
 import itertools
+import logging
 import selectors
 import ssl
 import time
@@ -24,11 +25,15 @@ from tutti.server.connection import Connection
 from tutti.server.frames import Header
 from tutti.server.inbox import Limits
 from tutti.server.machine import OBSERVER
-from tutti.server.messages import Reply, Request, Share, Shared
+from tutti.server.messages import SHORT, Refused, Reply, Request, Share, Shared
 from tutti.server.region import accepted, wanted
+from tutti.server.shortage import ShortError, lack, of_peer
 
+_LOG = logging.getLogger("tutti.server")
 _FIRST_DELAY, _LAST_DELAY = 0.05, 1.0
 _MOST_REFUSALS = 4
+# So long this process may lack what it takes to connect.
+_SHORT_SECONDS = 5.0
 _SHARING = 0  # the number of requests that belong to the connection
 
 # Room for the part of a reply, from its key and header; None: anywhere.
@@ -45,6 +50,8 @@ class _Link:
         self.sent = False
         self.delay, self.due = _FIRST_DELAY, 0.0
         self.refusals = 0
+        self.lost = ""  # why there is no connection
+        self.short_since: float | None = None
 
 
 class Links:
@@ -77,6 +84,11 @@ class Links:
         self._numbers = itertools.count(1)
         self._room: Room | None = None
         self._number = 0
+        self._failure: ServerError | None = None
+
+    def fail(self, error: ServerError) -> None:
+        """Let every `ask` raise `error`, also one that waits now; any thread may call this."""
+        self._failure = error
 
     def ask(self, requests: Mapping[int, Request], room: Room | None = None) -> dict[int, Reply]:
         """Every server's answer to its request.
@@ -84,6 +96,7 @@ class Links:
         Raises:
             CommError: there is none for too long.
             ServerError: this worker is refused: a secret or certificate that the server does not take.
+            ShortError: a server, or this process, lacks something.
         """
         number = self._number = next(self._numbers)
         self._room = room
@@ -94,6 +107,8 @@ class Links:
         end = time.monotonic() + self._patience_seconds
         while len(replies) < len(asked):
             now = time.monotonic()
+            if self._failure is not None:
+                raise self._failure
             if now > end:
                 raise self._late(asked)
             for link in asked:
@@ -145,6 +160,13 @@ class Links:
             self._accept(connection, found[1])
         if found and link.request and found[0] == link.request[0]:
             link.request = None
+            if isinstance(found[1], Refused) and found[1].reason == SHORT:
+                raise ShortError(
+                    f"server {link.server} refuses this worker: {found[1].text}",
+                    at=link.address,
+                    why="the server lacks it, not this worker",
+                    fix="the server's output says more",
+                )
             replies[link.server] = found[1]
 
     def _accept(self, connection: Connection, shared: Shared) -> None:
@@ -170,14 +192,21 @@ class Links:
                 return
             raise self._refused(link, f"TLS: {error}") from error
         except (OSError, MalformedError) as error:
+            if isinstance(error, OSError) and not of_peer(error):
+                self._lack(link, error)
+            link.lost = str(error)
             self._lose(link, time.monotonic(), counts=isinstance(error, ConnectionError))
 
     def _connect(self, link: _Link, now: float) -> None:
         try:
             sock = connected(link.address)
-        except OSError:
+        except OSError as error:
+            if not of_peer(error):
+                self._lack(link, error)
+            link.lost = error.strerror or str(error)
             self._lose(link, now)
             return
+        link.lost, link.short_since = "", None
         if self._tls:
             host = link.address.rpartition(":")[0].strip("[]")
             sock.setblocking(False)
@@ -187,6 +216,20 @@ class Links:
         link.sent = False
         self._selector.register(sock, link.connection.events, link)
         self._try(link, link.connection.write)
+
+    def _lack(self, link: _Link, error: OSError) -> None:
+        """This process cannot connect, and the server is not to blame; for a while that may pass."""
+        now = time.monotonic()
+        if link.short_since is None:
+            link.short_since = now
+            _LOG.warning("this worker cannot connect to server %d: %s", link.server, lack(error))
+        if now - link.short_since >= _SHORT_SECONDS:
+            raise ShortError(
+                f"this worker cannot connect to server {link.server}: {lack(error)}",
+                at=link.address,
+                why=f"{error.strerror or error}, in this process, for {_SHORT_SECONDS:g} s",
+                fix="more of it for this process; the server has not been asked",
+            ) from error
 
     def _lose(self, link: _Link, now: float, *, counts: bool = False) -> None:
         """The connection is gone: another one is made later."""
@@ -218,10 +261,13 @@ class Links:
         late = [link for link in asked if link.request is not None]
         where = ", ".join(f"server {x.server} ({x.address})" for x in late)
         gone = all(x.connection is None for x in late)
+        lost = ", ".join(sorted({x.lost for x in late} - {""}))
         kind = type(late[0].request[1]).__name__.lower() if late[0].request else ""
         return CommError(
             f"no answer from {where} for {self._patience_seconds:g} s",
             at=f"{kind} of this worker",
-            why="it cannot be reached" if gone else "it waits for other workers, or is stopped",
+            why=f"it cannot be reached{f' ({lost})' if lost else ''}"
+            if gone
+            else "it waits for other workers, or is stopped",
             fix="look at the servers' output; TUTTI_TIMEOUT is how long to wait",
         )

@@ -108,6 +108,11 @@ class Machine:
         """Sources that have `gone`: nothing that they wait for is answered."""
         self._waiting = [(s, r) for s, r in self._waiting if not gone(s)]
 
+    def dismiss(self) -> list[tuple[Any, Request]]:
+        """The requests that wait, with their sources; none of them is kept."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
     def returned(self, reply: Reply) -> None:
         """A reply has left, or never will: what it lent may change again."""
         if isinstance(reply, m.Weights):

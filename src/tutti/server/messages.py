@@ -205,6 +205,7 @@ class Refused:
     """`reason` is one of the words below; `incarnation` and `sequence` are what the server last knew.
 
     fenced: another incarnation has the worker's place, or its lease has ended.  wrong: never send this again.
+    short: the server lacks what `text` says (descriptors, room for records); it has done nothing.
     """
 
     reason: str
@@ -213,5 +214,5 @@ class Refused:
     sequence: int = 0
 
 
-FENCED, WRONG = "fenced", "wrong"
+FENCED, WRONG, SHORT = "fenced", "wrong", "short"
 Reply = Shared | Joined | Done | Weights | Partial | Total | Figures | Refused

@@ -11,7 +11,7 @@ import logging
 import selectors
 import socket
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,27 @@ from torch import Tensor
 from tutti.comm.awake import AwakeClock
 from tutti.comm.handshake import RefusedError
 from tutti.server import messages as m
-from tutti.server.address import listener, watch
 from tutti.server.codec import NUMBERS, REQUESTS, MalformedError
 from tutti.server.connection import ClosedError, Connection
 from tutti.server.consistency import Consistency
+from tutti.server.door import Door
 from tutti.server.frames import Header
 from tutti.server.inbox import Limits
-from tutti.server.journal import Slab
 from tutti.server.keys import BLOCK_NBYTES, Block, blocks
 from tutti.server.ledger import Ledger, initial
 from tutti.server.machine import LEASE_SECONDS, Machine
 from tutti.server.region import Offer, wanted
 from tutti.server.secret import checked_secret
+from tutti.server.segments import Slab
+from tutti.server.shortage import ShortError, lack, of_peer
 from tutti.server.store import Store, room
 from tutti.server.tls import Tls
 from tutti.server.update import Updater
 
 _HANDSHAKE_SECONDS = 5.0
 _TICK_SECONDS = 0.25
-_MOST_CONNECTIONS = 512
+# A server that cannot keep its records refuses for so long, or until every worker was told, then it ends.
+_TELLING_SECONDS = (2.0, 30.0)
 _MOST_STRANGERS = 64  # connections that are not through the handshake
 _MOST_OUTSTANDING = 8  # requests of one connection
 _STORED = (NUMBERS[m.Push], NUMBERS[m.Load])
@@ -47,10 +49,10 @@ _LOG = logging.getLogger("tutti.server")
 
 
 class _Peer:
-    """A connection, and what the server keeps for it."""
+    """A connection, and what the server keeps for it; `short`: what is lacking to serve it."""
 
-    def __init__(self, name: str, connection: Connection, now: float) -> None:
-        self.name, self.connection, self.since = name, connection, now
+    def __init__(self, name: str, connection: Connection, now: float, short: str) -> None:
+        self.name, self.connection, self.since, self.short = name, connection, now, short
         self.slab: Slab | None = None
         self.offer: Offer | None = None
         self.outstanding = 0
@@ -70,11 +72,12 @@ class Service:
         tls: certificates of this server and of the authority that its workers' must come from.
         directory: where records are kept, so that a server which is killed goes on; None: nowhere.
         fsync: a push is answered only when the disk has it.
+        repair: where records are damaged, go on from those before; else damage is refused.
         version: how many updates `state` has seen; workers begin at this clock.
 
     Raises:
-        ServerError: neither secret nor certificates, an address that cannot be used, or a directory with
-            other or damaged records.
+        ServerError: neither secret nor certificates, an address that cannot be used, a directory with
+            other or damaged records, or one without room.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Service:
         tls: Tls | None = None,
         directory: Path | str | None = None,
         fsync: bool = False,
+        repair: bool = False,
         version: int = 0,
         lease_seconds: float = LEASE_SECONDS,
         block_nbytes: int = BLOCK_NBYTES,
@@ -115,27 +119,41 @@ class Service:
             fsync=fsync,
             identity=identity,
             log_nbytes=log_nbytes,
+            repair=repair,
         )
         self.machine = Machine(
             ledger, self._store.write, num_servers=num_servers, lease_seconds=lease_seconds
         )
-        for record in self._store.begin(ledger):
-            ledger.take(record)
-        self._store.start(ledger)
-        self.machine.recover()
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
-        self._listener = listener(address)
-        self.address = "{}:{}".format(*self._listener.getsockname()[:2])
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        try:
+            self._recover(ledger)
+            self._door = Door(address, self._selector, self._accept)
+        except BaseException:
+            self._store.close()
+            raise
+        self.address = self._door.address
         self._waker, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
         # Leases end by the time that this process is awake: it may itself have been stopped, or busy.
         self._awake, self._now = AwakeClock(2 * _TICK_SECONDS), 0.0
         self._running = True
+        self._failure: ShortError | None = None
+        self._failed_at, self._told = 0.0, set[int]()
+
+    def _recover(self, ledger: Ledger) -> None:
+        """Go on where an earlier process ended."""
+        for record in self._store.begin(ledger):
+            ledger.take(record)
+        self._store.start(ledger)
+        self.machine.recover()
 
     def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop`.
+
+        Raises:
+            ShortError: the records cannot be kept any more, and the workers have been told.
+        """
         due = self._now
         try:
             while self._running:
@@ -146,6 +164,8 @@ class Service:
                     self._tick()
         finally:
             self._close()
+        if self._failure is not None:
+            raise self._failure
 
     def stop(self) -> None:
         """Let `run` return; any thread may call this."""
@@ -166,31 +186,49 @@ class Service:
             self._serve(peer, selectors.EVENT_READ)
 
     def _tick(self) -> None:
-        self._answer(self.machine.tick(self._now))
+        if self._failure is None:
+            with self._failing():
+                self._answer(self.machine.tick(self._now))
+        elif self._now - self._failed_at >= self._telling_seconds():
+            self._running = False
         for peer in list(self._peers.values()):
-            if not peer.connection.opened and self._now - peer.since > _HANDSHAKE_SECONDS:
-                self._drop(peer, "it did not finish the handshake")
+            late = self._now - peer.since > _HANDSHAKE_SECONDS
+            if late and (peer.short or not peer.connection.opened):
+                self._drop(peer, "" if peer.short else "it did not finish the handshake")
+        self._admit()
+
+    def _telling_seconds(self) -> float:
+        untold = self.machine.ledger.active().keys() - self._told
+        return _TELLING_SECONDS[bool(untold)]
+
+    def _admit(self) -> None:
+        """Take more connections only while there is room for strangers, and nobody is about to be refused."""
+        strangers = sum(not p.connection.opened for p in self._peers.values())
+        short = any(p.short for p in self._peers.values())
+        if short or strangers >= _MOST_STRANGERS:
+            self._door.shut()
+        else:
+            self._door.open()
 
     def _accept(self) -> None:
-        try:
-            sock, address = self._listener.accept()
-        except OSError:
+        arrival = self._door.accept(len(self._peers))
+        if arrival is None:
             return
-        watch(sock)
-        name = "{}:{}".format(*address[:2])
-        strangers = sum(not p.connection.opened for p in self._peers.values())
-        if len(self._peers) >= _MOST_CONNECTIONS or strangers >= _MOST_STRANGERS:
-            _LOG.warning("refused %s: too many connections", name)
+        sock = arrival.sock
+        try:
+            if self._tls:
+                sock.setblocking(False)
+                sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            connection = Connection(sock, self._secret, self._limits, server_side=True)
+        except OSError as error:  # it has gone already
+            _LOG.info("closed %s: %s", arrival.name, error)
             sock.close()
             return
-        if self._tls:
-            sock.setblocking(False)
-            sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        connection = Connection(sock, self._secret, self._limits, server_side=True)
-        peer = _Peer(name, connection, self._now)
+        peer = _Peer(arrival.name, connection, self._now, arrival.short)
         connection.place = lambda message, part: self._place(peer, message, part)
         self._peers[sock.fileno()] = peer
         self._selector.register(sock, connection.events, peer)
+        self._admit()
         self._serve(peer, selectors.EVENT_WRITE)
 
     def _serve(self, peer: _Peer, events: int) -> None:
@@ -210,21 +248,51 @@ class Service:
         except ClosedError:
             self._drop(peer, "" if peer.connection.opened else "it left during the handshake")
         except OSError as error:
-            self._drop(peer, str(error))
+            self._drop(peer, str(error) if of_peer(error) else f"this server: {lack(error)}")
 
     def _handle(self, peer: _Peer, number: int, request: m.Request) -> None:
         peer.outstanding += 1
         if peer.outstanding > _MOST_OUTSTANDING:
             raise MalformedError("too many requests at once")
+        if peer.short or self._failure is not None:
+            self._refuse(peer, number, request)
+            return
         if isinstance(request, m.Share):
             self._answer([((peer, number), self._share(peer, request))])
             return
-        self._answer(self.machine.handle((peer, number), request, self._now))
+        with self._failing((peer, number), request):
+            self._answer(self.machine.handle((peer, number), request, self._now))
         if peer.slab is not None:
             self._store.release(peer.slab, self.machine.ledger)
             peer.slab = None
-        if self._store.due():
-            self._store.snapshot(self.machine.ledger)
+        if self._failure is None and self._store.due():
+            with self._failing():
+                self._store.snapshot(self.machine.ledger)
+
+    @contextlib.contextmanager
+    def _failing(self, source: Any = None, request: m.Request | None = None) -> Iterator[None]:
+        """Inside, records are written. Where they cannot be kept, nothing is decided any more: whoever
+        waits is refused, and the server ends once all have been told."""
+        try:
+            yield
+        except ShortError as error:
+            _LOG.error("%s", error)
+            self._failure, self._failed_at = error, self._now
+            waiting = self.machine.dismiss()
+            for (peer, number), asked in [*waiting, (source, request)] if request else waiting:
+                if peer.connection.fileno() >= 0:
+                    self._refuse(peer, number, asked)
+
+    def _refuse(self, peer: _Peer, number: int, request: m.Request) -> None:
+        """Say what is lacking."""
+        text = self._failure.what if self._failure is not None else peer.short
+
+        def told() -> None:
+            self._told.add(request.worker)
+
+        peer.outstanding -= 1
+        peer.connection.send(number, m.Refused(reason=m.SHORT, text=text), done=told)
+        self._selector.modify(peer.connection.sock, peer.connection.events, peer)
 
     def _answer(self, answers: list[tuple[Any, m.Reply]]) -> None:
         for (peer, number), reply in answers:
@@ -240,19 +308,22 @@ class Service:
         if peer.offer is not None and request.mapped:
             peer.connection.share(outgoing=peer.offer.outgoing)
         elif peer.offer is None and peer.connection.within_host and wanted():
-            with contextlib.suppress(OSError):
+            try:
                 peer.offer = Offer(room(self._limits.parts_nbytes, 2 * self._limits.num_parts))
+            except OSError as error:
+                _LOG.warning("no memory is shared with %s: %s", peer.name, lack(error))
+            else:
                 peer.connection.share(incoming=peer.offer.incoming)
                 return peer.offer.message
         return m.Shared(pid=0, descriptor=-1, nbytes=0, word="")
 
     def _place(self, peer: _Peer, message: Header, part: Header) -> Tensor:
         """Pushes go where they can be kept without a copy."""
-        if message.kind not in _STORED:
-            return torch.empty(part.nbytes, dtype=torch.uint8)
-        if peer.slab is None:
-            peer.slab = self._store.slab()
-        return peer.slab.place(part.nbytes)
+        if message.kind in _STORED and not peer.short and self._failure is None:
+            with self._failing():
+                peer.slab = peer.slab or self._store.slab()
+                return peer.slab.place(part.nbytes)
+        return torch.empty(part.nbytes, dtype=torch.uint8)
 
     def _drop(self, peer: _Peer, why: str) -> None:
         """End a connection, and nothing else."""
@@ -270,6 +341,7 @@ class Service:
         if peer.slab is not None:
             self._store.release(peer.slab, self.machine.ledger)
             peer.slab = None
+        self._admit()
 
     def _forget(self, peer: _Peer) -> None:
         self.machine.forget(lambda source: source[0] is peer)
@@ -277,7 +349,8 @@ class Service:
     def _close(self) -> None:
         for peer in list(self._peers.values()):
             self._drop(peer, "")
-        for sock in (self._listener, self._waker, self._woken):
+        self._door.close()
+        for sock in (self._waker, self._woken):
             sock.close()
         self._selector.close()
         self._store.close()

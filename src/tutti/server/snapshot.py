@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tutti.comm.payload import DTYPES, octets
-from tutti.errors import ServerError
-from tutti.server.codec import MalformedError
-from tutti.server.journal import Slab, entry, read_entries, record_of
+from tutti.server.journal import DamageError, Found, entry, read_entries, record_of
 from tutti.server.ledger import Ledger, Member
 from tutti.server.messages import Add, Done, Push
+from tutti.server.segments import Segments
 
 # Text and bytes of an entry.
 Content = list[tuple[dict[str, Any], list[memoryview]]]
 
 
-def frozen(ledger: Ledger, slabs: list[Slab], *, copy: bool) -> Content:
+def frozen(ledger: Ledger, segments: Segments, *, copy: bool) -> Content:
     """The entries of a ledger; with `copy` they stay as they are while it goes on."""
     found: Content = [({"ledger": _numbers(ledger)}, [])]
     for key, slots in ledger.state.items():
@@ -30,45 +28,46 @@ def frozen(ledger: Ledger, slabs: list[Slab], *, copy: bool) -> Content:
             found.append(({"state": place | {"shape": list(x.shape)}}, [octets(kept)]))
     waiting = [*ledger.pending.values(), *ledger.added.values()]
     for record in (record for by_worker in waiting for record in by_worker.values()):
-        text, body, _ = entry(record, slabs)
+        text, body, _ = entry(record, segments)
         found.append((text, [memoryview(bytes(view)) for view in body]))
     found.append(({"end": len(found)}, []))
     return found
 
 
-def restore(path: Path, ledger: Ledger, slabs: list[Slab]) -> None:
+def restore(path: Path, number: int, ledger: Ledger, segments: Segments) -> None:
     """Make `ledger` what was written.
 
     Raises:
-        ServerError: the file is not whole, or of another server.
+        DamageError: the file is not whole, or not as it was written.
     """
-    number = -1
-    for number, (text, body) in enumerate(read_entries(path)):
-        if "end" in text:
-            if text["end"] == number:
-                return
-            break
+    count, ended = 0, False
+    for found in read_entries(path, number):
+        if ended:
+            raise DamageError(path, found.offset, "it goes on after its end", found.position)
+        if "end" in found.text:
+            ended = found.text["end"] == count
+            continue
         try:
-            _take(ledger, text, body, slabs)
-        except (MalformedError, KeyError, RuntimeError, IndexError) as error:
-            raise ServerError("a snapshot is damaged", at=str(path), why=str(error)) from error
-    raise ServerError(
-        "a snapshot is damaged", at=str(path), why=f"it ends after {number + 1} entries"
-    )
+            _take(ledger, found, path, segments)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise DamageError(path, found.offset, str(error), found.position) from error
+        count += 1
+    if not ended:
+        raise DamageError(path, path.stat().st_size, f"it ends after {count} entries", count)
 
 
-def _take(ledger: Ledger, text: dict[str, Any], body: Tensor, slabs: list[Slab]) -> None:
-    if "ledger" in text:
-        _restore_numbers(ledger, text["ledger"])
-    elif "state" in text:
-        place = text["state"]
-        values = body.view(DTYPES[place["dtype"]]).view(place["shape"])
+def _take(ledger: Ledger, found: Found, path: Path, segments: Segments) -> None:
+    if "ledger" in found.text:
+        _restore_numbers(ledger, found.text["ledger"])
+    elif "state" in found.text:
+        place = found.text["state"]
+        values = found.body.view(DTYPES[place["dtype"]]).view(place["shape"])
         own = ledger.state[place["key"]][place["slot"]]
         if own.shape != values.shape or own.dtype != values.dtype:
             raise KeyError(f"{place['slot']} of block {place['key']} has another shape")
         own.copy_(values)
     else:
-        record = record_of(text, body, slabs)
+        record = record_of(found, path, segments)
         if isinstance(record, Push):
             ledger.pending.setdefault(record.clock, {})[record.worker] = record
         elif isinstance(record, Add):

@@ -4,47 +4,54 @@
       server.json       what this server is, to refuse another one's files
       snapshot-7        the ledger after all of journal-6
       journal-7         records since
-      slab-0 ...        the bytes of pushes; a journal names places in them
+      segment-0 ...     the bytes of pushes; a journal names places in them
 
-A push is received straight into a *slab*, a file that is mapped: its bytes are in the kernel's hands, and
-outlive this process, before its record is written. After a snapshot the slabs that older journals name are
-used again. With `fsync` a record is also on the disk before it is answered, and outlives the machine;
-without, only the process. Without a directory slabs are plain memory and nothing is kept.
+A push is received straight into a *slab* of a segment, a file that is mapped: its bytes are in the kernel's
+hands, and outlive this process, before its record is written. After a snapshot the slabs that older journals
+name are used again. With `fsync` a record is also on the disk before it is answered, and outlives the
+machine; without, only the process. Without a directory slabs are plain memory and nothing is kept.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
-import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from tutti.errors import ServerError
-from tutti.server.journal import Journal, Slab, records, write_entry
+from tutti.server.journal import Entries, Journal
 from tutti.server.ledger import Ledger, Record
-from tutti.server.snapshot import frozen, restore
+from tutti.server.private import make_private, open_private, sync_directory, write_private
+from tutti.server.recovery import recovered
+from tutti.server.segments import ALIGNED, Segments, Slab
+from tutti.server.shortage import ShortError, records_short
+from tutti.server.snapshot import Content, frozen
 
+T = TypeVar("T")
 _LOG_NBYTES = 2**30
 _LEAST_SLABS = 4
 _MOST_RECORDS = 20_000
+# Of the files, so that another layout of them is refused.
+_FORMAT = 2
 
 
 class Store:
     """The records of one server.
 
     Args:
-        directory: where they are kept; None: nowhere.
+        directory: where they are kept, for its owner alone; None: nowhere.
         slab_nbytes: room for the largest push.
         fsync: wait for the disk before a record counts as written.
+        repair: where records are damaged, go on from those before.
 
     Raises:
-        ServerError: another process uses the directory, or it holds another server's records.
+        ServerError: another process uses the directory, it holds something else than this server's records,
+            or there is no room.
     """
 
     def __init__(
@@ -55,27 +62,41 @@ class Store:
         fsync: bool = False,
         identity: dict[str, Any] | None = None,
         log_nbytes: int = _LOG_NBYTES,
+        repair: bool = False,
     ) -> None:
-        self.directory, self._fsync = directory, fsync
-        self._slab_nbytes = max(1, slab_nbytes)
-        self._most_slabs = max(_LEAST_SLABS, log_nbytes // self._slab_nbytes)
-        self._slabs: list[Slab] = []
+        self.directory, self._fsync, self._repair = directory, fsync, repair
+        self.segments = Segments(directory, slab_nbytes)
+        self._most_slabs = max(_LEAST_SLABS, log_nbytes // self.segments.slab_nbytes)
         self._free: list[Slab] = []
         self._logged: set[int] = set()  # named by the journal that is open
         self._older: set[int] = set()  # named by journals that a snapshot under way will replace
         self._number, self._journal = 0, None
         self._thread: threading.Thread | None = None
-        self._failed: BaseException | None = None
+        self._failed: ShortError | None = None
+        self._lock = -1
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(directory)
-            _check_identity(directory, identity or {})
-            self._open_slabs(directory)
+            self._kept(lambda: self._enter(directory, identity or {}))
+
+    def _enter(self, directory: Path, identity: dict[str, Any]) -> None:
+        if directory.exists():
+            _refuse_foreign(directory)
+        make_private(directory)
+        self._lock = _lock(directory)
+        try:
+            _check_identity(directory, {"format": _FORMAT, **identity}, fsync=self._fsync)
+            self.segments.open()
+        except BaseException:
+            self.close()
+            raise
 
     def slab(self) -> Slab:
-        """Room for a push."""
+        """Room for a push.
+
+        Raises:
+            ShortError: there is none.
+        """
         if not self._free:
-            self._free.append(self._new_slab(len(self._slabs)))
+            self._free += self._kept(self.segments.grow)
         slab = self._free.pop()
         slab.used = 0
         return slab
@@ -87,8 +108,8 @@ class Store:
                 self._free.append(slab)
             return
         slab.waits = True
-        needed = _needed(self._slabs, ledger)
-        for old in self._slabs:
+        needed = _needed(self.segments, ledger)
+        for old in self.segments.slabs:
             if old.waits and old.number not in needed:
                 old.waits = False
                 self._free.append(old)
@@ -97,48 +118,57 @@ class Store:
         """Keep a record; when this returns it outlives the process (with `fsync`, the machine).
 
         Raises:
-            OSError: there is no room.
+            ShortError: there is no room.
         """
-        if self._journal is not None:
+        journal = self._journal
+        if journal is not None:
             if self._failed:
-                raise ServerError("a snapshot could not be written") from self._failed
-            self._logged |= self._journal.write(record, self._slabs)
+                raise self._failed
+            self._logged |= self._kept(lambda: journal.write(record, self.segments))
 
     def begin(self, ledger: Ledger) -> list[Record]:
         """Read what an earlier process left: the ledger is changed, and the records that follow are returned.
 
         Raises:
-            ServerError: what is there is damaged.
+            DamageError: what is there is damaged.
         """
-        if self.directory is None:
+        directory, repair = self.directory, self._repair
+        if directory is None:
             return []
-        numbers = sorted(
-            int(p.name.partition("-")[2]) for p in self.directory.glob("snapshot-*[0-9]")
+        self._number, found = self._kept(
+            lambda: recovered(directory, ledger, self.segments, repair=repair)
         )
-        if not numbers:
-            return []
-        self._number = numbers[-1]
-        restore(self.directory / f"snapshot-{self._number}", ledger, self._slabs)
-        found: list[Record] = []
-        for number in self._journals(self._number):
-            found += records(self.directory / f"journal-{number}", self._slabs)
-            self._number = number
         return found
 
     def start(self, ledger: Ledger) -> None:
-        """Write down the ledger as it is now, and every record from here on."""
+        """Write down the ledger as it is now, and every record from here on.
+
+        Raises:
+            ShortError: there is no room.
+        """
         if self.directory is not None:
-            self._snapshot(ledger, wait=True)
+            self._kept(lambda: self._snapshot(ledger, wait=True))
 
     def due(self) -> bool:
-        """Whether the journal has become long."""
-        if self._journal is None or (self._thread is not None and self._thread.is_alive()):
+        """Whether the journal has become long.
+
+        While a snapshot is being written it may become twice as long; then that snapshot is waited for, so
+        that a slow disk cannot make the records grow for ever.
+        """
+        if self._journal is None:
             return False
-        return len(self._logged) >= self._most_slabs or self._journal.num_records >= _MOST_RECORDS
+        under_way = self._thread is not None and self._thread.is_alive()
+        times = 2 if under_way else 1
+        long = len(self._logged) >= times * self._most_slabs
+        return long or self._journal.num_records >= times * _MOST_RECORDS
 
     def snapshot(self, ledger: Ledger) -> None:
-        """Begin a snapshot of the ledger as it is now; a thread writes it."""
-        self._snapshot(ledger, wait=False)
+        """Begin a snapshot of the ledger as it is now; a thread writes it.
+
+        Raises:
+            ShortError: there is no room.
+        """
+        self._kept(lambda: self._snapshot(ledger, wait=False))
 
     def close(self) -> None:
         """Wait for the snapshot under way, and leave the directory to others."""
@@ -147,89 +177,76 @@ class Store:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        if self.directory is not None:
+        if self._lock >= 0:
             os.close(self._lock)
+            self._lock = -1
+
+    def _kept(self, action: Callable[[], T]) -> T:
+        """What `action` on the files gives; where it fails, the error says what is lacking."""
+        assert self.directory is not None or self.segments.directory is None
+        try:
+            return action()
+        except OSError as error:
+            raise records_short(self.directory or Path("memory"), error) from error
 
     def _snapshot(self, ledger: Ledger, *, wait: bool) -> None:
         assert self.directory is not None
         if self._thread is not None:
             self._thread.join()
+        if self._failed:
+            raise self._failed
+        number = self._number + 1
+        journal = Journal(self.directory / f"journal-{number}", number, fsync=self._fsync)
+        if self._fsync:
+            sync_directory(self.directory)
         if self._journal is not None:
+            self._journal.end(number)
             self._journal.close()
-        self._number += 1
-        pending = _needed(self._slabs, ledger)
+        self._number, self._journal = number, journal
+        pending = _needed(self.segments, ledger)
         self._older, self._logged = self._logged, pending
-        self._journal = Journal(self.directory / f"journal-{self._number}", fsync=self._fsync)
-        content = frozen(ledger, self._slabs, copy=not wait)
+        content = frozen(ledger, self.segments, copy=not wait)
         if wait:
-            self._finish(self._number, content)
+            self._finish(number, content)
             taken = self._logged | {slab.number for slab in self._free}
-            self._free += [slab for slab in self._slabs if slab.number not in taken]
+            self._free += [slab for slab in self.segments.slabs if slab.number not in taken]
             return
         unused = self._older - pending
         self._thread = threading.Thread(
-            target=self._in_background, args=(self._number, content, unused), daemon=True
+            target=self._in_background, args=(number, content, unused), daemon=True
         )
         self._thread.start()
 
-    def _in_background(self, number: int, content: list[Any], unused: set[int]) -> None:
+    def _in_background(self, number: int, content: Content, unused: set[int]) -> None:
         try:
-            self._finish(number, content)
-        except BaseException as error:  # told at the next record
+            self._kept(lambda: self._finish(number, content))
+        except ShortError as error:  # told at the next record
             self._failed = error
             return
-        self._free += [self._slabs[k] for k in sorted(unused)]
+        self._free += [self.segments.slabs[k] for k in sorted(unused)]
 
-    def _finish(self, number: int, content: list[Any]) -> None:
+    def _finish(self, number: int, content: Content) -> None:
         """Write a snapshot, then forget what it replaces."""
         assert self.directory is not None
         path = self.directory / f"snapshot-{number}"
-        with open(path.with_suffix(".new"), "wb") as file:
+        entries = Entries(path.with_suffix(".new"), number, fsync=False)
+        try:
             for item in content:
-                write_entry(file, *item)
-            file.flush()
+                entries.write(*item)
             if self._fsync:
-                os.fsync(file.fileno())
+                entries.sync()
+        finally:
+            entries.close()
         path.with_suffix(".new").rename(path)
         if self._fsync:
-            _sync_directory(self.directory)
+            sync_directory(self.directory)
         for old in self.directory.iterdir():
             kind, _, text = old.name.partition("-")
             if kind in ("snapshot", "journal") and text.isdigit() and int(text) < number:
                 old.unlink()
 
-    def _journals(self, first: int) -> Iterator[int]:
-        assert self.directory is not None
-        while (self.directory / f"journal-{first}").exists():
-            yield first
-            first += 1
 
-    def _open_slabs(self, directory: Path) -> None:
-        while (directory / f"slab-{len(self._slabs)}").exists():
-            self._new_slab(len(self._slabs))
-
-    def _new_slab(self, number: int) -> Slab:
-        if self.directory is None:
-            memory, mapping = torch.empty(self._slab_nbytes, dtype=torch.uint8), None
-        else:
-            mapping = _mapped(self.directory / f"slab-{number}", self._slab_nbytes)
-            memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._slabs.append(Slab(number, memory, mapping))
-        return self._slabs[-1]
-
-
-def _mapped(path: Path, nbytes: int) -> mmap.mmap:
-    """A file's bytes, all of which have their place on the disk: a full one says so here."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        nbytes = max(nbytes, os.fstat(fd).st_size)
-        os.posix_fallocate(fd, 0, nbytes)
-        return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    finally:
-        os.close(fd)
-
-
-def _needed(slabs: list[Slab], ledger: Ledger) -> set[int]:
+def _needed(segments: Segments, ledger: Ledger) -> set[int]:
     """The slabs that pushes lie in which are not applied yet."""
     parts = (
         part
@@ -237,12 +254,12 @@ def _needed(slabs: list[Slab], ledger: Ledger) -> set[int]:
         for push in pushes.values()
         for part in push.parts.values()
     )
-    starts = [part.values.data_ptr() for part in parts if part.values.numel()]
-    return {slab.number for slab in slabs if any(slab.holds(start) for start in starts)}
+    found = (segments.find(x) for part in parts for x in (part.values, part.rows) if x is not None)
+    return {place[0].number for place in found if place is not None}
 
 
 def _lock(directory: Path) -> int:
-    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = open_private(directory / "lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -255,27 +272,35 @@ def _lock(directory: Path) -> int:
     return fd
 
 
-def _check_identity(directory: Path, identity: dict[str, Any]) -> None:
-    path = directory / "server.json"
-    text = json.dumps(identity, sort_keys=True, indent=1)
-    if not path.exists():
-        path.with_suffix(".new").write_text(text)  # this process may end while it writes
-        path.with_suffix(".new").rename(path)
-    elif path.read_text() != text:
+def _refuse_foreign(directory: Path) -> None:
+    """A directory that is made private must hold a server's records, or nothing."""
+    names = {p.name for p in directory.iterdir()} if directory.is_dir() else {directory.name}
+    if names - {"lock", "server.json.new", "lost+found"} and "server.json" not in names:
         raise ServerError(
-            "these are the records of another server",
+            "this is no directory of a server's records",
             at=str(directory),
-            why=f"they are of {path.read_text()}, and this is {text}",
-            fix="the directory that this server wrote, or an empty one",
+            why=f"it has {sorted(names)[0]}, and no server.json",
+            fix="an empty directory, or one that does not exist yet",
         )
 
 
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+def _check_identity(directory: Path, identity: dict[str, Any], *, fsync: bool) -> None:
+    path = directory / "server.json"
+    text = json.dumps(identity, sort_keys=True, indent=1)
+    if not path.exists():
+        write_private(path, text, fsync=fsync)
+        return
+    with suppress(UnicodeDecodeError):
+        if path.read_text() == text:
+            return
+    raise ServerError(
+        "these are the records of another server",
+        at=str(directory),
+        why=f"they are of {path.read_text(errors='replace')}, and this is {text}",
+        fix="the directory that this server wrote, or an empty one",
+    )
 
 
 def room(nbytes: int, num_parts: int) -> int:
     """Bytes of a slab for parts of `nbytes` in all: each begins at a multiple of 64."""
-    return nbytes + 64 * (num_parts + 1)
+    return nbytes + ALIGNED * (num_parts + 1)
