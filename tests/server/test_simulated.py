@@ -258,3 +258,23 @@ def test_the_check_finds_a_broken_server(what: str, monkeypatch: pytest.MonkeyPa
             world = World(Sgd(), parse("async"), seed=seed, faults=faults)
             world.run()
             check(world)
+
+
+def test_drawn_schedules() -> None:
+    """A few hundred of those that `benchmarks/server_schedules.py` plays a million of."""
+    from benchmarks.server_schedules import drawn, play_some
+
+    assert play_some(range(400)) == []
+    worlds = [drawn(seed) for seed in range(100)]
+    assert {(w.num_workers, w.num_servers) for w in worlds} >= {(1, 1), (2, 1), (3, 2)}
+    assert {str(w.consistency) for w in worlds} == {str(parse(sync)) for sync in ALL}
+    assert any(w.kill_server and w.kill_worker for w in worlds)
+
+
+def test_a_schedule_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.server_schedules import play_some
+
+    _breaks(monkeypatch, "journal")
+    failed = play_some(range(60))
+    assert failed and all(error and 0 <= seed < 60 for seed, error in failed)
+    assert play_some(range(failed[0][0], failed[0][0] + 1))  # its seed plays it again
