@@ -150,6 +150,7 @@ def test_who_waits_and_who_computes_is_told(
             disk.full = "journal"
             with pytest.raises(ServerError, match=NO_SPACE):
                 one.push(gradient(seen, 0, 0), {"lr": LR})
+            one.leave()  # as at the end of a process: it has been told already
 
     with serving("step", 3, directory=tmp_path / "records") as running:
         at = [running.address]

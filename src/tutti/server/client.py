@@ -93,6 +93,7 @@ class Client:
         self._lock = threading.Lock()
         self._versions: Mapping[int, int] = {}
         self._sums = (0, 0)
+        self._refused = False  # by a server that lacks something, the last time
         self._ended = threading.Event()
         self._beats: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -198,9 +199,13 @@ class Client:
         return total.to(x.dtype)
 
     def leave(self) -> None:
-        """End in good order: the others wait for this worker no more."""
+        """End in good order: the others wait for this worker no more.
+
+        A server that has refused this worker, since it lacks something, is not asked again.
+        """
         self._ended.set()
-        self._run(self.session.leave())
+        if not self._links.failed and not self._refused:
+            self._run(self.session.leave())
         self.close()
 
     def pull_state(self) -> dict[str, dict[str, Tensor]]:
@@ -334,7 +339,11 @@ class Client:
                 while True:
                     requests = asking.send(self._links.ask(requests, room))
             except StopIteration as end:
+                self._refused = False
                 return end.value
+            except ShortError:
+                self._refused = True
+                raise
 
     def _beat(self) -> None:
         """Say every second that this worker lives, over connections of its own."""

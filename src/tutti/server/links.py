@@ -86,6 +86,11 @@ class Links:
         self._number = 0
         self._failure: ServerError | None = None
 
+    @property
+    def failed(self) -> bool:
+        """Whether every `ask` raises now."""
+        return self._failure is not None
+
     def fail(self, error: ServerError) -> None:
         """Let every `ask` raise `error`, also one that waits now; any thread may call this."""
         self._failure = error

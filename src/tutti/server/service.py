@@ -285,7 +285,8 @@ class Service:
 
     def _refuse(self, peer: _Peer, number: int, request: m.Request) -> None:
         """Say what is lacking."""
-        text = self._failure.what if self._failure is not None else peer.short
+        failure = self._failure
+        text = f"{failure.what} ({failure.at})" if failure is not None else peer.short
 
         def told() -> None:
             self._told.add(request.worker)
