@@ -23,10 +23,12 @@ from server.updaters import (
 )
 from server.world import Faults, World
 from tutti.server import machine
+from tutti.server import messages as m
 from tutti.server.consistency import Consistency, parse
 from tutti.server.ledger import Applied, Closed, Departed, Entered, Record
 from tutti.server.machine import Machine
 from tutti.server.messages import Push, Reply, Request
+from tutti.server.session import Session
 
 ALL = (
     "step",
@@ -269,6 +271,36 @@ def test_drawn_schedules() -> None:
     assert {(w.num_workers, w.num_servers) for w in worlds} >= {(1, 1), (2, 1), (3, 2)}
     assert {str(w.consistency) for w in worlds} == {str(parse(sync)) for sync in ALL}
     assert any(w.kill_server and w.kill_worker for w in worlds)
+
+
+@pytest.mark.parametrize("seed", [72075, 85625])
+def test_a_worker_that_is_given_up_while_it_joins_begins_at_one_clock(seed: int) -> None:
+    """Its lease ended on one of two servers between the two rounds of its join: it began there a clock later,
+    and all waited for each other."""
+    from benchmarks.server_schedules import play
+
+    assert play(seed) == ""
+
+
+def test_a_join_ends_at_one_clock() -> None:
+    """However often servers answer with different ones, or as to a stranger."""
+    session = Session(0, 2, (), "sgd", parse("step"), False, 1)
+
+    def joined(clock: int) -> Reply:
+        return m.Joined(clock=clock, version=1, sequence=0, num_workers=2)
+
+    asking = session.join()
+    assert next(asking)[0].clock == -1  # type: ignore[attr-defined]
+    asked = asking.send({0: joined(0), 1: joined(1)})
+    assert [x.clock for x in asked.values()] == [1, 1]  # type: ignore[attr-defined]
+    fenced = m.Refused(reason=m.FENCED, text="", incarnation=1)
+    asked = asking.send({0: fenced, 1: joined(1)})
+    assert [x.incarnation for x in asked.values()] == [2, 2]
+    asked = asking.send({0: joined(2), 1: joined(1)})  # a clock has ended there in between
+    assert [x.clock for x in asked.values()] == [2, 2]  # type: ignore[attr-defined]
+    with pytest.raises(StopIteration):
+        asking.send({0: joined(2), 1: joined(2)})
+    assert session.clock == 2
 
 
 def test_a_schedule_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

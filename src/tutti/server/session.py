@@ -74,8 +74,8 @@ class Session:
             ServerError: the servers run another update, or another process is this worker.
         """
         joined = yield from self._joined(-1, again)
-        clocks = {reply.clock for reply in joined.values()}
-        if len(clocks) > 1:
+        # a server may give this worker up meanwhile, and let it begin later than it was asked for
+        while len(clocks := {reply.clock for reply in joined.values()}) > 1:
             joined = yield from self._joined(max(clocks), again)
         self.clock = max(reply.clock for reply in joined.values())
         self.sequence = max(reply.sequence for reply in joined.values())
