@@ -75,7 +75,8 @@ def test_a_run_ends_well_and_saves_without_its_first_replica(tmp_path: Path) -> 
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = forked.run(["-m", "tutti", *words], env=env, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "rank 0 died (signal 9): the others went on without replica 0" in done.stderr
+    assert "rank 0 died (signal 9)" in done.stderr
+    assert ": the others went on without replica 0" in done.stderr
     weights = [float(x) for x in (tmp_path / "1.txt").read_text().split()]
     state = {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}
     state_dict_loader.load(state, checkpoint_id=str(tmp_path / "saved"))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.comm.failure import lost_peer
-from tutti.runtime.records import Exit, Failure, Place, read_record
+from tutti.runtime.guard import Seen
+from tutti.runtime.records import Exit, Failure, Place, crash_file, read_record
 
 TAIL_NBYTES = 4000
-# What a rank that the agent stopped ends with.
+# What a rank that was told to stop ends with.
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+_INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)
+_UNKNOWN = float("inf")
+UNSEEN = Seen()
 
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended: its exit code (minus a signal's number if that killed it) and records."""
+    """How one rank ended: its exit code (minus a signal's number if that killed it) and records.
+
+    `seen` is what the launcher saw and did, `crash` the lines at which Python was when it crashed.
+    """
 
     rank: int
     exit_code: int | None
@@ -24,13 +32,34 @@ class RankEnd:
     place: Place | None
     ended: Exit | None
     log: Path | None
+    seen: Seen = UNSEEN
+    crash: str = ""
 
     @property
     def is_victim(self) -> bool:
-        """Whether the rank ended only because another one did."""
+        """Whether the rank ended only because another one did, or the launcher ended it."""
         if self.failure is not None:
             return bool(self.failure.collective) and lost_peer(self.failure.text)
-        return self.exit_code in _STOPPED or self.left_early
+        if self.was_stopped:
+            return False
+        return self.seen.killed or self.exit_code in _STOPPED or self.left_early
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the rank was stopped (SIGSTOP) and did not go on."""
+        return self.failure is None and self.seen.stopped is not None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the rank ended well, as far as is known."""
+        return self.exit_code in (None, 0) and self.failure is None and not self.was_stopped
+
+    @property
+    def seconds(self) -> float:
+        """When the rank began to be missing (monotonic), as itself or the launcher noted; else infinity."""
+        notes = (self.failure, self.place, self.ended)
+        times = [*(note.seconds for note in notes if note is not None), self.seen.seconds]
+        return min((t for t in times if t is not None), default=_UNKNOWN)
 
     @property
     def left_early(self) -> bool:
@@ -43,14 +72,34 @@ class RankEnd:
 
     @property
     def how(self) -> str:
-        """Such as "failed (ValueError)", "died (signal 9)", "left early (exit code 0)"."""
+        """Such as "failed (ValueError)", "died (signal 11, SIGSEGV)", "left early (exit code 0)"."""
+        code = self.exit_code
         if self.failure is not None:
             return f"failed ({self.failure.kind})"
+        if self.was_stopped:
+            killed = "; the launcher has killed it" if self.seen.killed else ""
+            return f"was stopped (SIGSTOP) and did not go on{killed}"
         if self.left_early:
             return "left early (exit code 0)"
-        if self.exit_code is not None and self.exit_code < 0:
-            return f"died (signal {-self.exit_code})"
-        return f"ended (exit code {self.exit_code or 0})"
+        if self.seen.killed:
+            return "did not end when told to, and was killed by the launcher"
+        if code in _STOPPED:
+            return "was ended by SIGTERM, which the launcher did not send"
+        if code in _INTERRUPTED:
+            return "was interrupted by SIGINT, which the launcher did not send"
+        if code == -signal.SIGKILL:
+            reason = f", {self.seen.shortage}" if self.seen.shortage else ""
+            return f"died (signal 9){reason}"
+        if code is not None and code < 0:
+            return f"died (signal {-code}, {signal.Signals(-code).name})"
+        by = "" if self.ended is not None or not code else ", without Python's exit, as by os._exit"
+        return f"ended (exit code {code or 0}{by})"
+
+    @property
+    def said(self) -> str:
+        """`how`, or what an exception says: "failed: ValueError: no"."""
+        said = self.failure.said if self.failure is not None else ""
+        return f"failed: {said}" if said else self.how
 
     @property
     def where(self) -> str:
@@ -63,9 +112,13 @@ class RankEnd:
 
 
 def read_ends(
-    run_dir: Path, exit_codes: dict[int, int], num_ranks: int, logs: dict[int, Path]
+    run_dir: Path,
+    exit_codes: dict[int, int],
+    num_ranks: int,
+    logs: dict[int, Path],
+    seen: Callable[[int], Seen],
 ) -> list[RankEnd]:
-    """What is known of every rank's end."""
+    """What is known of every rank's end; `seen` is what the launcher saw of a rank."""
     return [
         RankEnd(
             rank,
@@ -74,35 +127,57 @@ def read_ends(
             read_record(run_dir, Place, rank),
             read_record(run_dir, Exit, rank),
             logs.get(rank),
+            seen(rank),
+            _text(crash_file(run_dir, rank)),
         )
         for rank in range(num_ranks)
     ]
 
 
 def first_cause(ends: list[RankEnd]) -> RankEnd:
-    """The rank whose end made the others end."""
+    """The rank whose end made the others end: the first in time of those that ended by themselves."""
+    raised = any(end.failure is not None and not end.failure.is_comm for end in ends)
 
     def order(end: RankEnd) -> tuple[bool, bool, float]:
-        succeeded = end.exit_code in (None, 0) and end.failure is None
-        return (succeeded, end.is_victim, end.failure.seconds if end.failure else 0.0)
+        # A rank that nobody complained of was not the cause.
+        victim = end.is_victim or (end.was_stopped and raised)
+        return (end.succeeded, victim, end.seconds)
 
     cause = min(ends, key=order)
     left_early = [end for end in ends if end.left_early]
     # Only ranks that lost a peer failed: what they lost is one that had ended in good order.
-    return left_early[0] if cause.is_victim and left_early else cause
+    if cause.is_victim and cause.failure is not None and left_early:
+        return left_early[0]
+    return cause
 
 
 def report(ends: list[RankEnd]) -> str:
-    """The first failed rank's traceback, and a `CommError` line for those that waited for it."""
+    """The first cause and the ranks that waited for it; the traceback, or the end of what it wrote."""
     cause = first_cause(ends)
-    blocks = [f"[rank {cause.rank}] {cause.failure.text}"] if cause.failure else []
-    if cause.failure is None and (tail := _tail(cause.log)):
-        blocks.append(f"[rank {cause.rank}] {tail}")
-    others = [end for end in ends if end is not cause and (end.is_victim or end.failure is None)]
+    others = [end for end in ends if end is not cause and _followed(end)]
     waits = [f"rank {end.rank} {end.where}" for end in others if end.where]
-    if cause.failure is None or waits:
-        blocks.append(_comm_line(cause, waits))
-    return "\n".join(blocks)
+    # Of a rank that was stopped `where` is not known: it could not be asked.
+    waits += [f"rank {end.rank} {end.how}" for end in others if end.was_stopped]
+    if cause.failure is not None and cause.failure.is_tutti:
+        return "\n".join([f"[rank {cause.rank}] {cause.failure.text}", *(f"  {w}" for w in waits)])
+    mark = "CommError: " if cause.failure is None and (waits or (cause.exit_code or 0) < 0) else ""
+    first = f"{mark}{'; '.join([f'rank {cause.rank} {cause.said}', *waits])}"
+    more = cause.failure.text if cause.failure else cause.crash or _tail(cause.log)
+    return f"{first}\n[rank {cause.rank}] {more}" if more else first
+
+
+def ended_by(number: int, ends: list[RankEnd]) -> str:
+    """The report of a run whose launcher was sent a signal."""
+    name = signal.Signals(number).name
+    waits = "".join(f"; rank {end.rank} {end.where}" for end in ends if end.where)
+    return f"ended by {name}, sent to the launcher{waits}"
+
+
+def where_logs(log_dir: Path | None) -> str:
+    """The last line of a report."""
+    if log_dir is None:
+        return "--log-dir DIR keeps what each rank writes"
+    return f"logs in {log_dir}"
 
 
 def exit_code(ends: list[RankEnd]) -> int:
@@ -113,11 +188,13 @@ def exit_code(ends: list[RankEnd]) -> int:
     return 2 if cause.failure.is_tutti and not cause.failure.is_comm else 1
 
 
-def _comm_line(cause: RankEnd, waits: list[str]) -> str:
-    if cause.failure and cause.failure.is_comm:
-        return "\n".join(f"  {wait}" for wait in waits)
-    text = f"rank {cause.rank} {cause.how}" + "".join(f"; {wait}" for wait in waits)
-    return f"CommError: {text}" if waits or (cause.exit_code or 0) < 0 else text
+def _followed(end: RankEnd) -> bool:
+    """Whether a rank waited for another one, or ended without a word."""
+    return end.is_victim or end.failure is None or end.failure.is_comm
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace").strip() if path.exists() else ""
 
 
 def _tail(log: Path | None) -> str:

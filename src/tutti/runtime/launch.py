@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +16,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tutti.runtime import failures
 from tutti.runtime.guard import Guard
-from tutti.runtime.records import LAYOUT, RUN_DIR, Exit, Lost, read_record
+from tutti.runtime.records import LAYOUT, RUN_DIR, Lost, read_record
+from tutti.runtime.run_dir import RunDir
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_SECONDS = 0.1
@@ -34,10 +33,9 @@ def launch(
 ) -> int:
     """Run `script` on `num_ranks` ranks of this host; the exit code for the launcher.
 
-    Only rank 0 prints. What others write goes to `log_dir`, by default a new directory that is
-    removed unless the run fails. If one rank fails, the others are stopped and one report names the
-    rank, its traceback or signal, and where the others waited. On Ctrl-C every rank gets one SIGINT
-    and 30 s.
+    Only rank 0 prints. What others write is kept in `log_dir` only. If one rank fails, the others are
+    stopped and one report names the first cause in time, with its traceback, its signal or the end of
+    what it wrote, and where the others waited. On Ctrl-C every rank gets one SIGINT and 30 s.
 
     Args:
         num_ranks: processes to start.
@@ -49,51 +47,70 @@ def launch(
     Returns:
         0; 130 after Ctrl-C (0 if all ranks then ended with 0); 2 for a `TuttiError`; 1 otherwise.
     """
-    run_dir = Path(tempfile.mkdtemp(prefix="tutti-"))
-    logs_at = log_dir or run_dir / "logs"
-    config = _config(num_ranks, run_dir, logs_at)
-    command = ["-m", "tutti.runtime.worker", script, *script_args]
+    made = RunDir()
     _silence_agent()
-    code = 1
     try:
-        environment = _worker_environment(num_ranks, run_dir, layout)
-        with _environment(environment), _signals_kept(), Guard(run_dir, num_ranks):
-            code = _run(config, [_escape(word) for word in command], run_dir, logs_at)
+        return _Run(num_ranks, made.path, log_dir).play([script, *script_args], layout)
     finally:
-        if code in (0, 128 + signal.SIGINT):
-            shutil.rmtree(run_dir, ignore_errors=True)
-    return code
+        made.remove()
 
 
-def _run(config: LaunchConfig, command: list[str], run_dir: Path, logs_at: Path) -> int:
-    num_ranks = config.nproc_per_node
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as exc:
-        codes = {rank: failure.exitcode for rank, failure in exc.failures.items()}
-        ends = failures.read_ends(run_dir, codes, num_ranks, _stderr_logs(logs_at))
-        print(failures.report(ends), f"\nlogs in {logs_at}", sep="", file=sys.stderr, flush=True)
+class _Run:
+    """One run of the agent, and the report of its end."""
+
+    def __init__(self, num_ranks: int, run_dir: Path, log_dir: Path | None) -> None:
+        self._num_ranks, self._run_dir, self._log_dir = num_ranks, run_dir, log_dir
+        self._logs_at = log_dir or run_dir / "logs"
+        self._guard = Guard(run_dir, num_ranks)
+
+    def play(self, words: Sequence[str], layout: str) -> int:
+        """Run a script with its arguments; the exit code."""
+        config = _config(self._num_ranks, self._run_dir, self._logs_at)
+        command = [_escape(word) for word in ("-m", "tutti.runtime.worker", *words)]
+        environment = _worker_environment(self._num_ranks, self._run_dir, layout)
+        try:
+            with _environment(environment), _signals_kept(), self._guard:
+                elastic_launch(config, sys.executable)(*command)
+        except ChildFailedError as exc:
+            return self._failed({rank: one.exitcode for rank, one in exc.failures.items()})
+        except SignalException as exc:
+            return self._ended_by(exc.sigval)
+        ranks = range(self._num_ranks)
+        lost = [found for rank in ranks if (found := read_record(self._run_dir, Lost, rank))]
+        return self._without(lost) if lost else 0
+
+    def _failed(self, codes: dict[int, int]) -> int:
+        ends = self._ends(codes)
+        _say(f"{failures.report(ends)}\n{failures.where_logs(self._log_dir)}")
         return failures.exit_code(ends)
-    except SignalException as exc:
-        exits = [read_record(run_dir, Exit, rank) for rank in range(num_ranks)]
-        if exc.sigval == signal.SIGINT and all(e is not None and e.code == 0 for e in exits):
+
+    def _ended_by(self, number: int) -> int:
+        """The code after a signal: good where Ctrl-C has let all scripts come to a good end."""
+        ends = self._ends({})
+        well = all(end.ended is not None and end.ended.code == 0 for end in ends)
+        if number == signal.SIGINT and well:
             return 0
-        return 128 + exc.sigval
-    lost = [found for rank in range(num_ranks) if (found := read_record(run_dir, Lost, rank))]
-    return _without(lost, run_dir, num_ranks, logs_at) if lost else 0
+        _say(failures.ended_by(number, ends))
+        return 128 + number
+
+    def _without(self, lost: list[Lost]) -> int:
+        """The code of a run that has lost some replicas: good while one of them has come to its end."""
+        codes = {one.rank: one.code for one in lost}
+        if len(lost) == self._num_ranks:
+            return self._failed(codes)
+        ends = self._ends(codes)
+        for one in lost:
+            how = ends[one.rank].how
+            _say(f"rank {one.rank} {how}: the others went on without replica {one.replica}")
+        return 0
+
+    def _ends(self, codes: dict[int, int]) -> list[failures.RankEnd]:
+        logs = _stderr_logs(self._logs_at)
+        return failures.read_ends(self._run_dir, codes, self._num_ranks, logs, self._guard.seen)
 
 
-def _without(lost: list[Lost], run_dir: Path, num_ranks: int, logs_at: Path) -> int:
-    """The code of a run of which some replicas were lost: good while one of them has come to its end."""
-    codes = {one.rank: one.code for one in lost}
-    ends = failures.read_ends(run_dir, codes, num_ranks, _stderr_logs(logs_at))
-    if len(lost) == num_ranks:
-        print(failures.report(ends), f"\nlogs in {logs_at}", sep="", file=sys.stderr, flush=True)
-        return failures.exit_code(ends)
-    for one in lost:
-        line = f"rank {one.rank} {ends[one.rank].how}: the others went on without replica {one.replica}"
-        print(line, file=sys.stderr, flush=True)
-    return 0
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _config(num_ranks: int, run_dir: Path, logs_at: Path) -> LaunchConfig:

@@ -17,7 +17,8 @@ LAYOUT = "TUTTI_LAYOUT"
 class Failure:
     """An exception that ended a rank.
 
-    `text` is what to show: a traceback, or the message alone where it is a `TuttiError`.
+    `text` is the traceback, or the message alone where it is a `TuttiError`; `said` is its first line
+    with the name of its type. `seconds` is when the script raised it (monotonic).
     """
 
     rank: int
@@ -28,23 +29,29 @@ class Failure:
     is_comm: bool = False
     line: str = ""
     collective: str = ""
+    said: str = ""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stood when it was told to stop: its collective, if any, and the user's line."""
+    """Where a rank stood when SIGTERM told it to stop: its collective, if any, and the user's line.
+
+    `seconds` is when the signal came (monotonic), None if not known.
+    """
 
     rank: int
     line: str
     collective: str = ""
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Exit:
-    """The code with which a rank's script ended."""
+    """The code with which a rank's script ended, and when (monotonic seconds, None if not known)."""
 
     rank: int
     code: int
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,41 @@ def read_record(run_dir: Path, kind: type[T], rank: int) -> T | None:
     """The record of that kind that `rank` left, or None."""
     path = _path(run_dir, kind, rank)
     return kind(**json.loads(path.read_text())) if path.exists() else None
+
+
+def note_pid(run_dir: Path, rank: int) -> None:
+    """Tell the launcher which process, a child of its own, is `rank` or stands in for it."""
+    _write_pid(run_dir / f"rank{rank}.pid")
+
+
+def note_script(run_dir: Path, rank: int) -> None:
+    """Tell the launcher which process runs the script of `rank`."""
+    _write_pid(run_dir / f"rank{rank}.script")
+
+
+def read_pid(run_dir: Path, rank: int) -> int | None:
+    """What `note_pid` has noted."""
+    return _read_pid(run_dir / f"rank{rank}.pid")
+
+
+def read_script(run_dir: Path, rank: int) -> int | None:
+    """What `note_script` has noted."""
+    return _read_pid(run_dir / f"rank{rank}.script")
+
+
+def _write_pid(path: Path) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(str(os.getpid()))
+    partial.replace(path)
+
+
+def _read_pid(path: Path) -> int | None:
+    return int(path.read_text()) if path.exists() else None
+
+
+def crash_file(run_dir: Path, rank: int) -> Path:
+    """Where a crash (SIGSEGV and the like) leaves the lines that Python was at."""
+    return run_dir / f"rank{rank}.crash"
 
 
 def _path(run_dir: Path, kind: type[Record], rank: int) -> Path:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +26,7 @@ from tutti.runtime import failures
 from tutti.runtime.guard import Guard
 from tutti.runtime.records import LAYOUT, RUN_DIR, Failure, read_record
 from tutti.runtime.roles import RECORDS, ROLE, SECRET, SERVER, WORKER, Role
+from tutti.runtime.run_dir import RunDir
 from tutti.server import consistency
 
 POLL_SECONDS, STOP_SECONDS = 0.05, 10.0
@@ -67,8 +67,7 @@ class Supervisor:
         roles: those to start here.
         command: the script and its arguments.
         environment: for all of them, beside this process's own.
-        log_dir: where to keep what all but the first write; by default a directory that is removed unless
-            something fails.
+        log_dir: where to keep what all but the first write; by default nothing is kept.
     """
 
     def __init__(
@@ -81,7 +80,8 @@ class Supervisor:
         log_dir: Path | None = None,
     ) -> None:
         self.layout, self.roles, self.command = layout, list(roles), list(command)
-        self.run_dir = Path(tempfile.mkdtemp(prefix="tutti-"))
+        self._made = RunDir()
+        self.run_dir, self._kept = self._made.path, log_dir
         self.log_dir = log_dir or self.run_dir / "logs"
         self.log_dir.mkdir(parents=True, exist_ok=True)
         threads = max(1, (os.cpu_count() or 1) // len(self.roles))
@@ -97,25 +97,35 @@ class Supervisor:
         self.apart = consistency.parse(layout.sync).apart
         self.started: list[Started] = []
         self.codes: dict[int, int] = {}
+        self._num_ranks = layout.num_ranks + layout.server
+        self._guard = Guard(self.run_dir, self._num_ranks, ends_others=False)
 
     def run(self) -> int:
         """The exit code: 0 where a worker (of servers alone: every server) has ended well."""
-        code = 1
-        num_ranks = self.layout.num_ranks + self.layout.server
-        with Guard(self.run_dir, num_ranks, watch=False):
-            try:
-                self.started = [self._start(role) for role in self.roles]
-                self._watch()
-                code = self._code()
-            except KeyboardInterrupt:
-                code = 128 + signal.SIGINT
-                self._stop(signal.SIGINT)
-            finally:
-                self._stop(signal.SIGTERM)
-        self._report(code)
-        if not self._failed() or code == 128 + signal.SIGINT:
-            shutil.rmtree(self.run_dir, ignore_errors=True)
-        return code
+        try:
+            with self._guard, _signals_raised():
+                by = self._play()
+            if by is not None:
+                self._say(failures.ended_by(by, self._ends()))
+                return 128 + by
+            code = self._code()
+            self._report()
+            return code
+        finally:
+            self._made.remove()
+
+    def _play(self) -> signal.Signals | None:
+        """Until the run has come to its end; the signal that has ended it."""
+        try:
+            self.started = [self._start(role) for role in self.roles]
+            self._watch()
+        except (KeyboardInterrupt, _Signaled) as exc:
+            number = exc.number if isinstance(exc, _Signaled) else signal.SIGINT
+            self._stop(number)
+            return number
+        finally:
+            self._stop(signal.SIGTERM)
+        return None
 
     def _start(self, role: Role) -> Started:
         rank = role.rank(self.layout)
@@ -169,10 +179,11 @@ class Supervisor:
             first = all(
                 self.codes.get(x.rank, 0) == 0 for x in self._worker_of(one) if x is not one
             )
-            how = f"died (signal {-code})" if code < 0 else f"ended (exit code {code})"
             if first:
+                how = next(end.said for end in self._ends() if end.rank == one.rank)
                 self._say(f"{one.role} {how}{'; the others go on' if self._others(one) else ''}")
             for x in fellows:  # a worker lives and dies as a whole
+                self._guard.kill(x.rank)
                 with contextlib.suppress(ProcessLookupError):
                     x.process.send_signal(signal.SIGKILL)
 
@@ -214,14 +225,14 @@ class Supervisor:
     def _failed(self) -> bool:
         return any(self.codes.values())
 
-    def _report(self, code: int) -> None:
-        if self._failed() and code != 128 + signal.SIGINT:
-            self._say(f"{failures.report(self._ends())}\nlogs in {self.log_dir}")
+    def _report(self) -> None:
+        if self._failed():
+            self._say(f"{failures.report(self._ends())}\n{failures.where_logs(self._kept)}")
 
     def _ends(self) -> list[failures.RankEnd]:
-        num_ranks = self.layout.num_ranks + self.layout.server
         logs = {x.rank: self._log(x.role) for x in self.started if x.role != self.roles[0]}
-        every = failures.read_ends(self.run_dir, self.codes, num_ranks, logs)
+        seen = self._guard.seen
+        every = failures.read_ends(self.run_dir, self.codes, self._num_ranks, logs, seen)
         here = {x.rank for x in self.started}
         return [end for end in every if end.rank in here]
 
@@ -237,3 +248,30 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+class _Signaled(BaseException):
+    """The launcher was told to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_raised() -> Iterator[None]:
+    """SIGTERM and the like raise; by default the launcher would end before its processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def raised(number: int, _frame: Any) -> None:
+        raise _Signaled(signal.Signals(number))
+
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, raised) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

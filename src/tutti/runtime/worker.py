@@ -20,8 +20,15 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from tutti.errors import CommError, TuttiError
-from tutti.runtime.guard import note_pid
-from tutti.runtime.records import Exit, Failure, Place, write_record
+from tutti.runtime.records import (
+    Exit,
+    Failure,
+    Place,
+    crash_file,
+    note_pid,
+    note_script,
+    write_record,
+)
 from tutti.runtime.stand_in import die_with_parent, stand_in
 from tutti.runtime.whereabouts import collective, main_stack, traceback_stack, user_line
 
@@ -38,12 +45,14 @@ def main() -> None:
     note_pid(run_dir, rank)
     _detach()
     stand_in(rank, run_dir)
+    note_script(run_dir, rank)
+    _trace_crashes(rank, run_dir)
     _record_on_stop(rank, run_dir)
     script, *args = sys.argv[1:]
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
     code = _run(script, rank, run_dir)
-    write_record(run_dir, Exit(rank, code))
+    write_record(run_dir, Exit(rank, code, time.monotonic()))
     _leave(code)
 
 
@@ -56,7 +65,7 @@ def _run(script: str, rank: int, run_dir: Path) -> int:
         return INTERRUPTED
     except BaseException as exc:
         _ending.set()
-        failure = _failure(exc, script, rank)
+        failure = _failure(exc, script, rank, time.monotonic())
         if signal.SIGINT in _received and failure.collective:
             return INTERRUPTED  # a peer that was interrupted too has left
         write_record(run_dir, failure)
@@ -88,7 +97,13 @@ def _exit_code(exc: SystemExit) -> int:
     return 1
 
 
-def _failure(exc: BaseException, script: str, rank: int) -> Failure:
+def _trace_crashes(rank: int, run_dir: Path) -> None:
+    """On a crash (SIGSEGV and the like) Python's own lines are written where the report finds them."""
+    file = open(crash_file(run_dir, rank), "w")  # noqa: SIM115 (it stays open until the end)
+    faulthandler.enable(file=file, all_threads=False)
+
+
+def _failure(exc: BaseException, script: str, rank: int, seconds: float) -> Failure:
     stack = traceback_stack(exc.__traceback__)
     is_tutti, is_comm = isinstance(exc, TuttiError), isinstance(exc, CommError)
     if is_tutti:
@@ -101,11 +116,12 @@ def _failure(exc: BaseException, script: str, rank: int) -> Failure:
         rank,
         type(exc).__name__,
         text,
-        time.time(),
+        seconds,
         is_tutti=is_tutti,
         is_comm=is_comm,
         line=user_line(stack),
         collective=in_collective,
+        said=traceback.format_exception_only(exc)[0].partition("\n")[0],
     )
 
 
@@ -170,9 +186,9 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
             _received.add(number)
             if number != signal.SIGTERM:
                 continue
+            seconds = time.monotonic()
             stack = _last_stack(main_thread)
-            if line := user_line(stack):
-                write_record(run_dir, Place(rank, line, collective(stack)))
+            write_record(run_dir, Place(rank, user_line(stack), collective(stack), seconds))
             if signal.getsignal(signal.SIGTERM) is _stop:
                 os._exit(STOPPED)
 

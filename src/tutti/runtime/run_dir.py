@@ -1,0 +1,84 @@
+"""The directory of a run's own, which does not outlive it, however its launcher ends.
+
+launcher ends by itself      it removes the directory
+launcher is killed           a cleaner, a shell that waits for the launcher's end, removes it
+both are killed              the next run on this host does, since the owner that is noted in it is dead
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from tutti.comm.hosts import host_name
+
+_PREFIX, _OWNER = "tutti-", "owner"
+# The ranks die with the launcher, but not at once: they may still write.
+_CLEAN = (
+    "cat >/dev/null; n=0; "
+    'while [ -e "$1" ] && [ $n -lt 50 ]; do rm -rf -- "$1"; n=$((n+1)); [ -e "$1" ] && sleep 0.2; done'
+)
+
+
+class RunDir:
+    """A new private directory for one run, `path`, and what removes it."""
+
+    def __init__(self) -> None:
+        remove_stale(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        (self.path / _OWNER).write_text(_owner(os.getpid()))
+        self._cleaner: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):  # no shell: the next run cleans up
+            self._cleaner = subprocess.Popen(
+                ["/bin/sh", "-c", _CLEAN, "tutti-cleaner", str(self.path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                start_new_session=True,
+            )
+
+    def remove(self) -> None:
+        """Remove the directory; what cannot be removed yet is left to the cleaner."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._cleaner is None:
+            return
+        assert self._cleaner.stdin is not None
+        if not self.path.exists():
+            self._cleaner.kill()
+            self._cleaner.wait()
+        self._cleaner.stdin.close()
+        self._cleaner = None
+
+
+def remove_stale(directory: Path) -> None:
+    """Remove the directories there of runs of this user whose launchers have died without a trace."""
+    for path in directory.glob(f"{_PREFIX}*/{_OWNER}"):
+        with suppress(OSError, ValueError):
+            own = path.parent.lstat().st_uid == os.getuid() and not path.parent.is_symlink()
+            text = path.read_text() if own else ""
+            if text and not _lives(text):
+                shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _owner(pid: int) -> str:
+    return f"{pid} {_started(pid)} {host_name()}"
+
+
+def _lives(owner: str) -> bool:
+    """Whether a process that `_owner` describes may still live; one of another host may."""
+    pid, _, host = owner.split(" ", 2)
+    return host != host_name() or owner == _owner(int(pid))
+
+
+def _started(pid: int) -> str:
+    """When a process has started, in ticks since the boot; "" where there is none, "0" if not known."""
+    if not Path("/proc/self/stat").exists():
+        return "0"
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
