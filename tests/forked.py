@@ -59,6 +59,10 @@ class Forked:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def poll(self) -> int | None:
         return self._process.exitcode
 

@@ -25,6 +25,7 @@ from tutti.errors import CommError
 _GREETING = b"tutti post 2"
 _RANK = struct.Struct("!I")
 _HANDSHAKE_SECONDS = 10.0
+_SECRET = "TUTTI_SECRET"  # the user's own, of all hosts
 _SIOCGIFADDR = 0x8915
 
 
@@ -45,7 +46,7 @@ def connect_lines(ranks: Sequence[int], groups: Groups) -> dict[int, socket.sock
         "far": _name(listening[False]),
     }
     said = [json.loads(text) for text in exchange_texts(json.dumps(mine), Group.world())]
-    secret = hashlib.sha256("".join(one["token"] for one in said).encode()).digest()
+    secret = _secret([one["token"] for one in said])
     deadline = time.monotonic() + groups.timeout.total_seconds()
     found: dict[int, socket.socket] = {}
     try:
@@ -61,6 +62,11 @@ def connect_lines(ranks: Sequence[int], groups: Groups) -> dict[int, socket.sock
     for one in found.values():
         one.settimeout(None)
     return found
+
+
+def _secret(tokens: list[str]) -> bytes:
+    """What only ranks of this run know: torch.distributed carries the tokens without encryption."""
+    return hashlib.sha256("\0".join([*tokens, os.environ.get(_SECRET, "")]).encode()).digest()
 
 
 def _listen(*, near: bool) -> socket.socket:

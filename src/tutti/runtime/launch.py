@@ -138,6 +138,8 @@ def _worker_environment(num_ranks: int, run_dir: Path, layout: str) -> dict[str,
     environment = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         RUN_DIR: str(run_dir),
+        # Else the agent opens a store for its ranks, which anybody may write to, on every interface.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if layout:
         environment[LAYOUT] = layout
