@@ -50,3 +50,22 @@ def test_the_layout_gives_the_number_of_ranks(script: str, launched: list[Any]) 
     CliRunner().invoke(app, ["run", "--layout", "data=2 tensor=2", script])
     CliRunner().invoke(app, ["run", script])
     assert [call[0] for call in launched] == [4, 1]
+
+
+@pytest.mark.parametrize("options", [[], ["--layout", "replica=2 server=1 sync=async"]])
+@pytest.mark.parametrize("name", ["TUTTI_TIMEOUT", "TUTTI_LEASE", "TUTTI_LINGER"])
+def test_an_odd_number_of_seconds_is_refused_by_name_before_anything_starts(
+    name: str,
+    options: list[str],
+    script: str,
+    launched: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv(name, "nan")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = CliRunner().invoke(app, ["run", *options, script])
+    assert result.exit_code == 2
+    assert f'LayoutError: {name}="nan" is not a number of seconds' in result.stderr
+    assert f"fix  {name}=" in result.stderr
+    assert not launched and not list(tmp_path.glob("tutti-*"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tutti.comm.failure import comm_error, format_nbytes, lost_peer, with_line
-from tutti.comm.group import Group, collective_timeout
-from tutti.errors import LayoutError
+from tutti.comm.group import Group
 
 PAIR = Group(None, (2, 5), 0, None)
 FOUR = Group(None, (0, 1, 2, 3), 2, None)
@@ -35,13 +34,6 @@ def test_a_timeout_says_how_long_and_what_to_set(monkeypatch: pytest.MonkeyPatch
 def test_the_line_is_added_later() -> None:
     error = with_line(comm_error(CLOSED, "all_reduce", ("data",), 8, PAIR), "train.py:12")
     assert str(error).splitlines()[1] == "  at   train.py:12"
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "-1"])
-def test_a_timeout_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("TUTTI_TIMEOUT", text)
-    with pytest.raises(LayoutError, match="is not a number of seconds"):
-        collective_timeout()
 
 
 def test_units_and_messages() -> None:

@@ -34,10 +34,12 @@ def run(
     ] = 0,
 ) -> None:
     """Run SCRIPT on ranks of this host. For several hosts, use torchrun, or tutti serve."""
+    from tutti.comm.seconds import check_seconds
     from tutti.layout.layout import Layout
 
     parsed = Layout.parse(layout)
     parsed.check_available()
+    check_seconds()
     if servers:
         _run_workers(parsed, script, script_args or [], num_ranks, servers, first, log_dir)
     num_ranks = _check(num_ranks, layout, parsed)

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from tutti.errors import LayoutError
-
-DEFAULT_TIMEOUT_SECONDS = 600.0
+from tutti.comm.seconds import TIMEOUT
 
 
 def collective_timeout() -> timedelta:
     """How long a collective waits for its peers: `TUTTI_TIMEOUT` seconds, 600 by default."""
-    text = os.environ.get("TUTTI_TIMEOUT", "")
-    try:
-        seconds = float(text or DEFAULT_TIMEOUT_SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise LayoutError(
-            f'TUTTI_TIMEOUT="{text}" is not a number of seconds', fix="TUTTI_TIMEOUT=600"
-        )
-    return timedelta(seconds=seconds)
+    return timedelta(seconds=TIMEOUT.read())
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ travels with the run's own rendezvous; what follows is neither encrypted nor sig
 
 from __future__ import annotations
 
-import os
 import queue
 import socket
 import threading
@@ -36,9 +35,9 @@ from torch import Tensor
 from tutti.comm import letters
 from tutti.comm.awake import AwakeClock
 from tutti.comm.letters import Letter
-from tutti.errors import CommError, LayoutError
+from tutti.comm.seconds import LEASE
+from tutti.errors import CommError
 
-DEFAULT_LEASE_SECONDS = 5.0
 # Signs of life in a lease. Time is counted in the same parts, so one or two that are late do no harm.
 BEATS = 5
 # How long a process that ends waits for its last letters to leave.
@@ -52,14 +51,7 @@ Handler = Callable[[int, Letter], Callable[[], None] | None]
 
 def lease_seconds() -> float:
     """After so long without a sign of life a rank is lost: `TUTTI_LEASE` seconds, 5 by default."""
-    text = os.environ.get("TUTTI_LEASE", "")
-    try:
-        seconds = float(text or DEFAULT_LEASE_SECONDS)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise LayoutError(f'TUTTI_LEASE="{text}" is not a number of seconds', fix="TUTTI_LEASE=5")
-    return seconds
+    return LEASE.read()
 
 
 @dataclass

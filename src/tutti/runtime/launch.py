@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tutti.comm.seconds import check_seconds
 from tutti.runtime import failures
 from tutti.runtime.guard import Guard
 from tutti.runtime.records import LAYOUT, RUN_DIR, Lost, read_record
@@ -47,6 +48,7 @@ def launch(
     Returns:
         0; 130 after Ctrl-C (0 if all ranks then ended with 0); 2 for a `TuttiError`; 1 otherwise.
     """
+    check_seconds()
     made = RunDir()
     _silence_agent()
     try:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.comm.group import collective_timeout
+from tutti.comm.seconds import check_seconds
 from tutti.runtime.records import RUN_DIR
 
 LEAVE_SECONDS = 0.1
@@ -22,6 +23,7 @@ def ensure_process_group() -> bool:
     Gloo on CPU; NCCL for CUDA tensors, on the device `LOCAL_RANK`, where there is one. Collectives
     wait `TUTTI_TIMEOUT` seconds at most. Returns whether this process is one rank of several.
     """
+    check_seconds()
     if dist.is_initialized():
         return dist.get_world_size() > 1
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from tutti.comm.seconds import check_seconds
 from tutti.layout import Layout
 from tutti.runtime import failures
 from tutti.runtime.guard import Guard
@@ -80,6 +81,7 @@ class Supervisor:
         log_dir: Path | None = None,
     ) -> None:
         self.layout, self.roles, self.command = layout, list(roles), list(command)
+        check_seconds({**os.environ, **(environment or {})})
         self._made = RunDir()
         self.run_dir, self._kept = self._made.path, log_dir
         self.log_dir = log_dir or self.run_dir / "logs"
