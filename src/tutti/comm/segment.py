@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 # Where segments are made; "off" leaves all ranks to torch.distributed.
 DIRECTORY = "TUTTI_SHARED_MEMORY"
-DEFAULT_DIRECTORY = "/dev/shm"
+DEFAULT_DIRECTORY = "/dev/shm"  # noqa: S108  # files without a name, mode 0600
 
 # Each rank gives a text and gets those of all ranks of the group, in its order.
 Exchange = Callable[[str], list[str]]

@@ -134,6 +134,6 @@ def _conditions(captured: Captured) -> list[tuple[str, Any]]:
 
 
 def _function(symbols: Any, text: str) -> Callable[..., Any]:
-    return eval(
+    return eval(  # noqa: S307  # our own text, of sympy's expressions in this process
         f"lambda {', '.join(map(str, symbols))}: {text}", _LIBRARY
     )  # of PyTorch's own printing

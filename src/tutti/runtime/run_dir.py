@@ -33,7 +33,7 @@ class RunDir:
         (self.path / _OWNER).write_text(_owner(os.getpid()))
         self._cleaner: subprocess.Popen[bytes] | None = None
         with suppress(OSError):  # no shell: the next run cleans up
-            self._cleaner = subprocess.Popen(
+            self._cleaner = subprocess.Popen(  # noqa: S603  # our own script and path, no text in it
                 ["/bin/sh", "-c", _CLEAN, "tutti-cleaner", str(self.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,

@@ -147,7 +147,7 @@ class Supervisor:
         words = [sys.executable, "-m", "tutti.runtime.worker", *self.command]
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(open(log, "ab")) if log is not None else None
-            return subprocess.Popen(
+            return subprocess.Popen(  # noqa: S603  # the user's own command, without a shell
                 words, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
 

@@ -324,7 +324,8 @@ class _InAnyOrder(_Comparison):
         self.before: dict[str, Tensor] = {}  # one device's weights before its last update
 
     def run(self, steps: int) -> None:
-        order, count = random.Random(self.subject.seed), len(self.servers.sessions)
+        order = random.Random(self.subject.seed)  # noqa: S311  # an order of workers, no secret
+        count = len(self.servers.sessions)
         self.staleness, pushed = 0, [0] * count
         for w in range(count):
             self._pull(w)
