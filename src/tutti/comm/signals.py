@@ -163,6 +163,10 @@ class Signals:
                 different = [k for k in self._others if words[k * _WORDS + place] != note]
                 raise PeerDiffers([self._ranks[k] for k in different])
 
+    def late(self, count: int) -> list[int]:
+        """The ranks that have not arrived at `count`."""
+        return [self._ranks[j] for j in self._others if self._behind(j, count)]
+
     def _behind(self, j: int, count: int) -> bool:
         return (self._words[j * _WORDS] - count) & _MASK >= _HALF
 

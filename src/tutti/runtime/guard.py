@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -14,13 +15,15 @@ from types import TracebackType
 
 from tutti.comm.awake import AwakeClock
 from tutti.comm.group import collective_timeout
-from tutti.runtime.records import Exit, Lost, read_pid, read_record, read_script
+from tutti.runtime.records import Exit, Lost, Waited, read_pid, read_record, read_script
 from tutti.runtime.shortage import Shortage
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
 # How long after it was stopped a rank is killed once the others are told to end.
 TOLD_SECONDS = 1.0
+# So long nothing more is printed of waits for the same ranks.
+QUIET_SECONDS = 60.0
 # Longer than `TUTTI_TIMEOUT`: ranks that wait for a stopped one say so first.
 STOPPED_SECONDS = 5.0
 
@@ -66,6 +69,8 @@ class Guard:
         self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}  # by rank
         self._stopped_since: dict[int, float] = {}  # by the clock of time awake
+        self._told: dict[int, int] = {}  # by rank: the last of its waits that was printed
+        self._told_of: dict[tuple[int, ...], float] = {}  # by late ranks: when
         self._lock = threading.RLock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tutti-guard", daemon=True)
@@ -127,6 +132,7 @@ class Guard:
                     self.kill(rank)
                 return
             # A stopped rank cannot hear that it should end.
+            self._tell_waits()
             self._end_stopped(self._most_stopped if failed_at is None else TOLD_SECONDS)
 
     def _look(self, seconds: float) -> None:
@@ -180,6 +186,18 @@ class Guard:
             lives = found.ended is None and not found.killed and found.stopped is not None
             if lives and now - self._stopped_since[rank] > most_seconds:
                 self.kill(rank, alone=True)
+
+    def _tell_waits(self) -> None:
+        """Print what ranks say of unusually long waits, once where several wait for the same ranks."""
+        for rank in range(self._num_ranks):
+            found = read_record(self._run_dir, Waited, rank)
+            if found is None or found.number == self._told.get(rank):
+                continue
+            self._told[rank] = found.number
+            late, now = tuple(found.late), time.monotonic()
+            if now - self._told_of.get(late, -QUIET_SECONDS) >= QUIET_SECONDS:
+                self._told_of[late] = now
+                print(found.text, file=sys.stderr, flush=True)
 
     def _one_failed(self) -> bool:
         return any(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tutti.comm.group import collective_timeout
 from tutti.comm.seconds import check_seconds
 from tutti.runtime.records import RUN_DIR
+from tutti.runtime.waits import watch_waits
 
 LEAVE_SECONDS = 0.1
 
@@ -30,6 +31,7 @@ def ensure_process_group() -> bool:
     if world_size == 1 or not dist.is_available():
         return False
     group, rank = divmod(int(os.environ["RANK"]), world_size)
+    watch_waits()
     dist.init_process_group(
         _backend(), timeout=collective_timeout(), **_rendezvous(group, rank, world_size)
     )

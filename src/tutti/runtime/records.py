@@ -71,8 +71,18 @@ class Lost:
     code: int
 
 
-Record = Failure | Place | Exit | Joined | Lost
-T = TypeVar("T", Failure, Place, Exit, Joined, Lost)
+@dataclass(frozen=True)
+class Waited:
+    """What a rank says of an unusually long wait, its `number`-th, and for which ranks it waits."""
+
+    rank: int
+    number: int
+    text: str
+    late: list[int]
+
+
+Record = Failure | Place | Exit | Joined | Lost | Waited
+T = TypeVar("T", Failure, Place, Exit, Joined, Lost, Waited)
 
 
 def write_record(run_dir: Path, record: Record) -> None:

@@ -30,6 +30,7 @@ from tutti.runtime.records import (
     write_record,
 )
 from tutti.runtime.stand_in import die_with_parent, stand_in
+from tutti.runtime.waits import watch_waits
 from tutti.runtime.whereabouts import collective, main_stack, traceback_stack, user_line
 
 STOPPED = 128 + signal.SIGTERM
@@ -48,6 +49,7 @@ def main() -> None:
     note_script(run_dir, rank)
     _trace_crashes(rank, run_dir)
     _record_on_stop(rank, run_dir)
+    watch_waits()
     script, *args = sys.argv[1:]
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
