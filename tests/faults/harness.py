@@ -12,6 +12,7 @@ import os
 import random
 import re
 import shutil
+import subprocess
 import time
 from dataclasses import dataclass, field
 from functools import cache
@@ -44,6 +45,12 @@ _SCRIPT = Path(train.__file__)
 class BrokenPromise(AssertionError):
     """What a run did that it may not; with all that it has printed."""
 
+    def __init__(self, run: Played, promise: str) -> None:
+        self.layout, self.fault = run.layout, run.fault.name
+        said = "\n".join(run.said)
+        where = f"{self.fault} ({run.hit}) under {self.layout}"
+        super().__init__(f"seed {run.seed}: {promise}\n  {where}\n{said}")
+
 
 @dataclass
 class Played:
@@ -75,10 +82,7 @@ class Played:
     def require(self, holds: bool, promise: str) -> None:
         """Raise unless what is promised holds."""
         if not holds:
-            lines = "\n".join(self.said)
-            raise BrokenPromise(
-                f"seed {self.seed}: {promise}\n  {self.fault.name} ({self.hit}) under {self.layout}\n{lines}"
-            )
+            raise BrokenPromise(self, promise)
 
 
 def play(seed: int, directory: Path, layout: str = "", fault: str = "") -> Played:
@@ -98,11 +102,10 @@ def play(seed: int, directory: Path, layout: str = "", fault: str = "") -> Playe
     try:
         _break(played, process, chooses)
         out, err = process.communicate(timeout=RUN_SECONDS)
-    except Exception:
+    except subprocess.TimeoutExpired:
+        raise BrokenPromise(played, f"it does not end within {RUN_SECONDS:g} s") from None
+    finally:
         process.kill()
-        _, err = process.communicate(timeout=10.0)
-        played.said.append(err)
-        raise BrokenPromise(f"seed {seed}: {chosen.name} under {layout}: no end\n{err}") from None
     played.said += [out, err]
     _check_end(played, process.returncode, err)
     _check_left(played)
