@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from server.kept import Kept, same
+from server.running import services, train
+from server.updaters import Sgd
+from tutti.comm.payload import octets
 from tutti.errors import ServerError
+from tutti.server import connection, region
+from tutti.server.frames import checksum
 from tutti.server.journal import HEAD_NBYTES, DamageError, Found, read_entries
+from tutti.server.segments import Slab
 from tutti.server.store import Store
 
 PUSHES = 12
@@ -258,3 +265,34 @@ def test_thousands_of_pushes_take_a_few_segments(tmp_path: Path) -> None:
     assert len(kept.store.segments.slabs) <= 4 * most and kept.store._number > 3
     kept.store.close()
     assert same(again(tmp_path / "records").state, kept.state)
+
+
+@pytest.mark.parametrize("way", ["between hosts", "socket", "shared"])
+def test_checksums_of_the_wire_are_those_of_the_records(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are taken once, while bytes come in; a server that starts again takes them anew."""
+    taken: list[int] = []
+    note = Slab.note
+    monkeypatch.setattr(region, "LEAST_NBYTES", 1)
+    monkeypatch.setattr(Slab, "note", lambda *x: (taken.append(len(x[1])), note(*x)))
+    if way != "shared":
+        monkeypatch.setenv("TUTTI_SHARED_MEMORY", "off")
+    if way == "between hosts":
+        monkeypatch.setattr(connection, "within_host", lambda sock: False)
+    with services(Sgd(), "async", 1, directory=tmp_path / "records") as running:
+        train(Sgd(), "async", [running[0].address], 0, 5)
+        state, blocks = running[0].machine.ledger.state, len(running[0].machine.ledger.blocks)
+    assert len(taken) == 5 * blocks
+    with services(Sgd(), "async", 1, directory=tmp_path / "records") as running:
+        for key, slots in running[0].machine.ledger.state.items():
+            assert all(torch.equal(x, state[key][slot]) for slot, x in slots.items())
+    assert len(taken) == 5 * blocks
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 2**18 - 8, 2**18 + 4104, 3 * 2**18])
+def test_a_copy_is_summed_as_a_whole(nbytes: int) -> None:
+    memory = torch.randint(0, 256, (nbytes + 64,), dtype=torch.uint8)
+    into = torch.zeros(nbytes, dtype=torch.uint8)
+    assert region.Half(memory).take(64, into, summed=True) == checksum(octets(memory[64:]))
+    assert torch.equal(into, memory[64:])

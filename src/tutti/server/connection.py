@@ -13,7 +13,7 @@ from typing import Any
 from tutti.comm.handshake import Acceptor, Connector
 from tutti.server.address import within_host
 from tutti.server.frames import Seal
-from tutti.server.inbox import Inbox, Limits, Place, anywhere, written
+from tutti.server.inbox import Inbox, Limits, Noted, Place, anywhere, written
 from tutti.server.region import Half
 
 # What both ends speak; its last byte is the version.
@@ -39,7 +39,7 @@ class Connection:
         sock: connected; blocks no more from now on. With TLS it is wrapped already, its handshake not made.
         secret: what both ends know.
         server_side: which end of the handshake this is.
-        limits, place: of what comes in (`inbox.Inbox`).
+        limits, place: of what comes in (`inbox.Inbox`).  `noted`, too, if it is set before anything has come.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Connection:
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.place = sock, place
+        self.noted: Noted | None = None
         self.opened = False
         self._limits = limits
         self._tls = isinstance(sock, ssl.SSLSocket)
@@ -209,6 +210,7 @@ class Connection:
 
     def _open(self, key: bytes, incoming: bytes, outgoing: bytes) -> None:
         self._inbox = Inbox(Seal(key + incoming), self._limits, lambda m, p: self.place(m, p))
+        self._inbox.noted = self.noted
         self._seal = Seal(key + outgoing)
         self.opened = True
 

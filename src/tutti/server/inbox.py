@@ -33,6 +33,8 @@ from tutti.server.region import Half
 
 # Room for a part, from the headers of its message and of itself.
 Place = Callable[[Header, Header], Tensor]
+# Told of each part that has come (uint8, 1-D), with its checksum, where that has been taken.
+Noted = Callable[[Tensor, int], None]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Inbox:
 
     def __init__(self, seal: Seal, limits: Limits, place: Place = anywhere) -> None:
         self._seal, self._limits, self._place = seal, limits, place
+        self.noted: Noted | None = None
         self._header = bytearray(HEADER_NBYTES)
         self.shared: Half | None = None
         self._begin()
@@ -69,10 +72,12 @@ class Inbox:
         self._parts_nbytes = 0
         self._expect(memoryview(self._header), self._read_message_header)
 
-    def _expect(self, view: memoryview, then: Callable[[], Any], *, check: int = 0) -> None:
-        """`check`: the checksum of what comes; 0 if none was taken."""
+    def _expect(
+        self, view: memoryview, then: Callable[[], Any], *, check: int = 0, noted: bool = False
+    ) -> None:
+        """`check`: the checksum of what comes; 0 if none was taken. `noted`: it is wanted in any case."""
         self._view, self._then, self._whole, self._check = view, then, view, check
-        self._sum, self._summed = Checksum(), 0
+        self._sum, self._summed, self._sums = Checksum(), 0, bool(check) or noted
 
     def buffer(self) -> memoryview:
         """Where the next bytes go; never empty."""
@@ -85,7 +90,7 @@ class Inbox:
             MalformedError: they are nothing that may come.
         """
         self._view = self._view[count:]
-        if self._check:  # while they are in the processor's cache
+        if self._sums:  # while they are in the processor's cache
             come = self._whole[self._summed : len(self._whole) - len(self._view)]
             self._summed += self._sum.add(come)
         found = None
@@ -133,22 +138,31 @@ class Inbox:
         self._part = header
         self._body = self._place(self._message, header)
         if shared:
-            shared.take(header.check, self._body)
+            check = shared.take(header.check, self._body, summed=self.noted is not None)
+            self._note(check)
             self._parts[header.key] = read_part(header, self._body)
             return self._next_part()
-        self._expect(octets(self._body), self._read_body, check=header.check)
+        noted = self.noted is not None
+        self._expect(octets(self._body), self._read_body, check=header.check, noted=noted)
         return None
 
     def _read_body(self) -> tuple[int, Any] | None:
-        self._verify()
+        self._note(self._verify())
         self._parts[self._part.key] = read_part(self._part, self._body)
         return self._next_part()
 
-    def _verify(self) -> None:
-        if self._check:
-            found = self._sum.value(self._whole[self._summed :], len(self._whole))
-            if self._check != found:
-                raise MalformedError("a payload with a wrong checksum")
+    def _note(self, check: int) -> None:
+        if self.noted is not None and check:
+            self.noted(self._body, check)
+
+    def _verify(self) -> int:
+        """The checksum of what has come, if it was taken; else 0."""
+        if not self._sums:
+            return 0
+        found = self._sum.value(self._whole[self._summed :], len(self._whole))
+        if self._check not in (0, found):
+            raise MalformedError("a payload with a wrong checksum")
+        return found
 
 
 def written(

@@ -189,7 +189,8 @@ def entry(
             if found is not None:
                 slab, begin = found
                 named[slab.number] = slab
-                place = [slab.segment, begin, checksum(own)]
+                known = slab.checks.get((begin - slab.begin, len(own)))
+                place = [slab.segment, begin, checksum(own) if known is None else known]
             else:
                 place = [-1, offset, 0]
                 body.append(own)

@@ -20,12 +20,15 @@ import secrets
 import torch
 from torch import Tensor
 
+from tutti.comm.payload import octets
 from tutti.comm.segment import directory, map_file
 from tutti.server.codec import MalformedError
+from tutti.server.frames import Checksum
 from tutti.server.messages import Shared
 
 _WORD_NBYTES = 64
 _ALIGNED = 64
+_PIECE_NBYTES = 2**18
 # Smaller parts go with their headers.
 LEAST_NBYTES = 2**16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -54,15 +57,23 @@ class Half:
         self._used = -(-at // _ALIGNED) * _ALIGNED
         return begin
 
-    def take(self, begin: int, into: Tensor) -> None:
-        """Copy what the other end has put here.
+    def take(self, begin: int, into: Tensor, *, summed: bool = False) -> int:
+        """Copy what the other end has put here; its checksum if it is to be `summed`, else 0.
 
         Raises:
             MalformedError: there is not so much.
         """
         if begin + len(into) > len(self._memory):
             raise MalformedError("a part that does not lie in the shared memory")
-        into.copy_(self._memory[begin : begin + len(into)])
+        source = self._memory[begin : begin + len(into)]
+        if not summed:
+            into.copy_(source)
+            return 0
+        found, view, taken = Checksum(), octets(into), 0
+        for at in range(0, len(into), _PIECE_NBYTES):  # while it is in the processor's cache
+            into[at : at + _PIECE_NBYTES].copy_(source[at : at + _PIECE_NBYTES])
+            taken += found.add(view[at : at + _PIECE_NBYTES])
+        return found.value(view[taken:], len(into))
 
 
 class Offer:

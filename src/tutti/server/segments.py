@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ class Slab:
 
     number: among all slabs.  segment, begin: where its bytes lie.
     used: bytes given out.  waits: dealt with, but perhaps not applied.
+    checks: checksums that are known of what was placed, by (first byte in the slab, length).
     """
 
     number: int
@@ -39,6 +40,18 @@ class Slab:
     memory: Tensor
     used: int = 0
     waits: bool = False
+    checks: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def note(self, placed: Tensor, check: int) -> None:
+        """The checksum of bytes that have come into the slab, if they lie in it."""
+        begin = placed.data_ptr() - self.memory.data_ptr()
+        if 0 <= begin < len(self.memory):
+            self.checks[begin, len(placed)] = check
+
+    def clear(self) -> None:
+        """Room for another push."""
+        self.used = 0
+        self.checks.clear()
 
     def place(self, nbytes: int) -> Tensor:
         """Room for a part.

@@ -226,6 +226,8 @@ class Service:
             return
         peer = _Peer(arrival.name, connection, self._now, arrival.short)
         connection.place = lambda message, part: self._place(peer, message, part)
+        if self._store.directory is not None:
+            connection.noted = lambda body, check: peer.slab and peer.slab.note(body, check)
         self._peers[sock.fileno()] = peer
         self._selector.register(sock, connection.events, peer)
         self._admit()

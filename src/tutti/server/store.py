@@ -98,7 +98,7 @@ class Store:
         if not self._free:
             self._free += self._kept(self.segments.grow)
         slab = self._free.pop()
-        slab.used = 0
+        slab.clear()
         return slab
 
     def release(self, slab: Slab, ledger: Ledger) -> None:
