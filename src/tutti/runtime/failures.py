@@ -162,8 +162,13 @@ def report(ends: list[RankEnd]) -> str:
         return "\n".join([f"[rank {cause.rank}] {cause.failure.text}", *(f"  {w}" for w in waits)])
     mark = "CommError: " if cause.failure is None and (waits or (cause.exit_code or 0) < 0) else ""
     first = f"{mark}{'; '.join([f'rank {cause.rank} {cause.said}', *waits])}"
-    more = cause.failure.text if cause.failure else cause.crash or _tail(cause.log)
-    return f"{first}\n[rank {cause.rank}] {more}" if more else first
+    return f"{first}{details(cause)}"
+
+
+def details(end: RankEnd) -> str:
+    """Lines below the first: the traceback, the lines of a crash or the end of what the rank wrote; or ""."""
+    more = end.failure.text if end.failure else end.crash or _tail(end.log)
+    return f"\n[rank {end.rank}] {more}" if more else ""
 
 
 def ended_by(number: int, ends: list[RankEnd]) -> str:

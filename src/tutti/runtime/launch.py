@@ -102,8 +102,9 @@ class _Run:
             return self._failed(codes)
         ends = self._ends(codes)
         for one in lost:
-            how = ends[one.rank].how
-            _say(f"rank {one.rank} {how}: the others went on without replica {one.replica}")
+            end = ends[one.rank]
+            line = f"rank {one.rank} {end.how}: the others went on without replica {one.replica}"
+            _say(f"{line}{failures.details(end)}")
         return 0
 
     def _ends(self, codes: dict[int, int]) -> list[failures.RankEnd]:
