@@ -32,7 +32,7 @@ from tutti.capture.sparse import dense
 from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
-from tutti.errors import CommError, LayoutError, ShardingError
+from tutti.errors import CommError, LayoutError, ShardingError, TuttiError
 from tutti.graph.quick import quickly_written
 from tutti.graph.seed import checked_seed
 from tutti.layout import Layout
@@ -209,8 +209,21 @@ LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 CHECK_NAN = "TUTTI_CHECK_NAN"
 
 
-# Programs that a step keeps; the one that has not been called for longest goes first.
+# Programs that a step keeps, unless `TUTTI_MOST_PROGRAMS` says how many; the one that has not been called for
+# longest goes first.
 MOST_PROGRAMS = 64
+PROGRAMS = "TUTTI_MOST_PROGRAMS"
+
+
+def _most_programs() -> int:
+    given = os.environ.get(PROGRAMS, str(MOST_PROGRAMS))
+    if not given.isdecimal() or int(given) < 1:
+        raise TuttiError(
+            f"{PROGRAMS}={given} is no number of programs",
+            why="it says how many programs a step keeps, one for each batch of other sizes",
+            fix=f"{PROGRAMS}={MOST_PROGRAMS}, or another number from 1",
+        )
+    return int(given)
 
 
 @dataclass
@@ -266,7 +279,8 @@ class Step:
         self.cut = _names(cut)
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
-        self._num_programs = self._num_traces = 0
+        self._num_programs = self._num_traces = self._num_forgotten = 0
+        self._most_programs = _most_programs()
         self.begun = False  # whether all ranks have made a call
         self._last: _Compiled | None = None
         self._optimizers = optimizers_of(optimizer)
@@ -503,16 +517,27 @@ class Step:
         return numbers
 
     def _forget_programs(self, made: _Compiled) -> None:
-        """Keep no more than `MOST_PROGRAMS`; all ranks make the same calls, and forget the same ones."""
+        """Keep no more than are asked for; all ranks make the same calls, and forget the same ones."""
         known = {id(one): one for found in self._compiled.values() for one in found}
         known.pop(id(made), None)
-        while len(known) >= MOST_PROGRAMS:
+        while len(known) >= self._most_programs:
             oldest = min(known.values(), key=lambda one: one.last_call)
             del known[id(oldest)]
             for key, found in list(self._compiled.items()):
                 self._compiled[key] = [one for one in found if one is not oldest]
                 if not self._compiled[key]:
                     del self._compiled[key]
+            self._note_forgotten()
+
+    def _note_forgotten(self) -> None:
+        self._num_forgotten += 1
+        if self._num_forgotten == 1:
+            warnings.warn(
+                f"the step has more than {self._most_programs} programs, one for each batch of other sizes: "
+                "the one that was not called for longest is dropped, and made again when it is needed; "
+                f"{PROGRAMS} says how many are kept",
+                stacklevel=5,
+            )
 
     def _warn_of_retraces(self) -> None:
         """Something that changes at every call (a switch of a module) would trace for ever."""
