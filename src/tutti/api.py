@@ -58,6 +58,7 @@ from tutti.runtime.holders import Holders
 from tutti.runtime.measure import peak_nbytes
 from tutti.runtime.numbers import Numbers
 from tutti.runtime.outside_state import Outside, refuse_where_served
+from tutti.runtime.processors import refuse_unlike
 from tutti.runtime.python_values import PythonValues
 from tutti.runtime.ranks import ensure_process_group
 from tutti.runtime.records import LAYOUT
@@ -668,6 +669,8 @@ class Step:
             self._divergence.before_compiling()
         else:
             self._divergence.first()
+            replicas = self.layout.num_replicas if not self.layout.server else 1
+            refuse_unlike(replicas, run_device(self.model))
             self._check_same_batch(batch)
             self.begun = True
         self._refuse_empty(batch)

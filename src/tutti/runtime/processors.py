@@ -1,0 +1,68 @@
+"""Ranks of one program compute with the same kernels, or say at the first call which differ.
+
+What several ranks keep alike (a bias under `tensor`, weights under `data`) each of them works out for itself.
+PyTorch, oneDNN and MKL choose kernels by the features of the processor; other ones round otherwise, and the
+copies drift apart. `torch.randn` of one seed differs, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.exchange import exchange_texts
+from tutti.comm.group import Group
+from tutti.errors import CommError
+
+CAPABILITY = "ATEN_CPU_CAPABILITY"
+# What makes a library choose other kernels than the processor would have.
+_CHOICES = (
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+)
+
+
+def refuse_unlike(num_programs: int, device: torch.device) -> None:
+    """Raise `CommError` on all ranks where those of one program choose kernels otherwise.
+
+    All ranks call together. Nothing is compared where the step runs on another device than a CPU.
+
+    Args:
+        num_programs: of how many programs, of equally many ranks each, the run consists.
+        device: where this rank's tensors lie.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    said = exchange_texts(json.dumps(_kernels() if device.type == "cpu" else {}), Group.world())
+    size = max(1, len(said) // num_programs)
+    programs = [said[i : i + size] for i in range(0, len(said), size)]
+    if all(len(set(one)) == 1 for one in programs):
+        return
+    raise CommError(
+        "the ranks choose kernels by other features of their processors",
+        why="; ".join(f"rank {rank}: {_words(text)}" for rank, text in enumerate(said))
+        + "; what they keep alike would drift apart by rounding",
+        fix=f"start all ranks with the same of these variables, such as {CAPABILITY}={_least(said)}",
+    )
+
+
+def _kernels() -> dict[str, str]:
+    found = {CAPABILITY: torch.backends.cpu.get_cpu_capability()}
+    return found | {name: os.environ[name] for name in _CHOICES if name in os.environ}
+
+
+def _words(text: str) -> str:
+    return " ".join(f"{k}={v}" for k, v in json.loads(text).items()) or "no CPU"
+
+
+def _least(said: list[str]) -> str:
+    """The lowest capability, in PyTorch's own spelling of the variable."""
+    order = ["DEFAULT", "AVX2", "AVX512"]
+    found = {json.loads(text).get(CAPABILITY, "DEFAULT") for text in said}
+    return next((x for x in order if x in found), "default").lower()
