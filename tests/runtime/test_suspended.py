@@ -1,0 +1,51 @@
+"""A run that is suspended as a whole (a laptop that sleeps) goes on when it wakes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import forked
+
+SCRIPT = """
+import os, pathlib, time
+import torch, torch.nn as nn, tutti
+def train_step(model, optimizer, x):
+    loss = model(x).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    return loss
+torch.manual_seed(0)
+model = nn.Linear(4, 4)
+step = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), 0.1))
+here = pathlib.Path(os.environ["HERE"])
+for k in range(400):
+    step(torch.ones(4, 4))
+    if k == 5:
+        (here / ("pid" + os.environ["RANK"])).write_text(str(os.getpid()) + " ")
+    time.sleep(0.01)
+print("played to the end")
+"""
+
+
+def test_all_ranks_suspended_for_twice_the_timeout_go_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "4", "HERE": str(tmp_path)}
+    words = ["-m", "tutti", "run", "-n", "2", "--layout", "data=2", str(script)]
+    process = forked.Forked(words, env=env, cwd=tmp_path)
+    files = [tmp_path / f"pid{rank}" for rank in range(2)]
+    until = time.monotonic() + 90
+    while not all(f.exists() and f.read_text().endswith(" ") for f in files):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    pids = [int(f.read_text()) for f in files]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(8)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert out.count("played to the end") >= 1
