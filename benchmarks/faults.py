@@ -81,8 +81,8 @@ def table(
     lines = [
         "# Faults",
         "",
-        "Runs that were broken at a random moment and kept every promise of [promises](../docs/promises.md), by "
-        "fault and layout; `+k` more did not.",
+        "Runs that were broken at a random moment and kept every promise of [promises](../docs/promises.md), "
+        "by fault and layout; `+k` more did not.",
         "",
         f"`python -m benchmarks.faults --seed {seeds.start} --count {len(seeds)}`, {minutes:.0f} minutes, "
         f"{processor()}: {len(seeds)} runs, {len(broken)} broke a promise.",

@@ -211,6 +211,22 @@ def test_different_batches_on_the_ranks(ranks: Ranks) -> None:
         assert same
 
 
+def own_seed() -> str:
+    """On a rank: a seed of its own, as many scripts add the rank to it."""
+    train_step, model, optimizer, batches = zoo.CASES["sgd"].build()
+    rank = int(os.environ["RANK"])
+    try:
+        tutti.distribute(train_step, model, optimizer, "data=2", seed=rank)(*batches[0])
+    except CommError as error:
+        return str(error)
+    return ""
+
+
+def test_different_seeds_on_the_ranks(ranks: Ranks) -> None:
+    for said in ranks.run(own_seed, n=2):
+        assert "different seeds" in said and "rank 0: seed=0" in said and "rank 1: seed=1" in said
+
+
 def other_programs() -> str:
     """On a rank: rank 1 has a model with one layer more."""
     torch.manual_seed(0)

@@ -683,16 +683,20 @@ class Step:
         """All ranks must be given the same global batch, and say so before the first step."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        entries = []
+        entries = [f"seed={self.seed}"]
         for i, x in enumerate(tree_flatten(batch)[0]):
             if isinstance(x, Tensor) and not isinstance(x, DTensor):
                 entries.append(f"batch tensor {i}: {list(x.shape)} {x.dtype} sha256 {digest(x)}")
         try:
             check_order(entries)
         except CommError as error:
+            why = error.why or error.what
+            if "seed=" in why:
+                fix = "one `seed` for all: random numbers are those of one device"
+                raise CommError("the ranks were given different seeds", why=why, fix=fix) from None
             raise CommError(
                 "the ranks were given different batches",
-                why=error.why or error.what,
+                why=why,
                 fix="give every rank the same *global* batch (one seed, no DistributedSampler): "
                 "each rank takes its own part of it",
             ) from None

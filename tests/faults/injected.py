@@ -49,7 +49,7 @@ class Ends:
 class Fault:
     """One thing that goes wrong.
 
-    inject: does it; returns whom it hit.  ends: by layout and who was hit.  fits: whether a layout can meet it.
+    inject: does it; returns whom it hit.  ends: by layout and who was hit.  fits: which layouts meet it.
     short_timeout: whether ranks must wait seconds, not minutes, for one that does not come.
     """
 
@@ -210,11 +210,11 @@ def _ended_by(name: str, code: int) -> Callable[[str, str], Ends]:
 
 def _lacks(layout: str, hit: str) -> Ends:
     """A rank that cannot write: all say so, or, where there was no need to write any more, all is well."""
-    return Ends((0, 2), rf"(\[{_of_rank(hit)}\] CheckpointError|{_of_rank(hit)} failed)")
+    return Ends((0, 1, 2), r"(\[rank \d\] )?CheckpointError: cannot write the checkpoint")
 
 
 def _lacks_descriptors(layout: str, hit: str) -> Ends:
-    return Ends((0, 1, 2), rf"(\[{_of_rank(hit)}\] |{_of_rank(hit)} failed)")
+    return Ends((0, 1, 2), r"(\[rank \d\] )?(CheckpointError|CommError)|rank \d failed: OSError")
 
 
 def _synchronous(layout: str) -> bool:

@@ -244,3 +244,35 @@ def test_a_step_that_reads_the_clock_is_warned_once_with_its_line(by_name: bool)
         warnings.simplefilter("error")
         called(torch.zeros(2, 2))
     assert clock is perf_counter is time.perf_counter
+
+
+temperature = "a global that the step below does not read"
+
+
+def test_a_global_with_the_name_of_an_attribute_is_not_read() -> None:
+    """Changing it traced the step again at every call."""
+    global temperature
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.temperature = nn.Linear(3, 1), 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) / self.temperature
+
+    model = Scaled()
+
+    def train_step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 3)
+    for k in range(4):
+        temperature = f"another text {k}"
+        step(x)
+    assert step._num_traces == 1

@@ -169,7 +169,8 @@ class _Walk:
         scope, library = function.__globals__, is_code_of_library(code)
         if library and not _is_users(function.__module__ or ""):
             return
-        for name in sorted(_mentioned(code) & scope.keys()):
+        mentioned = _mentioned(code) & scope.keys()
+        for name in sorted(mentioned & _globals_of(code)) if mentioned else ():
             if not library or type(scope[name]) in (int, float, bool):
                 self._in_scope(scope, name)
 
@@ -369,6 +370,19 @@ def _mentioned(code: types.CodeType) -> frozenset[str]:
         elif isinstance(const, str) and const.isidentifier():  # getattr(x, "beta")
             found.add(const)
     return frozenset(found)
+
+
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME", "DELETE_GLOBAL"})
+
+
+@functools.lru_cache(maxsize=10_000)
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """The names of globals that code mentions; `_mentioned` has those of attributes, too."""
+    found = {x.argval for x in dis.get_instructions(code) if x.opname in _GLOBAL}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _globals_of(const)
+    return frozenset(found | _mentioned(code) if "globals" in found else found)
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -234,7 +234,7 @@ class Divergence:
         """Compare with those that have come here; see where the others are."""
         self._look()
         if self._unseen:
-            self._look_elsewhere(waited_seconds)
+            self._look_elsewhere()  # `waits` tells of a rank that waits long
 
     def _meet(self, call: int) -> None:
         """Return when all ranks have come to `call`."""
@@ -252,7 +252,7 @@ class Divergence:
             self._give_up(waited)
             time.sleep(_POLL_SECONDS if waited < 1 else 20 * _POLL_SECONDS)
 
-    def _look_elsewhere(self, waited_seconds: float) -> None:
+    def _look_elsewhere(self, waited_seconds: float = 0.0) -> None:
         """Raise where a rank is in another call that this one has not come to; say for whom it waits."""
         assert self._board is not None
         board = self._board

@@ -24,6 +24,7 @@ from tutti.runtime.records import (
     Exit,
     Failure,
     Place,
+    Record,
     crash_file,
     note_pid,
     note_script,
@@ -54,7 +55,7 @@ def main() -> None:
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
     code = _run(script, rank, run_dir)
-    write_record(run_dir, Exit(rank, code, time.monotonic()))
+    _note(run_dir, Exit(rank, code, time.monotonic()))
     _leave(code)
 
 
@@ -70,9 +71,19 @@ def _run(script: str, rank: int, run_dir: Path) -> int:
         failure = _failure(exc, script, rank, time.monotonic())
         if signal.SIGINT in _received and failure.collective:
             return INTERRUPTED  # a peer that was interrupted too has left
-        write_record(run_dir, failure)
+        if not _note(run_dir, failure):
+            print(failure.text, file=sys.stderr)
         return 1
     return 0
+
+
+def _note(run_dir: Path, record: Record) -> bool:
+    """Write a record; False where that fails (a full disk): the cause must not be lost in it."""
+    try:
+        write_record(run_dir, record)
+    except OSError:
+        return False
+    return True
 
 
 def _leave(code: int) -> NoReturn:
@@ -190,7 +201,7 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
                 continue
             seconds = time.monotonic()
             stack = _last_stack(main_thread)
-            write_record(run_dir, Place(rank, user_line(stack), collective(stack), seconds))
+            _note(run_dir, Place(rank, user_line(stack), collective(stack), seconds))
             if signal.getsignal(signal.SIGTERM) is _stop:
                 os._exit(STOPPED)
 
