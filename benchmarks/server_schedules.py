@@ -44,8 +44,11 @@ class SmallAdam(ClippedAdam):
     """On two numbers, with slots and a norm over both."""
 
     def __init__(self) -> None:
-        slots = dict.fromkeys(("first", "second"), ((1,), torch.float64))
-        slots["step"] = ((), torch.float64)
+        slots: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "first": ((1,), torch.float64),
+            "second": ((1,), torch.float64),
+            "step": ((), torch.float64),
+        }
         super().__init__(
             variables=tuple(
                 Variable(name=v.name, shape=v.shape, dtype=v.dtype, slots=slots) for v in _small()

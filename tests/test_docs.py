@@ -16,7 +16,7 @@ from tutti.layout.layout import AXES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WORDS = {*AXES, *(f.name for f in fields(Layout) if f.name != "axes")}
 
 
@@ -47,8 +47,20 @@ def test_every_relative_link_leads_to_a_file(page: Path) -> None:
 
 def test_every_page_is_linked_from_the_index() -> None:
     index = (ROOT / "docs/index.md").read_text()
-    pages = [p.relative_to(ROOT / "docs") for p in PAGES if p != README and p.name != "index.md"]
+    docs = [p for p in PAGES if p.is_relative_to(ROOT / "docs")]
+    pages = [p.relative_to(ROOT / "docs") for p in docs if p.name != "index.md"]
     assert [str(p) for p in pages if f"({p})" not in index] == []
+
+
+def test_every_promise_has_its_test() -> None:
+    text = (ROOT / "docs/promises.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)
+    assert len(named) > 30
+    found = [(f, t) for f, t in named if f"def {t}(" in (ROOT / f).read_text()]
+    assert found == named
+    rows = [x for x in text.split("## Who may do what")[0].splitlines() if x.startswith("| ")]
+    heads = ("| fault |", "| input |", "| --- |")
+    assert [x for x in rows if "::" not in x and not x.startswith(heads)] == []
 
 
 def test_every_package_has_a_page() -> None:
