@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
 from tutti.runtime import collector
 from tutti.runtime.collector import rarely_collected
@@ -69,3 +72,15 @@ def test_what_the_process_has_frozen_stays_frozen() -> None:
         made = [Circle() for _ in range(100)]
     # What other threads or weak references let go of meanwhile is no longer counted.
     assert abs(gc.get_freeze_count() - count) < len(made)
+
+
+def test_pytorchs_cache_of_fake_calls_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "MOST_FAKE_CALLS", 50)
+    FakeTensorMode.cache_clear()
+    mode, sizes = FakeTensorMode(), []
+    for k in range(1, 40):
+        with collector.rarely_collected(), mode:
+            x = torch.empty(k, 3)
+            (x + 1).relu().sum(0).neg()
+        sizes.append(FakeTensorMode.cache_info().size)
+    assert max(sizes) <= 50 + 10 and any(b < a for a, b in itertools.pairwise(sizes))
