@@ -9,19 +9,21 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Modules are compiled once for every worker, rank and command that a test starts, whatever the environment says.
+TESTS := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 LAYOUT ?= data=2 zero=3
 RANKS ?= 2
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-kernels test-kernels-avx2 test-kernels-plain bench lint venv clean
+.PHONY: train test test-kernels test-kernels-avx2 test-kernels-plain bench lint style types venv clean
 
 train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
 	$(BIN)/tutti run -n $(RANKS) --layout "$(LAYOUT)" examples/gpt.py $(ARGS)
 
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TESTS) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # One processor plays others: an x86 of 2013, and one without vectors. What chooses kernels, and whole steps
 # in float32 and bf16: in float64 no kernel is chosen, and all of them agree to more digits than a test asks.
@@ -36,17 +38,21 @@ test-kernels: $(STAMP)
 	+$(MAKE) --no-print-directory -j 2 test-kernels-avx2 test-kernels-plain
 
 test-kernels-avx2: $(STAMP)
-	OMP_NUM_THREADS=1 $(AVX2) $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+	$(TESTS) $(AVX2) $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
 test-kernels-plain: $(STAMP)
-	OMP_NUM_THREADS=1 $(PLAIN) $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
+	$(TESTS) $(PLAIN) $(BIN)/python -m pytest $(KERNEL_TESTS) $(ARGS)
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	$(BIN)/pyright
 
 venv: $(STAMP)
