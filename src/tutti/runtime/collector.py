@@ -16,7 +16,7 @@ _NUM_NEW = 20_000
 # leave, together after so many: a look takes a tenth of a second, one at the whole process three.
 _LONG = 1.5
 _TOGETHER = 8.0
-# PyTorch keeps the results of all calls on fakes for the life of the process: some 200 a new length, 2 kB each.
+# PyTorch keeps the results of calls on fakes for the life of the process: some 200 a new length, 2 kB each.
 MOST_FAKE_CALLS = 20_000
 _spent = 0.0  # by short ones since the last look at what they left
 _depth = 0  # of compilations inside one another
@@ -26,8 +26,8 @@ _frozen_by_process = False
 @contextlib.contextmanager
 def rarely_collected() -> Iterator[None]:
     """Fewer looks inside, none of them at what was there before (imported modules are most of it), and one at
-    the end of a long compilation, or of many, so that little stays that is not needed. PyTorch's cache of calls on
-    fakes is emptied when it has grown large.
+    the end of a long compilation, or of many, so that little stays that is not needed. A large
+    cache of PyTorch's calls on fakes is emptied.
 
     A collector that is off stays off, and what the process has frozen itself stays frozen.
     """
