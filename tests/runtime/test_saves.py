@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load, save_file
 
 import runs
+from forked import run
 from ranks import Ranks
 from tutti.errors import CheckpointError
 
@@ -207,3 +208,34 @@ def test_a_run_that_saves_into_many_folders_keeps_few_descriptors(tmp_path: Path
 
     before = descriptors_after(0, 10)
     assert descriptors_after(10, 40) == before
+
+
+ALONE = """
+import os, time, torch, tutti
+from torch import nn
+
+def train_step(model, optimizer, x):
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+model = nn.Linear(4, 4)
+step = tutti.distribute(train_step, model, torch.optim.AdamW(model.parameters()))
+step(torch.ones(4, 4))
+if os.environ["RANK"] == "0":
+    step.save("checkpoint")
+time.sleep(1000)  # in something else
+"""
+
+
+def test_a_rank_that_saves_alone_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "alone.py").write_text(ALONE)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "8", "TMPDIR": str(tmp_path)}
+    words = ["-m", "tutti", "run", "--layout", "data=2", "alone.py"]
+    ended = run(words, env=env, cwd=tmp_path, timeout=120.0)
+    assert ended.returncode != 0
+    said = "CommError: cannot write the checkpoint checkpoint: rank 1 did not join rank 0"
+    assert said in ended.stderr and "take it out of `if rank == 0:`" in ended.stderr
+    assert "Timed out" not in ended.stderr and "Traceback" not in ended.stderr

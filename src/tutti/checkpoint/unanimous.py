@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tutti.comm.exchange import exchange_texts
+from tutti.comm.failure import comm_error, lost_peer
 from tutti.comm.group import Group
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, CommError
 
 _PARTS = ("what", "at", "why", "fix")
 
@@ -41,6 +42,7 @@ class Unanimous:
 
         Raises:
             CheckpointError: on every rank, the first one's that failed.
+            CommError: a rank has gone, or does not come within `TUTTI_TIMEOUT`.
         """
         text, error = "", None
         try:
@@ -48,14 +50,26 @@ class Unanimous:
         except (Exception, CheckpointException) as found:  # the latter is a BaseException
             error = found
         said = None if error is None else _said(what, error)
-        if self._group is None:
-            found = [[text, said]]
-        else:
-            found = [json.loads(x) for x in exchange_texts(json.dumps([text, said]), self._group)]
+        found = [json.loads(x) for x in self._exchange(json.dumps([text, said]), what)]
         for position, (_, parts) in enumerate(found):
             if parts is not None:
                 raise _error(parts, position if self.size > 1 else None) from error
         return [text for text, _ in found]
+
+    def _exchange(self, text: str, what: str) -> list[str]:
+        if self._group is None:
+            return [text]
+        try:
+            return exchange_texts(text, self._group)
+        except RuntimeError as error:
+            found = comm_error(error, "a save or a load", (), 0, self._group)
+            if lost_peer(str(error)):
+                raise found from error
+            raise CommError(
+                f"{what}: {found.what}",
+                why="all ranks save and load together",
+                fix="call it on every rank: take it out of `if rank == 0:`",
+            ) from error
 
     def lead(self, what: str, act: Callable[[], str]) -> str:
         """`act` on the first rank alone; its text on every rank."""
