@@ -85,6 +85,24 @@ def test_a_run_ends_well_and_saves_without_its_first_replica(tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize(("num_replicas", "victim"), [(2, 0), (2, 1), (3, 2), (3, 0)])
+def test_a_replica_that_dies_in_a_save_is_left_out_of_it(
+    num_replicas: int, victim: int, tmp_path: Path
+) -> None:
+    layout = f"replica={num_replicas} sync=average(every=3)"
+    words = ["run", "--layout", layout, str(SCRIPT), str(victim), str(tmp_path), "save"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "60"}
+    done = forked.run(["-m", "tutti", *words], env=env, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f": the others went on without replica {victim}" in done.stderr
+    weights = [float(x) for x in (tmp_path / f"{1 - victim // 2}.txt").read_text().split()]
+    state = {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}
+    state_dict_loader.load(state, checkpoint_id=str(tmp_path / "saved"))
+    saved = torch.cat([state["weight"].reshape(-1), state["bias"]]).tolist()
+    assert saved == pytest.approx(weights)  # all replicas have the same after a round
+    assert len(list((tmp_path / "saved").glob("state-*"))) == 1
+
+
 def test_what_counts_as_lost() -> None:
     mistake = Failure(0, "ValueError", "", 0.0)
     peer = Failure(0, "CommError", "", 0.0, is_tutti=True, is_comm=True)

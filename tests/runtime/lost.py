@@ -1,4 +1,7 @@
-"""A training script of which one rank is killed: `lost.py RANK DIRECTORY`; prints what it ends with."""
+"""A training script of which one rank is killed: `lost.py RANK DIRECTORY [save]`; writes what it ends with.
+
+With "save" it is killed while all save after the last step, when some have written their shards.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tutti
+from tutti.checkpoint import files
 
 RANK, VICTIM = int(os.environ["RANK"]), int(sys.argv[1])
 BAD_STEP, STEPS = 5, 12
+IN_SAVE = sys.argv[3:] == ["save"]
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -32,11 +37,13 @@ def main() -> None:
     step = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), lr=0.1))
     x, y = torch.randn(12, 4), torch.randn(12, 3)
     for k in range(STEPS):
-        if k == BAD_STEP and RANK == VICTIM:
+        if k == BAD_STEP and RANK == VICTIM and not IN_SAVE:
             os.kill(os.getpid(), signal.SIGKILL)
         step(x, y)
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     (Path(sys.argv[2]) / f"{RANK}.txt").write_text(" ".join(map(str, weights.tolist())))
+    if IN_SAVE and RANK == VICTIM:
+        files.digest_of = lambda file: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     step.save(Path(sys.argv[2]) / "saved")
 
 

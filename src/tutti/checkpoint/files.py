@@ -19,7 +19,7 @@ from tutti.checkpoint.digest import FileDigest, digest_of, find_damage
 from tutti.checkpoint.manifest import USE_EARLIER, Manifest, parse_manifest, read_manifest
 from tutti.checkpoint.plans import plan_of, plan_text, results_of, results_text, within
 from tutti.checkpoint.unanimous import Unanimous
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, CommError
 
 # Another run may replace a checkpoint while this one reads it.
 _MOST_TRIES = 3
@@ -45,7 +45,7 @@ def write_checkpoint(
         results = writing.write()
         files = {n: FileDigest(*f) for n, f in _merged(writing.digests()).items()}
         ranks.lead(what, lambda: _finish(path, folder, writing, results, files, manifest))
-    except CheckpointError:
+    except (CheckpointError, CommError):
         if ranks.leads:
             folders.abandon(path, folder)
         raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from tutti.checkpoint.manifest import Manifest, TensorForm
 from tutti.checkpoint.owner_lock import OwnerLock
 from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
-from tutti.errors import CheckpointError
+from tutti.errors import CheckpointError, CommError
 from tutti.layout import Layout
 from tutti.runtime import model_file, replicas, saved_values
 from tutti.runtime.first_call import refuse_in_shards
@@ -97,18 +97,32 @@ def _restart(step: Holder) -> None:
 
 
 def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
-    """Save all of the state; it becomes visible, whole, by one rename."""
+    """Save all of the state; it becomes visible, whole, by one rename.
+
+    Where a replica is lost meanwhile, those that are left begin again.
+    """
     ensure_process_group()
-    left = replicas.group_left(step)
+    while True:
+        left = replicas.replicas_left(step)
+        try:
+            _save_among(step, path, dict(extra or {}), left)
+            return
+        except CommError:
+            if not replicas.lost_since(step, left):
+                raise
+
+
+def _save_among(step: Holder, path: Path, extra: dict[str, Any], left: Sequence[int]) -> None:
+    group = replicas.group_of(step, left)
     try:
-        ranks = ranks_of(left)
+        ranks = ranks_of(group)
         if path.suffix == ".safetensors":
             model_file.save(step, path, ranks)
         else:
-            _save(step, path, dict(extra or {}), ranks)
+            _save(step, path, extra, ranks)
     finally:
-        if left is not None:
-            dist.destroy_process_group(left)
+        if group is not None:
+            dist.destroy_process_group(group)
 
 
 def _save(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,14 +122,20 @@ def saved_as(step: Holder) -> str:
     """The same of a checkpoint; "" before the first call, when strategies remember nothing yet."""
     if step.agreeing is None or step.agreeing.team is None:
         return ""
-    lost = step.layout.num_replicas - len(_left(step))
+    lost = step.layout.num_replicas - len(replicas_left(step))
     return described(step) + (f" {lost} lost" if lost else "")
 
 
-def group_left(step: Holder) -> dist.ProcessGroup | None:
-    """The ranks of the replicas that are left, where some are lost; these ask for it together."""
-    left = _left(step)
-    if len(left) == step.layout.num_replicas or not dist.is_initialized():
+# So long a rank that has met a broken connection waits to be told that a replica is lost.
+_LOSS_SECONDS, _LOOK_SECONDS = 10.0, 0.02
+
+
+def group_of(step: Holder, left: Sequence[int]) -> dist.ProcessGroup | None:
+    """A new group of the ranks of these replicas, which ask for it together; None without replicas.
+
+    It is of one save alone: whoever meets a lost rank there destroys it, and so wakes the others up.
+    """
+    if step.agreeing is None or step.agreeing.team is None or not dist.is_initialized():
         return None
     mesh = step.layout.mesh
     ranks = [r for r in range(mesh.num_ranks) if mesh.coordinates(r)["replica"] in left]
@@ -137,12 +144,22 @@ def group_left(step: Holder) -> dist.ProcessGroup | None:
     return group
 
 
+def lost_since(step: Holder, left: Sequence[int]) -> bool:
+    """Whether a replica of those `left` is lost; a broken connection may be seen before that is known."""
+    until = time.monotonic() + _LOSS_SECONDS
+    while step.layout.num_replicas > 1 and time.monotonic() < until:
+        if len(replicas_left(step)) < len(left):
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
+
+
 def first_left(step: Holder) -> int:
     """The first replica that is not lost."""
-    return _left(step)[0]
+    return replicas_left(step)[0]
 
 
-def _left(step: Holder) -> list[int]:
+def replicas_left(step: Holder) -> list[int]:
     """The replicas that are not lost."""
     team = step.agreeing.team if step.agreeing is not None else None
     return team.between.here() if team is not None else list(range(step.layout.num_replicas))
