@@ -37,12 +37,16 @@ LAYOUTS_OF_TENSOR = {"b.weight": "tensor, -"}
 
 @dataclass(frozen=True)
 class Work:
-    """One program: its source, and the layouts that it is verified under and run with."""
+    """One program: its source, and the layouts that it is verified under and run with.
+
+    seconds: how long it may take in one process.
+    """
 
     key: str
     text: str
     verified: tuple[str, ...] = VERIFIED
     ranks: tuple[str, ...] = ON_RANKS
+    seconds: float = LOCAL_SECONDS
 
 
 def module_of(key: str, text: str) -> ModuleType:
@@ -107,9 +111,11 @@ def on_rank(works: Sequence[Work]) -> Iterator[list[Any]]:
 def checked(works: Sequence[Work], *, ranks: bool = True) -> Iterator[tuple[Work, Cells]]:
     """All cells of every program; a process that breaks off costs its program alone."""
     traces: dict[str, tuple[Any, Any, Cells]] = {}
-    for work, answer in _each(
-        works, lambda left: Isolated(locally, (left,)).answers(LOCAL_SECONDS)
-    ):
+
+    def alone(left: Sequence[Work]) -> Iterator[Any]:
+        return Isolated(locally, (left,)).answers(LOCAL_SECONDS, *(w.seconds for w in left))
+
+    for work, answer in _each(works, alone):
         if isinstance(answer, Ended):
             traces[work.key] = (None, None, {"local": Cell("RAW", answer.why)})
         else:

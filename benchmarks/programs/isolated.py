@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, repeat
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -59,12 +60,13 @@ class Isolated:
             self._process.join(5)
             return True, Ended(f"the process ended with {self._process.exitcode}")
 
-    def answers(self, seconds: float) -> Iterator[Any]:
-        """All that it yields, each within `seconds`; `Ended` at last where it breaks off."""
-        over = False
+    def answers(self, seconds: float, *own: float) -> Iterator[Any]:
+        """All that it yields, each within `seconds`, the first ones within their `own`; `Ended` at last where
+        it breaks off."""
+        over, limits = False, chain(own, repeat(seconds))
         try:
             while not over:
-                over, value = self.next(seconds)
+                over, value = self.next(next(limits))
                 if not over or value is not None:
                     yield value
         finally:

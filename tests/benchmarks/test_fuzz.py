@@ -90,16 +90,19 @@ def test_a_frozen_number_shows(no_default_dtype: None) -> None:
     assert compared(both[1], both[0]).kind == "WRONG"
 
 
-def test_a_program_that_hangs_or_ends_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hangs_or_ends_costs_itself_alone() -> None:
+    """Only the one that hangs has little time: a busy machine may take long for the others."""
     ends = Piece("", {"head": ["os._exit(3)"]})
     hangs = Piece("", {"head": ["time.sleep(60)"]})
-    monkeypatch.setattr("benchmarks.fuzz.check.LOCAL_SECONDS", 20.0)
     works = [
         Work(str(i), source(replace(PLAIN, pieces=pieces)), verified=())
         for i, pieces in enumerate([(ends,), (), (hangs,), ()])
     ]
-    found = [cells for _, cells in checked(works, ranks=False)]
-    assert [next(iter(cells.values())).kind for cells in found] == ["RAW", "same", "RAW", "same"]
+    works[2] = replace(works[2], seconds=2.0)
+    found = [next(iter(cells.values())) for _, cells in checked(works, ranks=False)]
+    assert [cell.kind for cell in found] == ["RAW", "same", "RAW", "same"]
+    assert "the process ended with 3" in str(found[0])
+    assert "no answer within 2 s" in str(found[2])
 
 
 def test_shrinking_leaves_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
