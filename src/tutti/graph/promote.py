@@ -14,6 +14,7 @@ from tutti.graph.loop import loop
 aten = torch.ops.aten
 WIDE = torch.float64
 WIDE_COMPLEX = torch.complex128
+Promoted = tuple[fx.Graph, nn.Module, dict[fx.Node, fx.Node]]
 
 _DEFAULT = (
     threading.Lock()
@@ -39,9 +40,7 @@ def _promoted_argument(x: Any) -> Any:
     return x
 
 
-def promoted(
-    graph: fx.Graph, owner: nn.Module
-) -> tuple[fx.Graph, nn.Module, dict[fx.Node, fx.Node]]:
+def promoted(graph: fx.Graph, owner: nn.Module) -> Promoted:
     """A copy of `graph` whose every floating dtype is float64, the constants with it, and the old
     nodes by new one.
 

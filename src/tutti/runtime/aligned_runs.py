@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from tutti.capture.found_gradients import noted
-from tutti.graph.promote import promoted
 from tutti.layout import assemble
 from tutti.runtime.aligned import Aligned, OneDevice
 from tutti.runtime.comparisons import (
@@ -34,7 +33,7 @@ class AlignedPartition(PartitionComparison):
     def __init__(self, seen: Observed, *rest: Any, **options: Any) -> None:
         super().__init__(*rest, **options)
         self._seen = seen
-        graph, owner, back = promoted(self.captured.graph, self.captured.owner)
+        graph, owner, back = self.wide
         new = {old.name: n for n, old in back.items()}
         marks = {name: new[value] for name, (value, _) in seen.gradients.items()}
         self._device = OneDevice(graph, owner, self.captured.updated, marks, self.seed)

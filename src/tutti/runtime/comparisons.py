@@ -20,7 +20,7 @@ from tutti.capture.read_values import Seen
 from tutti.capture.sparse import dense
 from tutti.capture.step import Captured
 from tutti.errors import TuttiError
-from tutti.graph.promote import promoted, promoted_value
+from tutti.graph.promote import Promoted, promoted, promoted_value
 from tutti.graph.virtual import Post, VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
@@ -171,7 +171,10 @@ class Played:
 
 
 class PartitionComparison:
-    """The partitioned program on virtual ranks against the captured graph on one, all in float64."""
+    """The partitioned program on virtual ranks against the captured graph on one, all in float64.
+
+    `wide` is the captured graph, `promoted`.
+    """
 
     def __init__(
         self,
@@ -182,8 +185,9 @@ class PartitionComparison:
         seed: int,
         *,
         played: Played,
+        wide: Promoted,
     ) -> None:
-        self.captured, self.program, self.seed = captured, program, seed
+        self.captured, self.program, self.seed, self.wide = captured, program, seed, wide
         self.played, self.mesh = played, played.mesh
         self.feed = {n: promoted_value(x) for n, x in feed.items()}
         self.one = {n: promoted_value(x) for n, x in start.items()}
@@ -200,7 +204,6 @@ class PartitionComparison:
             for place in range(len(played.graphs))
         ]
         self.errors = Errors()
-        self._dense = promoted(self.captured.graph, self.captured.owner)[:2]
         self._local = [promoted(graph, self.captured.owner)[:2] for graph in self.played.graphs]
 
     def run(self, steps: int) -> None:
@@ -210,7 +213,7 @@ class PartitionComparison:
     def advance(self, k: int) -> None:
         """Take step `k` on both sides, and compare."""
         out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
-            *self._dense, [inputs_of(self.captured, self.one, self.feed)]
+            *self.wide[:2], [inputs_of(self.captured, self.one, self.feed)]
         )[0]
         self.one |= dict(zip(self.captured.updated, new, strict=True))
         for place, ranks in enumerate(self.play(k)):

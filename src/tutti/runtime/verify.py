@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tutti.capture.read_values import Seen
 from tutti.capture.step import Captured, capture, copied
 from tutti.graph.loop import graphs_of
 from tutti.graph.product import is_faster
+from tutti.graph.promote import Promoted, promoted
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.order import PASSES, left_out_by_environment, optimized
@@ -265,10 +267,16 @@ class Subject:
         """One device beside what `play` makes of the program; `aligned`: part by part."""
         if not aligned:
             rest = program, self.start, feed, seed
-            return PartitionComparison(self.captured, *rest, played=play(program))
+            return PartitionComparison(self.captured, *rest, played=play(program), wide=self._wide)
         seen = observed(program)
         rest = seen.program, self.start, feed, seed
-        return AlignedPartition(seen, self.captured, *rest, played=play(seen.program))
+        made = play(seen.program)
+        return AlignedPartition(seen, self.captured, *rest, played=made, wide=self._wide)
+
+    @cached_property
+    def _wide(self) -> Promoted:
+        """The captured graph in float64, for every comparison; it lasts as long as this subject."""
+        return promoted(self.captured.graph, self.captured.owner)
 
     def _compared(self, program: Program, play: Callable[[Program], Played]) -> Errors:
         """The errors of what `play` makes of the program: by a closer look, where there seem to be any."""
