@@ -128,8 +128,8 @@ def _save_among(step: Holder, path: Path, extra: dict[str, Any], left: Sequence[
 def _save(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
     what = f"cannot write the checkpoint {path}"
     ranks.each(what, lambda: _json(extra))
-    ranks.lead(what, lambda: _own(step, path))
     state = state_dict(step)
+    ranks.lead(what, lambda: _own(step, path))
     every = {s.name: s.tensor for s in _state(step)} | {COUNT: state[COUNT]}
     every |= {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
     manifest = Manifest(
