@@ -129,6 +129,6 @@ def test_checkpoints_and_evaluations_leave_nothing(tmp_path: Path) -> None:
             model(tokens)
         step(tokens)
         del evaluation
-        if k in (4, 19):
+        if k in (9, 19):  # a step keeps the locks of the last eight folders
             found.append(held())
     assert found[1] == found[0]

@@ -62,4 +62,4 @@ def test_all_ranks_suspended_for_twice_the_timeout_go_on(tmp_path: Path) -> None
 def test_one_that_is_suspended_for_longer_is_named(tmp_path: Path) -> None:
     code, _, err = suspended(tmp_path, [1])
     assert code
-    assert "rank 1 did not join rank 0" in err and "is stopped" in err
+    assert "rank 1 was stopped (SIGSTOP) and did not go on" in err

@@ -26,9 +26,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     take = Half.take
 
-    def noted(self: Half, begin: int, into: Tensor) -> None:
+    def noted(self: Half, begin: int, into: Tensor, *, summed: bool = False) -> int:
         found.append(len(into))
-        take(self, begin, into)
+        return take(self, begin, into, summed=summed)
 
     monkeypatch.setattr(region, "LEAST_NBYTES", 0)
     monkeypatch.setattr(Half, "take", noted)

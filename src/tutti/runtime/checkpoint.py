@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -105,24 +104,19 @@ def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
     while True:
         left = replicas.replicas_left(step)
         try:
-            _save_among(step, path, dict(extra or {}), left)
+            _save_among(step, path, dict(extra or {}), ranks_of(replicas.group_of(step, left)))
             return
         except CommError:
             if not replicas.lost_since(step, left):
                 raise
+            replicas.drop_group(step)
 
 
-def _save_among(step: Holder, path: Path, extra: dict[str, Any], left: Sequence[int]) -> None:
-    group = replicas.group_of(step, left)
-    try:
-        ranks = ranks_of(group)
-        if path.suffix == ".safetensors":
-            model_file.save(step, path, ranks)
-        else:
-            _save(step, path, extra, ranks)
-    finally:
-        if group is not None:
-            dist.destroy_process_group(group)
+def _save_among(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
+    if path.suffix == ".safetensors":
+        model_file.save(step, path, ranks)
+    else:
+        _save(step, path, extra, ranks)
 
 
 def _save(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:

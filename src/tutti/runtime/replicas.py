@@ -49,6 +49,7 @@ class Agreeing:
         self.layout = layout
         self.strategy = strategies.parse(layout.sync)
         self.team: Team | None = None
+        self.saving: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
         self.unread: Path | None = None
 
     @property
@@ -70,6 +71,9 @@ class Agreeing:
         self.team = Team(self.strategy, self.layout.mesh, names, run_device(step.model))
         everything = {s.name: local_of(s.tensor) for s in _here(step)}
         self.team.start(self.weights(step), everything)
+        group = dist.new_group(timeout=collective_timeout())
+        assert isinstance(group, dist.ProcessGroup)
+        self.saving = tuple(range(self.layout.num_replicas)), group
         if run_dir := os.environ.get(RUN_DIR):
             write_record(Path(run_dir), Joined(dist.get_rank(), self.replica))
         if self.unread is not None:
@@ -131,17 +135,27 @@ _LOSS_SECONDS, _LOOK_SECONDS = 10.0, 0.02
 
 
 def group_of(step: Holder, left: Sequence[int]) -> dist.ProcessGroup | None:
-    """A new group of the ranks of these replicas, which ask for it together; None without replicas.
+    """The group in which the ranks of these replicas save; None without replicas.
 
-    It is of one save alone: whoever meets a lost rank there destroys it, and so wakes the others up.
+    It is for saves alone: where a rank is lost in one, `drop_group` wakes up the others.
     """
-    if step.agreeing is None or step.agreeing.team is None or not dist.is_initialized():
+    agreeing = step.agreeing
+    if agreeing is None or agreeing.team is None or not dist.is_initialized():
         return None
-    mesh = step.layout.mesh
-    ranks = [r for r in range(mesh.num_ranks) if mesh.coordinates(r)["replica"] in left]
-    group = dist.new_group(ranks, timeout=collective_timeout(), use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    if agreeing.saving is None or agreeing.saving[0] != tuple(left):
+        mesh = step.layout.mesh
+        ranks = [r for r in range(mesh.num_ranks) if mesh.coordinates(r)["replica"] in left]
+        group = dist.new_group(ranks, timeout=collective_timeout(), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        agreeing.saving = tuple(left), group
+    return agreeing.saving[1]
+
+
+def drop_group(step: Holder) -> None:
+    """Destroy the group that is broken. Another one is of fewer ranks: its name must never come again."""
+    if step.agreeing is not None and step.agreeing.saving is not None:
+        dist.destroy_process_group(step.agreeing.saving[1])
+        step.agreeing.saving = None
 
 
 def lost_since(step: Holder, left: Sequence[int]) -> bool:
