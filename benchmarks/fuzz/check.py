@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 import tempfile
 import warnings
@@ -55,7 +56,7 @@ def module_of(key: str, text: str) -> ModuleType:
     folder.mkdir(exist_ok=True)
     path = folder / f"program_{key}.py"
     if not path.exists() or path.read_text() != text:
-        written = path.with_suffix(f".{id(folder)}")
+        written = path.with_suffix(f".{os.getpid()}")
         written.write_text(text)
         written.replace(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
