@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server.broken import answers_first, fences_nobody, forgets_sequences
 from server.updaters import (
     LR,
     UPDATERS,
@@ -25,9 +25,9 @@ from server.world import Faults, World
 from tutti.server import machine
 from tutti.server import messages as m
 from tutti.server.consistency import Consistency, parse
-from tutti.server.ledger import Applied, Closed, Departed, Entered, Record
+from tutti.server.ledger import Applied, Closed, Departed, Entered
 from tutti.server.machine import Machine
-from tutti.server.messages import Push, Reply, Request
+from tutti.server.messages import Push, Reply
 from tutti.server.session import Session
 
 ALL = (
@@ -222,32 +222,13 @@ def _equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return all(torch.allclose(found[n], x, rtol=1e-12, atol=1e-12) for n, x in expected.items())
 
 
-def _forgets_sequences(self: Machine, push: Push) -> Reply:
-    member = self.ledger.members[push.worker]
-    self.ledger.members[push.worker] = replace(member, sequence=push.sequence - 1, clock=push.clock)
-    return PUSH(self, push)
-
-
-def _answers_first(self: Machine, record: Record) -> None:
-    self.ledger.take(record)
-    if not isinstance(record, Push):
-        self.journal(record)
-
-
-def _fences_nobody(self: Machine, request: Request) -> None:
-    return None
-
-
-PUSH = Machine._push
-
-
 def _breaks(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     if what == "sequences":
-        monkeypatch.setitem(machine._HANDLE, Push, _forgets_sequences)
+        monkeypatch.setitem(machine._HANDLE, Push, forgets_sequences)
     elif what == "journal":
-        monkeypatch.setattr(Machine, "_decide", _answers_first)
+        monkeypatch.setattr(Machine, "_decide", answers_first)
     else:
-        monkeypatch.setattr(Machine, "_refuse_stranger", _fences_nobody)
+        monkeypatch.setattr(Machine, "_refuse_stranger", fences_nobody)
 
 
 @pytest.mark.parametrize("what", ["sequences", "journal", "fence"])

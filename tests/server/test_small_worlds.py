@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from benchmarks.small_worlds import Bounds, Violation, search
+from server.broken import answers_first, fences_nobody, forgets_sequences
 from tutti.server import machine
-from tutti.server.ledger import Record
 from tutti.server.machine import Answers, Machine
-from tutti.server.messages import Push, Refused, Reply, Request
+from tutti.server.messages import Push
 
 # With the states that there are at least.
 WORLDS = [
@@ -37,37 +36,18 @@ def test_each_push_counts_once_in_every_small_world(bounds: Bounds, least: int) 
     assert found.complete and found.finals and found.states >= least
 
 
-def _forgets_sequences(self: Machine, push: Push) -> Reply:
-    member = self.ledger.members[push.worker]
-    self.ledger.members[push.worker] = replace(member, sequence=push.sequence - 1, clock=push.clock)
-    return PUSH(self, push)
-
-
-def _answers_first(self: Machine, record: Record) -> None:
-    self.ledger.take(record)
-    if not isinstance(record, Push):
-        self.journal(record)
-
-
-def _fences_nobody(self: Machine, request: Request) -> Refused | None:
-    return None
-
-
 def _wakes_nobody(self: Machine) -> Answers:
     while self._close() and self._settle_alone():
         pass
     return []
 
 
-PUSH = Machine._push
-
-
 @pytest.mark.parametrize(
     ("name", "fault", "bounds", "said"),
     [
-        ("_push", _forgets_sequences, Bounds(doubles=1), "written down twice"),
-        ("_decide", _answers_first, Bounds(server_crashes=1), "records make 0|another ledger"),
-        ("_refuse_stranger", _fences_nobody, Bounds(worker_crashes=1), None),
+        ("_push", forgets_sequences, Bounds(doubles=1), "written down twice"),
+        ("_decide", answers_first, Bounds(server_crashes=1), "records make 0|another ledger"),
+        ("_refuse_stranger", fences_nobody, Bounds(worker_crashes=1), None),
         ("_go_on", _wakes_nobody, Bounds("step", pushes=2), "no end is reached"),
     ],
 )
