@@ -152,11 +152,8 @@ class Interrupt:
 def save(step, out: Path, history: dict) -> None:
     """Writes a new directory, then names it in `latest`: a run killed at any point can go on."""
     final = out / f"step_{len(history['train']):06d}"
-    draft = final.with_suffix(".draft")
-    step.save(draft, extra=history)
+    step.save(final, extra=history)  # there, whole, from one moment to the next
     if RANK == 0:
-        shutil.rmtree(final, ignore_errors=True)
-        draft.rename(final)
         (out / "latest.draft").write_text(final.name)
         (out / "latest.draft").rename(out / "latest")
         for other in set(out.glob("step_*")) - {final}:
