@@ -44,8 +44,8 @@ _WAIT, _WAKE = 0, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# Called with the seconds waited, now and then, by a rank that waits: one may raise what it has found out.
-WATCHES: list[Callable[[float], None]] = []
+# Called now and then by a rank that waits: one may raise what it has found out.
+WATCHES: list[Callable[[], None]] = []
 
 
 class PeerLost(RuntimeError):
@@ -192,7 +192,7 @@ class Signals:
     def _look(self, j: int, count: int, waited_seconds: float) -> None:
         """Raise if rank j, or one that it may wait for itself, will not come."""
         for watch in WATCHES:
-            watch(waited_seconds)
+            watch()
         ended = [k for k in self._others if self._lives[k].ended()]
         # One that ended after it had come this far is nobody's trouble.
         ended = [k for k in ended if self._behind(k, count)]

@@ -62,7 +62,11 @@ def _state(step: Holder, found: Iterable[str] = ()) -> list[StateTensor]:
 
 def state_dict(step: Holder) -> dict[str, Any]:
     """Every state tensor that this rank keeps, by name, without autograd; and the step count."""
-    state: dict[str, Any] = {n: plain_dtensor(x) for n, x in _kept(_state(step)).items()}
+    return _as_dict(step, _state(step))
+
+
+def _as_dict(step: Holder, every: list[StateTensor]) -> dict[str, Any]:
+    state: dict[str, Any] = {n: plain_dtensor(x) for n, x in _kept(every).items()}
     state[COUNT] = torch.tensor(step.num_steps)
     return state | saved_values.to_save(step.python)
 
@@ -122,9 +126,10 @@ def _save_among(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimou
 def _save(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
     what = f"cannot write the checkpoint {path}"
     ranks.each(what, lambda: _json(extra))
-    state = state_dict(step)
+    found = _state(step)
+    state = _as_dict(step, found)
     ranks.lead(what, lambda: _own(step, path))
-    every = {s.name: s.tensor for s in _state(step)} | {COUNT: state[COUNT]}
+    every = {s.name: s.tensor for s in found} | {COUNT: state[COUNT]}
     every |= {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
     manifest = Manifest(
         layout=str(step.layout),

@@ -230,7 +230,7 @@ class Divergence:
                     self._tell(j, call, mine, theirs)
         return unseen
 
-    def _look_around(self, waited_seconds: float = 0.0) -> None:
+    def _look_around(self) -> None:
         """Compare with those that have come here; see where the others are."""
         self._look()
         if self._unseen:

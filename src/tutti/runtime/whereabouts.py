@@ -75,9 +75,8 @@ def _plain_wait(stack: Stack, cpu_seconds: float) -> Waiting | None:
         return None
     what = inner[-1].f_code.co_name
     frames = tuple((id(frame), frame.f_lasti) for frame in inner)
-    computed = (
-        0 if what == "init_process_group" else round(cpu_seconds * 1000)
-    )  # that one polls a file
+    polls = what == "init_process_group"  # a file, and so computes while it waits
+    computed = 0 if polls else round(cpu_seconds * 1000)
     return Waiting((frames, computed), what, user_line(stack), _missing(stack))
 
 
