@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tutti.runtime.shortage import Shortage
+from tutti.runtime.memory_kills import MemoryKills
 
 GROUPS = {
     "version 2": ("0::/run", "sys/fs/cgroup/run/memory.events"),
@@ -34,20 +34,20 @@ def test_the_group_counts_first(kind: str, tmp_path: Path) -> None:
     groups, file = GROUPS[kind]
     set_up(tmp_path, groups)
     count(tmp_path, file, 3)
-    shortage = Shortage(tmp_path)
-    assert shortage.said() == "sent neither by the launcher nor by the kernel for want of memory"
+    kills = MemoryKills(tmp_path)
+    assert kills.said() == "sent neither by the launcher nor by the kernel for want of memory"
     count(tmp_path, file, 4)
     count(tmp_path, "proc/vmstat", 9)
     expected = "the kernel has killed 1 process of this run's control group for that"
-    assert shortage.said() == f"perhaps out of memory: {expected}"
+    assert kills.said() == f"perhaps out of memory: {expected}"
 
 
 def test_the_machine_counts_where_the_group_does_not(tmp_path: Path) -> None:
     set_up(tmp_path, "0::/run")
-    shortage = Shortage(tmp_path)
+    kills = MemoryKills(tmp_path)
     count(tmp_path, "proc/vmstat", 9)
-    assert "the kernel has killed 2 processes of this machine for that" in shortage.said()
+    assert "the kernel has killed 2 processes of this machine for that" in kills.said()
 
 
 def test_nothing_is_claimed_where_nothing_is_counted(tmp_path: Path) -> None:
-    assert Shortage(tmp_path).said() == "not sent by the launcher"
+    assert MemoryKills(tmp_path).said() == "not sent by the launcher"

@@ -7,6 +7,20 @@ import select
 from weakref import WeakValueDictionary
 
 
+def stat_of(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on (proc(5)); none where there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def state_of(pid: int) -> str:
+    """Such as "S" (asleep), "T" (stopped), "Z" (a zombie); "" where there is no such process."""
+    return next(iter(stat_of(pid)), "")
+
+
 class Life:
     """Whether a process has ended, also when its number is taken again or its parent has not asked."""
 
@@ -31,18 +45,11 @@ class Life:
         """Whether it has ended: a zombie has."""
         if self._fd >= 0:
             return bool(self._poll.poll(0))
-        return self._state() in ("", "Z", "X")
+        return state_of(self._pid) in ("", "Z", "X")
 
     def said(self) -> str:
         """What there is to say of a process that does not come."""
-        return f" (process {self._pid} is stopped)" if self._state() in ("T", "t") else ""
-
-    def _state(self) -> str:
-        try:
-            with open(f"/proc/{self._pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return ""
+        return f" (process {self._pid} is stopped)" if state_of(self._pid) in ("T", "t") else ""
 
     def __del__(self) -> None:
         if self._fd >= 0:

@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tutti.comm.life import state_of
 from tutti.runtime.records import read_script
 from tutti.runtime.whereabouts import Stack, collective, lines, user_line
 
@@ -46,7 +47,7 @@ def ask(run_dir: Path, rank: int, seconds: float = ANSWER_SECONDS) -> Answer:
     pid = read_script(run_dir, rank)
     if pid is None:
         return Answer(why="it has not started its script yet")
-    if (state := _state(pid)) in _STATES:
+    if (state := state_of(pid)) in _STATES:
         return Answer(why=f"process {pid} {_STATES[state]}")
     token = secrets.token_hex(8)
     asked, answered = run_dir / f"rank{rank}.ask.{token}", run_dir / f"rank{rank}.answer.{token}"
@@ -61,7 +62,7 @@ def ask(run_dir: Path, rank: int, seconds: float = ANSWER_SECONDS) -> Answer:
     finally:
         asked.unlink(missing_ok=True)
         answered.unlink(missing_ok=True)
-    running = "computes" if _state(pid) == "R" else "waits in the kernel"
+    running = "computes" if state_of(pid) == "R" else "waits in the kernel"
     return Answer(why=f"process {pid} {running} and does not answer: native code holds its Python")
 
 
@@ -77,10 +78,3 @@ def answer(run_dir: Path, rank: int, stack: Stack) -> None:
         partial.write_text(json.dumps(asdict(said)))
         partial.replace(run_dir / f"rank{rank}.answer.{token}")
         (run_dir / name).unlink(missing_ok=True)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""

@@ -15,8 +15,9 @@ from types import TracebackType
 
 from tutti.comm.awake import AwakeClock
 from tutti.comm.group import collective_timeout
+from tutti.comm.life import stat_of, state_of
+from tutti.runtime.memory_kills import MemoryKills
 from tutti.runtime.records import Exit, Lost, Waited, read_pid, read_record, read_script
-from tutti.runtime.shortage import Shortage
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
@@ -62,7 +63,7 @@ class Guard:
     def __init__(self, run_dir: Path, num_ranks: int, *, ends_others: bool = True) -> None:
         self._ends_others = ends_others
         self._run_dir, self._num_ranks = run_dir, num_ranks
-        self._shortage = Shortage()
+        self._shortage = MemoryKills()
         self._most_stopped = collective_timeout().total_seconds() + STOPPED_SECONDS
         self._clock = AwakeClock(5 * POLL_SECONDS)
         self._seen: dict[int, Seen] = {}
@@ -173,7 +174,7 @@ class Guard:
         if found.ended is not None or found.killed or rank not in self._pids:
             return
         script = read_script(self._run_dir, rank)
-        states = {_state(pid) for pid in {self._pids[rank], script or self._pids[rank]}}
+        states = {state_of(pid) for pid in {self._pids[rank], script or self._pids[rank]}}
         if "T" in states and found.stopped is None:
             self._seen[rank] = replace(found, stopped=time.monotonic())
             self._stopped_since[rank] = self._clock.look()
@@ -211,21 +212,9 @@ class Guard:
         return lost is not None or (ended is not None and ended.code == 0)
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _state(pid: int) -> str:
-    return next(iter(_stat(pid)), "")
-
-
 def _is_rank(pid: int) -> bool:
     """Whether `pid` is a living child of this process that heads its own group."""
-    fields = _stat(pid)
+    fields = stat_of(pid)
     if not fields:
         return False
     state, parent, group = fields[0], int(fields[1]), int(fields[2])

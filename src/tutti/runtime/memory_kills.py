@@ -8,7 +8,7 @@ from pathlib import Path
 _GROUP, _MACHINE = "this run's control group", "this machine"
 
 
-class Shortage:
+class MemoryKills:
     """Counts from when it was made.
 
     Args:

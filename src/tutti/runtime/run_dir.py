@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tutti.comm.hosts import host_name
+from tutti.comm.life import stat_of
 
 _PREFIX, _OWNER = "tutti-", "owner"
 # The ranks die with the launcher, but not at once: they may still write.
@@ -79,6 +80,4 @@ def _started(pid: int) -> str:
     """When a process has started, in ticks since the boot; "" where there is none, "0" if not known."""
     if not Path("/proc/self/stat").exists():
         return "0"
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    return next(iter(stat_of(pid)[19:20]), "")
