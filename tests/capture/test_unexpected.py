@@ -160,6 +160,9 @@ def test_a_batch_that_the_step_does_not_take() -> None:
     with pytest.raises(CaptureError, match="takes 2 positional arguments") as found:
         step(torch.ones(4, 4), 1)  # called here
     assert "# called here" in found.value.at
+    with pytest.raises(CaptureError, match="unexpected keyword argument 'inputs'") as found:
+        step(inputs=torch.ones(4, 4))
+    assert found.value.fix.startswith("step(...) with the arguments")
 
 
 def test_text_without_a_format_may_be_made() -> None:

@@ -12,6 +12,7 @@ from types import TracebackType
 from torch import fx
 from torch._subclasses import FakeTensor
 
+from tutti.capture.batch import called
 from tutti.capture.source import is_users, quoted, user_line
 from tutti.errors import CaptureError, TuttiError
 
@@ -31,13 +32,10 @@ _WAYS_OUT = (
         "Sym",
         "return the tensor from the step, and hand its value over there; in the step it is no plain number",
     ),
-    (
-        "positional argument",
-        "step(...) with the arguments that the training step takes after the optimizer",
-    ),
 )
 # A number that stands for one that is known only when the step runs, where it is taken for a plain one.
 _SYMBOL = re.compile(r"\bSym(Float|Int|Bool)\b")
+_CALL = "step(...) with the arguments that the training step takes after the optimizer"
 _GENERAL = (
     "call the training step itself, without tutti: where plain PyTorch raises the same, the line is wrong; "
     "where it does not, write the line in another way, or outside of the step"
@@ -109,4 +107,12 @@ def _within(error: Exception) -> str:
 
 
 def _general(error: Exception) -> str:
+    if isinstance(error, TypeError) and _is_of_the_call(error):
+        return _CALL
     return _GENERAL if _within(error) else _OURS
+
+
+def _is_of_the_call(error: Exception) -> bool:
+    """Whether the step could not be called at all: no frame of its own, the arguments do not fit."""
+    last = _innermost(error.__traceback__)
+    return last is not None and last.tb_frame.f_code is called.__code__
