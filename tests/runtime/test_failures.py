@@ -77,6 +77,13 @@ def test_a_mistake_that_tutti_names_exits_with_2() -> None:
     assert exit_code([end(0, 1, failure)]) == 2
 
 
+def lost_in_a_save(rank: int, seconds: float) -> Failure:
+    text = "CommError: rank 1 is gone; it left rank 0 in a save or a load\n  why  Connection reset by peer"
+    return Failure(
+        rank, "CommError", text, seconds, is_tutti=True, is_comm=True, line="train.py:12"
+    )
+
+
 WAITS = "rank 0 waited in all_reduce over data (8 B) at train.py:9"
 ENDS: dict[str, tuple[list[RankEnd], str]] = {
     "an exception beats a rank that the launcher killed": (
@@ -120,6 +127,10 @@ ENDS: dict[str, tuple[list[RankEnd], str]] = {
     "sys.exit": (
         [end(0, 1, lost(0, 2.5)), end(1, 3, ended=Exit(1, 3, 2.0))],
         "CommError: rank 1 ended (exit code 3); " + WAITS,
+    ),
+    "killed in a save, seen later than the other lost it": (
+        [end(0, 1, lost_in_a_save(0, 2.0)), end(1, -9, seen=Seen(2.5))],
+        "CommError: rank 1 died (signal 9); rank 0 was at train.py:12",
     ),
     "two deaths": (
         [end(0, -6, seen=Seen(3.0)), end(1, -11, seen=Seen(2.0))],

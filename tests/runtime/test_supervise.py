@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,10 +19,11 @@ import torch
 import tutti
 from ranks import context
 from runtime.processes import lives
+from tutti.comm.seconds import LINGER
 from tutti.layout import Layout
 from tutti.runtime import supervise, worker
 from tutti.runtime.roles import LISTEN, ROLE, SECRET, SERVERS, Role, roles_of
-from tutti.runtime.server_side import LINGER
+from tutti.runtime.server_side import _stop_when_left
 from tutti.runtime.supervise import Supervisor
 
 SCRIPT = Path(__file__).parent / "served_script.py"
@@ -276,6 +278,45 @@ def test_the_others_go_on_only_where_there_are_others(
     assert f"worker 1 ended (exit code 3{by}){'; the others go on' * elsewhere}\n" in said
 
 
+def test_servers_that_nobody_can_come_to_are_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All workers fail before they have joined: the servers would wait for them for ever."""
+    monkeypatch.setattr(supervise, "POLL_SECONDS", 0.001)
+    told: list[int] = []
+
+    class Waiting(Brief):
+        def send_signal(self, sig: int) -> None:
+            told.append(sig)
+            self.left, self.returncode = 0, -sig
+
+    class Played(Supervisor):
+        def spawn(self, environment: dict[str, str], log: Path | None) -> Any:
+            server = environment[ROLE].startswith("server")
+            return Waiting(10**9, 0) if server else Brief(3, 1)
+
+    layout = Layout.parse("replica=2 server=1 sync=async")
+    assert Played(layout, roles_of(layout), ["train.py"], log_dir=tmp_path).run() == 1
+    assert told == [signal.SIGTERM]
+    assert "worker 0 ended (exit code 1" in capfd.readouterr().err
+
+
+def test_a_server_ends_without_a_worker_that_never_came() -> None:
+    """Worker 0 has come and gone; worker 1 was waited for, for as long as workers are."""
+
+    class Served:
+        def __init__(self) -> None:
+            self.stopped = Event()
+            self.stop = self.stopped.set
+            self.machine = SimpleNamespace(ledger=SimpleNamespace(started=False, active=dict))
+
+    service: Any = Served()
+    Thread(target=_stop_when_left, args=(service,), daemon=True).start()
+    assert not service.stopped.wait(LINGER.default + 1.0)
+    service.machine.ledger.started = True
+    assert service.stopped.wait(30.0)
+
+
 def test_servers_and_workers_that_are_started_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,7 +337,7 @@ def test_servers_and_workers_that_are_started_apart(
         return thread
 
     threads = [
-        start("servers", [server], **{LISTEN: address, LINGER: "0.5"}),
+        start("servers", [server], **{LISTEN: address, LINGER.name: "0.5"}),
         start("first", workers[:1], **{SERVERS: address}),
         start("second", workers[1:], **{SERVERS: address}),
     ]

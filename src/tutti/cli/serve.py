@@ -44,12 +44,12 @@ def serve(
         )
     if repair and records is None:
         raise LayoutError("--repair without records", fix="--records DIR, the damaged directory")
+    from tutti.comm.seconds import LINGER
     from tutti.runtime.roles import LISTEN, RECORDS, REPAIR, SERVER, Role, checked_secret
-    from tutti.runtime.server_side import LINGER
     from tutti.runtime.supervise import Supervisor
 
     checked_secret()
-    environment = {LINGER: str(linger), LISTEN: listen or "127.0.0.1:29600"}
+    environment = {LINGER.name: str(linger), LISTEN: listen or "127.0.0.1:29600"}
     if records is not None:
         environment[RECORDS] = str(records.absolute())
     if repair:

@@ -39,7 +39,8 @@ class RankEnd:
     def is_victim(self) -> bool:
         """Whether the rank ended only because another one did, or the launcher ended it."""
         if self.failure is not None:
-            return bool(self.failure.collective) and lost_peer(self.failure.text)
+            waited = self.failure.is_comm or bool(self.failure.collective)
+            return waited and lost_peer(self.failure.text)
         if self.was_stopped:
             return False
         return self.seen.killed or self.exit_code in _STOPPED or self.left_early
@@ -118,11 +119,14 @@ def read_ends(
     logs: dict[int, Path],
     seen: Callable[[int], Seen],
 ) -> list[RankEnd]:
-    """What is known of every rank's end; `seen` is what the launcher saw of a rank."""
+    """What is known of every rank's end; `seen` is what the launcher saw of a rank.
+
+    `exit_codes` may lack ranks: the agent names those alone that had ended when it saw the first failure.
+    """
     return [
         RankEnd(
             rank,
-            exit_codes.get(rank),
+            exit_codes.get(rank, seen(rank).code),
             read_record(run_dir, Failure, rank),
             read_record(run_dir, Place, rank),
             read_record(run_dir, Exit, rank),

@@ -38,12 +38,14 @@ class Seen:
         stopped: since when it is stopped (SIGSTOP), or was when it ended.
         killed: whether the launcher has sent it a SIGKILL.
         shortage: of a SIGKILL that the launcher did not send, what the kernel tells of memory.
+        code: its exit code, minus a signal's number if that killed it; None where another has read it first.
     """
 
     ended: float | None = None
     stopped: float | None = None
     killed: bool = False
     shortage: str = ""
+    code: int | None = None
 
     @property
     def seconds(self) -> float | None:
@@ -150,7 +152,8 @@ class Guard:
                 rank = watched[fd]
                 if self._fds.get(rank) != fd:  # another thread has noted it
                     continue
-                self._seen[rank] = replace(self._seen.get(rank, Seen()), ended=time.monotonic())
+                found = self._seen.get(rank, Seen())
+                self._seen[rank] = replace(found, ended=time.monotonic(), code=_exit_code(fd))
                 os.close(self._fds.pop(rank))
             for rank in self._fds:
                 self._note_stopped(rank)
@@ -219,6 +222,15 @@ def _is_rank(pid: int) -> bool:
         return False
     state, parent, group = fields[0], int(fields[1]), int(fields[2])
     return state != "Z" and parent == os.getpid() and group == pid
+
+
+def _exit_code(fd: int) -> int | None:
+    """Of a child that has ended, by its pidfd; whoever started it can still read it."""
+    with suppress(ChildProcessError):
+        found = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return None
 
 
 def _kill_group(pid: int) -> None:

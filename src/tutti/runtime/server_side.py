@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tutti.capture.first_form import make_slots
 from tutti.capture.lift import state_of
 from tutti.capture.step import Captured, capture
+from tutti.comm.seconds import LINGER
 from tutti.layout import Layout
 from tutti.replicas import parts
 from tutti.runtime import roles
@@ -26,9 +27,6 @@ from tutti.server.update import WEIGHT
 from tutti.server.updater import GraphUpdater
 
 _LOOK_SECONDS = 0.2
-# How long a server that nobody is left with waits for somebody to come back.
-LINGER = "TUTTI_LINGER"
-_LINGER_SECONDS = 1.0
 
 
 class Holder(Protocol):
@@ -59,7 +57,7 @@ def captured_for(step: Holder, batch: tuple[Any, ...], *, apart: bool) -> Captur
 
 
 def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
-    """Own some of the variables until every worker has come and gone.
+    """Own some of the variables until the workers have left.
 
     The first weights are those of this process's model, or of the checkpoint that its script has loaded.
     """
@@ -107,14 +105,13 @@ def _records(role: Role) -> str | None:
 
 
 def _stop_when_left(service: Service) -> None:
-    """End a server once all workers have been there and none is any more."""
-    linger = float(os.environ.get(LINGER, _LINGER_SECONDS))
+    """End a server once no worker is there, and those that never came are no longer waited for."""
+    linger = LINGER.read()
     alone_since: float | None = None
     while True:
         time.sleep(_LOOK_SECONDS)
         ledger = service.machine.ledger
-        members = list(ledger.members.values())
-        left = len(members) >= ledger.num_workers and not any(m.active for m in members)
+        left = ledger.started and not ledger.active()
         now = time.monotonic()
         alone_since = (alone_since or now) if left else None
         if alone_since is not None and now - alone_since >= linger:

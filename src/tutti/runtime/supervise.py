@@ -208,18 +208,24 @@ class Supervisor:
         )
 
     def _let_servers_end(self) -> None:
-        """Servers of this host end by themselves once the workers of all hosts have left."""
+        """Servers of this host end by themselves once the workers of all hosts have left.
+
+        Where every worker of the run has failed here, some may never have come: nobody is waited for.
+        """
+        workers = [x for x in self.started if x.role.kind == WORKER]
+        if len(workers) == self.layout.num_ranks and not any(self._ended_well(x) for x in workers):
+            return
         servers = [x for x in self.started if x.role.kind == SERVER]
         while any(x.lives for x in servers):
             time.sleep(POLL_SECONDS)
 
+    def _ended_well(self, one: Started) -> bool:
+        """Whether all ranks of a worker, or a server, have ended with 0 or have not ended."""
+        return all(self.codes.get(x.rank, 0) == 0 for x in self._worker_of(one))
+
     def _code(self) -> int:
         kind = WORKER if any(r.kind == WORKER for r in self.roles) else SERVER
-        own = [
-            all(self.codes.get(y.rank, 0) == 0 for y in self._worker_of(x))
-            for x in self.started
-            if x.role.kind == kind
-        ]
+        own = [self._ended_well(x) for x in self.started if x.role.kind == kind]
         if self._hopeless() or not any(own):
             return failures.exit_code(self._ends())
         return 0
