@@ -23,7 +23,7 @@ train: $(STAMP)
 	$(BIN)/tutti run -n $(RANKS) --layout "$(LAYOUT)" examples/gpt.py $(ARGS)
 
 test: $(STAMP)
-	$(TESTS) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TESTS) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # One processor plays others: an x86 of 2013, and one without vectors. What chooses kernels, and whole steps
 # in float32 and bf16: in float64 no kernel is chosen, and all of them agree to more digits than a test asks.

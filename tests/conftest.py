@@ -6,38 +6,15 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from torch.fx.experimental import symbolic_shapes
 
 from ranks import Ranks, collect_seldom
+from shared_out import FIRST, Waiting
 
-# The longest files, longest first: a worker must not be left with one of them at the end.
-FIRST = (
-    "benchmarks/test_fuzz.py",
-    "runtime/test_memory.py",
-    "test_examples.py",
-    "verify/test_models.py",
-    "verify/test_pipeline.py",
-    "planner/test_memory.py",
-    "runtime/test_training.py",
-    "runtime/test_cuda_graph.py",
-    "verify/test_rounding.py",
-    "runtime/test_supervise.py",
-    "runtime/test_read_values.py",
-    "runtime/test_launch.py",
-    "passes/test_remat.py",
-    "runtime/test_pipeline.py",
-    "runtime/test_python_values.py",
-    "runtime/test_checkpoint.py",
-    "runtime/test_precision.py",
-    "capture/test_sizes.py",
-    "runtime/test_allocator.py",
-    "verify/test_other_forms.py",
-    "verify/test_pipeline_faults.py",
-    "verify/test_servers.py",
-)
 _TESTS = Path(__file__).parent
 
 # pytest listens to every logger, so PyTorch would describe each symbol to it: a twentieth of all.
@@ -51,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; the order is otherwise as it was."""
     place = {_TESTS / name: i for i, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files that wait keep to one worker, where there are more than two."""
+    return Waiting(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
