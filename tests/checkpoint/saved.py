@@ -28,14 +28,14 @@ def state(number: int) -> dict[str, Tensor]:
     }
 
 
-def save(path: Path, number: int) -> None:
+def save(path: Path, number: int, ranks: Unanimous = ALONE) -> None:
     """Save `state(number)`, under the folder's lock."""
     given = state(number)
     forms = {n: TensorForm(tuple(x.shape), x.dtype) for n, x in given.items()}
     manifest = Manifest("", "", forms, "", {}, {"number": number, "losses": [0.25, 1.5]})
     lock = open_folder(path)
     try:
-        write_checkpoint(path, given, manifest, ALONE)
+        write_checkpoint(path, given, manifest, ranks)
     finally:
         lock.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -16,10 +17,12 @@ import torch
 from torch.distributed.checkpoint import state_dict_loader
 
 from checkpoint import saved
-from tutti.errors import CheckpointError
+from tutti.checkpoint.unanimous import Unanimous
+from tutti.errors import CheckpointError, CommError
 
 # Python tells of these before it does them: whatever a save does to a file.
 CHANGES = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
+TAKES_ROOM = {"open", "os.rename", "os.mkdir"}
 
 
 def in_a_child(act: Callable[[], None]) -> int:
@@ -30,7 +33,7 @@ def in_a_child(act: Callable[[], None]) -> int:
         try:
             act()
             code = 0
-        except CheckpointError:
+        except (CheckpointError, OSError):  # the latter of `open_folder`
             code = 3
         finally:
             os._exit(code)
@@ -39,6 +42,26 @@ def in_a_child(act: Callable[[], None]) -> int:
 
 def dies_before_change(number: int, path: Path) -> None:
     """This process ends without a word before the `number`-th change below `path`."""
+
+    def dies(change: int, _: str) -> None:
+        if change == number:
+            os._exit(9)
+
+    at_changes(path, dies)
+
+
+def fails_at_change(number: int, path: Path, *, once: bool) -> None:
+    """The `number`-th change below `path` raises; so do all later ones that take room, unless `once`."""
+
+    def fails(change: int, event: str) -> None:
+        if change == number or (change > number and not once and event in TAKES_ROOM):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    at_changes(path, fails)
+
+
+def at_changes(path: Path, act: Callable[[int, str], None]) -> None:
+    """Call `act` with the number and the event of each change below `path`, before it is done."""
     changes = 0
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
@@ -51,8 +74,7 @@ def dies_before_change(number: int, path: Path) -> None:
             if not flags & os.O_CREAT:
                 return
         changes += 1
-        if changes == number:
-            os._exit(9)
+        act(changes, event)
 
     sys.addaudithook(hook)
 
@@ -79,6 +101,47 @@ def test_a_save_that_dies_before_any_of_its_changes(tmp_path: Path) -> None:
         assert code == 9
     assert number > 10
     assert found == sorted(found) and found[0] == 1 and found[-1] == 2
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_save_of_which_any_change_fails(once: bool, tmp_path: Path) -> None:
+    """Every moment of the second save again: an error then leaves the first or the second one, whole."""
+    found, number = [], 0
+    while True:
+        number += 1
+        path = tmp_path / f"saved{number}"
+        saved.save(path, 1)
+
+        def act(path: Path = path, number: int = number) -> None:
+            fails_at_change(number, path, once=once)
+            saved.save(path, 2)
+
+        code = in_a_child(act)
+        found.append((saved.number_of(path), plain_number_of(path)))
+        saved.save(path, 3)
+        assert saved.number_of(path) == plain_number_of(path) == 3
+        if code == 0 and found[-1] == (2, 2) and number > 15:
+            break
+        assert code in (0, 3)
+    # The manifest is replaced first, then the index that plain PyTorch reads.
+    assert {(1, 1), (2, 2)} <= set(found) <= {(1, 1), (2, 1), (2, 2)}
+
+
+def test_a_save_that_loses_a_rank_once_it_is_visible_stays(tmp_path: Path) -> None:
+    """The first rank has replaced the manifest; then another one is killed before all have met."""
+
+    class Losing(Unanimous):
+        def lead(self, what: str, act: Callable[[], str]) -> str:
+            text = super().lead(what, act)
+            if saved.number_of(path) == 2:
+                raise CommError("rank 1 is gone; it left rank 0 in a save or a load")
+            return text
+
+    path = tmp_path / "saved"
+    saved.save(path, 1)
+    with pytest.raises(CommError, match="rank 1 is gone"):
+        saved.save(path, 2, Losing(None))
+    assert saved.number_of(path) == 2
 
 
 def test_a_first_save_that_dies_leaves_no_checkpoint(tmp_path: Path) -> None:
@@ -172,14 +235,21 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     assert saved.number_of(path) == 3
 
 
+def plain_number_of(path: Path) -> int:
+    """Which save plain PyTorch reads, after looking that all of it is of that save."""
+    found = {n: torch.zeros_like(x) for n, x in saved.state(0).items()}
+    state_dict_loader.load(found, checkpoint_id=str(path), no_dist=True)
+    number = int(found["num_steps"])
+    expected = saved.state(number)
+    assert all(torch.equal(found[n], x) for n, x in expected.items())
+    return number
+
+
 def test_plain_pytorch_reads_the_newest(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     for number in (1, 2):
         saved.save(path, number)
-    expected = saved.state(2)
-    found = {n: torch.zeros_like(x) for n, x in expected.items()}
-    state_dict_loader.load(found, checkpoint_id=str(path), no_dist=True)
-    assert all(torch.equal(found[n], x) for n, x in expected.items())
+    assert plain_number_of(path) == 2
 
 
 def test_a_checkpoint_of_another_program_is_not_replaced(tmp_path: Path) -> None:

@@ -173,8 +173,11 @@ def _check_checkpoint(played: Played, chooses: random.Random) -> None:
     if not holds_checkpoint(played.directory):
         played.require(not acknowledged, f"the save of step {acknowledged} is gone")
         return
-    reading = Reading(folder, Unanimous(None))
-    reading.check()
+    try:
+        reading = Reading(folder, Unanimous(None))
+        reading.check()
+    except CheckpointError as error:
+        raise BrokenPromise(played, f"its checkpoint is not whole: {error.what}") from error
     losses = reading.manifest.extra["losses"]
     played.require(len(losses) >= acknowledged, f"it holds {len(losses)} of {acknowledged} steps")
     flipped = flip_a_bit(played.directory, chooses) if chooses.random() < 0.3 else ""

@@ -36,7 +36,8 @@ def write_checkpoint(
     All ranks call together, the first one with the lock of the folder. `manifest` says all but the files.
 
     Raises:
-        CheckpointError: on every rank; what was written is removed, and the last checkpoint is there.
+        CheckpointError: on every rank; the last checkpoint is there, or this one if it had become visible.
+        CommError: a rank is lost; the same holds.
     """
     what = f"cannot write the checkpoint {path}"
     folder = ranks.lead(what, lambda: folders.new_state_folder(path))

@@ -59,8 +59,10 @@ def commit(path: Path, folder: str, manifest: str, index: bytes) -> None:
     nothing names them any more.
     """
     sync_folder(path / folder)
-    replace_file(path / MANIFEST, manifest.encode())
-    replace_file(path / INDEX, index)
+    drafts = [_draft(path / MANIFEST, manifest.encode()), _draft(path / INDEX, index)]
+    for draft in drafts:  # a full disk has told by now
+        draft.replace(draft.with_name(draft.name.removesuffix(_NEW)))
+        sync_folder(path)
     _remove_states(path, keep=folder)
     for file in path.iterdir():
         if _EARLIER.fullmatch(file.name):
@@ -68,19 +70,22 @@ def commit(path: Path, folder: str, manifest: str, index: bytes) -> None:
 
 
 def abandon(path: Path, folder: str) -> None:
-    """Remove what a failed save has written."""
-    shutil.rmtree(path / folder, ignore_errors=True)
+    """Remove what a failed save has written, unless it is the checkpoint already.
+
+    A save can fail once it is visible: another rank is lost before all have met again.
+    """
+    if _current(path) not in (None, folder):
+        shutil.rmtree(path / folder, ignore_errors=True)
 
 
-def replace_file(file: Path, content: bytes) -> None:
-    """Give `file` a new content by one rename, durable when this returns."""
+def _draft(file: Path, content: bytes) -> Path:
+    """What is to replace `file`, beside it and on the disk."""
     new = file.with_name(file.name + _NEW)
     with open(new, "wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    new.replace(file)
-    sync_folder(file.parent)
+    return new
 
 
 def sync_folder(folder: Path) -> None:
