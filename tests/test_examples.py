@@ -22,11 +22,9 @@ SHORT = {
     "llama": "--steps 3 --batch 4 --layers 1",
     "gpt": "--steps 4 --every 2 --batch 4 --width 32 --depth 1 --out {out}",
 }
-# Started as a user does, each way once; the others by copies of an interpreter that has imported (forked.py).
-FRESH = {
-    ("digits", 'tutti run -n 2 --layout "data=2 zero=3" examples/digits.py'),
-    ("digits", "torchrun --nproc-per-node 2 examples/digits.py"),
-}
+# Started as a user does; the others by copies of an interpreter that has imported (forked.py). A fresh
+# `tutti run` is in runtime/test_memory.py.
+FRESH = {("digits", "torchrun --nproc-per-node 2 examples/digits.py")}
 
 
 def ways(name: str) -> list[str]:
