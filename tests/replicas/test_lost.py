@@ -103,6 +103,25 @@ def test_a_replica_that_dies_in_a_save_is_left_out_of_it(
     assert len(list((tmp_path / "saved").glob("state-*"))) == 1
 
 
+def test_a_replica_that_is_stopped_does_not_keep_the_others_from_saving(tmp_path: Path) -> None:
+    """The first rank holds the lock of the folder. It is lost long before the launcher would end it."""
+    layout = "replica=2 sync=average(every=3)"
+    words = ["run", "--layout", layout, str(SCRIPT), "0", str(tmp_path), "stop"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "100", "TUTTI_LEASE": "3"}
+    done = forked.run(["-m", "tutti", *words], env=env, cwd=tmp_path, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "rank 0 was stopped (SIGSTOP) and did not go on; the launcher has killed it: "
+        in done.stderr
+    )
+    assert ": the others went on without replica 0" in done.stderr
+    weights = [float(x) for x in (tmp_path / "1.txt").read_text().split()]
+    state = {"weight": torch.zeros(3, 4), "bias": torch.zeros(3)}
+    state_dict_loader.load(state, checkpoint_id=str(tmp_path / "saved"))
+    found = torch.cat([state["weight"].reshape(-1), state["bias"]]).tolist()
+    assert found == pytest.approx(weights)
+
+
 def test_what_counts_as_lost() -> None:
     mistake = Failure(0, "ValueError", "", 0.0)
     peer = Failure(0, "CommError", "", 0.0, is_tutti=True, is_comm=True)

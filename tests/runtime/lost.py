@@ -1,6 +1,7 @@
-"""A training script of which one rank is killed: `lost.py RANK DIRECTORY [save]`; writes what it ends with.
+"""A training script of which one rank is lost: `lost.py RANK DIRECTORY [save | stop]`; writes its weights.
 
-With "save" it is killed while all save after the last step, when some have written their shards.
+The rank is killed at a step; with "save" while all save after the last step, when some have written their
+shards; with "stop" it stops (SIGSTOP) at that step, after a first save.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tutti.checkpoint import files
 
 RANK, VICTIM = int(os.environ["RANK"]), int(sys.argv[1])
 BAD_STEP, STEPS = 5, 12
-IN_SAVE = sys.argv[3:] == ["save"]
+IN_SAVE, STOPS = sys.argv[3:] == ["save"], sys.argv[3:] == ["stop"]
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -38,8 +39,10 @@ def main() -> None:
     x, y = torch.randn(12, 4), torch.randn(12, 3)
     for k in range(STEPS):
         if k == BAD_STEP and RANK == VICTIM and not IN_SAVE:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSTOP if STOPS else signal.SIGKILL)
         step(x, y)
+        if k == 1 and STOPS:
+            step.save(Path(sys.argv[2]) / "saved")
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     (Path(sys.argv[2]) / f"{RANK}.txt").write_text(" ".join(map(str, weights.tolist())))
     if IN_SAVE and RANK == VICTIM:

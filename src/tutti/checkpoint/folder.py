@@ -20,8 +20,8 @@ _NEW = ".new"
 _EARLIER = re.compile(r"__\d+_\d+\.distcp")
 
 
-def open_folder(path: Path) -> OwnerLock:
-    """Make the folder where it is missing, and lock it.
+def open_folder(path: Path, seconds: float = 0.0) -> OwnerLock:
+    """Make the folder where it is missing, and lock it; its owner is waited for, so many seconds.
 
     Raises:
         CheckpointError: another run saves there, or the folder holds a checkpoint that tutti did not write.
@@ -31,7 +31,7 @@ def open_folder(path: Path) -> OwnerLock:
     path.mkdir(parents=True, exist_ok=True)
     if made:
         sync_folder(path.parent)
-    lock = lock_folder(path)
+    lock = lock_folder(path, seconds)
     if (path / INDEX).exists() and not (path / MANIFEST).exists():
         raise CheckpointError(
             f"{path} holds a checkpoint of another program",

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 from tutti.errors import CheckpointError
 
 LOCK = "lock"
+_LOOK_SECONDS = 0.05
 
 
 class OwnerLock:
@@ -42,25 +43,28 @@ class OwnerLock:
             self._fd = -1
 
 
-def lock_folder(folder: Path) -> OwnerLock:
+def lock_folder(folder: Path, seconds: float = 0.0) -> OwnerLock:
     """The lock of `folder`, which exists.
 
     Raises:
-        CheckpointError: another process has it; names that process, its host and since when.
+        CheckpointError: another process has it, and still has after so many seconds; names that process,
+            its host and since when.
         OSError: the lock file cannot be made.
     """
     found = os.stat(folder)
     key = (found.st_dev, found.st_ino)
     held = _HELD.get(key)
     if held is None or not held.is_of(folder):
-        held = _HELD[key] = OwnerLock(_locked(folder))
+        held = _HELD[key] = OwnerLock(_locked(folder, seconds))
     return held
 
 
-def _locked(folder: Path) -> int:
+def _locked(folder: Path, seconds: float) -> int:
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    until = time.monotonic() + seconds
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while not _is_free(fd, last=time.monotonic() >= until):
+            time.sleep(_LOOK_SECONDS)
     except BlockingIOError as error:
         owner = os.pread(fd, 4096, 0).decode(errors="replace")
         os.close(fd)
@@ -80,6 +84,17 @@ def _locked(folder: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, json.dumps(owner).encode(), 0)
     return fd
+
+
+def _is_free(fd: int, *, last: bool) -> bool:
+    """Take the lock; False, or the last time `BlockingIOError`, where another process has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if last:
+            raise
+        return False
+    return True
 
 
 def _described(owner: str) -> str:

@@ -164,10 +164,13 @@ def _json(extra: dict[str, Any]) -> str:
 _LOCKS: WeakKeyDictionary[Any, dict[Path, OwnerLock]] = WeakKeyDictionary()
 # A run that gives each save a folder of its own does not come back to them.
 _MOST_LOCKS = 8
+# So long the lock of a rank that is lost is waited for: until the launcher has ended it.
+_LOST_SECONDS = 15.0
 
 
 def _own(step: Holder, path: Path) -> str:
-    lock, locks = open_folder(path), _LOCKS.setdefault(step, {})
+    seconds = _LOST_SECONDS if replicas.give_up_lost(step) else 0.0
+    lock, locks = open_folder(path, seconds), _LOCKS.setdefault(step, {})
     locks.pop(path.resolve(), None)
     locks[path.resolve()] = lock
     while len(locks) > _MOST_LOCKS:

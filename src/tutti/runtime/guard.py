@@ -17,7 +17,7 @@ from tutti.comm.awake import AwakeClock
 from tutti.comm.group import collective_timeout
 from tutti.comm.life import stat_of, state_of
 from tutti.runtime.memory_kills import MemoryKills
-from tutti.runtime.records import Exit, Lost, Waited, read_pid, read_record, read_script
+from tutti.runtime.records import Exit, GivenUp, Lost, Waited, read_pid, read_record, read_script
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
@@ -58,7 +58,8 @@ class Guard:
 
     It notes when each ends or is stopped. A rank that another one's death leaves stuck, deaf to SIGTERM,
     is killed after `STOP_SECONDS`; the agent itself would give it 30. So is one that has been stopped
-    (SIGSTOP) for `TUTTI_TIMEOUT` and `STOPPED_SECONDS` more. On leaving, what is left of any rank's group
+    (SIGSTOP) for `TUTTI_TIMEOUT` and `STOPPED_SECONDS` more, or, once the others have given it up, for
+    `TOLD_SECONDS`: it may hold what they need. On leaving, what is left of any rank's group
     is killed. Without `ends_others` ranks may outlive each other.
     """
 
@@ -188,7 +189,9 @@ class Guard:
         now = self._clock.look()
         for rank, found in list(self._seen.items()):
             lives = found.ended is None and not found.killed and found.stopped is not None
-            if lives and now - self._stopped_since[rank] > most_seconds:
+            given_up = lives and read_record(self._run_dir, GivenUp, rank) is not None
+            most = TOLD_SECONDS if given_up else most_seconds
+            if lives and now - self._stopped_since[rank] > most:
                 self.kill(rank, alone=True)
 
     def _tell_waits(self) -> None:

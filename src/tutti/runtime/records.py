@@ -72,6 +72,13 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class GivenUp:
+    """A rank of a replica that the others have given up: if it goes on, nothing that it does counts."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Waited:
     """What a rank says of an unusually long wait, its `number`-th, and for which ranks it waits."""
 
@@ -81,8 +88,8 @@ class Waited:
     late: list[int]
 
 
-Record = Failure | Place | Exit | Joined | Lost | Waited
-T = TypeVar("T", Failure, Place, Exit, Joined, Lost, Waited)
+Record = Failure | Place | Exit | Joined | Lost | GivenUp | Waited
+T = TypeVar("T", Failure, Place, Exit, Joined, Lost, GivenUp, Waited)
 
 
 def write_record(run_dir: Path, record: Record) -> None:

@@ -21,7 +21,7 @@ from tutti.layout import Layout
 from tutti.replicas import parts, strategies
 from tutti.replicas.strategy import AVERAGED
 from tutti.replicas.team import Team
-from tutti.runtime.records import RUN_DIR, Joined, write_record
+from tutti.runtime.records import RUN_DIR, GivenUp, Joined, write_record
 from tutti.runtime.residence import local_of, residence_of, run_device, set_local
 from tutti.runtime.shards import plain_dtensor
 
@@ -166,6 +166,20 @@ def lost_since(step: Holder, left: Sequence[int]) -> bool:
             return True
         time.sleep(_LOOK_SECONDS)
     return False
+
+
+def give_up_lost(step: Holder) -> bool:
+    """Let the launcher end ranks of lost replicas that are stopped; whether there are lost ones.
+
+    They may hold the lock of a folder, and nothing that they would do counts any more.
+    """
+    mesh, left = step.layout.mesh, replicas_left(step)
+    if len(left) == step.layout.num_replicas:
+        return False
+    for rank in range(mesh.num_ranks):
+        if mesh.coordinates(rank)["replica"] not in left and (run_dir := os.environ.get(RUN_DIR)):
+            write_record(Path(run_dir), GivenUp(rank))
+    return True
 
 
 def first_left(step: Holder) -> int:
