@@ -29,10 +29,10 @@ test: $(STAMP)
 # in float32 and bf16: in float64 no kernel is chosen, and all of them agree to more digits than a test asks.
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 PLAIN := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
-KERNEL_TESTS := tests/runtime/test_precision.py::test_ranks_take_the_steps_of_one_device \
-    tests/runtime/test_precision.py::test_the_example_trains_as_in_float32 tests/graph/test_product.py tests/passes/test_onednn.py \
-    tests/runtime/test_generate.py tests/runtime/test_training.py::test_a_few_steps_in_float32 \
-    tests/runtime/test_training.py::test_one_device_trains_as_plain_pytorch
+KERNEL_TESTS := tests/execution/test_precision.py::test_ranks_take_the_steps_of_one_device \
+    tests/execution/test_precision.py::test_the_example_trains_as_in_float32 tests/graph/test_product.py tests/passes/test_onednn.py \
+    tests/execution/test_generate.py tests/execution/test_training.py::test_a_few_steps_in_float32 \
+    tests/execution/test_training.py::test_one_device_trains_as_plain_pytorch
 
 # Side by side, each in one process: a few long tests would leave the second worker of a run without work.
 test-kernels: $(STAMP)

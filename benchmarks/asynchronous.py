@@ -18,8 +18,6 @@ from tutti.capture.lift import numbers
 from tutti.capture.step import capture
 from tutti.layout import Layout
 from tutti.replicas import parts
-from tutti.runtime.server_side import whole_state
-from tutti.runtime.worked import Worked
 from tutti.server import consistency
 from tutti.server.keys import blocks
 from tutti.server.ledger import Ledger
@@ -29,6 +27,8 @@ from tutti.server.update import WEIGHT
 from tutti.server.updater import GraphUpdater
 from tutti.server.virtual import VirtualServers
 from tutti.server.worker import alone
+from tutti.serving.server_side import whole_state
+from tutti.serving.worked import Worked
 
 # By how much the time for a gradient differs.
 JITTER = 0.2

@@ -23,7 +23,7 @@ import torch
 from tutti.comm.groups import Groups
 from tutti.comm.shared_memory import SharedGroup
 from tutti.comm.transport import Distributed, Transport
-from tutti.runtime.ranks import ensure_process_group
+from tutti.launch.ranks import ensure_process_group
 
 NUM_RANKS = 2
 AXES = ("data",)

@@ -1,4 +1,4 @@
-"""What it costs to see that all ranks are in the same call with the same inputs (`runtime/divergence.py`).
+"""What it costs to see that all ranks are in the same call with the same inputs (`calls/divergence.py`).
 
     python -m benchmarks.divergence [LAYOUT ...]          # two ranks, the GPT of 29.5 M parameters
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import tutti
 from benchmarks.models import CASES, optimizer
-from tutti.runtime.divergence import Divergence, _Watching
+from tutti.calls.divergence import Divergence, _Watching
 
 CASE, LAYOUTS, NUM_ROUNDS = "gpt-29.5M", ("data=2", "data=2 zero=3", "tensor=2"), 24
 

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 import tutti
 from benchmarks import machine
 from benchmarks.models import Case, GPTCase, optimizer
+from tutti.execution.cuda_graph import CUDA_GRAPH, NUM_WARM_UP
 from tutti.planner.memory import predict
-from tutti.runtime.cuda_graph import CUDA_GRAPH, NUM_WARM_UP
 
 
 class TiedCase(GPTCase):

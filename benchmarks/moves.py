@@ -24,7 +24,7 @@ from benchmarks.harness import Crew
 from benchmarks.models import CASES, Case
 from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups
-from tutti.runtime.allocator import keep_freed_memory
+from tutti.execution.allocator import keep_freed_memory
 
 AXES = ("data",)
 TURN_SECONDS = 0.05

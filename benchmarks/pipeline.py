@@ -26,10 +26,10 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import tutti
 from benchmarks.contenders.tutti_step import train_step
 from benchmarks.models import CASES, Case, LlamaCase, optimizer
+from tutti.execution import loops
 from tutti.graph.loop import Part
 from tutti.graph.playing import Row, play
 from tutti.planner.simulate import simulate
-from tutti.runtime import loops
 
 NUM_MICRO, NUM_STEPS, NUM_WARM = 8, 9, 3
 LLAMA = LlamaCase(

@@ -44,9 +44,9 @@ from benchmarks.harness import Crew
 from benchmarks.sampler import Sampler
 from benchmarks.worker import steps
 from tutti.comm.channel import DistributedChannel, SharedChannel
+from tutti.execution.execute import Execution
+from tutti.execution.loops import Engine, Loops
 from tutti.graph.playing import ADD
-from tutti.runtime.execute import Execution
-from tutti.runtime.loops import Engine, Loops
 
 NUM_STEPS, NUM_HOLLOW, NUM_BETWEEN, NUM_SAMPLED = 5, 20, 7, 32
 WHOLE_STEP = "benchmark: step"

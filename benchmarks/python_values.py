@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tutti.runtime.python_values import PythonValues
+from tutti.calls.python_values import PythonValues
 
 ROUNDS = 300
 

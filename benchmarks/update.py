@@ -20,12 +20,12 @@ from torch.optim import AdamW, Optimizer
 
 from tutti.capture.lift import hypers_of
 from tutti.capture.step import capture
+from tutti.execution.generate import generate
 from tutti.layout import Layout, Mesh
 from tutti.partition.partition import partition
 from tutti.passes.order import optimized
 from tutti.passes.target import Target
 from tutti.propagate.plan import plan
-from tutti.runtime.generate import generate
 
 # name: (vocabulary, positions, width, layers): both have 29.5 million parameters.
 MODELS = {"few large tensors": (16384, 128, 512, 4), "many small tensors": (8192, 128, 320, 20)}

@@ -6,7 +6,7 @@
 A fresh interpreter takes 4 to 6 s of processor time until torch, tutti and transformers are imported, which
 is most of a short run. These are processes in all else: a pid, a parent, a group, streams, an environment and
 signals of their own; and so are the ranks that torch's elastic agent starts in them. test_examples.py,
-runtime/test_memory.py and runtime/test_launch.py start fresh ones and show that these do the same.
+state/test_memory.py and launch/test_launch.py start fresh ones and show that these do the same.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ COLLECT_AFTER = (100_000, 20, 10)
 IMPORTED_ONCE = [
     "torch",
     "tutti.api",
-    "tutti.runtime.launch",
-    "tutti.runtime.ranks",
+    "tutti.launch.launch",
+    "tutti.launch.ranks",
     "sklearn.datasets",
     "transformers.models.llama.modeling_llama",
 ]
@@ -137,7 +137,7 @@ def _serve(pipe: Connection, rank: int, n: int, run_dir: str) -> None:
         "TUTTI_RUN_DIR": run_dir,
     }
     sys.path.append(str(_ROOT))  # test modules are known as tests.comm.test_...
-    from tutti.runtime.ranks import ensure_process_group
+    from tutti.launch.ranks import ensure_process_group
 
     torch.set_num_threads(1)
     collect_seldom()

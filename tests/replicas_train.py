@@ -159,7 +159,7 @@ def evaluate(layout: str) -> tuple[Any, Any, State]:
 
 def start_differently(layout: str) -> str:
     """What a rank says when rank 0's state has not been sent."""
-    from tutti.runtime import residence
+    from tutti.state import residence
 
     model, optimizer = make(seed=dist.get_rank())
     step = tutti.distribute(train_step, model, optimizer, layout)

@@ -24,7 +24,10 @@ LAYERS = (
     ("planner",),  # nothing up to here needs a process group
     ("comm",),
     ("replicas", "server", "checkpoint"),
-    ("runtime",),
+    ("launch",),  # starts ranks, says how they ended
+    ("state",),  # where it lives between calls
+    ("calls", "execution"),  # what a trace depends on; generated code
+    ("saving", "verification", "serving"),
     ("report",),
     ("api",),
     ("__init__",),  # the public names

@@ -13,7 +13,7 @@ import tutti
 from benchmarks.contenders import eager
 from benchmarks.contenders.contender import Batches, Contender, Place
 from benchmarks.models import Case, optimizer
-from tutti.runtime.ranks import ensure_process_group
+from tutti.launch.ranks import ensure_process_group
 
 
 class Distributed:

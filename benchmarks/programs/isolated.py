@@ -23,8 +23,8 @@ from typing import Any
 IMPORTED_ONCE = [
     "torch",
     "tutti.api",
-    "tutti.runtime.ranks",
-    "tutti.runtime.verify",
+    "tutti.launch.ranks",
+    "tutti.verification.verify",
     "transformers",
 ]
 RANK_SECONDS = "20"  # how long a collective waits for its peers
@@ -136,7 +136,7 @@ def _answer(
     torch.set_num_threads(1)
     gc.set_threshold(20_000)
     if "RANK" in named:
-        from tutti.runtime.ranks import ensure_process_group
+        from tutti.launch.ranks import ensure_process_group
 
         ensure_process_group()
     with contextlib.suppress(BrokenPipeError):  # who asked has heard enough

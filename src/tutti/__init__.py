@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from tutti.graph.boundary import shard_as
     from tutti.layout import Layout, Mesh, Sharding
     from tutti.rules import add_rule as rule
-    from tutti.runtime.verify import Verdict
-    from tutti.runtime.whole import whole
+    from tutti.state.whole import whole
+    from tutti.verification.verify import Verdict
 
 __version__ = "0.1.0"
 
@@ -50,12 +50,12 @@ __all__ = [
 # processes that capture nothing start twice as fast.
 _HOMES = {
     "Step": "tutti.api",
-    "Verdict": "tutti.runtime.verify",
+    "Verdict": "tutti.verification.verify",
     "distribute": "tutti.api",
     "rule": "tutti.rules",
     "shard_as": "tutti.graph.boundary",
     "verify": "tutti.api",
-    "whole": "tutti.runtime.whole",
+    "whole": "tutti.state.whole",
 }
 _OTHER_NAMES = {"rule": "add_rule"}
 

@@ -20,6 +20,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from tutti.calls.captures import Captures
+from tutti.calls.divergence import Divergence
+from tutti.calls.first_call import FirstCall, first_call_undone, refuse_where_apart
+from tutti.calls.guards import MOST_WAYS, Guard, ReadGuard, guard_of, no_way, refuse_other_layouts
+from tutti.calls.holders import Holders
+from tutti.calls.numbers import Numbers
+from tutti.calls.outside_state import Outside, refuse_where_served
+from tutti.calls.processors import refuse_unlike
+from tutti.calls.python_values import PythonValues
+from tutti.calls.samples import Samples
+from tutti.calls.signature import Signatures
+from tutti.calls.tables import are_same
 from tutti.capture.batch import taken
 from tutti.capture.first_form import FirstStepAhead, awaiting, first_step_ahead, make_slots
 from tutti.capture.lift import optimizers_of, state_of
@@ -33,8 +45,15 @@ from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
 from tutti.errors import CommError, LayoutError, ShardingError, TuttiError
+from tutti.execution.collector import rarely_collected
+from tutti.execution.cuda_graph import op_by_op
+from tutti.execution.execute import Execution
+from tutti.execution.measure import peak_nbytes
 from tutti.graph.quick import quickly_written
 from tutti.graph.seed import checked_seed
+from tutti.launch.ranks import ensure_process_group
+from tutti.launch.records import LAYOUT
+from tutti.launch.roles import SERVER
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.timed import Timed
@@ -45,25 +64,20 @@ from tutti.replicas import parts, strategies
 from tutti.report.explain import explain as explain_program
 from tutti.report.records import Record, records
 from tutti.report.servers import explain_servers
-from tutti.runtime import checkpoint
-from tutti.runtime.captures import Captures
-from tutti.runtime.collector import rarely_collected
-from tutti.runtime.copies import copies_in_place
-from tutti.runtime.cuda_graph import op_by_op
-from tutti.runtime.divergence import Divergence
-from tutti.runtime.execute import Execution
-from tutti.runtime.first_call import FirstCall, first_call_undone, refuse_where_apart
-from tutti.runtime.guards import MOST_WAYS, Guard, ReadGuard, guard_of, no_way, refuse_other_layouts
-from tutti.runtime.holders import Holders
-from tutti.runtime.measure import peak_nbytes
-from tutti.runtime.numbers import Numbers
-from tutti.runtime.outside_state import Outside, refuse_where_served
-from tutti.runtime.processors import refuse_unlike
-from tutti.runtime.python_values import PythonValues
-from tutti.runtime.ranks import ensure_process_group
-from tutti.runtime.records import LAYOUT
-from tutti.runtime.replicas import Agreeing
-from tutti.runtime.residence import (
+from tutti.saving import step_checkpoint
+from tutti.server import consistency
+from tutti.serving.served import (
+    STRICT,
+    Served,
+    Worked,
+    layout_of_evaluation,
+    serve,
+    state_here,
+    state_replaced,
+    writes,
+)
+from tutti.state.agreeing import Agreeing
+from tutti.state.residence import (
     Residence,
     adopt,
     forget_values,
@@ -77,27 +91,13 @@ from tutti.runtime.residence import (
     settle,
     whole_of,
 )
-from tutti.runtime.roles import SERVER
-from tutti.runtime.samples import Samples
-from tutti.runtime.served import (
-    STRICT,
-    Served,
-    Worked,
-    layout_of_evaluation,
-    serve,
-    state_here,
-    state_replaced,
-    writes,
-)
-from tutti.runtime.shards import StateShard, unguarded
-from tutti.runtime.signature import Signatures
-from tutti.runtime.tables import are_same
-from tutti.runtime.taken import take_over
-from tutti.runtime.verify import Verdict, compare
-from tutti.runtime.verify_replicas import compare_replicas
-from tutti.runtime.verify_servers import compare_servers
-from tutti.runtime.whole import Whole, model_state
-from tutti.server import consistency
+from tutti.state.shards import StateShard, unguarded
+from tutti.state.taken import take_over
+from tutti.state.whole import Whole, model_state
+from tutti.verification.copies import copies_in_place
+from tutti.verification.verify import Verdict, compare
+from tutti.verification.verify_replicas import compare_replicas
+from tutti.verification.verify_servers import compare_servers
 
 
 def distribute(
@@ -786,7 +786,7 @@ class Step:
         In a pipeline, the tensors that this rank keeps: those of other places are in their ranks' dicts.
         """
         with state_here(self.served):
-            return checkpoint.state_dict(self)
+            return step_checkpoint.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over tensors by name; whole ones are cut, `DTensor`s re-sharded as needed.
@@ -795,7 +795,7 @@ class Step:
         or shapes, before anything changes.
         """
         with state_replaced(self.served):
-            checkpoint.load_state_dict(self, state)
+            step_checkpoint.load_state_dict(self, state)
 
     def whole(self, *, rank: int | None = None, slots: bool = False) -> Whole:
         """A block in which the model's weights are whole, ordinary tensors, to read or write.
@@ -821,12 +821,12 @@ class Step:
         """Write a checkpoint directory, or the model alone where `path` ends in `.safetensors`."""
         with state_here(self.served):
             if writes(self.served):
-                checkpoint.save(self, Path(path), extra)
+                step_checkpoint.save(self, Path(path), extra)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Read what `save` wrote, under any layout; returns its `extra`."""
         with state_replaced(self.served):
-            return checkpoint.load(self, Path(path))
+            return step_checkpoint.load(self, Path(path))
 
 
 def layout_now(text: str | Layout | None) -> Layout:

@@ -22,7 +22,7 @@ from tests.benchmarks.tiny import (
     SLEEPER,
     Sleeper,
 )
-from tutti.runtime.allocator import give_back_now
+from tutti.execution.allocator import give_back_now
 
 PACE = Pace(num_rounds=3, turn_seconds=4 * SECONDS, num_warm=2)
 

@@ -26,7 +26,7 @@ from benchmarks.python_share import (
     uncovered_seconds,
 )
 from tests.benchmarks.tiny import GPT, SLEEPER
-from tutti.runtime.numbers import Numbers
+from tutti.calls.numbers import Numbers
 
 PAUSE_SECONDS = 0.05
 

@@ -19,7 +19,7 @@ from tutti.capture.lift import create_slots
 from tutti.capture.step import Captured, capture
 from tutti.errors import CaptureError
 from tutti.graph.updates import BY_OP
-from tutti.runtime.verify import Subject
+from tutti.verification.verify import Subject
 
 Make = Callable[..., Optimizer]
 

@@ -18,7 +18,7 @@ from tutti.capture.step import Captured, capture
 from tutti.graph.draw import draw
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
-from tutti.runtime.verify import Subject
+from tutti.verification.verify import Subject
 from zoo_steps import token_batch
 
 aten = torch.ops.aten

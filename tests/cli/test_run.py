@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tutti.cli.main import app
-from tutti.runtime import launch
+from tutti.launch import launch
 
 
 @pytest.fixture

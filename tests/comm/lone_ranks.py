@@ -24,7 +24,7 @@ from tutti.comm.groups import Groups
 from tutti.comm.process_groups import ProcessGroups
 from tutti.comm.segment import SharedMemoryError
 from tutti.errors import TuttiError
-from tutti.runtime.ranks import ensure_process_group
+from tutti.launch.ranks import ensure_process_group
 
 AXES = ("data",)
 CHANNEL_ACTIONS = ("send", "recv")

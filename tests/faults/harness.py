@@ -22,7 +22,7 @@ import tutti
 from faults import train
 from faults.injected import FAULTS, Fault, apart, flip_a_bit, holds_checkpoint
 from forked import Forked
-from runtime.processes import lives
+from launch.processes import lives
 from tutti.checkpoint.files import Reading
 from tutti.checkpoint.unanimous import Unanimous
 from tutti.errors import CheckpointError

@@ -35,6 +35,6 @@ def test_what_is_promised_under_a_fault(fault: str, layout: str, tmp_path: Path)
 
 
 def test_the_part_has_every_fault_but_the_longest_and_every_layout() -> None:
-    """A stopped rank takes a whole timeout: tests/runtime/test_causes.py has it."""
+    """A stopped rank takes a whole timeout: tests/launch/test_causes.py has it."""
     assert {fault for fault, _ in PART} == set(FAULTS) - {"a rank is stopped"}
     assert {layout for _, layout in PART} == set(LAYOUTS)

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
+from tutti.execution.measure import peak_nbytes
 from tutti.graph import product as module
 from tutti.graph.cost import flops_of_call
 from tutti.graph.edit import Editor
 from tutti.graph.product import is_faster, product
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Storages
-from tutti.runtime.measure import peak_nbytes
 
 aten = torch.ops.aten
 ONEDNN = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from tutti.capture.step import capture
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Mesh
-from tutti.runtime.comparisons import feed_of, inputs_of, snapshot
+from tutti.verification.comparisons import feed_of, inputs_of, snapshot
 
 Program = Callable[[Tensor, Tensor], Tensor]  # of x @ w, [4, 8], and of integers, [4]
 PROGRAMS: dict[str, Program] = {}

@@ -12,6 +12,8 @@ from torch import Tensor, fx, nn
 
 import tutti
 from ranks import Ranks
+from tutti.execution import loops
+from tutti.execution.loops import Engine, Loops
 from tutti.graph.loop import SEND, Body, Do, Part, graphs_of, loop, post
 from tutti.layout import Layout
 from tutti.passes.early_sends import early_sends
@@ -19,9 +21,7 @@ from tutti.passes.order import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
-from tutti.runtime import loops
-from tutti.runtime.loops import Engine, Loops
-from tutti.runtime.verify import Subject
+from tutti.verification.verify import Subject
 
 DIM = 64
 

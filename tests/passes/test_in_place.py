@@ -13,7 +13,7 @@ from tutti.graph.text import text
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.passes.in_place import in_place
-from tutti.runtime.comparisons import PARTITION_TOLERANCE
+from tutti.verification.comparisons import PARTITION_TOLERANCE
 
 aten = torch.ops.aten
 

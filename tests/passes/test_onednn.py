@@ -12,12 +12,13 @@ from small_programs import Builder, lines
 from small_steps import same_step, squares, step
 from tutti.comm import groups as module
 from tutti.comm.groups import Groups
+from tutti.execution import execute
 from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes import order
 from tutti.passes.onednn import onednn
 from tutti.passes.target import Target
-from tutti.runtime import execute, verify
+from tutti.verification import verify
 
 aten = torch.ops.aten
 HERE = Target(onednn=True)

@@ -14,7 +14,7 @@ from tutti.layout import Layout
 from tutti.passes import order
 from tutti.passes.order import PASSES, WITHOUT, optimized
 from tutti.passes.target import Target
-from tutti.runtime.verify import Subject
+from tutti.verification.verify import Subject
 
 
 def _train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def test_a_wrong_pass_is_named(subject: Subject, monkeypatch: pytest.MonkeyPatch
 
     broken = (*PASSES[:1], dataclasses.replace(PASSES[0], name="wrong", run=wrong), *PASSES[1:])
     monkeypatch.setattr(order, "PASSES", broken)
-    monkeypatch.setattr("tutti.runtime.verify.PASSES", broken)
+    monkeypatch.setattr("tutti.verification.verify.PASSES", broken)
     verdict = subject.verdict(Layout.parse("data=2"))
     assert not verdict.ok and verdict.wrong_pass == "wrong"
     assert "wrong" in str(verdict)

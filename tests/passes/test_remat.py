@@ -18,6 +18,7 @@ import zoo_models
 import zoo_steps
 from ranks import Ranks
 from tutti.errors import LayoutError
+from tutti.execution.measure import peak_nbytes
 from tutti.graph import collectives
 from tutti.graph.storage import Storages
 from tutti.graph.text import text
@@ -29,7 +30,6 @@ from tutti.passes.remat import remat
 from tutti.passes.segments import kept_blocks
 from tutti.passes.target import Target
 from tutti.planner.memory import predict
-from tutti.runtime.measure import peak_nbytes
 
 
 def deep_gpt(num_layers: int = 2) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from tutti.passes.in_place import in_place
 from tutti.passes.order import optimized
 from tutti.passes.simplify import simplify
 from tutti.passes.target import Target
-from tutti.runtime.verify import Subject
+from tutti.verification.verify import Subject
 
 aten = torch.ops.aten
 

@@ -27,10 +27,10 @@ import zoo_steps
 from ranks import Ranks
 from subjects import program
 from tutti.comm import transport
+from tutti.execution.measure import peak_nbytes
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
 from tutti.planner.memory import predict, predict_places
-from tutti.runtime.measure import peak_nbytes
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 gpt: Any = importlib.import_module("gpt")

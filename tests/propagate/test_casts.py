@@ -14,7 +14,7 @@ from tutti.graph.collectives import all_gather
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.report.explain import records
-from tutti.runtime.verify import Subject
+from tutti.verification.verify import Subject
 
 aten = torch.ops.aten
 HALF = torch.bfloat16

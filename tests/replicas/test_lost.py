@@ -14,9 +14,9 @@ import forked
 import replicas_train as training
 from ranks import RankFailed, _Pool
 from tests.replicas.lost_ranks import BAD_STEP, STEPS, train_without
+from tutti.launch.records import Failure
+from tutti.launch.stand_in import _is_lost
 from tutti.layout import Layout
-from tutti.runtime.records import Failure
-from tutti.runtime.stand_in import _is_lost
 
 SYNCS = [
     "average(every=2)",
@@ -25,7 +25,7 @@ SYNCS = [
     "pairs(every=1)",
     "elastic(every=2)",
 ]
-SCRIPT = Path(__file__).parents[1] / "runtime" / "lost.py"
+SCRIPT = Path(__file__).parents[1] / "launch" / "lost.py"
 
 
 def survivors(syncs: list[str], layout: str, victim: int, lost: set[int]) -> dict[int, tuple]:

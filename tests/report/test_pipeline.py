@@ -16,7 +16,7 @@ from tutti.planner.stages import forecast
 from tutti.report.explain import explain, format_nbytes
 from tutti.report.pipeline import format_seconds
 from tutti.report.records import records
-from tutti.runtime.verify import Subject
+from tutti.verification.verify import Subject
 
 PIPE = "pipe=2 micro=4"
 

@@ -25,10 +25,10 @@ from server.updaters import (
 )
 from server.world import Faults, World
 from tutti.errors import ServerError
-from tutti.runtime import server_side
 from tutti.server import messages as m
 from tutti.server.consistency import parse
 from tutti.server.machine import Machine
+from tutti.serving import server_side
 
 
 def sent(desk: Desk, worker: int, clock: int, version: int) -> dict[str, torch.Tensor]:

@@ -13,11 +13,11 @@ from torch.nn.utils import clip_grad_norm_
 
 from tutti.capture.step import capture
 from tutti.layout import Layout
-from tutti.runtime.comparisons import feed_of
-from tutti.runtime.verify import Subject
-from tutti.runtime.verify_servers import verdict_of
 from tutti.server.split import split
 from tutti.server.virtual import VirtualServers
+from tutti.verification.comparisons import feed_of
+from tutti.verification.verify import Subject
+from tutti.verification.verify_servers import verdict_of
 
 SIZE, WIDTH, PADDING = 70_000, 4, 3
 

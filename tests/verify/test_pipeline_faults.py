@@ -17,7 +17,7 @@ from tutti.graph.loop import Body, Do, Part
 from tutti.passes import order
 from tutti.pipeline import place_graph, tied, timed
 from tutti.pipeline.places import Plan
-from tutti.runtime.verify import IN_TIME, Verdict
+from tutti.verification.verify import IN_TIME, Verdict
 from wrong_programs import assert_caught, drop, fresh, mean_of_means
 
 

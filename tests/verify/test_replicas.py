@@ -13,8 +13,8 @@ import tutti
 from tutti.layout import Layout
 from tutti.replicas.member import Member
 from tutti.replicas.strategies import parse
-from tutti.runtime.verify import Verdict
-from tutti.runtime.verify_replicas import compare_replicas
+from tutti.verification.verify import Verdict
+from tutti.verification.verify_replicas import compare_replicas
 
 LAYOUTS = [
     "replica=2 sync=average(every=1)",

@@ -14,13 +14,13 @@ import tutti
 from server.steps import Apart, Model, batch, by_norm, step
 from tutti.errors import ShardingError
 from tutti.layout import Layout
-from tutti.runtime.comparisons import feed_of
-from tutti.runtime.verify import Subject, Verdict
-from tutti.runtime.verify_servers import verdict_of
 from tutti.server.consistency import parse
 from tutti.server.feedback import Feedback
 from tutti.server.messages import Part
 from tutti.server.virtual import VirtualServers
+from tutti.verification.comparisons import feed_of
+from tutti.verification.verify import Subject, Verdict
+from tutti.verification.verify_servers import verdict_of
 
 STEP = "replica=2 server=2 sync=step"
 ASYNC = "replica=3 server=2 sync=async"

@@ -3,7 +3,7 @@
 Nobody knows them when the step is captured. A trace takes one for each, and with them the ways at branches;
 the program that it makes is one for calls with the same ways. The tensors on which branches depend are
 results of the graph: after a run, and before anything of it counts, the conditions are looked at
-(`runtime.guards`).
+(`calls.guards`).
 """
 
 from __future__ import annotations

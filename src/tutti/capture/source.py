@@ -41,7 +41,7 @@ def quoted(source: str) -> str:
 class OnlyUsersFrames:
     """Leaves the user's own lines in the traceback of a `TuttiError`; a tracer adds dozens between them.
 
-    A `CommError` keeps all: the report of a lost rank finds its collective there (`runtime.whereabouts`).
+    A `CommError` keeps all: the report of a lost rank finds its collective there (`launch.whereabouts`).
     """
 
     def __enter__(self) -> None:

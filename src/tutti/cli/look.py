@@ -14,7 +14,7 @@ from typing import Any
 from tutti.api import LOOK, Step
 from tutti.capture.batch import called
 from tutti.errors import CaptureError
-from tutti.runtime.records import LAYOUT
+from tutti.launch.records import LAYOUT
 
 
 class _Seen(BaseException):

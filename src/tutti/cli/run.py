@@ -44,12 +44,12 @@ def run(
         _run_workers(parsed, script, script_args or [], num_ranks, servers, first, log_dir)
     num_ranks = _check(num_ranks, layout, parsed)
     if parsed.server:
-        from tutti.runtime.roles import roles_of
-        from tutti.runtime.supervise import Supervisor
+        from tutti.launch.roles import roles_of
+        from tutti.launch.supervise import Supervisor
 
         command = [str(script), *(script_args or [])]
         raise typer.Exit(Supervisor(parsed, roles_of(parsed), command, log_dir=log_dir).run())
-    from tutti.runtime.launch import launch  # imports torch: a wrong layout is refused without it
+    from tutti.launch.launch import launch  # imports torch: a wrong layout is refused without it
 
     raise typer.Exit(launch(num_ranks, str(script), script_args or [], layout, log_dir=log_dir))
 
@@ -76,8 +76,8 @@ def _run_workers(
             f"and {first} to {last - 1} were to start here",
             fix="-n for how many here, --first for the number of the first",
         )
-    from tutti.runtime.roles import SERVERS, checked_secret, worker_roles
-    from tutti.runtime.supervise import Supervisor
+    from tutti.launch.roles import SERVERS, checked_secret, worker_roles
+    from tutti.launch.supervise import Supervisor
 
     checked_secret()
     roles = worker_roles(layout, range(first, last))

@@ -45,8 +45,8 @@ def serve(
     if repair and records is None:
         raise LayoutError("--repair without records", fix="--records DIR, the damaged directory")
     from tutti.comm.seconds import LINGER
-    from tutti.runtime.roles import LISTEN, RECORDS, REPAIR, SERVER, Role, checked_secret
-    from tutti.runtime.supervise import Supervisor
+    from tutti.launch.roles import LISTEN, RECORDS, REPAIR, SERVER, Role, checked_secret
+    from tutti.launch.supervise import Supervisor
 
     checked_secret()
     environment = {LINGER.name: str(linger), LISTEN: listen or "127.0.0.1:29600"}

@@ -10,7 +10,7 @@ outside of its micro-batches: `G` gathers its weights, which are kept until the 
 or the last one before they are gathered again; `A` reduces, over ranks, what has been added up.
 Where the stages of a pipeline lie on several ranks, the row says also what is sent and received, and when.
 
-`playing.play` goes through a row for whatever runs the parts: real ranks (`runtime.loops`) and virtual ones
+`playing.play` goes through a row for whatever runs the parts: real ranks (`execution.loops`) and virtual ones
 (`graph.virtual`) share it.
 """
 

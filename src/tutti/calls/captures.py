@@ -1,0 +1,186 @@
+"""The captures of one step: one for each batch of other sizes, most of them made of one trace.
+
+The first sizes are traced as they are. When more come, the step is traced once more with symbols in place
+of the sizes that differ. The graph of any sizes for which the guards of that trace hold is made by putting
+the sizes in. Such a trace counts only if it gives for the first sizes the very graph that was captured for
+them. Where there is none, sizes are traced as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from tutti.calls.guards import guard_of
+from tutti.calls.python_values import PythonValues
+from tutti.capture.alike import difference
+from tutti.capture.lift import StateTensor, state_of
+from tutti.capture.python_state import Findings
+from tutti.capture.resized import Resizable
+from tutti.capture.sizes import FreeSizes, Shapes
+from tutti.capture.sparse import dense
+from tutti.capture.step import Captured
+from tutti.state.residence import forget_values
+
+# How many traces serve batches that differ in nothing but sizes, how many may fail to, and for how many kinds
+# of batches traces are kept: the one that has not been used for longest goes first.
+FIRST_SIZES = 2  # that are traced as they are: with symbols a trace takes twice as long
+MOST_TRACES = 4
+MOST_FAILURES = 2
+MOST_KINDS = 8
+
+# capture(free sizes, findings)
+Capture = Callable[[FreeSizes | None, Findings], Captured]
+
+
+@dataclass
+class _Trace:
+    sizes: Resizable
+    renewed: frozenset[Any]
+    modes: list[tuple[nn.Module, bool]]  # what the step itself sets
+
+
+@dataclass
+class _Kind:
+    """What is known of batches that differ in nothing but sizes."""
+
+    first: Captured  # as it was traced, and for which shapes
+    shapes: Shapes
+    met: list[Shapes]
+    traces: list[_Trace] = field(default_factory=list)
+    num_failures: int = 0
+
+
+class Captures:
+    """The captures of one step on `model`."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, python: PythonValues) -> None:
+        self._model, self._optimizer, self._python = model, optimizer, python
+        self._kinds: dict[Any, _Kind] = {}
+        self._last: tuple[Captured, Shapes] | None = None
+        self.is_resized = False  # whether the last capture is one of a trace for many sizes
+
+    def of(
+        self,
+        key: Any,
+        given: Mapping[str, float],
+        batch: Sequence[Any],
+        renewed: Mapping[int, Tensor],
+        capture: Capture,
+    ) -> Captured:
+        """The captured step for a batch.
+
+        Args:
+            key: all that a trace depends on besides the sizes of the batch and its inputs.
+            given: the numbers of this call.
+            renewed: as `capture` is given them.
+        """
+        shapes = [tuple(x.shape) for x in tree_leaves(dense(tuple(batch))) if isinstance(x, Tensor)]
+        self.is_resized = False
+        kind = self._kinds.pop(key, None)
+        if kind is not None:
+            self._kinds[key] = kind
+            now = frozenset((i, id(new)) for i, new in renewed.items())
+            made = self._known(kind, shapes, given, now) or self._traced(
+                kind, shapes, given, now, capture
+            )
+            if made is not None:
+                self._last, self.is_resized = None, True
+                return made
+        made = capture(None, self._python.findings)
+        self._last = made, shapes
+        return made
+
+    def enter(self, key: Any) -> None:
+        """Calls with this key may be served by what was captured last."""
+        if self._last is not None:
+            captured, shapes = self._last
+            kind = self._kinds.setdefault(key, _Kind(captured, shapes, []))
+            if kind.first is not captured or not kind.met:
+                kind.first, kind.shapes = captured, shapes
+                kind.met = [*kind.met, shapes][-MOST_TRACES:]
+        while len(self._kinds) > MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+
+    def _known(
+        self, kind: _Kind, shapes: Shapes, given: Mapping[str, float], renewed: frozenset[Any]
+    ) -> Captured | None:
+        for trace in kind.traces:
+            state = self._state(trace.sizes.captured) if renewed <= trace.renewed else None
+            made = trace.sizes.of(shapes, state) if state is not None else None
+            if made is not None and guard_of(made)(given):
+                for module, training in trace.modes:
+                    module.training = training
+                return made
+        return None
+
+    def _traced(
+        self,
+        kind: _Kind,
+        shapes: Shapes,
+        given: Mapping[str, float],
+        renewed: frozenset[Any],
+        capture: Capture,
+    ) -> Captured | None:
+        """From a new trace with symbols; None where that says nothing about these sizes."""
+        free = FreeSizes.between(*kind.met, shapes)
+        hopeless = kind.num_failures >= MOST_FAILURES or len(kind.traces) >= MOST_TRACES
+        if (
+            len(kind.met) < FIRST_SIZES
+            or hopeless
+            or not free.groups
+            or free.sizes_in(shapes) is None
+        ):
+            return None
+        modes = [(m, m.training) for m in self._model.modules()]
+        try:
+            found = self._resizable(free, shapes, capture)
+            after = [(m, m.training) for m, before in modes if m.training != before]
+        finally:
+            for module, training in modes:
+                module.training = training
+        if found is None or not self._is_right(found, kind):
+            kind.num_failures += 1
+            return None
+        forget_values(found.captured.state)
+        kind.met.append(shapes)
+        kind.traces.insert(0, _Trace(found, renewed, after))
+        return self._known(kind, shapes, given, renewed)
+
+    def _is_right(self, found: Resizable, kind: _Kind) -> bool:
+        """Whether a trace gives what was captured for the sizes that were traced as they are."""
+        again = found.of(kind.shapes, kind.first.state)
+        return again is not None and not difference(again, kind.first)
+
+    def _resizable(self, free: FreeSizes, shapes: Shapes, capture: Capture) -> Resizable | None:
+        """A trace with symbols. What it raises is no error of the step: it is then traced as it is."""
+        known = self._python.findings
+        findings = copy.deepcopy(known)
+        try:
+            captured = capture(free, findings)
+            return Resizable(captured, free, shapes) if findings == known else None
+        except Exception:
+            return None
+
+    def _state(self, captured: Captured) -> list[StateTensor] | None:
+        """The state as it is now; None where it is not what a trace knows."""
+        state = state_of(self._model, self._optimizer)
+        for name, place in captured.outside.items():
+            value = self._python.state.place_like(place).get()
+            if not isinstance(value, Tensor):
+                return None
+            state.append(StateTensor(name, "buffer", value))
+        if state != captured.state:
+            return None
+        both = zip(state, captured.state, strict=True)
+        return state if all(_form(a.tensor) == _form(b.tensor) for a, b in both) else None
+
+
+def _form(x: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return x.shape, x.dtype

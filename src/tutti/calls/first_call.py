@@ -1,0 +1,210 @@
+"""A call whose optimizer takes its first step in another form: played eagerly, on whole tensors on each rank.
+
+The whole batch and whole weights make it the step of one device, whatever the layout; random ops draw the
+numbers of its captured form. What is captured begins at the next call, from the slots that this one leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from tutti.calls.eager import eagerly
+from tutti.calls.python_values import PythonValues
+from tutti.capture.first_form import awaiting, note_step
+from tutti.capture.forms import flattened, returnable
+from tutti.capture.held_values import MISSING, Place, named
+from tutti.capture.lift import Undo, optimizers_of, state_of
+from tutti.capture.python_state import Findings, PythonState
+from tutti.comm.agree import check_order
+from tutti.errors import CaptureError
+from tutti.layout import Layout
+from tutti.state.deferred import is_deferred
+from tutti.state.residence import (
+    Residence,
+    adopt,
+    known_residence,
+    refuse_open,
+    run_device,
+    settle,
+    whole_of,
+)
+from tutti.state.shards import StateShard
+from tutti.state.whole import Whole
+
+
+class Holder(Protocol):
+    """A `tutti.Step`."""
+
+    train_step: Callable[..., Any]
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    seed: int
+    num_steps: int
+    python: PythonValues
+
+
+def refuse_where_apart(optimizer: Any, layout: Layout) -> None:
+    """Raise `CaptureError` where replicas or servers would have to take a first step of another form."""
+    one = awaiting(optimizer) if layout.num_replicas > 1 else None
+    if one is not None:
+        where = "servers have its slots" if layout.server else "each replica has its own rows"
+        raise CaptureError(
+            f"{type(one).__name__} takes a first step of another form",
+            why=f"it is taken eagerly, with whole weights and the whole batch, and {where}",
+            fix="take it before: train_step(model, optimizer, *batch), then tutti.distribute(...); or a "
+            "layout without replicas",
+        )
+
+
+def refuse_in_shards(model: nn.Module, optimizer: Any) -> None:
+    """Raise `CaptureError` for slots to be loaded that only a first step on whole weights could make."""
+    if _in_shards(model):
+        one = awaiting(optimizer) or optimizers_of(optimizer)[0]
+        raise CaptureError(
+            f"{type(one).__name__} has no slots yet, and the weights lie in shards",
+            why="its first step has another form than the later ones, and makes the slots",
+            fix="load before any step on the model is called; or call the step once with any batch first",
+        )
+
+
+def _in_shards(model: nn.Module) -> bool:
+    return any(isinstance(s.tensor, StateShard) for s in state_of(model, None))
+
+
+class FirstCall:
+    """One call of a step, taken eagerly. All ranks make it together."""
+
+    def __init__(self, step: Holder) -> None:
+        self._step = step
+        self._home = known_residence(step.model)
+        self._gradients_lost = False
+
+    def take(self, batch: tuple[Any, ...]) -> list[Any]:
+        """The leaves that it returns, and their form."""
+        step, python = self._step, self._step.python
+        self._refuse()
+        adopt(step.model, step.optimizer)
+        before, cut = _versions(python), _in_shards(step.model)
+        with self._whole():
+            self._agree()
+            result = eagerly(
+                step.train_step,
+                step.model,
+                step.optimizer,
+                tree_map_only(Tensor, whole_of, batch),
+                seed=step.seed,
+                step=step.num_steps,
+                precision=step.layout.precision,
+            )
+            if cut:
+                self._gradients_lost = any(p.grad is not None for p in step.model.parameters())
+            note_step(step.optimizer)
+        after = _versions(python)
+        python.changed |= {name for name, one in after.items() if before.get(name) != one}
+        leaves, spec = flattened(returnable(result))
+        return [[x.detach() if isinstance(x, Tensor) else x for x in leaves], spec]
+
+    def not_over(self) -> None:
+        """The next call takes first steps, too; raises where it would miss gradients of this one."""
+        if self._gradients_lost:
+            one = optimizers_of(self._step.optimizer)[0]
+            raise CaptureError(
+                f"{type(one).__name__} steps for the first time with gradients of several calls",
+                why="weights lie in shards already, and the gradients of this call were of whole ones",
+                fix="call this step before any other on its model",
+            )
+
+    def over(self) -> None:
+        """What comes next is captured, and reads none of the gradients that are left."""
+        for p in self._step.model.parameters():
+            p.grad = None
+
+    def _refuse(self) -> None:
+        step = self._step
+        refuse_open(step.model)
+        refuse_where_apart(step.optimizer, step.layout)
+        if not is_deferred(step.model):
+            return
+        if step.layout.num_ranks > 1:
+            one = awaiting(step.optimizer) or optimizers_of(step.optimizer)[0]
+            raise CaptureError(
+                f"{type(one).__name__} takes a first step of another form, and the model has no values yet",
+                why="it is taken eagerly, with whole weights on each rank",
+                fix="build the model on a real device",
+            )
+        settle(step.model, None, Residence(Layout()), run_device(step.model), step.seed)
+        adopt(step.model, step.optimizer)
+
+    def _whole(self) -> contextlib.AbstractContextManager[Any]:
+        """Weights in shards are whole inside: another step has cut them."""
+        if self._home is None:
+            return contextlib.nullcontext()
+        self._home.optimizers.update(optimizers_of(self._step.optimizer))
+        return Whole(self._step.model, slots=True)
+
+    def _agree(self) -> None:
+        """Rank 0's values count."""
+        if self._step.layout.num_ranks == 1:
+            return
+        state = state_of(self._step.model, self._step.optimizer)
+        check_order([f"state {s.name}: {list(s.tensor.shape)} {s.tensor.dtype}" for s in state])
+        device = run_device(self._step.model)
+        for s in state:
+            own = s.tensor.detach()
+            sent = own.to(device).contiguous()
+            dist.broadcast(sent, 0)
+            if sent.data_ptr() != own.data_ptr():
+                own.copy_(sent)
+
+
+@contextlib.contextmanager
+def first_call_undone(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    batch: tuple[Any, ...],
+    seed: int,
+    precision: str,
+) -> Iterator[None]:
+    """Inside, copies have taken a first step of another form; what it did elsewhere is undone in the end."""
+    if awaiting(optimizer) is None:
+        yield
+        return
+    python = PythonState(train_step, model, optimizers_of(optimizer), Findings())
+    undo = Undo()
+    with python.restored():
+        try:
+            with undo:
+                eagerly(train_step, model, optimizer, batch, seed=seed, step=0, precision=precision)
+            note_step(optimizer)
+            yield
+        finally:
+            undo.undo()
+
+
+def _versions(python: PythonValues) -> dict[str, Any]:
+    """By name of a place, what tells a change of what stands there."""
+    python.walk()
+    state = python.state
+    found: dict[str, Any] = {}
+    for name, place, value in named(state.tables):
+        if value is not MISSING and not _is_activation(state, place, value):
+            found.setdefault(name, _version(value))
+    return found
+
+
+def _is_activation(state: Any, place: Place, value: Any) -> bool:
+    return isinstance(value, Tensor) and state.holds_value_of_module(place)
+
+
+def _version(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    return value if isinstance(value, bool | int | float) else id(value)

@@ -1,0 +1,45 @@
+"""The numbers of a call that are inputs of its graph, read from where they stand without a walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tutti.calls.tables import are_same
+from tutti.capture.lift import SCHEDULED, hypers_of, numbers, optimizers_of
+
+
+class Numbers:
+    """The scheduled hyper-parameters of `optimizer` and a batch's floats, call by call."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._optimizers = optimizer, optimizers_of(optimizer)
+        # The groups met last, what kinds of values stood in them, and where each number stands.
+        self._groups: list[dict[str, Any]] = []
+        self._kinds: list[Any] = []
+        self._places: list[tuple[str, dict[str, Any], str, int | None]] = []
+
+    def of(self, leaves: Sequence[Any], python: Mapping[str, float]) -> dict[str, float]:
+        """As `capture.lift.numbers`; `python` are the numbers of the step's own Python."""
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        kinds = [_kind(group.get(key)) for group in groups for key in SCHEDULED]
+        if kinds != self._kinds or not are_same(groups, self._groups):
+            self._groups, self._kinds = groups, kinds
+            hypers = hypers_of(self._optimizer)
+            self._places = [
+                (h.name, h.optimizer.param_groups[h.group], h.key, h.item) for h in hypers
+            ]
+        values = {
+            name: group[key] if item is None else group[key][item]
+            for name, group, key, item in self._places
+        }
+        if not all(type(x) is float for x in values.values()):  # integers and tensors
+            return numbers(self._optimizer, leaves, python)
+        if python:
+            values |= python
+        floats = [x for x in leaves if isinstance(x, float)]
+        return values | {f"number.{k}": x for k, x in enumerate(floats)} if floats else values
+
+
+def _kind(value: Any) -> Any:
+    return (type(value), len(value)) if isinstance(value, list | tuple) else type(value)

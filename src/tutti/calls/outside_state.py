@@ -1,0 +1,71 @@
+"""State of a step that neither its model nor its optimizers hold: tensors in closures, criteria, teachers.
+
+Every rank has all of it, and makes the same changes.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti.calls.python_values import PythonValues
+from tutti.capture.held_values import Place
+from tutti.capture.outside import is_dense
+from tutti.capture.step import Captured
+from tutti.comm.agree import check_order
+from tutti.errors import CaptureError
+from tutti.layout import Layout
+
+
+class Outside:
+    """The tensors outside that one program reads, in its order."""
+
+    def __init__(self, captured: Captured, values: PythonValues) -> None:
+        self._captured, self._values = captured, values
+        self._state = values.state
+        self._places = self._found()
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def _found(self) -> list[Place]:
+        return [self._state.place_like(p) for p in self._captured.outside.values()]
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors as they are now; of a part of another, which no step writes, a copy."""
+        if self._values.state is not self._state:
+            self._state = self._values.state
+            self._places = self._found()
+        found = [place.get() for place in self._places]
+        return [x if is_dense(x) else x.contiguous() for x in found]
+
+    def agree(self, layout: Layout) -> None:
+        """Rank 0's values count; all ranks call this together."""
+        self._refuse_in_a_pipeline(layout)
+        if not self._places or layout.num_ranks == 1:
+            return
+        found = dict(zip(self._captured.outside, self.tensors(), strict=True))
+        check_order([f"state {n}: {list(x.shape)} {x.dtype}" for n, x in found.items()])
+        for x in found.values():
+            dist.broadcast(x.detach(), 0)
+
+    def _refuse_in_a_pipeline(self, layout: Layout) -> None:
+        updated = [n for n in self._captured.updated if n in self._captured.outside]
+        if "pipe" in layout.mesh and updated:
+            raise CaptureError(
+                f'the step changes "{updated[0]}", which is no state of the model, in a pipeline',
+                why="one stage would change it, and the others would not see it",
+                fix="register it as a buffer of the model, or a layout without pipe",
+            )
+
+
+def refuse_where_served(captured: Captured) -> None:
+    """Servers keep variables and their slots: what else a step changes would be each worker's own."""
+    changed = [p.name for effect in captured.effects for p in effect.places]
+    changed += [n for n in captured.updated if n in captured.outside]
+    if changed:
+        raise CaptureError(
+            f"the step changes {changed[0]} in Python, and servers keep its weights",
+            why="each worker would have a value of its own",
+            fix="a layout without server, or a value that the step returns",
+        )

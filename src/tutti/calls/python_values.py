@@ -1,0 +1,197 @@
+"""The Python values that a step reaches, call by call: looked at by few reads, walked where one changed.
+
+strict   the very same object as at the last call, or everything is walked again
+loose    a tensor of the same form, which takes another's place at each call
+inputs   numbers: their values are given to the graph
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from operator import call, is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.calls.tables import are_same
+from tutti.capture.contents import contents_of, has_contents
+from tutti.capture.held_values import GONE, MISSING, Place, named
+from tutti.capture.outside import may_be_input
+from tutti.capture.plain_values import is_plain_number
+from tutti.capture.python_state import (
+    Effect,
+    Findings,
+    Number,
+    PythonState,
+    values_of,
+)
+from tutti.capture.step import Captured
+
+Read = Callable[[], Sequence[Any]]
+
+
+class PythonValues:
+    """The Python values of one step.
+
+    `findings` is what is known of its numbers, for its captures.
+    """
+
+    def __init__(self, step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._given = (step, model, optimizers)
+        self.findings = Findings()
+        self.changed: set[str] = set()  # the names of places that the step changes
+        self._state: PythonState | None = None
+        self._loose_names: set[str] = set()
+        self._met: dict[Any, int] = {}
+        self._number = 0
+        self._numbers: Mapping[str, Any] = {}
+        self._resolved: dict[int, tuple[Effect, tuple[Place, ...]]] = {}
+
+    def now(self) -> tuple[int, dict[str, float]]:
+        """A number for the constants of a trace, and the inputs by name."""
+        for _ in range(3):
+            found = self._values() if self._state is not None else None
+            if found is not None:
+                return self._number, found
+            self.walk()
+        raise AssertionError("values change while they are read")
+
+    def walk(self) -> None:
+        """Go through everything. Numbers that have changed since the last time are inputs from now on."""
+        before, state = self._state, PythonState(*self._given, self.findings)
+        if before is not None:
+            changed = self._changed(before, state) - self.findings.fixed
+            if changed - self.findings.varying:
+                self.findings.varying |= changed
+                state = PythonState(*self._given, self.findings)
+        self._state = state
+        self._number = self._met.setdefault(state.constants(), len(self._met))
+        self._resolved = {}
+        self._plan(state)
+
+    @property
+    def state(self) -> PythonState:
+        """What the last walk has found."""
+        assert self._state is not None
+        return self._state
+
+    def note_changed(self, captured: Captured) -> None:
+        """Remember what a trace changes, for checkpoints."""
+        self.changed |= {p.name for effect in captured.effects for p in effect.places}
+        self.changed |= set(captured.outside) & set(captured.updated)
+
+    def apply(self, effects: Sequence[Effect], results: Sequence[Any]) -> None:
+        """Put what a step has left where it belongs."""
+        for effect, value in zip(effects, values_of(effects, results), strict=True):
+            known = self._resolved.get(id(effect))
+            if known is None:
+                places = tuple(self.state.place_like(p) for p in effect.places)
+                known = self._resolved[id(effect)] = effect, places
+            for place in known[1]:
+                place.put(value)
+
+    def _changed(self, before: PythonState, now: PythonState) -> set[str]:
+        old = self._numbers
+        self._numbers = _plain_numbers(now)
+        return {n for n, x in self._numbers.items() if n in old and old[n] != x}
+
+    def _plan(self, state: PythonState) -> None:
+        """What is read at each call, and what it was."""
+        self._numbers = _plain_numbers(state)
+        inputs = {(id(p.table), p.key) for n in state.numbers for p in n.places}
+        strict: list[Read] = []
+        held: list[Any] = []
+        self._places: list[Place] = []
+        self._loose: list[tuple[Place, Any]] = []
+        self._arrays: list[tuple[Any, Any]] = []
+        for table in state.tables:
+            keys = []
+            for key, value in table.values().items():
+                place = Place(table, key)
+                if value is MISSING or (id(table), key) in inputs:
+                    continue
+                if state.is_scheduled(place, value):
+                    continue
+                if isinstance(value, Tensor) and self._is_loose(state, place):
+                    self._loose.append((place, form_of(value)))
+                    continue
+                if has_contents(value):
+                    self._arrays.append((value, contents_of(value)))
+                if not table.writable:  # a tuple: the same one has the same values
+                    continue
+                keys.append(key)
+                held.append(value)
+                self._places.append(place)
+            if keys:
+                strict.append(table.reader(keys))
+                if table.width(keys) == 2:
+                    held.append(held[-1])
+                    self._places.append(self._places[-1])
+        self._strict, self._held = strict, held
+        self._holders = state.holders
+        self._held_by = [*chain.from_iterable(map(call, self._holders))]
+        sized = (table.sized for table in state.tables if table.writable)
+        self._sized = [x for x in sized if x is not None]
+        self._size = sum(map(len, self._sized))
+        self._plan_inputs(state.numbers)
+
+    def _plan_inputs(self, numbers: Sequence[Number]) -> None:
+        places = [p for n in numbers for p in n.places]
+        self._names = [n.name for n in numbers]
+        self._inputs = [p.table.reader([p.key]) for p in places]
+        firsts, at = [], 0
+        for n in numbers:
+            firsts += [at] * len(n.places)
+            at += len(n.places)
+        self._firsts = firsts
+        self._at = sorted(set(firsts))
+        self._types = [type(p.get()) for p in places]
+        self._several = len(places) != len(numbers)
+
+    def _is_loose(self, state: PythonState, place: Place) -> bool:
+        return place.name in self._loose_names or state.holds_value_of_module(place)
+
+    def _values(self) -> dict[str, float] | None:
+        """The inputs; None where something else is not as it was."""
+        try:
+            if not are_same([*chain.from_iterable(map(call, self._holders))], self._held_by):
+                return None
+            now = chain.from_iterable(map(call, self._strict))
+            if not all(map(is_, now, self._held)):  # each reader gives as many values as before
+                self._note_other_tensors([*chain.from_iterable(map(call, self._strict))])
+                return None
+            if sum(map(len, self._sized)) != self._size or not self._are_loose_ones_there():
+                return None
+            values = [read()[0] for read in self._inputs]
+        except GONE:
+            return None
+        if any(contents_of(array) != held for array, held in self._arrays):
+            return None
+        if [*map(type, values)] != self._types:
+            return None
+        if self._several and [values[i] for i in self._firsts] != values:
+            return None
+        return dict(zip(self._names, [values[i] for i in self._at], strict=True))
+
+    def _note_other_tensors(self, now: list[Any]) -> None:
+        """A tensor in the place of another is loose from now on."""
+        if len(now) == len(self._held):
+            for value, held, place in zip(now, self._held, self._places, strict=True):
+                if value is not held and may_be_input(held) and may_be_input(value):
+                    self._loose_names.add(place.name)
+
+    def _are_loose_ones_there(self) -> bool:
+        return all(form_of(place.get()) == form for place, form in self._loose)
+
+
+def form_of(value: Any) -> Any:
+    """What of a tensor a trace depends on."""
+    if not isinstance(value, Tensor):
+        return None
+    return (value.shape, value.dtype, value.requires_grad)
+
+
+def _plain_numbers(state: PythonState) -> Mapping[str, Any]:
+    return {n: x for n, _, x in named(state.tables) if is_plain_number(x)}

@@ -1,0 +1,73 @@
+"""What a trace depends on besides the inputs of its graph: a call that differs in it traces again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import attrgetter, is_not
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tutti.calls.hooks import Hooks
+from tutti.calls.tables import are_same, values_of
+from tutti.errors import CaptureError
+
+
+class Signatures:
+    """The signatures of calls of one step on `model`."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._version = 0  # of which modules there are
+        self._walk()
+
+    def of(self, leaves: Sequence[Any], form: Any, python: int, *, sized: bool = True) -> Any:
+        """A hashable key: the batch's form, its shapes and constants, how many parameters each group has,
+        which modules there are, which parameters are trained, their dtypes, and the hooks.
+
+        `python` stands for the Python values that the step reaches (`PythonValues.now`). Without `sized`
+        calls have one key whose tensors differ in nothing but sizes.
+
+        Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
+        """
+        if not are_same(values_of(self._children), self._below):
+            self._version += 1
+            self._walk()
+        groups = tuple(len(g["params"]) for one in self._optimizers for g in one.param_groups)
+        weights = tuple(map(_form, filter(_is_there, values_of(self._parameters))))
+        made = tuple(map(_leaf if sized else _unsized, leaves))
+        return made, form, groups, self._version, python, weights, self._hooks.now()
+
+    def _walk(self) -> None:
+        """Find the modules that there are now, and the tables in which they hold each other."""
+        self.modules = list(self._model.modules())
+        self._children = [m._modules for m in self.modules if m._modules]
+        self._below = values_of(self._children)
+        self._parameters = [m._parameters for m in self.modules if m._parameters]
+        self._hooks = Hooks(self.modules, self._optimizers)
+
+
+_form = attrgetter("requires_grad", "dtype")
+_is_there = partial(is_not, None)
+
+
+def _unsized(x: Any) -> Any:
+    return (x.ndim, x.dtype, x.device) if isinstance(x, Tensor) else _leaf(x)
+
+
+def _leaf(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return (tuple(x.shape), x.dtype, x.device)
+    if isinstance(x, float):
+        return float  # an input of the graph
+    try:
+        hash(x)
+    except TypeError:
+        raise CaptureError(
+            f"the batch holds a {type(x).__module__}.{type(x).__name__}, which the step cannot take",
+            why="what is not a tensor is a constant of the captured step, and this cannot be compared",
+            fix="torch.as_tensor(x)",
+        ) from None
+    return (type(x), x)

@@ -1,0 +1,1 @@
+"""A partitioned program on this rank."""

@@ -1,0 +1,255 @@
+"""Runs one partitioned program on this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from tutti.comm.agree import check_order
+from tutti.comm.failure import with_line
+from tutti.comm.groups import Groups
+from tutti.comm.process_groups import ProcessGroups
+from tutti.comm.segment import SharedMemoryError
+from tutti.errors import CommError
+from tutti.execution.allocator import FRAGMENTS, give_back_now, keep_freed_memory
+from tutti.execution.checked import Checked
+from tutti.execution.collector import rarely_collected
+from tutti.execution.cuda_graph import CudaGraph, asked_for, obstacle, say_why
+from tutti.execution.edges import Places, edges_of, in_common
+from tutti.execution.generate import Generated, generate
+from tutti.execution.loops import Loops
+from tutti.graph import collectives, random
+from tutti.graph.loop import graphs_of
+from tutti.graph.product import is_faster
+from tutti.graph.quick import quickly_written
+from tutti.partition.partition import Program
+from tutti.passes.order import optimized
+from tutti.passes.target import Target
+from tutti.pipeline.over_time import MICRO
+from tutti.pipeline.ready import in_time
+from tutti.pipeline.timed import Timed
+from tutti.planner.stages import forecast
+from tutti.state.residence import Residence
+from tutti.state.shared_state import Lodger
+
+_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+class Execution:
+    """A program bound to this rank: its collectives' groups, its generated code.
+
+    `donated` names the state whose old values the step may overwrite: what it updates, where its memory
+    belongs to it alone. `graph` is the program as it runs, with its passes; None before the first call.
+    `timed` is the program split in time, with `micro` or `pipe`; `place` this rank's along `pipe`.
+    `gives_back` tells that much memory is free now, of a trace or of state that was cut: the system gets it.
+    Else it gets that only where memory has gone to pieces.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        seed: int,
+        home: Residence,
+        *,
+        cut: Sequence[str] = (),
+        gives_back: bool = True,
+    ) -> None:
+        self.seed, self._home, self._gives_back = seed, home, gives_back
+        self.donated: frozenset[str] = frozenset()
+        self.player: ProcessGroups | None = None
+        mesh, rank = program.layout.mesh, 0
+        if mesh.num_ranks > 1:
+            rank = dist.get_rank()
+            self.player = ProcessGroups(home.groups_for(between_ranks(program.graph)))
+            check_order([describe(n) for n in program.collectives])
+        self._place = mesh.coordinates(rank)
+        self.timed: Timed | None = None
+        if program.layout.in_time:
+            self.timed = in_time(program, cut_at=cut, homes=home.owners)
+            check_order(in_common(self.timed))
+            if rank == 0:
+                for text in forecast(self.timed).dear_cuts():
+                    warnings.warn(text, stacklevel=2)
+        if self.timed is not None and "pipe" in mesh:
+            home.owners.update(self.timed.owners)
+        self.place = self._place.get("pipe", 0)
+        self.program = self.timed.programs[self.place] if self.timed else program
+        self._loops: Loops | None = None
+        if self.timed is not None:
+            self._loops = self._stage(self.timed)
+        keep_freed_memory()
+        self._lodger: Lodger | None = None
+        self.graph: fx.Graph | None = None
+        self._generated: Generated | None = None
+        self._recorded: CudaGraph | None = None
+
+    @property
+    def generated(self) -> Generated:
+        """The code, written at its first use: by then it is known what may be overwritten."""
+        if self._generated is None:
+            with rarely_collected(), quickly_written():
+                self.graph = self._optimized()
+                self._generated = generate(
+                    self.graph,
+                    self.program.captured.owner,
+                    self.player,
+                    self.program.mesh,
+                    self._place,
+                    loops=self._loops,
+                    lodged=self._lodger.lodged if self._lodger is not None else {},
+                )
+            if self._gives_back:
+                give_back_now()
+            else:
+                FRAGMENTS.before_new_program()
+            if asked_for():
+                self._recorded = self._to_record(self.graph, self._generated)
+        return self._generated
+
+    def _to_record(self, graph: fx.Graph, generated: Generated) -> CudaGraph | None:
+        """The program as a CUDA graph to be, or None and a line why not."""
+        device = self._home.device
+        if why_not := obstacle(self.program, graph, self.donated, device):
+            return say_why(why_not)
+        return CudaGraph(self.program, graph, generated.function, device)
+
+    def _optimized(self) -> fx.Graph:
+        """The graph to run, and room for it in shared memory; without that where there is no room."""
+        target = self._target()
+        graph = optimized(self.program, target)
+        if self.player is None:
+            return graph
+        try:
+            inputs = self.program.captured.inputs
+            self._lodger = Lodger(graph, inputs, self.player, self._home.shared)
+        except SharedMemoryError as error:
+            if dist.get_rank() == 0:
+                warnings.warn(
+                    f"{error}: weights and gradients are copied between ranks, which is slower",
+                    stacklevel=2,
+                )
+            self._lodger = None
+            graph = optimized(self.program, replace(target, shared=frozenset()))
+        if "pipe" not in self._place:  # places on the axis pipe run different programs
+            check_order([describe(n) for n in graph.nodes if _communicates(n)])
+        return graph
+
+    def _target(self) -> Target:
+        if self.player is None:
+            return Target(donated=self.donated, onednn=is_faster())
+        groups, used = self.player.groups, between_ranks(self.program.graph)
+        shared = frozenset(axes for axes in used if groups.shared(axes) is not None)
+        return Target(donated=self.donated, shared=shared, onednn=groups.onednn)
+
+    def _stage(self, made: Timed) -> Loops:
+        """What plays the loops; with stages on several ranks, the channels between them."""
+        mesh, rank_of, channels = self.program.layout.mesh, {}, {}
+        if "pipe" in mesh:
+            rank_of = {
+                stage: mesh.rank({**self._place, "pipe": made.schedule.rank_of(stage)})
+                for stage in range(made.schedule.num_stages)
+            }
+            assert self.player is not None
+            channels = edges_of(made, mesh, self.player.groups, self._home.device)
+            self.player.places = Places(mesh, self._place, channels)
+        return Loops(
+            self.program.captured.owner,
+            self.player,
+            self.program.mesh,
+            self._place,
+            rank_of,
+            channels,
+        )
+
+    def run(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
+        """(returned leaves, new local state values) for local `inputs`; `inputs` is emptied."""
+
+        def key(stream: int) -> int:
+            return random.key(self.seed, stream, step)
+
+        gradients = torch.is_grad_enabled()
+        _set_grad_enabled(
+            False
+        )  # `torch.no_grad` runs 60 us of Python around a step that begins cold
+        try:
+            generated = self.generated
+            function = self._recorded or generated.function
+            if self.player is None:
+                return function(inputs, key)
+            with _all_or_none(self.player.groups):
+                if self._lodger is not None:
+                    self._lodger.prepare(inputs)
+                return function(inputs, key)
+        except CommError as error:
+            # With its traceback: the report reads the collective and the line from there.
+            named = error if error.at else with_line(error, self._line())
+            raise named.with_traceback(error.__traceback__) from None
+        finally:
+            _set_grad_enabled(gradients)
+
+    def _line(self) -> str:
+        """The user's line that the generated code was at when it failed."""
+        for frame in reversed(traceback.extract_tb(sys.exc_info()[2])):
+            if frame.filename.startswith("<tutti "):
+                in_parts = self._loops.lines if self._loops else {}
+                lines = in_parts.get(frame.filename, self.generated.lines)
+                return lines.get(frame.lineno or 0, "")
+        return ""
+
+    def run_checked(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
+        """As `run`, node by node; raises at the first node that makes NaN or infinity of finite values."""
+        checked = Checked(self.program, self.player, self._place, self._loops, self.seed, step)
+        return checked.run(inputs)
+
+
+@contextlib.contextmanager
+def _all_or_none(groups: Groups) -> Iterator[None]:
+    """A step of several ranks: one that ends half-way is the last, since the others are elsewhere by then."""
+    if groups.failed:
+        raise CommError(
+            f"an earlier step ended half-way on this rank ({groups.failed})",
+            why="the ranks are no longer at the same place, and the state may be that of half a step",
+            fix="start again from the last checkpoint",
+        )
+    try:
+        yield
+    except BaseException as error:
+        groups.failed = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise
+
+
+def describe(node: fx.Node) -> str:
+    """One collective in one line, the same on every rank: name, arguments, local shapes, line."""
+    name = getattr(node.target, "__name__", str(node.target))
+    given = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor)]
+    shapes = " ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in given)
+    rest = [a for a in node.args if not isinstance(a, fx.Node | list) or not node.all_input_nodes]
+    where = os.path.basename(node.meta.get("source") or "")
+    return f"{name} {rest} {shapes} at {where}"
+
+
+def axes_used(graph: fx.Graph) -> list[tuple[str, ...]]:
+    """Every tuple of axes over which a graph communicates or asks for its place."""
+    played = [n for n in graph.nodes if n.target in collectives.PLAYED]
+    return list(dict.fromkeys(axes for n in played if (axes := collectives.axes_of(n))))
+
+
+def between_ranks(graph: fx.Graph) -> list[tuple[str, ...]]:
+    """The axes used, in its loops too; time has no ranks."""
+    used = (axes for one in graphs_of(graph) for axes in axes_used(one))
+    named = (tuple(a for a in axes if a != MICRO) for axes in used)
+    return list(dict.fromkeys(filter(None, named)))
+
+
+def _communicates(node: fx.Node) -> bool:
+    return node.target in (*collectives.COLLECTIVES, *collectives.JOINED)

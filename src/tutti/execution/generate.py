@@ -1,0 +1,309 @@
+"""A local graph as one straight-line Python function: no interpreter, values freed at their last use."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from tutti.execution.direct import direct, shorter
+from tutti.execution.fixed import Fixed
+from tutti.graph import collectives, random, segments
+from tutti.graph.aliases import is_overwritten, itself
+from tutti.graph.collectives import Player
+from tutti.graph.draw import drawn
+from tutti.graph.liveness import last_uses
+from tutti.graph.loop import Body, loop, post
+from tutti.graph.product import onednn_linear, product
+from tutti.layout import Mesh, Sharding
+
+# What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
+# which micro-batch it is, and who takes values before it has ended.
+KEY, MICRO, POST = "key", "micro", "post"
+# What is worth keeping from step to step of what is zero on this rank.
+MOST_ZEROS_NBYTES = 1 << 16
+INFIX = {
+    operator.add: "+",
+    operator.sub: "-",
+    operator.mul: "*",
+    operator.truediv: "/",
+    operator.pow: "**",
+}
+
+
+# The function `(values, key) -> results` for the body of a loop.
+Loops = Callable[[Body], Callable[[list[Any], Callable[[int], int]], list[Any]]]
+
+
+@dataclass
+class Generated:
+    """The function `(inputs, key, micro=0, post=None) -> (returned, updates)` and its text; `lines` maps the
+    text's lines to the user's."""
+
+    function: Callable[..., tuple[list[Any], list[Any]]]
+    text: str
+    lines: dict[int, str] = field(default_factory=dict)
+
+
+def generate(
+    graph: fx.Graph,
+    owner: nn.Module,
+    player: Player | None,
+    mesh: Mesh,
+    coordinates: Mapping[str, int],
+    *,
+    name: str = "step",
+    loops: Loops | None = None,
+    lodged: Mapping[str, Tensor] | None = None,
+) -> Generated:
+    """Write and compile the function of the rank at `coordinates`.
+
+    What differs from one micro-batch to the next is worked out for all of them, where `mesh` has that axis
+    and `coordinates` has not. `loops` gives the function that plays a loop; `lodged` are inputs that are the
+    same tensor at every call.
+    """
+    writer = _Writer(owner, player, mesh, dict(coordinates), loops, Fixed(player, lodged or {}))
+    return writer.write(graph, name)
+
+
+class _Writer:
+    def __init__(
+        self,
+        owner: nn.Module,
+        player: Player | None,
+        mesh: Mesh,
+        coordinates: dict[str, int],
+        loops: Loops | None,
+        fixed: Fixed,
+    ) -> None:
+        self.owner, self.player, self.mesh, self.loops = owner, player, mesh, loops
+        self.fixed = fixed
+        in_time = MICRO in mesh and MICRO not in coordinates
+        self.moments = (
+            [{**coordinates, MICRO: k} for k in range(mesh.size(MICRO))] if in_time else []
+        )
+        self.coordinates = coordinates
+        self.names: dict[fx.Node, str] = {}
+        self.free: list[str] = []
+        self.num_names = 0
+        self.globals: dict[str, Any] = {}
+        self.known: dict[Any, str] = {}
+        self.moves: dict[str, Any] = {}
+        self.claimed: set[tuple[str, ...]] = set()
+        self.zeros: dict[Any, Tensor] = {}
+        self.body: list[str] = []
+        self.lines: dict[int, str] = {}
+
+    def write(self, graph: fx.Graph, name: str) -> Generated:
+        looks = {node for node in graph.nodes if self.fixed.is_look(node)}
+        same = self._same(graph, looks)
+        last = last_uses(graph, same)
+        feeds = []
+        for node in graph.nodes:
+            if node in same:
+                self.names[node] = self.names[same[node]]
+                continue
+            if node.op == "placeholder":
+                feeds.append(self._new_name(node))
+                continue
+            if node in looks:
+                self.names[node] = self._constant(self.fixed.of(node))
+                continue
+            if node.op == "output":
+                self.body.append(f"return {self._text(node.args[0])}")
+                continue
+            dead = [d for d in last.get(node, ()) if d not in looks]
+            value = self._value(node, unused=node in dead)
+            line = value if node in dead else f"{self._new_name(node)} = {value}"
+            dead = [self.names[d] for d in dead if d is not node]
+            if dead:
+                line += f"; del {', '.join(dead)}"
+                self.free += dead
+            self.body.append(line)
+            self.lines[len(self.body) + 2] = node.meta.get("source", "")
+        # Names of parameters come first among the locals: the first 256 take one instruction less.
+        own = "".join(f", v{k}=None" for k in range(len(feeds), self.num_names))
+        head = [f"def {name}(inputs, {KEY}, {MICRO}=0, {POST}=None{own}):"]
+        head += [f"    [{', '.join(feeds)}] = inputs; inputs.clear()" if feeds else "    pass"]
+        text = "\n".join(head + [f"    {line}" for line in self.body])
+        self.globals["__tutti_lines__"] = self.lines
+        exec(compile(text, f"<tutti {name}>", "exec"), self.globals)  # noqa: S102  # our own text, of the user's own graph
+        return Generated(self.globals[name], text, self.lines)
+
+    def _same(self, graph: fx.Graph, looks: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The nodes for which nothing is written: the value of each has a name already."""
+        same: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            operand: Any = node.args[0] if self._is_first(node) else itself(node)
+            if operand is not None and node not in looks:
+                same[node] = same.get(operand, operand)
+        return same
+
+    def _new_name(self, node: fx.Node) -> str:
+        """A name that no living value has.
+
+        Few names are a small frame: where the interpreter's stack leaves no room for one more, each call of a
+        Python function maps memory for its frame and unmaps it again.
+        """
+        if not self.free:
+            self.free.append(f"v{self.num_names}")
+            self.num_names += 1
+        self.names[node] = self.free.pop()
+        return self.names[node]
+
+    def _value(self, node: fx.Node, *, unused: bool = False) -> str:
+        if node.op == "get_attr":
+            return self._constant(getattr(self.owner, str(node.target)))
+        if node.target is collectives.positions:
+            text, dim, device = node.args
+            sharding = Sharding.parse(str(text))
+            index = self._at_each(
+                sharding.axes,
+                lambda place: sharding.index(int(dim), self.mesh, place).to(str(device)),  # type: ignore[arg-type]
+            )
+            return index
+        if node.target in (collectives.draw_part, torch.ops.tutti.draw.default):
+            return f"{self._drawing(node)}({KEY}({node.args[5]}))"
+        if node.target is post:
+            return f"{POST}({self._text(node.args[0])}, {node.args[1]!r})"
+        if node.target in (loop, *collectives.COLLECTIVES, *collectives.JOINED):
+            self.claimed.clear()
+        if node.target is loop:
+            body: Any = node.args[0]
+            assert self.loops is not None
+            return f"{self._constant(self.loops(body))}({self._text(node.args[1])}, {KEY})"
+        in_time = (collectives.shard, collectives.partialize)
+        if self.moments and node.target in in_time and MICRO in collectives.axes_of(node):
+            return self._in_time(node)
+        if node.target is collectives.partialize and (text := self._partialized(node)):
+            return text
+        if node.target is collectives.buffer:
+            return self._buffer(self.fixed.of(node), node.args[0])
+        if node.target in collectives.PLAYED:
+            function: Any = self._move(node.target.__name__)  # type: ignore[union-attr]
+        else:
+            function = getattr(node.target, "silent", node.target) if unused else node.target
+        if node.target is operator.getitem:
+            return f"{self._text(node.args[0])}[{node.args[1]}]"
+        if node.target is product and node.meta["val"].dtype == torch.float32:
+            return self._product(*node.args)
+        if (method := shorter(node)) is not None:
+            return f"{self._text(node.args[0])}.{method}"
+        if function in INFIX and len(node.args) == 2:
+            a, b = node.args
+            return f"{self._text(a)} {INFIX[function]} {self._text(b)}"
+        arguments = [self._text(a) for a in node.args]
+        arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
+        return self._call(function, arguments)
+
+    def _product(self, x: Any, weight: Any, bias: Any = None) -> str:
+        """As the op does it, without a dispatcher and a Python function in between."""
+        own = "None" if bias is None else f"{self._text(bias)}.contiguous()"
+        given = [self._text(x), self._text(weight), own, "'none'", "()", "None"]
+        return self._call(onednn_linear(), given)
+
+    def _call(self, function: Any, arguments: list[str]) -> str:
+        function, *first = map(self._constant, direct(function))
+        return f"{function}({', '.join([*first, *arguments])})"
+
+    def _partialized(self, node: fx.Node) -> str | None:
+        """Zeros that stay, on ranks that are not the first of a group; None where they may not."""
+        val: Any = node.meta["val"]
+        if self._has_place(node) and node.args[2] == "sum" and val.nbytes <= MOST_ZEROS_NBYTES:
+            return None if is_overwritten(node) else self._zeros(val)
+        return None
+
+    def _is_first(self, node: fx.Node) -> bool:
+        """Whether `node` is the share of a value that this rank has whole."""
+        if node.target is not collectives.partialize or not self._has_place(node):
+            return False
+        return self.mesh.index(collectives.axes_of(node), self.coordinates) == 0
+
+    def _has_place(self, node: fx.Node) -> bool:
+        """Whether this rank's place over the axes of `node` is known, and stays."""
+        axes = collectives.axes_of(node)
+        return "replica" not in axes and all(a in self.coordinates for a in axes)
+
+    def _zeros(self, val: Any) -> str:
+        key = (tuple(val.shape), val.dtype, val.device)
+        if key not in self.zeros:
+            self.zeros[key] = torch.zeros(val.shape, dtype=val.dtype, device=val.device)
+        return self._constant(self.zeros[key])
+
+    def _buffer(self, memory: Any, axes: Any) -> str:
+        """Memory of the group's arena; claimed once between two collectives."""
+        if axes in self.claimed:
+            return self._constant(memory)
+        self.claimed.add(axes)
+        return (
+            f"{self._constant(self._move('claimed'))}({self._constant(memory)}, {self._text(axes)})"
+        )
+
+    def _move(self, name: str) -> Any:
+        """A method of the player, the same object each time."""
+        if name not in self.moves:
+            self.moves[name] = getattr(self.player, name)
+        return self.moves[name]
+
+    def _in_time(self, node: fx.Node) -> str:
+        """This micro-batch's part of a value; or the value at the first one, nothing at the others."""
+        x, count = self._text(node.args[0]), len(self.moments)
+        if node.target is collectives.shard:
+            _, _, dim, outer = node.args
+
+            def part(x: Tensor, k: int) -> Tensor:
+                return segments.part(x, dim, outer, count, k)  # type: ignore[arg-type]
+
+            return f"{self._constant(part)}({x}, {MICRO})"
+        assert node.target is collectives.partialize, node.target
+        if node.args[2] in ("max", "min"):
+            return x
+        empty = torch.ones_like if node.args[2] == "prod" else torch.zeros_like
+        return f"{x} if {MICRO} == 0 else {self._constant(empty)}({x})"
+
+    def _at_each(self, axes: Iterable[str], make: Callable[[dict[str, int]], Any]) -> str:
+        """What `make` gives for this rank; the one of the current micro-batch where that matters."""
+        if self.moments and MICRO in axes:
+            return f"{self._constant([make(place) for place in self.moments])}[{MICRO}]"
+        return self._constant(make(self.moments[0] if self.moments else self.coordinates))
+
+    def _drawing(self, node: fx.Node) -> str:
+        """A function of the key alone: where this rank's block lies is worked out once, here."""
+        given: Any = node.args
+        kind, shape, params, dtype, device = given[:5]
+        sharding = Sharding.parse(given[6]) if len(given) > 6 else Sharding.whole(shape)
+
+        def drawing(place: dict[str, int]) -> Callable[[int], Any]:
+            index = [sharding.index(d, self.mesh, place) for d in range(len(sharding.dims))]
+            block: Any = random.Block.of(index, sharding.shape, device)  # type: ignore[arg-type]
+
+            def draw(key: int) -> Any:
+                return drawn(kind, params, dtype, device, key, block, sharding.shape)  # type: ignore[arg-type]
+
+            return draw
+
+        return self._at_each(sharding.axes, drawing)
+
+    def _text(self, x: Any) -> str:
+        if isinstance(x, fx.Node):
+            return self.names[x]
+        if isinstance(x, tuple):
+            inner = ", ".join(map(self._text, x))
+            return f"({inner},)" if len(x) == 1 else f"({inner})"
+        if isinstance(x, list):
+            return f"[{', '.join(map(self._text, x))}]"
+        if type(x) in (bool, int, str, type(None)) or (type(x) is float and math.isfinite(x)):
+            return repr(x)  # of a subclass, as NumPy's and enums are, it is no literal
+        return self._constant(x)
+
+    def _constant(self, x: Any) -> str:
+        key = ("id", id(x))  # `globals` keeps it alive
+        if key not in self.known:
+            self.known[key] = f"c{len(self.known)}"
+            self.globals[self.known[key]] = x
+        return self.known[key]

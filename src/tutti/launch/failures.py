@@ -1,0 +1,212 @@
+"""One report for a run that failed: which rank, why, and where the others waited for it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.comm.failure import lost_peer
+from tutti.launch.guard import Seen
+from tutti.launch.records import Exit, Failure, Place, crash_file, read_record
+
+TAIL_NBYTES = 4000
+# What a rank that was told to stop ends with.
+_STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
+_INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)
+_UNKNOWN = float("inf")
+UNSEEN = Seen()
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended: its exit code (minus a signal's number if that killed it) and records.
+
+    `seen` is what the launcher saw and did, `crash` the lines at which Python was when it crashed.
+    """
+
+    rank: int
+    exit_code: int | None
+    failure: Failure | None
+    place: Place | None
+    ended: Exit | None
+    log: Path | None
+    seen: Seen = UNSEEN
+    crash: str = ""
+
+    @property
+    def is_victim(self) -> bool:
+        """Whether the rank ended only because another one did, or the launcher ended it."""
+        if self.failure is not None:
+            waited = self.failure.is_comm or bool(self.failure.collective)
+            return waited and lost_peer(self.failure.text)
+        if self.was_stopped:
+            return False
+        return self.seen.killed or self.exit_code in _STOPPED or self.left_early
+
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the rank was stopped (SIGSTOP) and did not go on."""
+        return self.failure is None and self.seen.stopped is not None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the rank ended well, as far as is known."""
+        return self.exit_code in (None, 0) and self.failure is None and not self.was_stopped
+
+    @property
+    def seconds(self) -> float:
+        """When the rank began to be missing (monotonic), as itself or the launcher noted; else infinity."""
+        notes = (self.failure, self.place, self.ended)
+        times = [*(note.seconds for note in notes if note is not None), self.seen.seconds]
+        return min((t for t in times if t is not None), default=_UNKNOWN)
+
+    @property
+    def left_early(self) -> bool:
+        """Whether the script ended in good order, though others had not."""
+        return (
+            self.ended is not None
+            and self.ended.code == 0
+            and (not self.exit_code or self.exit_code in _STOPPED)
+        )
+
+    @property
+    def how(self) -> str:
+        """Such as "failed (ValueError)", "died (signal 11, SIGSEGV)", "left early (exit code 0)"."""
+        code = self.exit_code
+        if self.failure is not None:
+            return f"failed ({self.failure.kind})"
+        if self.was_stopped:
+            killed = "; the launcher has killed it" if self.seen.killed else ""
+            return f"was stopped (SIGSTOP) and did not go on{killed}"
+        if self.left_early:
+            return "left early (exit code 0)"
+        if self.seen.killed:
+            return "did not end when told to, and was killed by the launcher"
+        if code in _STOPPED:
+            return "was ended by SIGTERM, which the launcher did not send"
+        if code in _INTERRUPTED:
+            return "was interrupted by SIGINT, which the launcher did not send"
+        if code == -signal.SIGKILL:
+            reason = f", {self.seen.shortage}" if self.seen.shortage else ""
+            return f"died (signal 9){reason}"
+        if code is not None and code < 0:
+            return f"died (signal {-code}, {signal.Signals(-code).name})"
+        by = "" if self.ended is not None or not code else ", without Python's exit, as by os._exit"
+        return f"ended (exit code {code or 0}{by})"
+
+    @property
+    def said(self) -> str:
+        """`how`, or what an exception says: "failed: ValueError: no"."""
+        said = self.failure.said if self.failure is not None else ""
+        return f"failed: {said}" if said else self.how
+
+    @property
+    def where(self) -> str:
+        """Such as "waited in all_reduce over data (4 kB) at train.py:12"; "" if not known."""
+        known = self.failure or self.place
+        if known is None or not known.line:
+            return ""
+        verb = f"waited in {known.collective}" if known.collective else "was"
+        return f"{verb} at {known.line}"
+
+
+def read_ends(
+    run_dir: Path,
+    exit_codes: dict[int, int],
+    num_ranks: int,
+    logs: dict[int, Path],
+    seen: Callable[[int], Seen],
+) -> list[RankEnd]:
+    """What is known of every rank's end; `seen` is what the launcher saw of a rank.
+
+    `exit_codes` may lack ranks: the agent names those alone that had ended when it saw the first failure.
+    """
+    return [
+        RankEnd(
+            rank,
+            exit_codes.get(rank, seen(rank).code),
+            read_record(run_dir, Failure, rank),
+            read_record(run_dir, Place, rank),
+            read_record(run_dir, Exit, rank),
+            logs.get(rank),
+            seen(rank),
+            _text(crash_file(run_dir, rank)),
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def first_cause(ends: list[RankEnd]) -> RankEnd:
+    """The rank whose end made the others end: the first in time of those that ended by themselves."""
+    raised = any(end.failure is not None and not end.failure.is_comm for end in ends)
+
+    def order(end: RankEnd) -> tuple[bool, bool, float]:
+        # A rank that nobody complained of was not the cause.
+        victim = end.is_victim or (end.was_stopped and raised)
+        return (end.succeeded, victim, end.seconds)
+
+    cause = min(ends, key=order)
+    left_early = [end for end in ends if end.left_early]
+    # Only ranks that lost a peer failed: what they lost is one that had ended in good order.
+    if cause.is_victim and cause.failure is not None and left_early:
+        return left_early[0]
+    return cause
+
+
+def report(ends: list[RankEnd]) -> str:
+    """The first cause and the ranks that waited for it; the traceback, or the end of what it wrote."""
+    cause = first_cause(ends)
+    others = [end for end in ends if end is not cause and _followed(end)]
+    waits = [f"rank {end.rank} {end.where}" for end in others if end.where]
+    # Of a rank that was stopped `where` is not known: it could not be asked.
+    waits += [f"rank {end.rank} {end.how}" for end in others if end.was_stopped]
+    if cause.failure is not None and cause.failure.is_tutti:
+        return "\n".join([f"[rank {cause.rank}] {cause.failure.text}", *(f"  {w}" for w in waits)])
+    mark = "CommError: " if cause.failure is None and (waits or (cause.exit_code or 0) < 0) else ""
+    first = f"{mark}{'; '.join([f'rank {cause.rank} {cause.said}', *waits])}"
+    return f"{first}{details(cause)}"
+
+
+def details(end: RankEnd) -> str:
+    """Lines below the first: the traceback, the lines of a crash or the end of what the rank wrote; or ""."""
+    more = end.failure.text if end.failure else end.crash or _tail(end.log)
+    return f"\n[rank {end.rank}] {more}" if more else ""
+
+
+def ended_by(number: int, ends: list[RankEnd]) -> str:
+    """The report of a run whose launcher was sent a signal."""
+    name = signal.Signals(number).name
+    waits = "".join(f"; rank {end.rank} {end.where}" for end in ends if end.where)
+    return f"ended by {name}, sent to the launcher{waits}"
+
+
+def where_logs(log_dir: Path | None) -> str:
+    """The last line of a report."""
+    if log_dir is None:
+        return "--log-dir DIR keeps what each rank writes"
+    return f"logs in {log_dir}"
+
+
+def exit_code(ends: list[RankEnd]) -> int:
+    """2 for a mistake that tutti names, the script's own code where it chose one, else 1."""
+    cause = first_cause(ends)
+    if cause.failure is None:
+        return 1 if cause.is_victim else max(cause.exit_code or 1, 1)
+    return 2 if cause.failure.is_tutti and not cause.failure.is_comm else 1
+
+
+def _followed(end: RankEnd) -> bool:
+    """Whether a rank waited for another one, or ended without a word."""
+    return end.is_victim or end.failure is None or end.failure.is_comm
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace").strip() if path.exists() else ""
+
+
+def _tail(log: Path | None) -> str:
+    if log is None or not log.exists():
+        return ""
+    return log.read_bytes()[-TAIL_NBYTES:].decode(errors="replace").strip()

@@ -1,0 +1,241 @@
+"""No rank outlives its run: a thread of the launcher ends ranks that the agent cannot stop in time."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+from tutti.comm.awake import AwakeClock
+from tutti.comm.group import collective_timeout
+from tutti.comm.life import stat_of, state_of
+from tutti.launch.memory_kills import MemoryKills
+from tutti.launch.records import Exit, GivenUp, Lost, Waited, read_pid, read_record, read_script
+
+STOP_SECONDS = 10.0
+POLL_SECONDS = 0.2
+# How long after it was stopped a rank is killed once the others are told to end.
+TOLD_SECONDS = 1.0
+# So long nothing more is printed of waits for the same ranks.
+QUIET_SECONDS = 60.0
+# Longer than `TUTTI_TIMEOUT`: ranks that wait for a stopped one say so first.
+STOPPED_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the launcher has seen of a rank's process, and what it did to it; times are monotonic.
+
+    Args:
+        ended: when the process ended; None while it lives.
+        stopped: since when it is stopped (SIGSTOP), or was when it ended.
+        killed: whether the launcher has sent it a SIGKILL.
+        shortage: of a SIGKILL that the launcher did not send, what the kernel tells of memory.
+        code: its exit code, minus a signal's number if that killed it; None where another has read it first.
+    """
+
+    ended: float | None = None
+    stopped: float | None = None
+    killed: bool = False
+    shortage: str = ""
+    code: int | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """When the rank began to be missing."""
+        return self.ended if self.stopped is None else self.stopped
+
+
+class Guard:
+    """Watches the ranks' processes, children of this one, each the head of its own process group.
+
+    It notes when each ends or is stopped. A rank that another one's death leaves stuck, deaf to SIGTERM,
+    is killed after `STOP_SECONDS`; the agent itself would give it 30. So is one that has been stopped
+    (SIGSTOP) for `TUTTI_TIMEOUT` and `STOPPED_SECONDS` more, or, once the others have given it up, for
+    `TOLD_SECONDS`: it may hold what they need. On leaving, what is left of any rank's group
+    is killed. Without `ends_others` ranks may outlive each other.
+    """
+
+    def __init__(self, run_dir: Path, num_ranks: int, *, ends_others: bool = True) -> None:
+        self._ends_others = ends_others
+        self._run_dir, self._num_ranks = run_dir, num_ranks
+        self._shortage = MemoryKills()
+        self._most_stopped = collective_timeout().total_seconds() + STOPPED_SECONDS
+        self._clock = AwakeClock(5 * POLL_SECONDS)
+        self._seen: dict[int, Seen] = {}
+        self._pids: dict[int, int] = {}
+        self._fds: dict[int, int] = {}  # by rank
+        self._stopped_since: dict[int, float] = {}  # by the clock of time awake
+        self._told: dict[int, int] = {}  # by rank: the last of its waits that was printed
+        self._told_of: dict[tuple[int, ...], float] = {}  # by late ranks: when
+        self._lock = threading.RLock()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tutti-guard", daemon=True)
+
+    def __enter__(self) -> Guard:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        self._look(0.0)
+        for rank, pid in self._pids.items():
+            if _is_rank(pid):
+                self.kill(rank)
+            elif not Path(f"/proc/{pid}").exists():
+                _kill_group(pid)
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def seen(self, rank: int) -> Seen:
+        """What is known of a rank."""
+        with self._lock:
+            found = self._seen.get(rank, Seen())
+        return found if found.killed else replace(found, shortage=self._shortage.said())
+
+    def kill(self, rank: int, *, alone: bool = False) -> None:
+        """Kill a rank and all of its group, and note that the launcher did.
+
+        `alone` leaves a process that stands in for the rank to end by itself.
+        """
+        self._look(0.0)
+        with self._lock:
+            found = self._seen.get(rank, Seen())
+            if found.ended is None and rank in self._pids:
+                self._seen[rank] = replace(found, killed=True)
+                script = read_script(self._run_dir, rank)
+                if alone and script not in (None, self._pids[rank]):
+                    with suppress(ProcessLookupError):
+                        os.kill(script, signal.SIGKILL)
+                else:
+                    _kill_group(self._pids[rank])
+
+    def _watch(self) -> None:
+        failed_at: float | None = None
+        while not self._done.is_set():
+            self._look(POLL_SECONDS)
+            now = time.monotonic()
+            if failed_at is None and self._ends_others and self._one_failed():
+                failed_at = now
+            if failed_at is not None and now - failed_at > STOP_SECONDS:
+                for rank in list(self._pids):
+                    self.kill(rank)
+                return
+            # A stopped rank cannot hear that it should end.
+            self._tell_waits()
+            self._end_stopped(self._most_stopped if failed_at is None else TOLD_SECONDS)
+
+    def _look(self, seconds: float) -> None:
+        """Note who ends within so many seconds, and who is stopped."""
+        with self._lock:
+            self._read_pids()
+            watched = {fd: rank for rank, fd in self._fds.items()}
+        poll = select.poll()
+        for fd in watched:
+            poll.register(fd, select.POLLIN)
+        ended = poll.poll(seconds * 1000)
+        with self._lock:
+            for fd, _ in ended:
+                rank = watched[fd]
+                if self._fds.get(rank) != fd:  # another thread has noted it
+                    continue
+                found = self._seen.get(rank, Seen())
+                self._seen[rank] = replace(found, ended=time.monotonic(), code=_exit_code(fd))
+                os.close(self._fds.pop(rank))
+            for rank in self._fds:
+                self._note_stopped(rank)
+
+    def _read_pids(self) -> None:
+        for rank in range(self._num_ranks):
+            pid = read_pid(self._run_dir, rank)
+            if pid is None or pid == self._pids.get(rank):
+                continue
+            self._pids[rank] = pid  # a server that was started again has a new one
+            if rank in self._fds:
+                os.close(self._fds.pop(rank))
+            self._seen[rank] = Seen()
+            try:
+                self._fds[rank] = os.pidfd_open(pid)
+            except OSError:
+                self._seen[rank] = Seen(ended=time.monotonic())
+
+    def _note_stopped(self, rank: int) -> None:
+        found = self._seen.get(rank, Seen())
+        if found.ended is not None or found.killed or rank not in self._pids:
+            return
+        script = read_script(self._run_dir, rank)
+        states = {state_of(pid) for pid in {self._pids[rank], script or self._pids[rank]}}
+        if "T" in states and found.stopped is None:
+            self._seen[rank] = replace(found, stopped=time.monotonic())
+            self._stopped_since[rank] = self._clock.look()
+        elif not states & {"T", "Z", ""} and found.stopped is not None:  # it has gone on
+            self._seen[rank] = replace(found, stopped=None)
+
+    def _end_stopped(self, most_seconds: float) -> None:
+        now = self._clock.look()
+        for rank, found in list(self._seen.items()):
+            lives = found.ended is None and not found.killed and found.stopped is not None
+            given_up = lives and read_record(self._run_dir, GivenUp, rank) is not None
+            most = TOLD_SECONDS if given_up else most_seconds
+            if lives and now - self._stopped_since[rank] > most:
+                self.kill(rank, alone=True)
+
+    def _tell_waits(self) -> None:
+        """Print what ranks say of unusually long waits, once where several wait for the same ranks."""
+        for rank in range(self._num_ranks):
+            found = read_record(self._run_dir, Waited, rank)
+            if found is None or found.number == self._told.get(rank):
+                continue
+            self._told[rank] = found.number
+            late, now = tuple(found.late), time.monotonic()
+            if now - self._told_of.get(late, -QUIET_SECONDS) >= QUIET_SECONDS:
+                self._told_of[late] = now
+                print(found.text, file=sys.stderr, flush=True)
+
+    def _one_failed(self) -> bool:
+        return any(
+            found.ended is not None and not self._ended_well(rank)
+            for rank, found in list(self._seen.items())
+        )
+
+    def _ended_well(self, rank: int) -> bool:
+        ended = read_record(self._run_dir, Exit, rank)
+        lost = read_record(self._run_dir, Lost, rank)
+        return lost is not None or (ended is not None and ended.code == 0)
+
+
+def _is_rank(pid: int) -> bool:
+    """Whether `pid` is a living child of this process that heads its own group."""
+    fields = stat_of(pid)
+    if not fields:
+        return False
+    state, parent, group = fields[0], int(fields[1]), int(fields[2])
+    return state != "Z" and parent == os.getpid() and group == pid
+
+
+def _exit_code(fd: int) -> int | None:
+    """Of a child that has ended, by its pidfd; whoever started it can still read it."""
+    with suppress(ChildProcessError):
+        found = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if found is not None:
+            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return None
+
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,71 @@
+"""This process as one rank of a run: the default process group and its device."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tutti.comm.group import collective_timeout
+from tutti.comm.seconds import check_seconds
+from tutti.launch.records import RUN_DIR
+from tutti.launch.waits import watch_waits
+
+LEAVE_SECONDS = 0.1
+
+
+def ensure_process_group() -> bool:
+    """Join the run that `tutti run` or `torchrun` started, unless that is done or there is none.
+
+    Gloo on CPU; NCCL for CUDA tensors, on the device `LOCAL_RANK`, where there is one. Collectives
+    wait `TUTTI_TIMEOUT` seconds at most. Returns whether this process is one rank of several.
+    """
+    check_seconds()
+    if dist.is_initialized():
+        return dist.get_world_size() > 1
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1 or not dist.is_available():
+        return False
+    group, rank = divmod(int(os.environ["RANK"]), world_size)
+    watch_waits()
+    dist.init_process_group(
+        _backend(), timeout=collective_timeout(), **_rendezvous(group, rank, world_size)
+    )
+    atexit.register(leave)
+    return True
+
+
+def _backend() -> str:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+        return "gloo"
+    torch.cuda.set_device(local_rank)
+    return "cpu:gloo,cuda:nccl"
+
+
+def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:
+    """Ranks of `tutti run` meet in a file of the run's own directory: nothing listens for them.
+
+    With servers each worker's ranks are a group of their own, and never meet those of another.
+    """
+    run_dir = os.environ.get(RUN_DIR)
+    if run_dir is None:
+        return {"init_method": "env://"}
+    path = os.path.join(run_dir, f"ranks{group or ''}.store")
+    store = dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": store, "rank": rank, "world_size": world_size}
+
+
+def leave() -> None:
+    """Destroy the process groups; runs at exit.
+
+    A Gloo thread that still holds a finished collective's tensors when the interpreter shuts down
+    aborts the process ("terminate called without an active exception"): it gets time to let go.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(LEAVE_SECONDS)

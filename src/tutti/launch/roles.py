@@ -1,0 +1,158 @@
+"""What this process is in a run with servers: a worker or a server, which one, and where the servers are.
+
+TUTTI_ROLE      "worker 2" or "server 0"; of a worker of several ranks "worker 2.1" is the second
+TUTTI_SERVERS   "host:port,host:port"; without it the servers of one host write their addresses to the
+                run's directory
+TUTTI_SECRET    what workers must know
+TUTTI_LISTEN    where a server listens, 127.0.0.1 and a free port by default
+TUTTI_RECORDS   the directory in which a server keeps its records
+TUTTI_REPAIR    "1": where these are damaged, go on from those before
+TUTTI_TLS       "certificate,key,authority": three files
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tutti.comm.group import collective_timeout
+from tutti.errors import LayoutError, ServerError
+from tutti.launch.records import RUN_DIR
+from tutti.layout import Layout
+from tutti.server.tls import Tls
+
+ROLE, SERVERS, SECRET = "TUTTI_ROLE", "TUTTI_SERVERS", "TUTTI_SECRET"
+LISTEN, RECORDS, TLS = "TUTTI_LISTEN", "TUTTI_RECORDS", "TUTTI_TLS"
+REPAIR = "TUTTI_REPAIR"
+WORKER, SERVER = "worker", "server"
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Role:
+    """`kind` is "worker" or "server"; both are numbered from 0, and so are the ranks of a worker."""
+
+    kind: str
+    number: int
+    place: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number}" + (f".{self.place}" if self.place else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Role:
+        """The role that prints as `text`."""
+        kind, _, numbers = text.partition(" ")
+        number, _, place = numbers.partition(".")
+        return cls(kind, int(number), int(place or 0))
+
+    def rank(self, layout: Layout) -> int:
+        """The number among all processes of a run: workers first, each with its ranks side by side."""
+        if self.kind == WORKER:
+            return self.number * layout.worker_size + self.place
+        return layout.num_ranks + self.number
+
+
+def worker_roles(layout: Layout, workers: Iterable[int]) -> list[Role]:
+    """Every process of some workers."""
+    return [Role(WORKER, w, k) for w in workers for k in range(layout.worker_size)]
+
+
+def roles_of(layout: Layout) -> list[Role]:
+    """Every process of a run, by rank."""
+    workers = worker_roles(layout, range(layout.num_replicas))
+    return workers + [Role(SERVER, s) for s in range(layout.server)]
+
+
+def role_now(layout: Layout) -> Role:
+    """What this process is.
+
+    Raises:
+        LayoutError: it was not started as part of a run with servers.
+    """
+    text = os.environ.get(ROLE, "")
+    if not text:
+        raise LayoutError(
+            f'layout "{layout}" has servers, but this process is neither a worker nor a server',
+            why="workers and servers are started by tutti run, servers of other hosts by tutti serve",
+            fix=f'tutti run --layout "{layout}" SCRIPT',
+        )
+    return Role.parse(text)
+
+
+def secret() -> str:
+    """What workers and servers share; "" where there is none."""
+    return os.environ.get(SECRET, "")
+
+
+def checked_secret() -> None:
+    """Raise `ServerError` unless processes of several hosts were given what they share."""
+    if not secret() and not os.environ.get(TLS):
+        raise ServerError(
+            f"{SECRET} is not set",
+            why="servers and workers of several hosts must share a secret, or have certificates",
+            fix=f"{SECRET}=$(openssl rand -hex 32), the same everywhere; or {TLS}=certificate,key,authority",
+        )
+
+
+def tls() -> Tls | None:
+    """The certificates of this process, where it has some."""
+    given = os.environ.get(TLS, "")
+    if not given:
+        return None
+    files = [Path(x) for x in given.split(",")]
+    if len(files) != 3:
+        raise ServerError(
+            f'{TLS}="{given}" names {len(files)} files', fix="certificate,key,authority"
+        )
+    return Tls(certificate=files[0], key=files[1], authority=files[2])
+
+
+def publish(role: Role, address: str) -> None:
+    """Tell the workers of this host where a server listens."""
+    path = _address_file(role.number)
+    if path is not None:
+        draft = path.with_suffix(".draft")
+        draft.write_text(address)
+        draft.rename(path)
+
+
+def published(role: Role) -> str:
+    """Where a server of this host has listened before; "" if it has not."""
+    path = _address_file(role.number)
+    return path.read_text() if path is not None and path.exists() else ""
+
+
+def addresses(layout: Layout) -> list[str]:
+    """Where the servers are; waits until those of this host have said so.
+
+    Raises:
+        ServerError: too few are named, or they do not come in time.
+    """
+    given = [x.strip() for x in os.environ.get(SERVERS, "").split(",") if x.strip()]
+    if given:
+        if len(given) != layout.server:
+            raise ServerError(
+                f'layout "{layout}" has {layout.server} servers, {len(given)} addresses are given',
+                fix="one host:port for each server, in the order of their numbers",
+            )
+        return given
+    until = time.monotonic() + collective_timeout().total_seconds()
+    every = [Role(SERVER, s) for s in range(layout.server)]
+    while not all(found := [published(one) for one in every]):
+        if time.monotonic() > until:
+            late = next(one for one, at in zip(every, found, strict=True) if not at)
+            raise ServerError(
+                f"{late} has not begun to serve",
+                why="a server begins at its first training step; its script may not reach it",
+            )
+        time.sleep(_POLL_SECONDS)
+    return found
+
+
+def _address_file(server: int) -> Path | None:
+    directory = os.environ.get(RUN_DIR)
+    return Path(directory) / f"server{server}.address" if directory else None

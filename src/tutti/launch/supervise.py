@@ -1,0 +1,285 @@
+"""Starts workers and servers on this host, and keeps the run going where it can go on without one of them.
+
+a server is killed                it is started again, and goes on from its records
+a worker ends, async or bounded   it has left: the others go on; a rank that fails takes its worker with it
+a worker fails, step              all are stopped
+a script is wrong (a server's)    all are stopped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tutti.comm.seconds import check_seconds
+from tutti.launch import failures
+from tutti.launch.guard import Guard
+from tutti.launch.records import LAYOUT, RUN_DIR, Failure, read_record
+from tutti.launch.roles import RECORDS, ROLE, SECRET, SERVER, WORKER, Role
+from tutti.launch.run_dir import RunDir
+from tutti.layout import Layout
+from tutti.server import consistency
+
+POLL_SECONDS, STOP_SECONDS = 0.05, 10.0
+# A server that dies so often within a minute has a reason to.
+MOST_RESTARTS, MINUTE_SECONDS = 20, 60.0
+
+
+class Process(Protocol):
+    """What is needed of a `subprocess.Popen`."""
+
+    returncode: int | Any
+
+    def poll(self) -> int | None: ...
+
+    def send_signal(self, sig: int) -> None: ...
+
+
+@dataclass
+class Started:
+    """One process of the run, and the earlier ones in its place."""
+
+    role: Role
+    rank: int
+    process: Process
+    starts: list[float] = field(default_factory=list)
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process has not ended."""
+        return self.process.poll() is None
+
+
+class Supervisor:
+    """Runs a script as workers and servers on this host.
+
+    Args:
+        layout: of the whole run, which may have more of both on other hosts.
+        roles: those to start here.
+        command: the script and its arguments.
+        environment: for all of them, beside this process's own.
+        log_dir: where to keep what all but the first write; by default nothing is kept.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        roles: Sequence[Role],
+        command: Sequence[str],
+        *,
+        environment: dict[str, str] | None = None,
+        log_dir: Path | None = None,
+    ) -> None:
+        self.layout, self.roles, self.command = layout, list(roles), list(command)
+        check_seconds({**os.environ, **(environment or {})})
+        self._made = RunDir()
+        self.run_dir, self._kept = self._made.path, log_dir
+        self.log_dir = log_dir or self.run_dir / "logs"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        threads = max(1, (os.cpu_count() or 1) // len(self.roles))
+        self.environment = {
+            "OMP_NUM_THREADS": str(threads),
+            SECRET: secrets.token_hex(32),
+            RECORDS: str(self.run_dir / "records"),
+            **os.environ,
+            **(environment or {}),
+            RUN_DIR: str(self.run_dir),
+            LAYOUT: str(layout),
+        }
+        self.apart = consistency.parse(layout.sync).apart
+        self.started: list[Started] = []
+        self.codes: dict[int, int] = {}
+        self._num_ranks = layout.num_ranks + layout.server
+        self._guard = Guard(self.run_dir, self._num_ranks, ends_others=False)
+
+    def run(self) -> int:
+        """The exit code: 0 where a worker (of servers alone: every server) has ended well."""
+        try:
+            with self._guard, _signals_raised():
+                by = self._play()
+            if by is not None:
+                self._say(failures.ended_by(by, self._ends()))
+                return 128 + by
+            code = self._code()
+            self._report()
+            return code
+        finally:
+            self._made.remove()
+
+    def _play(self) -> signal.Signals | None:
+        """Until the run has come to its end; the signal that has ended it."""
+        try:
+            self.started = [self._start(role) for role in self.roles]
+            self._watch()
+        except (KeyboardInterrupt, _Signaled) as exc:
+            number = exc.number if isinstance(exc, _Signaled) else signal.SIGINT
+            self._stop(number)
+            return number
+        finally:
+            self._stop(signal.SIGTERM)
+        return None
+
+    def _start(self, role: Role) -> Started:
+        rank = role.rank(self.layout)
+        # nobody meets anybody but the servers, and the ranks of its own worker
+        size = self.layout.worker_size if role.kind == WORKER else 1
+        environment = {
+            **self.environment,
+            ROLE: str(role),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(size),
+        }
+        process = self.spawn(environment, None if role == self.roles[0] else self._log(role))
+        return Started(role, rank, process, [time.monotonic()])
+
+    def spawn(self, environment: dict[str, str], log: Path | None) -> Process:
+        """Start one process; what it writes goes to `log`, or where this one writes."""
+        words = [sys.executable, "-m", "tutti.launch.worker", *self.command]
+        with contextlib.ExitStack() as stack:
+            out = stack.enter_context(open(log, "ab")) if log is not None else None
+            return subprocess.Popen(  # noqa: S603  # the user's own command, without a shell
+                words, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+
+    def _log(self, role: Role) -> Path:
+        return self.log_dir / f"{str(role).replace(' ', '')}.log"
+
+    def _watch(self) -> None:
+        """Until the workers have ended, or where there are none here, the servers."""
+        while True:
+            for one in [x for x in self.started if not x.lives and x.rank not in self.codes]:
+                self._ended(one)
+            workers = [x for x in self.started if x.role.kind == WORKER]
+            waiting = [x for x in workers or self.started if x.rank not in self.codes]
+            if not waiting or self._hopeless():
+                self._let_servers_end() if workers and not self._hopeless() else None
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _ended(self, one: Started) -> None:
+        code = one.process.returncode
+        failed = read_record(self.run_dir, Failure, one.rank)
+        recent = [x for x in one.starts if time.monotonic() - x < MINUTE_SECONDS]
+        if one.role.kind == SERVER and code < 0 and failed is None and len(recent) < MOST_RESTARTS:
+            self._say(f"{one.role} died (signal {-code}); it goes on from its records")
+            again = self._start(one.role)
+            one.process, one.starts = again.process, [*recent, *again.starts]
+            return
+        self.codes[one.rank] = code
+        fellows = [x for x in self._worker_of(one) if x.lives]
+        if one.role.kind == WORKER and code and self.apart:
+            first = all(
+                self.codes.get(x.rank, 0) == 0 for x in self._worker_of(one) if x is not one
+            )
+            if first:
+                how = next(end.said for end in self._ends() if end.rank == one.rank)
+                self._say(f"{one.role} {how}{'; the others go on' if self._others(one) else ''}")
+            for x in fellows:  # a worker lives and dies as a whole
+                self._guard.kill(x.rank)
+                with contextlib.suppress(ProcessLookupError):
+                    x.process.send_signal(signal.SIGKILL)
+
+    def _worker_of(self, one: Started) -> list[Started]:
+        """The ranks of a worker, or a server."""
+        kind, number = one.role.kind, one.role.number
+        return [x for x in self.started if (x.role.kind, x.role.number) == (kind, number)]
+
+    def _others(self, one: Started) -> bool:
+        """Whether another worker may still train: one of this host, or of another."""
+        here = [x for x in self.started if x.role.kind == WORKER]
+        lives = any(x.lives for x in here if x.role.number != one.role.number)
+        return lives or len({x.role.number for x in here}) < self.layout.num_replicas
+
+    def _hopeless(self) -> bool:
+        """Whether the run cannot go on: a server has failed, or under `step` a worker."""
+        kinds = {x.rank: x.role.kind for x in self.started}
+        return any(
+            code and (kinds[rank] == SERVER or not self.apart) for rank, code in self.codes.items()
+        )
+
+    def _let_servers_end(self) -> None:
+        """Servers of this host end by themselves once the workers of all hosts have left.
+
+        Where every worker of the run has failed here, some may never have come: nobody is waited for.
+        """
+        workers = [x for x in self.started if x.role.kind == WORKER]
+        if len(workers) == self.layout.num_ranks and not any(self._ended_well(x) for x in workers):
+            return
+        servers = [x for x in self.started if x.role.kind == SERVER]
+        while any(x.lives for x in servers):
+            time.sleep(POLL_SECONDS)
+
+    def _ended_well(self, one: Started) -> bool:
+        """Whether all ranks of a worker, or a server, have ended with 0 or have not ended."""
+        return all(self.codes.get(x.rank, 0) == 0 for x in self._worker_of(one))
+
+    def _code(self) -> int:
+        kind = WORKER if any(r.kind == WORKER for r in self.roles) else SERVER
+        own = [self._ended_well(x) for x in self.started if x.role.kind == kind]
+        if self._hopeless() or not any(own):
+            return failures.exit_code(self._ends())
+        return 0
+
+    def _failed(self) -> bool:
+        return any(self.codes.values())
+
+    def _report(self) -> None:
+        if self._failed():
+            self._say(f"{failures.report(self._ends())}\n{failures.where_logs(self._kept)}")
+
+    def _ends(self) -> list[failures.RankEnd]:
+        logs = {x.rank: self._log(x.role) for x in self.started if x.role != self.roles[0]}
+        seen = self._guard.seen
+        every = failures.read_ends(self.run_dir, self.codes, self._num_ranks, logs, seen)
+        here = {x.rank for x in self.started}
+        return [end for end in every if end.rank in here]
+
+    def _stop(self, number: int) -> None:
+        """Send a signal to whoever lives, and wait; who does not end is killed by the guard."""
+        living = [x for x in self.started if x.lives]
+        for one in living:
+            with contextlib.suppress(ProcessLookupError):
+                one.process.send_signal(number)
+        until = time.monotonic() + STOP_SECONDS
+        while any(x.lives for x in living) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+class _Signaled(BaseException):
+    """The launcher was told to end."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_raised() -> Iterator[None]:
+    """SIGTERM and the like raise; by default the launcher would end before its processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def raised(number: int, _frame: Any) -> None:
+        raise _Signaled(signal.Signals(number))
+
+    numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, raised) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

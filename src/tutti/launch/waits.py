@@ -1,0 +1,150 @@
+"""A rank that waits unusually long says once for what, for whom, and where the late one is.
+
+A thread looks at the main thread's stack twice a second: nothing is added to a step. It sees collectives and
+messages through shared memory, Gloo or a pipeline's channels, and calls of torch.distributed. A wait is
+unusual after 10 s, and after ten times the median of the last hundred that this thread has seen.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from tutti.comm.awake import AwakeClock
+from tutti.launch.asking import Answer, answer, ask
+from tutti.launch.records import RUN_DIR, Waited, write_record
+from tutti.launch.whereabouts import Stack, Waiting, main_stack, wait
+
+LOOK_SECONDS = 0.5
+LEAST_SECONDS, TIMES_USUAL = 10.0, 10.0
+LEAST_USUAL, NUM_USUAL = 5, 100
+_MOST_ASKED = 4
+
+
+class WaitWatch:
+    """Looks at the waits of one rank.
+
+    Args:
+        rank: of the run; `first` is the rank of the run at which ranks of torch.distributed begin to count,
+            and `size` how many there are.
+        run_dir: that of `tutti run`, if it has started this rank: others can be asked there.
+        stack: the main thread's, innermost first.
+        cpu: seconds that the main thread has computed.
+        clock: seconds; a time for which this process was stopped does not count.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        run_dir: Path | None,
+        stack: Callable[[], Stack],
+        *,
+        first: int = 0,
+        size: int = 1,
+        cpu: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank, self._run_dir, self._stack, self._cpu = rank, run_dir, stack, cpu
+        self._first, self._size = first, size
+        self._clock = AwakeClock(4 * LOOK_SECONDS, clock)
+        self._now: Waiting | None = None
+        self._since, self._told = 0.0, False
+        self._usual: deque[float] = deque(maxlen=NUM_USUAL)
+        self._number = 0
+
+    def is_over(self) -> bool:
+        """Whether the run has ended, and its directory has gone."""
+        return self._run_dir is not None and not self._run_dir.exists()
+
+    def look(self) -> None:
+        """Answer who asks, and see whether this rank waits unusually long."""
+        stack, now = self._stack(), self._clock.look()
+        if self._run_dir is not None:
+            answer(self._run_dir, self.rank, stack)
+        found = wait(stack, self._cpu())
+        if found is None or self._now is None or not found.same(self._now):
+            if self._now is not None:
+                self._usual.append(now - self._since)
+            self._now, self._since, self._told = found, now, False
+            return
+        waited = now - self._since
+        if not self._told and waited > self._most():
+            self._told = True
+            self._tell(found, waited)
+
+    def _most(self) -> float:
+        # Of a few waits one, such as that for the first step of another rank, would decide.
+        usual = statistics.median(self._usual) if len(self._usual) >= LEAST_USUAL else 0.0
+        return max(LEAST_SECONDS, TIMES_USUAL * usual)
+
+    def _tell(self, found: Waiting, seconds: float) -> None:
+        ranks = [self._first + rank for rank in found.ranks or range(self._size)]
+        answers = self._asked([rank for rank in ranks if rank != self.rank])
+        now = wait(self._stack(), self._cpu())
+        if now is None or not now.same(found):
+            return  # it is over
+        late = [r for r, said in answers.items() if said.why or said.collective != found.what]
+        late = late or list(answers)
+        begin = f"rank {self.rank} has waited {seconds:.0f} s in {found.what}"
+        begin += f" at {found.line}" if found.line else ""
+        if late:
+            are = "is" if len(late) == 1 else "are"
+            ranks = "rank" if len(late) == 1 else "ranks"
+            begin += f": {ranks} {', '.join(map(str, late))} {are} not here yet"
+        elsewhere = self._run_dir is None  # ranks of torchrun cannot be asked
+        said = [] if elsewhere else [answers[rank].said(rank) for rank in late[:_MOST_ASKED]]
+        self._say("\n".join([begin, *said]), late)
+
+    def _asked(self, ranks: list[int]) -> dict[int, Answer]:
+        if self._run_dir is None:
+            return {rank: Answer() for rank in ranks}
+        return {rank: ask(self._run_dir, rank) for rank in ranks[:_MOST_ASKED]} | {
+            rank: Answer(why="not asked") for rank in ranks[_MOST_ASKED:]
+        }
+
+    def _say(self, text: str, late: list[int]) -> None:
+        if self._run_dir is None:
+            print(text, file=sys.stderr, flush=True)
+            return
+        self._number += 1  # the launcher prints it: of most ranks nobody sees what they write
+        write_record(self._run_dir, Waited(self.rank, self._number, text, late))
+
+
+_started: list[int] = []
+
+
+def watch_waits() -> None:
+    """Start the watching thread of this process, once."""
+    if os.getpid() in _started:
+        return
+    _started[:] = [os.getpid()]
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    directory = os.environ.get(RUN_DIR)
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    clock = time.pthread_getcpuclockid(main_thread)
+    made = WaitWatch(
+        rank,
+        Path(directory) if directory else None,
+        lambda: main_stack(main_thread),
+        first=rank // size * size,
+        size=size,
+        cpu=lambda: time.clock_gettime(clock),
+    )
+    threading.Thread(target=_keep_looking, args=(made,), name="tutti-waits", daemon=True).start()
+
+
+def _keep_looking(made: WaitWatch) -> None:
+    while True:
+        time.sleep(LOOK_SECONDS)
+        try:
+            made.look()
+        except OSError:
+            if made.is_over():
+                return

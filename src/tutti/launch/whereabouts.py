@@ -1,0 +1,184 @@
+"""Which line of the user's program a rank is at, and in which collective, read from its stack."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+_TUTTI = str(Path(__file__).resolve().parent.parent)
+_COMM = os.path.join(_TUTTI, "comm", "")
+# Where a rank keeps the collective or message that it is in (`current`), the innermost first.
+_WAITING = tuple(
+    os.path.join(_TUTTI, *name.split("/"))
+    for name in ("comm/process_groups.py", "execution/loops.py", "execution/edges.py")
+)
+_C10D = "distributed_c10d.py"
+# Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}`.
+LINES = "__tutti_lines__"
+
+
+# Frames and their lines, innermost first.
+Stack = list[tuple[FrameType, int]]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A collective or message that a rank is in.
+
+    Args:
+        key: differs from that of the next wait of the same kind.
+        what: such as "all_reduce over data (4 kB)".
+        line: the user's, such as "train.py:12".
+        ranks: those that have not come; of torch.distributed, all others of the group.
+    """
+
+    key: object
+    what: str
+    line: str
+    ranks: tuple[int, ...]
+
+    def same(self, other: Waiting) -> bool:
+        """Whether both are one wait."""
+        return self.key == other.key
+
+
+def wait(stack: Stack, cpu_seconds: float = 0.0) -> Waiting | None:
+    """The collective or message that the stack is in, if it is in one.
+
+    Frames are looked into only where ranks wait: to look makes Python keep their variables.
+
+    Args:
+        stack: of a thread.
+        cpu_seconds: that this thread has computed; in a plain collective of torch.distributed, which keeps
+            nothing that tells one call from the next, a thread that still computes does not wait.
+    """
+    for name in _WAITING:
+        frame = next((f for f, _ in stack if f.f_code.co_filename == name), None)
+        owner = frame.f_locals.get("self") if frame is not None else None
+        current = getattr(owner, "current", None)
+        if hasattr(current, "began_seconds"):  # a `comm.failure.Wait`
+            ranks = _missing(stack) or _members(owner, current)
+            return Waiting(current, str(current), user_line(stack), ranks)
+    return _plain_wait(stack, cpu_seconds)
+
+
+def _plain_wait(stack: Stack, cpu_seconds: float) -> Waiting | None:
+    """A call of torch.distributed that nothing of tutti describes, such as those before the first step."""
+    inner = [frame for frame, _ in stack if frame.f_code.co_filename.endswith(_C10D)]
+    if not inner:
+        return None
+    what = inner[-1].f_code.co_name
+    frames = tuple((id(frame), frame.f_lasti) for frame in inner)
+    polls = what == "init_process_group"  # a file, and so computes while it waits
+    computed = 0 if polls else round(cpu_seconds * 1000)
+    return Waiting((frames, computed), what, user_line(stack), _missing(stack))
+
+
+def _members(owner: Any, current: Any) -> tuple[int, ...]:
+    """The other ranks of the group over a collective's axes, of a `comm.ProcessGroups`."""
+    groups = getattr(owner, "groups", ())
+    return _others(groups[current.axes]) if current.axes in groups else ()
+
+
+def _missing(stack: Stack) -> tuple[int, ...]:
+    """The ranks for which the stack waits, as far as its frames tell."""
+    for frame, _ in stack:
+        if not frame.f_code.co_filename.startswith(_COMM):
+            continue
+        names = frame.f_locals
+        owner = names.get("self")
+        late, count = getattr(owner, "late", None), names.get("count")
+        if callable(late) and isinstance(count, int):  # `comm.signals.Signals`
+            found: Any = late(count)
+            return tuple(found)
+        ranks = _others(names.get("group")) or _others(getattr(owner, "_group", None))
+        if ranks:
+            return ranks
+    return ()
+
+
+def _others(group: Any) -> tuple[int, ...]:
+    """The other ranks of a `comm.group.Group`; none of anything else."""
+    ranks, position = getattr(group, "ranks", None), getattr(group, "position", None)
+    if not isinstance(ranks, tuple) or not isinstance(position, int):
+        return ()
+    return ranks[:position] + ranks[position + 1 :]
+
+
+def lines(stack: Stack, most: int = 12) -> list[str]:
+    """The innermost frames of a script, outermost first, as "train.py:12 in main"; without tutti's start."""
+    names = [frame.f_code.co_filename for frame, _ in stack]
+    outside = next((i for i, name in enumerate(names) if "runpy" in name), len(names))
+    said = [
+        f"{_short(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"
+        for frame, line in stack[:outside]
+    ]
+    return said[:most][::-1]
+
+
+def main_stack(main_thread: int) -> list[tuple[FrameType, int]]:
+    """The frames of the main thread and their lines, innermost first."""
+    return list(_outward(sys._current_frames().get(main_thread)))
+
+
+def traceback_stack(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """The frames of a traceback and their lines, innermost first."""
+    frames = []
+    while traceback is not None:
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return frames[::-1]
+
+
+def user_line(stack: list[tuple[FrameType, int]]) -> str:
+    """The innermost line that is the user's, as "train.py:12"; "" if there is none."""
+    for frame, line in stack:
+        mapped = frame.f_globals.get(LINES, {}).get(line)
+        if mapped:
+            return str(mapped)
+        if frame.f_code.co_filename.startswith(_TUTTI):
+            # What plays a pipeline keeps the line behind the message it is in (`execution.loops`).
+            line_of_message = getattr(frame.f_locals.get("self"), "line", "")
+            if line_of_message and isinstance(line_of_message, str):
+                return line_of_message
+        if not _is_library(frame.f_code.co_filename):
+            return f"{_short(frame.f_code.co_filename)}:{line}"
+    return ""
+
+
+def collective(stack: list[tuple[FrameType, int]]) -> str:
+    """The collective that the stack is in, as "all_reduce over data (4 kB)"; "" if in none."""
+    for frame, _ in stack:
+        name = frame.f_code.co_filename
+        if name.startswith(_TUTTI):
+            # A player keeps the collective it is in (`comm.ProcessGroups.current`).
+            current = getattr(frame.f_locals.get("self"), "current", None)
+            if current is not None:
+                return str(current)
+    for frame, _ in reversed(stack):
+        if frame.f_code.co_filename.endswith(_C10D):
+            return frame.f_code.co_name
+    return ""
+
+
+def _outward(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _is_library(filename: str) -> bool:
+    if filename.startswith(("<", _TUTTI)):
+        return True
+    return "site-packages" in filename or filename.startswith(sysconfig.get_path("stdlib"))
+
+
+def _short(filename: str) -> str:
+    path = Path(filename).absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,234 @@
+"""One rank of `tutti run`: runs the user's script and notes how it ended.
+
+`python -m tutti.launch.worker script.py args...`, as the launcher calls it. The script sees what
+it would see under `python script.py args...`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from tutti.errors import CommError, TuttiError
+from tutti.launch.records import (
+    Exit,
+    Failure,
+    Place,
+    Record,
+    crash_file,
+    note_pid,
+    note_script,
+    write_record,
+)
+from tutti.launch.stand_in import die_with_parent, stand_in
+from tutti.launch.waits import watch_waits
+from tutti.launch.whereabouts import collective, main_stack, traceback_stack, user_line
+
+STOPPED = 128 + signal.SIGTERM
+INTERRUPTED = 128 + signal.SIGINT
+# A failed rank's interpreter gets this long to shut down: peers may be gone that it waits for.
+EXIT_SECONDS = 5.0
+RECORD_SECONDS, POLL_SECONDS = 1.0, 0.01
+
+
+def main() -> None:
+    """Run the script named on the command line as `__main__`."""
+    rank, run_dir = int(os.environ["RANK"]), Path(os.environ["TUTTI_RUN_DIR"])
+    note_pid(run_dir, rank)
+    _detach()
+    stand_in(rank, run_dir)
+    note_script(run_dir, rank)
+    _trace_crashes(rank, run_dir)
+    _record_on_stop(rank, run_dir)
+    watch_waits()
+    script, *args = sys.argv[1:]
+    sys.argv = [script, *args]
+    sys.path[0] = str(Path(script).resolve().parent)
+    code = _run(script, rank, run_dir)
+    _note(run_dir, Exit(rank, code, time.monotonic()))
+    _leave(code)
+
+
+def _run(script: str, rank: int, run_dir: Path) -> int:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as exc:
+        return _exit_code(exc)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException as exc:
+        _ending.set()
+        failure = _failure(exc, script, rank, time.monotonic())
+        if signal.SIGINT in _received and failure.collective:
+            return INTERRUPTED  # a peer that was interrupted too has left
+        if not _note(run_dir, failure):
+            print(failure.text, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _note(run_dir: Path, record: Record) -> bool:
+    """Write a record; False where that fails (a full disk): the cause must not be lost in it."""
+    try:
+        write_record(run_dir, record)
+    except OSError:
+        return False
+    return True
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit as Python would, but without its last act, in which Gloo's threads may abort.
+
+    A rank that failed does not tear process groups down either: peers may be gone, and it would wait.
+    """
+    if code:
+        nowhere = open(os.devnull, "w")  # noqa: SIM115 (faulthandler writes there until the end)
+        faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=nowhere)
+        if ranks := sys.modules.get("tutti.launch.ranks"):
+            atexit.unregister(ranks.leave)
+    getattr(threading, "_shutdown", lambda: None)()  # waits for threads, as multiprocessing does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _exit_code(exc: SystemExit) -> int:
+    if exc.code is None or isinstance(exc.code, int):
+        return exc.code or 0
+    print(exc.code, file=sys.stderr)
+    return 1
+
+
+def _trace_crashes(rank: int, run_dir: Path) -> None:
+    """On a crash (SIGSEGV and the like) Python's own lines are written where the report finds them."""
+    file = open(crash_file(run_dir, rank), "w")  # noqa: SIM115 (it stays open until the end)
+    faulthandler.enable(file=file, all_threads=False)
+
+
+def _failure(exc: BaseException, script: str, rank: int, seconds: float) -> Failure:
+    stack = traceback_stack(exc.__traceback__)
+    is_tutti, is_comm = isinstance(exc, TuttiError), isinstance(exc, CommError)
+    if is_tutti:
+        text = f"{type(exc).__name__}: {exc}"
+    else:
+        shown = _from_script(exc, script)
+        text = "".join(traceback.format_exception(type(exc), exc, shown)).rstrip()
+    in_collective = collective(stack) if is_comm or _in_transport(stack) else ""
+    return Failure(
+        rank,
+        type(exc).__name__,
+        text,
+        seconds,
+        is_tutti=is_tutti,
+        is_comm=is_comm,
+        line=user_line(stack),
+        collective=in_collective,
+        said=traceback.format_exception_only(exc)[0].partition("\n")[0],
+    )
+
+
+def _in_transport(stack: list[tuple[FrameType, int]]) -> bool:
+    return bool(stack) and "distributed" in stack[0][0].f_code.co_filename
+
+
+def _from_script(exc: BaseException, script: str) -> TracebackType | None:
+    """The traceback without the frames above the script; none for its own syntax error."""
+    shown = exc.__traceback__
+    inner = shown
+    path = os.path.abspath(script)
+    while inner is not None and os.path.abspath(inner.tb_frame.f_code.co_filename) != path:
+        inner = inner.tb_next
+    if inner is None and isinstance(exc, SyntaxError):
+        return None
+    return inner or shown
+
+
+def _detach() -> None:
+    """No keyboard, lines shown as they come, a group of its own, no life after the launcher's."""
+    if os.getpgrp() != os.getpid():
+        os.setsid()
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+    die_with_parent()
+
+
+# Signals that came, and whether the script has raised and its record is being written.
+_received: set[int] = set()
+_ending = threading.Event()
+
+
+def _record_on_stop(rank: int, run_dir: Path) -> None:
+    """On SIGTERM, note where this rank stands and end, even where it waits in a collective.
+
+    Python runs a signal's handler only once the main thread is back in Python, which a rank that
+    waits for a dead one is not. So the interpreter's wake-up pipe tells a thread, which reads the
+    stack.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, _stop)
+    os.register_at_fork(after_in_child=_forget)
+    watch = threading.Thread(
+        target=_watch, args=(reading, rank, run_dir), name="tutti-stop", daemon=True
+    )
+    watch.start()
+
+
+def _watch(reading: int, rank: int, run_dir: Path) -> None:
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    while True:
+        for number in os.read(reading, 64):
+            _received.add(number)
+            if number != signal.SIGTERM:
+                continue
+            seconds = time.monotonic()
+            stack = _last_stack(main_thread)
+            _note(run_dir, Place(rank, user_line(stack), collective(stack), seconds))
+            if signal.getsignal(signal.SIGTERM) is _stop:
+                os._exit(STOPPED)
+
+
+def _last_stack(main_thread: int) -> list[tuple[FrameType, int]]:
+    """Where the main thread stands once it waits in a collective, or a second later.
+
+    It may have been on its way there, or be raising because a peer is gone: what it then says is more.
+    """
+    until = time.monotonic() + RECORD_SECONDS
+    stack = main_stack(main_thread)
+    while time.monotonic() < until and (_ending.is_set() or not collective(stack)):
+        time.sleep(POLL_SECONDS)
+        stack = main_stack(main_thread)
+    return stack
+
+
+def _stop(_signal: int, _frame: FrameType | None) -> None:
+    """A script that sets a handler of its own replaces this one, and then ends by itself."""
+
+
+def _forget() -> None:
+    """A forked child (a data loader's) is no rank: its signals are its own."""
+    signal.set_wakeup_fd(-1)
+    if signal.getsignal(signal.SIGTERM) is _stop:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    main()

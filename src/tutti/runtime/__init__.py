@@ -1,1 +1,0 @@
-"""What runs on each rank, and what starts the ranks."""

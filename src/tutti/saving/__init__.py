@@ -1,0 +1,1 @@
+"""A step in files, and from them again."""

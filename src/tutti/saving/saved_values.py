@@ -1,0 +1,92 @@
+"""Python values in checkpoints: the counts, switches and tensors outside of the model that steps change."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.calls.python_values import PythonValues
+from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, named
+from tutti.capture.plain_values import is_plain_number
+from tutti.errors import CheckpointError
+
+# Before the names of places, which may be those of weights.
+PREFIX = "python."
+
+
+def to_save(values: PythonValues) -> dict[str, Tensor]:
+    """What the step changes in Python, as tensors: numbers and switches of no dims."""
+    values.walk()
+    found: dict[str, Tensor] = {}
+    for name, place in _places(values).items():
+        if name not in values.changed:
+            continue
+        value = place.get()
+        if isinstance(value, Tensor):
+            found[PREFIX + name] = value.detach()
+        elif isinstance(value, bool) or is_plain_number(value):
+            kind = next(t for t in _DTYPES if isinstance(value, t))
+            found[PREFIX + name] = torch.tensor(value, dtype=_DTYPES[kind])
+    return found
+
+
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
+
+
+def check(values: PythonValues, saved: Mapping[str, Any], where: str) -> None:
+    """Raise `CheckpointError` for a value that this step has no place for."""
+    values.walk()
+    for name in saved:
+        if _place(values, name.removeprefix(PREFIX)) is None:
+            raise CheckpointError(
+                f'the checkpoint has a value for "{name.removeprefix(PREFIX)}", which the step has not',
+                at=where,
+                why="a step's counts and tensors outside of its model are part of its state",
+                fix="the step, and what it reaches, as when it was saved",
+            )
+
+
+def put(values: PythonValues, saved: Mapping[str, Tensor]) -> None:
+    """Let what was saved stand in its places again."""
+    values.walk()
+    with torch.no_grad():
+        for name, value in saved.items():
+            place = _place(values, name.removeprefix(PREFIX))
+            assert place is not None  # `check` has looked
+            values.changed.add(place.name)
+            old = place.get()
+            if isinstance(old, Tensor) and old.shape == value.shape:
+                old.copy_(value)
+            elif value.dim() or isinstance(old, Tensor) or value.dtype not in _DTYPES.values():
+                place.put(value.clone())
+            else:
+                place.put(value.item())
+
+
+def _place(values: PythonValues, name: str) -> Place | None:
+    """Where a value of this name stands, or will: a dict may have no such key before the first call."""
+    known = _places(values)
+    if name in known:
+        return known[name]
+    for table in values.state.tables:
+        rest = name.removeprefix(table.prefix)
+        if rest == name or not isinstance(table.find(), dict):
+            continue
+        if table.kind == MEMBER and rest.isidentifier():
+            return Place(table, rest)
+        if table.kind == ITEM and rest[:1] + rest[-1:] == "[]":
+            with contextlib.suppress(ValueError, SyntaxError):
+                return Place(table, ast.literal_eval(rest[1:-1]))
+    return None
+
+
+def _places(values: PythonValues) -> dict[str, Place]:
+    every = [
+        (name, place) for name, place, value in named(values.state.tables) if value is not MISSING
+    ]
+    return dict(reversed(every))

@@ -1,0 +1,224 @@
+"""Checkpoints: saved under one layout, resumed under any other, checked before anything is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tutti.calls.first_call import refuse_in_shards
+from tutti.calls.python_values import PythonValues
+from tutti.capture.first_form import awaiting, make_places, make_slots
+from tutti.capture.lift import StateTensor, state_of
+from tutti.checkpoint.files import Reading, write_checkpoint
+from tutti.checkpoint.folder import open_folder
+from tutti.checkpoint.manifest import Manifest, TensorForm
+from tutti.checkpoint.owner_lock import OwnerLock
+from tutti.checkpoint.state_names import check_names
+from tutti.checkpoint.unanimous import Unanimous, ranks_of
+from tutti.errors import CheckpointError, CommError
+from tutti.launch.ranks import ensure_process_group
+from tutti.layout import Layout
+from tutti.saving import model_file, saved_values
+from tutti.saving.local_part import part_of
+from tutti.state import agreeing
+from tutti.state.residence import adopt, is_here, local_of, refuse_open, set_local
+from tutti.state.shards import plain_dtensor, unguarded
+
+COUNT = "num_steps"
+_SLOTS = ("optim.", saved_values.PREFIX + "optim.")
+# Another run may replace a checkpoint while this one reads it.
+_MOST_TRIES = 3
+
+
+class Holder(Protocol):
+    """What holds the state: a `tutti.Step`."""
+
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    num_steps: int
+    agreeing: agreeing.Agreeing | None
+    python: PythonValues
+    begun: bool  # whether all ranks have made a call
+
+
+def _state(step: Holder, found: Iterable[str] = ()) -> list[StateTensor]:
+    """The state of now, with places for what was `found` in a checkpoint."""
+    refuse_open(step.model)
+    if any(n.startswith(_SLOTS) for n in found) and awaiting(step.optimizer) is not None:
+        refuse_in_shards(step.model, step.optimizer)
+        make_places(step.optimizer)
+    with unguarded():
+        make_slots(step.optimizer)
+    adopt(step.model, step.optimizer)
+    return state_of(step.model, step.optimizer)
+
+
+def state_dict(step: Holder) -> dict[str, Any]:
+    """Every state tensor that this rank keeps, by name, without autograd; and the step count."""
+    return _as_dict(step, _state(step))
+
+
+def _as_dict(step: Holder, every: list[StateTensor]) -> dict[str, Any]:
+    state: dict[str, Any] = {n: plain_dtensor(x) for n, x in _kept(every).items()}
+    state[COUNT] = torch.tensor(step.num_steps)
+    return state | saved_values.to_save(step.python)
+
+
+def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
+    """The tensors of `state` by name, without those at other places of a pipeline."""
+    return {s.name: s.tensor for s in state if is_here(s.tensor)}
+
+
+def load_state_dict(step: Holder, state: Mapping[str, Any]) -> None:
+    """Take over what this rank keeps; all names and shapes are checked first."""
+    every = _state(step, state)
+    mine = _kept(every)
+    python = {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
+    found = {n: tuple(v.shape) for n, v in state.items() if n != COUNT and n not in python}
+    elsewhere = {s.name: tuple(s.tensor.shape) for s in every if s.name not in mine}
+    check_names(elsewhere | found, {s.name: s.tensor for s in every}, "the state given")
+    saved_values.check(step.python, python, "the state given")
+    for name, tensor in mine.items():
+        set_local(tensor, part_of(state[name], tensor))
+    saved_values.put(step.python, python)
+    if COUNT in state:
+        step.num_steps = int(state[COUNT])
+    _restart(step)
+
+
+def _restart(step: Holder) -> None:
+    """What a strategy of replicas remembers is about other weights."""
+    if step.agreeing is not None:
+        step.agreeing.restart(step)
+
+
+def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
+    """Save all of the state; it becomes visible, whole, by one rename.
+
+    Where a replica is lost meanwhile, those that are left begin again.
+    """
+    ensure_process_group()
+    while True:
+        left = agreeing.replicas_left(step)
+        try:
+            _save_among(step, path, dict(extra or {}), ranks_of(agreeing.group_of(step, left)))
+            return
+        except CommError:
+            if not agreeing.lost_since(step, left):
+                raise
+            agreeing.drop_group(step)
+
+
+def _save_among(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
+    if path.suffix == ".safetensors":
+        model_file.save(step, path, ranks)
+    else:
+        _save(step, path, extra, ranks)
+
+
+def _save(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
+    what = f"cannot write the checkpoint {path}"
+    ranks.each(what, lambda: _json(extra))
+    found = _state(step)
+    state = _as_dict(step, found)
+    ranks.lead(what, lambda: _own(step, path))
+    every = {s.name: s.tensor for s in found} | {COUNT: state[COUNT]}
+    every |= {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
+    manifest = Manifest(
+        layout=str(step.layout),
+        replicas=agreeing.saved_as(step),
+        tensors={n: TensorForm(tuple(v.shape), v.dtype) for n, v in every.items()},
+        folder="",
+        files={},
+        extra=extra,
+    )
+    mine = agreeing.to_save(step, state)
+    if (
+        not step.begun and not ranks.leads
+    ):  # until the first call rank 0's values are those of the run
+        mine = {n: x for n, x in mine.items() if isinstance(x, DTensor)}
+    write_checkpoint(path, mine, manifest, ranks)
+
+
+def _json(extra: dict[str, Any]) -> str:
+    """Refuse what JSON cannot hold, before anything is written."""
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            "`extra` cannot be saved",
+            why=str(error),
+            fix="numbers, texts, lists, and dicts with texts as keys",
+        ) from error
+    return ""
+
+
+# The locks of the folders that a step saved into last; they end with it.
+_LOCKS: WeakKeyDictionary[Any, dict[Path, OwnerLock]] = WeakKeyDictionary()
+# A run that gives each save a folder of its own does not come back to them.
+_MOST_LOCKS = 8
+# So long the lock of a rank that is lost is waited for: until the launcher has ended it.
+_LOST_SECONDS = 15.0
+
+
+def _own(step: Holder, path: Path) -> str:
+    seconds = _LOST_SECONDS if agreeing.give_up_lost(step) else 0.0
+    lock, locks = open_folder(path, seconds), _LOCKS.setdefault(step, {})
+    locks.pop(path.resolve(), None)
+    locks[path.resolve()] = lock
+    while len(locks) > _MOST_LOCKS:
+        del locks[next(iter(locks))]
+    return ""
+
+
+def load(step: Holder, path: Path) -> dict[str, Any]:
+    """Read a checkpoint into the step; what is wrong with it is said before anything changes."""
+    ensure_process_group()
+    ranks = ranks_of()
+    if path.suffix == ".safetensors":
+        model_file.load(step, path, ranks)
+        _restart(step)
+        return {}
+    reading = Reading(path, ranks)
+    for _ in range(_MOST_TRIES):
+        try:
+            return _load(step, reading, ranks)
+        except CheckpointError:
+            if not reading.is_replaced():
+                raise
+            reading = Reading(path, ranks)
+    return _load(step, reading, ranks)
+
+
+def _load(step: Holder, reading: Reading, ranks: Unanimous) -> dict[str, Any]:
+    saved, path = reading.manifest.tensors, str(reading.path)
+    every = _state(step, saved)
+    mine = _kept(every)
+    python = {n: form for n, form in saved.items() if n.startswith(saved_values.PREFIX)}
+
+    def check() -> str:
+        shapes = {n: form.shape for n, form in saved.items() if n != COUNT and n not in python}
+        check_names(shapes, {s.name: s.tensor for s in every}, path)
+        saved_values.check(step.python, python, path)
+        return ""
+
+    ranks.each(f"cannot read the checkpoint {path}", check)
+    fresh: dict[str, Any] = {n: torch.empty_like(plain_dtensor(t)) for n, t in mine.items()}
+    fresh[COUNT] = torch.tensor(0)
+    fresh |= {n: torch.empty(form.shape, dtype=form.dtype) for n, form in python.items()}
+    reading.fill(fresh)
+    remembered = agreeing.read(step, reading, int(fresh[COUNT]))
+    for name, tensor in mine.items():
+        set_local(tensor, local_of(fresh[name]))
+    saved_values.put(step.python, {n: fresh[n] for n in python})
+    step.num_steps = int(fresh[COUNT])
+    agreeing.take_over(step, reading, remembered)
+    return reading.manifest.extra

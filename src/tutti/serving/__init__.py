@@ -1,0 +1,1 @@
+"""Steps of workers and servers."""

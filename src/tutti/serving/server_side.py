@@ -1,0 +1,119 @@
+"""A server of a run: captures the step as the workers do, and serves until they have left."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from tutti.calls.first_call import refuse_where_apart
+from tutti.calls.guards import refuse_other_layouts
+from tutti.capture.first_form import make_slots
+from tutti.capture.lift import state_of
+from tutti.capture.step import Captured, capture
+from tutti.comm.seconds import LINGER
+from tutti.launch import roles
+from tutti.launch.roles import Role
+from tutti.layout import Layout
+from tutti.replicas import parts
+from tutti.server import consistency
+from tutti.server.service import Service
+from tutti.server.split import split
+from tutti.server.update import WEIGHT
+from tutti.server.updater import GraphUpdater
+from tutti.state.residence import Residence, adopt, run_device, settle, whole_of
+
+_LOOK_SECONDS = 0.2
+
+
+class Holder(Protocol):
+    """What holds the state: a `tutti.Step`."""
+
+    train_step: Any
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    seed: int
+    num_steps: int
+
+
+def captured_for(step: Holder, batch: tuple[Any, ...], *, apart: bool) -> Captured:
+    """The step as every worker and server captures it: with the rows of one worker while workers are `apart`
+    (each push is one update), else with the whole batch."""
+    refuse_where_apart(step.optimizer, step.layout)
+    make_slots(step.optimizer)
+    adopt(step.model, step.optimizer)
+    settle(step.model, step.optimizer, Residence(Layout()), run_device(step.model), step.seed)
+    if apart:
+        batch = parts.of_batch(batch, 0, step.layout.num_replicas)
+    captured = capture(
+        step.train_step, step.model, step.optimizer, batch, precision=step.layout.precision
+    )
+    refuse_other_layouts(captured, step.layout)
+    return captured
+
+
+def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
+    """Own some of the variables until the workers have left.
+
+    The first weights are those of this process's model, or of the checkpoint that its script has loaded.
+    """
+    layout = step.layout
+    due = consistency.parse(layout.sync)
+    made = split(captured_for(step, batch, apart=due.alone(0)))
+    updater = GraphUpdater(made)
+    service = Service(
+        updater,
+        whole_state(step, {v.name for v in updater.variables}),
+        _address(role),
+        consistency=due,
+        version=step.num_steps if due.both else 0,
+        num_workers=layout.num_replicas,
+        server=role.number,
+        num_servers=layout.server,
+        secret=roles.secret(),
+        tls=roles.tls(),
+        directory=_records(role),
+        repair=os.environ.get(roles.REPAIR) == "1",
+    )
+    roles.publish(role, service.address)
+    threading.Thread(target=_stop_when_left, args=(service,), daemon=True).start()
+    service.run()
+
+
+def whole_state(step: Holder, names: set[str]) -> dict[str, dict[str, Tensor]]:
+    """Variables with their slots, whole, by name and slot; all ranks of a worker ask together."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for s in state_of(step.model, step.optimizer):
+        if (s.owner or s.name) in names:
+            own = found.setdefault(s.owner or s.name, {})
+            own[s.slot or WEIGHT] = whole_of(s.tensor).cpu()
+    return found
+
+
+def _address(role: Role) -> str:
+    """Where to listen: after a restart where the workers know it."""
+    return os.environ.get(roles.LISTEN) or roles.published(role) or "127.0.0.1:0"
+
+
+def _records(role: Role) -> str | None:
+    directory = os.environ.get(roles.RECORDS)
+    return os.path.join(directory, str(role).replace(" ", "")) if directory else None
+
+
+def _stop_when_left(service: Service) -> None:
+    """End a server once no worker is there, and those that never came are no longer waited for."""
+    linger = LINGER.read()
+    alone_since: float | None = None
+    while True:
+        time.sleep(_LOOK_SECONDS)
+        ledger = service.machine.ledger
+        left = ledger.started and not ledger.active()
+        now = time.monotonic()
+        alone_since = (alone_since or now) if left else None
+        if alone_since is not None and now - alone_since >= linger:
+            service.stop()
+            return

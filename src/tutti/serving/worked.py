@@ -1,0 +1,115 @@
+"""A step as one rank of a worker runs it: its part of the step as a program, and code for that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from tutti.execution.allocator import give_back_now
+from tutti.execution.checked import Checked
+from tutti.execution.generate import generate
+from tutti.execution.loops import Loops
+from tutti.graph import random
+from tutti.graph.collectives import Player
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.pipeline.timed import Timed
+from tutti.server.program import in_slices, played, worker_layout, worker_program
+from tutti.server.small_sums import SmallSums
+from tutti.server.split import Split, split
+from tutti.server.updater import GraphUpdater
+from tutti.server.worker import WorkerPart, alone, together
+from tutti.serving.server_side import captured_for
+from tutti.state.residence import residence_of
+
+# Set to anything, an op without a rule is an error instead of a warning.
+STRICT = "TUTTI_STRICT"
+
+
+class Holder(Protocol):
+    """What holds the state: a `tutti.Step`."""
+
+    train_step: Any
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    place: dict[str, str]
+    seed: int
+    num_steps: int
+
+
+@dataclass
+class Worked:
+    """A step as this worker runs it."""
+
+    split: Split
+    part: WorkerPart
+    program: Program
+    updater: GraphUpdater
+    player: Player | None
+    sums: SmallSums | None
+    coordinates: Mapping[str, int]
+    apart: bool
+    donated: frozenset[str] = field(default_factory=frozenset)
+    place: int = 0
+
+    @cached_property
+    def timed(self) -> Timed | None:
+        """The program with its micro-batches one after the other, if it has any."""
+        return in_slices(self.program)
+
+    @property
+    def _local(self) -> Program:
+        return self.timed.programs[0] if self.timed else self.program
+
+    @cached_property
+    def _loops(self) -> Loops | None:
+        owner, mesh = self.program.captured.owner, self.program.mesh
+        return Loops(owner, self.player, mesh, self.coordinates, {}, {}) if self.timed else None
+
+    @cached_property
+    def graph(self) -> fx.Graph:
+        """The program as it runs."""
+        return played(self._local, self.donated)
+
+    @cached_property
+    def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
+        owner, mesh = self.program.captured.owner, self.program.mesh
+        made = generate(self.graph, owner, self.player, mesh, self.coordinates, loops=self._loops)
+        give_back_now()
+        return made.function
+
+    def run(
+        self, inputs: list[Any], seed: int, step: int, *, checked: bool = False
+    ) -> tuple[list[Any], list[Any]]:
+        """(what it returns, new buffers) for inputs; with `checked`, node by node."""
+        if self.sums is not None:
+            self.sums.begin()
+        if checked:
+            given = (self.player, self.coordinates, self._loops, seed, step)
+            return Checked(self._local, *given).run(inputs)
+        with torch.no_grad():
+            return self._function(inputs, lambda stream: random.key(seed, stream, step))
+
+
+def parts_of(
+    step: Holder,
+    batch: tuple[Any, ...],
+    tables: frozenset[str] | None = None,
+    *,
+    apart: bool,
+) -> tuple[Split, WorkerPart, Program]:
+    """A step taken apart (of `tables` only rows travel), the worker's part of it, and that as a program;
+    `apart`: for a worker whose pushes are updates of their own."""
+    made = split(captured_for(step, batch, apart=apart), tables=tables)
+    part = (alone if apart else together)(made)
+    known = residence_of(step.model, step.layout).compute
+    strict = bool(os.environ.get(STRICT))
+    laid_out = worker_layout(step.layout, alone=apart)
+    return made, part, worker_program(part, laid_out, step.place, known=known, strict=strict)

@@ -1,0 +1,296 @@
+"""A worker of a run with servers: pull, forward and backward, push."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.capture.lift import state_of
+from tutti.comm.agree import check_order
+from tutti.comm.process_groups import ProcessGroups
+from tutti.errors import ServerError
+from tutti.execution.allocator import keep_freed_memory
+from tutti.execution.execute import between_ranks, describe
+from tutti.graph.collectives import Player
+from tutti.launch import roles
+from tutti.launch.roles import Role
+from tutti.partition.partition import Program
+from tutti.replicas import parts
+from tutti.server import consistency
+from tutti.server.client import Client
+from tutti.server.crew import Crew
+from tutti.server.rows import Lookup
+from tutti.server.small_sums import SmallSums
+from tutti.server.table_rows import Rows
+from tutti.server.two_levels import REPLICA, TwoLevels
+from tutti.server.update import WEIGHT
+from tutti.server.updater import GraphUpdater, check_same
+from tutti.serving.server_side import whole_state
+from tutti.serving.worked import Holder, Worked, parts_of
+from tutti.serving.worker_weights import WorkerWeights
+from tutti.state.residence import (
+    forget_values,
+    local_of,
+    own_memory,
+    residence_of,
+    set_local,
+)
+
+
+class WorkerSide:
+    """What a `Step` does on a worker; joins the servers at its first call and leaves them at exit.
+
+    Weights lie in the model as this worker pulled them last; the optimizer holds no slots. Of a worker of
+    several ranks the first alone has a `client`; all of them call together.
+    """
+
+    def __init__(self, step: Holder, role: Role) -> None:
+        self.step, self.role = step, role
+        self.consistency = consistency.parse(step.layout.sync)
+        self.client: Client | None = None
+        self._updater: GraphUpdater | None = None
+        self._numbers: Mapping[str, float] | None = None
+        self._apart = self.consistency.alone(0)
+        keep_freed_memory()
+
+    @property
+    def apart(self) -> bool:
+        """Whether this worker's next push is an update of its own."""
+        return self._apart
+
+    @cached_property
+    def crew(self) -> Crew:
+        """The ranks of this worker, who must have met."""
+        return Crew(self.step.layout.worker_size)
+
+    @cached_property
+    def weights(self) -> WorkerWeights:
+        """The weights on this rank."""
+        return WorkerWeights(self.step, self.crew)
+
+    def compiled(self, batch: tuple[Any, ...]) -> Worked:
+        """The step for a batch like this one, as it runs now; joins the servers if that is to be done."""
+        apart = self.apart
+        if self._updater is not None:
+            self.weights.make_slots(self._updater.variables)  # capture looks for them
+        made, part, program = parts_of(self.step, batch, self._tables, apart=apart)
+        check_order([describe(n) for n in program.collectives])
+        updater = GraphUpdater(made)
+        self._join(updater)
+        self.weights.forget_slots()
+        self.weights.settle(program)
+        if apart != self.apart:  # the others are apart already
+            return self.compiled(batch)
+        own = own_memory(state_of(self.step.model, None)) & set(program.captured.updated)
+        for captured in (made.captured, program.captured):
+            forget_values(captured.state)
+        sums, player, place = self._players(program)
+        return Worked(made, part, program, updater, player, sums, place, apart, own)
+
+    def _players(self, program: Program) -> tuple[SmallSums | None, Player | None, dict[str, int]]:
+        """What forms sums over the workers, what plays all collectives, and this rank's place."""
+        inside: Player | None = None
+        place = self.weights.place
+        if self.crew.size > 1:
+            used = [tuple(a for a in axes if a in place) for axes in between_ranks(program.graph)]
+            inside = ProcessGroups(self.weights.home.groups_for(filter(None, used)))
+        count = program.layout.num_replicas
+        if count == 1:
+            return None, inside, place
+        sums, place = (
+            SmallSums(self._add, self.role.number, count),
+            {REPLICA: self.role.number, **place},
+        )
+        if inside is None:
+            return sums, sums, place
+        return sums, TwoLevels(inside, sums, program.layout.mesh, place), place
+
+    def call(
+        self, worked: Worked, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
+    ) -> list[Any]:
+        """One step; the leaves that it returns."""
+        state = self.weights.state
+        if worked.apart:
+            tensors = parts.rows(tensors, self.role.number, self.step.layout.num_replicas)
+        tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
+        read = {x.table: _room(x, state[x.table]) for x in worked.part.lookups}
+        wanted = {n: Rows(rows, read[n][: len(rows)]) for n, (rows, _) in tables.items()}
+        self._pull(state, wanted, whole=(self._tables or frozenset()) - set(wanted))
+        if worked.apart != self.apart:
+            raise self._given_up()
+        captured = worked.program.captured
+        inputs = [local_of(state[s.name]) for s in captured.state]
+        inputs += [*given.values(), *tensors]
+        for name, (_, places) in tables.items():
+            inputs += [read[name], places]
+        seed = self.step.seed
+        if worked.apart:
+            seed = parts.seed_of(seed, self.role.number)
+        returned, new = worked.run(inputs, seed, self.step.num_steps, checked=checked)
+        for name, value in zip(captured.updated, new, strict=True):
+            set_local(state[name], value)
+        mine, gradients, extra = worked.part.parts(returned)
+        numbers = {**given, **extra}
+        pushed: dict[str, Tensor | Rows] = dict(gradients)
+        for lookup in worked.part.lookups:
+            name = lookup.table
+            pushed[name] = Rows(*lookup.pushed(tables[name][0], gradients[name]))
+        if self.client is not None:
+            self._push(self.client, worked, pushed, numbers)
+        self._numbers = None
+        if not worked.apart:
+            numbers = self._pull(state, {}, whole=frozenset())
+        return worked.part.result(mine, numbers)
+
+    def refresh(self) -> None:
+        """Bring the weights of now, for whoever reads the model between steps."""
+        if self._updater is None:
+            return
+        if not self.apart and not any(v.rows for v in self._updater.variables):
+            return
+        state = self.weights.state
+        rooms = self.weights.rooms(state, [v.name for v in self._updater.variables])
+        if self.consistency.predict:
+            if self.client is not None:
+                self.client.look(rooms)
+            self._numbers = None  # the next gradient wants weights to come
+        else:
+            if self.client is not None:
+                self.client.pull(rooms)  # one that was begun before the last push
+                self._numbers = self.client.pull(rooms).numbers
+            self._numbers = self._told(self._numbers or {})
+        self.weights.take(state, rooms)
+
+    def bring(self) -> None:
+        """Put all state that the servers have into the model and the optimizer."""
+        if self._updater is None:
+            return
+        self.weights.make_slots(self._updater.variables)
+        held = self.client.pull_state() if self.client is not None else {}
+        for v in self._updater.variables:
+            for slot, (shape, dtype) in {WEIGHT: (v.shape, v.dtype), **v.slots}.items():
+                if self.client is None:
+                    held.setdefault(v.name, {})[slot] = torch.empty(shape, dtype=dtype)
+                self.crew.share(held[v.name][slot])
+        for s in state_of(self.step.model, self.step.optimizer):
+            own = held.get(s.owner or s.name)
+            if own is not None:
+                self.weights.put(s, own[s.slot or WEIGHT])
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether servers know this worker."""
+        return self._updater is not None
+
+    def hand_over(self) -> None:
+        """Give the servers the state that the model and the optimizer hold; one worker does so for all."""
+        self._numbers = None
+        if self._updater is not None and self.role.number == 0:
+            held = whole_state(self.step, {v.name for v in self._updater.variables})
+            if self.client is not None:
+                self.client.push_state(held)
+
+    def _join(self, updater: GraphUpdater) -> None:
+        if self._updater is not None:
+            check_same(updater, self._updater)
+            return
+        self._updater = updater
+        residence_of(self.step.model, self.step.layout).fetch = self.refresh
+        if self.crew.speaks:
+            self._connect(updater)
+        self._told({})
+
+    def _connect(self, updater: GraphUpdater) -> None:
+        client = Client(
+            roles.addresses(self.step.layout),
+            updater,
+            worker=self.role.number,
+            consistency=self.consistency,
+            secret=roles.secret(),
+            tls=roles.tls(),
+            traffic=self.consistency.traffic,
+        )
+        client.join()
+        self.client = client
+        atexit.register(client.leave)
+
+    @property
+    def _tables(self) -> frozenset[str] | None:
+        """The tables whose rows travel alone, once that is settled."""
+        if self._updater is None:
+            return None
+        return frozenset(v.name for v in self._updater.variables if v.rows)
+
+    def _pull(
+        self, state: Mapping[str, Tensor], rows: Mapping[str, Rows], whole: frozenset[str]
+    ) -> Mapping[str, float]:
+        """The weights for the next gradient, of large tables the `rows`, or what is to come `whole`; the
+        numbers of the last update."""
+        assert self._updater is not None
+        numbers, due = self._numbers or {}, self._numbers is None
+        own = [v.name for v in self._updater.variables if due and not v.rows] + sorted(whole)
+        rooms = self.weights.rooms(state, own)
+        if self.client is not None and (own or rows):
+            numbers = self.client.pull(rooms, rows).numbers
+        if self.client is not None and due and self.consistency.ahead and not self._tables:
+            self.client.prefetch(rooms)
+        if own or rows:
+            self._numbers = self._told(numbers)
+        self.weights.take(state, rooms)
+        for some in rows.values():
+            self.crew.share(some.values)
+        assert self._numbers is not None
+        return self._numbers
+
+    def _push(
+        self,
+        client: Client,
+        worked: Worked,
+        gradients: Mapping[str, Tensor | Rows],
+        numbers: Mapping[str, float],
+    ) -> None:
+        names = worked.updater.numbers if worked.apart else worked.updater.given
+        pushed = client.push(gradients, {n: numbers[n] for n in names})
+        if not pushed.taken and not worked.apart:
+            raise self._given_up()
+
+    def _told(self, numbers: Mapping[str, float]) -> dict[str, float]:
+        """What the first rank knows: numbers, and whether workers are apart."""
+        own = {_APART: float(self.client.alone)} if self.client is not None else {}
+        found = self.crew.told({**numbers, **own})
+        self._apart = bool(found.pop(_APART))
+        return found
+
+    def _given_up(self) -> ServerError:
+        first = f"the first {self.consistency.after} steps of " if self.consistency.both else ""
+        return ServerError(
+            f"{self.role} was not heard of, and the others have gone on without it",
+            why=f"with {first}sync={self.consistency} each update is made of the gradients of one clock",
+            fix="start the run again from a checkpoint, or sync=async",
+        )
+
+    def _add(self, _name: str, values: Tensor) -> Tensor:
+        return self.crew.sum(values, self.client.sum if self.client is not None else _unheard)
+
+
+# Among the numbers that a first rank tells its fellows.
+_APART = " apart"
+
+
+def _room(lookup: Lookup, table: Tensor) -> Tensor:
+    """Whole rows that are still to come, of a table that may lie here in parts."""
+    return local_of(table).new_zeros((lookup.num_rows, *table.shape[1:]))
+
+
+def _unheard(_: Tensor) -> Tensor:
+    raise AssertionError("the first rank of a worker speaks for all")
+
+
+def _named(tensors: list[Tensor]) -> dict[str, Tensor]:
+    """The batch's tensors by the names of the graph's inputs."""
+    return {f"batch.{i}": x for i, x in enumerate(tensors)}

@@ -1,0 +1,115 @@
+"""Where a worker's ranks keep what servers give: each its part of the weights, behind the user's tensors.
+
+    servers -> room for a whole weight, on the first rank -> on every rank -> its part
+
+A rank that has all of a weight is given it where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tutti.capture.lift import StateTensor, create_slots, optimizers_of, state_of
+from tutti.layout import Sharding
+from tutti.partition.partition import Program
+from tutti.propagate.storage import slot_like
+from tutti.server.crew import Crew
+from tutti.server.update import Variable
+from tutti.serving.worked import Holder
+from tutti.state.residence import (
+    Residence,
+    as_shard,
+    local_of,
+    residence_of,
+    run_device,
+    set_local,
+    settle,
+)
+
+
+class WorkerWeights:
+    """The weights of a worker on one of its ranks; all ranks of `crew` call together."""
+
+    def __init__(self, step: Holder, crew: Crew) -> None:
+        self.step, self.crew = step, crew
+
+    @cached_property
+    def home(self) -> Residence:
+        """How the worker's state is kept."""
+        return residence_of(self.step.model, self.step.layout)
+
+    @cached_property
+    def place(self) -> dict[str, int]:
+        """This rank's coordinates in its worker."""
+        return self.home.layout.mesh.coordinates(self.crew.rank)
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name."""
+        return {s.name: s.tensor for s in state_of(self.step.model, None)}
+
+    def settle(self, program: Program) -> None:
+        """Cut weights and buffers down to this rank's parts; what the program does not name stays whole."""
+        home = self.home
+        home.device = run_device(self.step.model)
+        home.compute.update(program.plan.compute)
+        for name, x in self.state.items():
+            whole = Sharding.whole(tuple(x.shape))
+            home.storage.setdefault(name, program.storage.get(name, whole))
+        settle(self.step.model, self.step.optimizer, home, home.device, self.step.seed)
+
+    def rooms(self, state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """Where whole weights of `state` come: in the model itself, where this rank has all of one."""
+        found = {}
+        for name in names:
+            x = local_of(state[name])
+            here = x.shape == state[name].shape and x.is_contiguous()
+            found[name] = x if here else torch.empty(state[name].shape, dtype=x.dtype)
+        return found
+
+    def take(self, state: Mapping[str, Tensor], rooms: Mapping[str, Tensor]) -> None:
+        """Every rank's part of the weights that have come to the first."""
+        for name, whole in rooms.items():
+            self.crew.share(whole)
+            own = local_of(state[name])
+            if whole.data_ptr() != own.data_ptr():
+                own.copy_(self._part(name, whole))
+
+    def put(self, s: StateTensor, whole: Tensor) -> None:
+        """Let a state tensor hold this rank's part of `whole`, which all have."""
+        if isinstance(s.tensor, DTensor):
+            whole = self._part(s.name, whole).clone(memory_format=torch.contiguous_format)
+        set_local(s.tensor, whole.to(s.tensor.device))
+
+    def _part(self, name: str, whole: Tensor) -> Tensor:
+        return self.home.storage[name].cut(whole, self.home.layout.place_mesh, self.place)
+
+    def make_slots(self, variables: Iterable[Variable]) -> None:
+        """The optimizer's slots, with no values yet; on several ranks each its part."""
+        if self.crew.size == 1:
+            return create_slots(self.step.optimizer)
+        names = {id(x): name for name, x in self.state.items()}
+        slots = {v.name: v.slots for v in variables}
+        for one in optimizers_of(self.step.optimizer):
+            for p in (p for g in one.param_groups for p in g["params"]):
+                owner = names[id(p)]
+                for slot, (shape, dtype) in slots.get(owner, {}).items():
+                    one.state[p][slot] = self._slot(owner, slot, shape, dtype)
+
+    def _slot(self, owner: str, slot: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        name, home = f"optim.{owner}.{slot}", self.home
+        home.storage.setdefault(name, slot_like(home.storage[owner], shape))
+        own = self._part(name, torch.zeros(shape, dtype=dtype, device=home.device)).contiguous()
+        if home.keeps_whole(name):
+            return own
+        return as_shard(own, home.storage[name], home, home.device, own)
+
+    def forget_slots(self) -> None:
+        """The servers have the optimizer's slots; here they would only grow old."""
+        for one in optimizers_of(self.step.optimizer):
+            one.state.clear()

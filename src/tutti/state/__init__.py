@@ -1,0 +1,1 @@
+"""Where the state of a step lives between its calls."""

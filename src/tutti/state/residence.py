@@ -1,0 +1,401 @@
+"""Where a model's state lives during a run: this rank's shards, behind the tensors the user knows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.optim import Optimizer
+
+from tutti.capture.lift import StateTensor, optimizers_of, state_of
+from tutti.comm.agree import check_order
+from tutti.comm.groups import Groups
+from tutti.errors import CaptureError, LayoutError, TuttiError
+from tutti.layout import Layout, Mesh, Sharding, split_order
+from tutti.replicas.parts import replica_here
+from tutti.state.deferred import initial_slots, initial_values, is_deferred
+from tutti.state.onlookers import warn_of_onlookers
+from tutti.state.renewed import now_of, renew
+from tutti.state.replacing import put_in_place, replace_in_optimizer, share_hooks
+from tutti.state.shards import Origin, StateShard, as_parameter, wrap
+from tutti.state.shared_state import SharedState
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of the user's program in which weights are whole: on all ranks, or on `rank` alone.
+
+    `wholes` holds what is in the place of each shard, by its id; `line` is where the block begins.
+    """
+
+    line: str
+    rank: int | None
+    wholes: dict[int, Tensor]
+
+    def refused(self) -> TuttiError:
+        """What to raise for a use of the model that goes with shards only."""
+        return TuttiError(
+            "a step is called or saved while its model's weights are whole",
+            at=self.line,
+            why="a step works on this rank's parts, and would not see what the block has written",
+            fix="leave the block first: weights are cut again at its end",
+        )
+
+
+@dataclass
+class Residence:
+    """How one model's state is kept on this rank, shared by every step on that model.
+
+    `owners` are the places on the axis `pipe` that keep each state tensor; empty where there is no such axis.
+    `renewed` holds, by the id of a tensor that was replaced, that tensor and the one in its place.
+    `settled` are the tensors that stay as they are: a rank has all of each. `optimizers` are those of all
+    steps. `fetch` brings the weights of now, where servers keep them.
+    """
+
+    layout: Layout
+    compute: dict[str, Sharding] = field(default_factory=dict)
+    storage: dict[str, Sharding] = field(default_factory=dict)
+    meshes: list[DeviceMesh] = field(default_factory=list)
+    groups: Groups | None = None
+    shared: SharedState = field(default_factory=SharedState)
+    owners: dict[str, frozenset[int]] = field(default_factory=dict)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    renewed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
+    settled: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    block: Block | None = None
+    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    fetch: Callable[[], None] | None = None
+
+    def keeps_whole(self, name: str) -> bool:
+        """Whether every rank has all of a state tensor, which then is an ordinary one."""
+        return "pipe" not in self.layout.mesh and not self.storage[name].axes
+
+    def now(self, x: Tensor) -> Tensor:
+        """`x`, or the whole tensor that a block has in its place."""
+        return x if self.block is None else self.block.wholes.get(id(x), x)
+
+    def moves(self, name: str) -> bool:
+        """Whether a state tensor leaves its memory: it is cut, or moves where other ranks can read it."""
+        return not self.keeps_whole(name) or self.layout.zero in (1, 2)
+
+    def has_settled(self, x: Tensor) -> bool:
+        """Whether `x` is this run's state already, in shards or as it is."""
+        known = self.settled.get(id(x))
+        return isinstance(x, DTensor) or (known is not None and known() is x)
+
+    def groups_for(self, used: Iterable[tuple[str, ...]]) -> Groups:
+        """The groups over the axes in `used`, and those of other programs; all ranks ask together."""
+        if self.groups is None:
+            self.groups = Groups(dict(self.layout.mesh.axes))
+        self.groups.add(used)
+        return self.groups
+
+    def device_mesh(self, device: torch.device, place: int = 0) -> DeviceMesh:
+        """The `DeviceMesh` of the ranks at a place, axes ordered as storage splits dims.
+
+        Without an axis `pipe` all ranks are at one place; of replicas it is this rank's. All ranks ask
+        together the first time.
+        """
+        if not self.meshes:
+            mesh = self.layout.place_mesh
+            axes = dtensor_axes(mesh)
+            order = [list(mesh).index(a) for a in axes]
+            num_places = self.layout.axes.get("pipe", 1) * self.layout.num_replicas
+            ranks = torch.arange(self.layout.num_ranks).reshape(
+                num_places, *(n for _, n in mesh.axes)
+            )
+            for here in ranks:
+                named = (here.permute(order), axes) if axes else (here.reshape(1), ("place",))
+                self.meshes.append(DeviceMesh(device.type, named[0], mesh_dim_names=named[1]))
+        return self.meshes[self.replica * self.layout.axes.get("pipe", 1) + place]
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank belongs to."""
+        return replica_here(self.layout.mesh)
+
+    def keeper(self, name: str, place: int) -> int:
+        """The place whose ranks keep a state tensor: `place` itself, if it does."""
+        owners = self.owners.get(name, frozenset({place}))
+        return place if place in owners else min(owners)
+
+
+_RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDictionary()
+
+
+def residence_of(model: nn.Module, layout: Layout) -> Residence:
+    """The residence of `model`: made at its first `distribute`, the same for all later ones."""
+    home, layout = _RESIDENCES.get(model), layout.of_one
+    if home is None:
+        home = _RESIDENCES[model] = Residence(layout)
+    # what a step computes in is no matter of where its state lives
+    if home.layout.without("precision") != layout.without("precision"):
+        raise LayoutError(
+            f'this model is laid out as "{home.layout}" already, not "{layout}"',
+            why="all steps on one model share its shards",
+            fix="give the same layout to each distribute(), or a fresh model",
+        )
+    return home
+
+
+def known_residence(model: nn.Module) -> Residence | None:
+    """The residence of `model`, if a step on it has been called or its state was asked for."""
+    return _RESIDENCES.get(model)
+
+
+def refuse_open(model: nn.Module) -> None:
+    """Raise `TuttiError` inside of a block in which the weights of `model` are whole."""
+    home = _RESIDENCES.get(model)
+    if home is not None and home.block is not None:
+        raise home.block.refused()
+
+
+def refresh(model: nn.Module) -> None:
+    """Bring the weights of a model that servers keep; does nothing for any other."""
+    home = _RESIDENCES.get(model)
+    if home is not None and home.fetch is not None:
+        home.fetch()
+
+
+def dtensor_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes in the order in which storage splits a dim, major to minor."""
+    return split_order(mesh)
+
+
+def run_device(model: nn.Module) -> torch.device:
+    """Where the run computes: where the model lies; for a model on the meta device, a GPU if any."""
+    for p in model.parameters():
+        if p.device.type != "meta":
+            return p.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def placements(sharding: Sharding, mesh: Mesh) -> list[Any]:
+    """`sharding` as DTensor placements over `dtensor_axes(mesh)`."""
+    found: list[Any] = []
+    for axis in dtensor_axes(mesh):
+        at = [d for d, dim in enumerate(sharding.dims) if any(axis in seg.axes for seg in dim)]
+        pending = [op for a, op in sharding.partial if a == axis]
+        found.append(Shard(at[0]) if at else Partial(pending[0]) if pending else Replicate())
+    return found or [Replicate()]
+
+
+def local_of(x: Tensor) -> Tensor:
+    """This rank's part of a state tensor, without autograd."""
+    own = held_by(x)
+    return own.detach() if own.requires_grad else own
+
+
+def held_by(x: Tensor) -> Tensor:
+    """This rank's part of a state tensor as it is, for use where gradients are off."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """All of a tensor, without autograd; of one in shards all its ranks ask together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x.detach()
+
+
+def set_local(x: Tensor, value: Tensor) -> None:
+    """Let state tensor `x` hold `value` from now on."""
+    if isinstance(x, DTensor):
+        x._local_tensor = value
+    else:
+        x.data = value
+
+
+def is_here(x: Tensor) -> bool:
+    """Whether this rank keeps a part of a state tensor; in a pipeline another place may have all of it."""
+    return not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is not None
+
+
+def own_memory(state: list[StateTensor]) -> frozenset[str]:
+    """The names of the state tensors that share memory with no other: they may be overwritten."""
+    shared = {s.name for both in _overlapping(state) for s in both}
+    return frozenset(s.name for s in state) - shared
+
+
+def refuse_shared_memory(state: list[StateTensor], updated: Collection[str]) -> None:
+    """Raise `CaptureError` where a step updates state of which other state is a view."""
+    for one, other in _overlapping(state):
+        if one.tensor is not other.tensor and {one.name, other.name} & {*updated}:
+            raise CaptureError(
+                f'"{one.name}" and "{other.name}" share memory, and the step changes it',
+                why="the captured step has a value for each of them, and would change one alone",
+                fix="a clone of its own for one of them; a view that a module reads may be a property of it",
+            )
+
+
+def _overlapping(state: list[StateTensor]) -> Iterator[tuple[StateTensor, StateTensor]]:
+    """Pairs of state tensors of which one reaches into the other's memory."""
+    ranges = [
+        (*_memory(local_of(s.tensor)), k) for k, s in enumerate(state) if not s.tensor.is_meta
+    ]
+    until, last = 0, -1
+    for begin, end, k in sorted(ranges):
+        if begin < until:
+            yield state[last], state[k]
+        if end > until:
+            until, last = end, k
+
+
+def _memory(x: Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of `x` to behind its last."""
+    if not x.numel():
+        return x.data_ptr(), x.data_ptr()
+    reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
+    return x.data_ptr(), x.data_ptr() + reach * x.element_size()
+
+
+def forget_values(state: list[StateTensor]) -> None:
+    """Leave names, shapes and dtypes: entries that hold whole tensors would keep them alive."""
+    state[:] = [replace(s, tensor=torch.empty_like(s.tensor, device="meta")) for s in state]
+
+
+def settle(
+    model: nn.Module, optimizer: Any, home: Residence, device: torch.device, seed: int = 0
+) -> None:
+    """Cut every state tensor that is still whole down to this rank's part, as a DTensor in its place.
+
+    Rank 0's values count: they are sent to all ranks first, so that replicas start identical. What is
+    on the meta device gets its initial value here, one module at a time.
+    """
+    several = home.layout.num_ranks > 1
+    if not several and not is_deferred(model):
+        return
+    place = home.layout.mesh.coordinates(dist.get_rank() if several else 0)
+    state = state_of(model, optimizer)
+    check_order([f"state {s.name}: {list(s.tensor.shape)} {s.tensor.dtype}" for s in state])
+    replaced: dict[int, Tensor] = {}
+    for entry, whole in _deferred(model, optimizer, state, device, seed):
+        replaced[id(entry.tensor)] = part_of(entry, whole, home, place, device)
+    new = [s.name for s in state if several and not home.has_settled(s.tensor)]
+    warn_of_onlookers(state, [name for name in new if home.moves(name)])
+    for entry in state:
+        if not several or home.has_settled(entry.tensor) or id(entry.tensor) in replaced:
+            continue
+        whole = entry.tensor.detach().to(device).contiguous()
+        dist.broadcast(whole, 0)
+        if not home.keeps_whole(entry.name):
+            replaced[id(entry.tensor)] = part_of(entry, whole, home, place, device)
+        elif whole.data_ptr() != entry.tensor.data_ptr():
+            set_local(entry.tensor, whole)
+    take_the_place(model, optimizer, home, replaced)
+    now = state_of(model, optimizer)
+    home.optimizers.update(optimizers_of(optimizer))
+    # of a tensor in shards a reference would keep PyTorch from giving it another dtype
+    kept = [s.tensor for s in now if not isinstance(s.tensor, DTensor)]
+    home.settled = {id(x): weakref.ref(x) for x in kept}
+    name_shards(now)
+
+
+def take_the_place(
+    model: nn.Module, optimizer: Any, home: Residence, replaced: dict[int, Tensor]
+) -> None:
+    """Put `replaced` in place for good: who still holds an old parameter can be told the new one."""
+    before = [s.tensor for s in state_of(model, optimizer) if id(s.tensor) in replaced]
+    put_in_place(model, optimizer, replaced)
+    for old in before:
+        new = replaced[id(old)]
+        share_hooks(old, new)
+        for key in old.__dict__.keys() - new.__dict__.keys():  # what the user has noted on it
+            setattr(new, key, getattr(old, key))
+        home.renewed[id(old)] = weakref.ref(old), new
+        renew(old, partial(home.now, new))
+
+
+def name_shards(state: list[StateTensor]) -> None:
+    """Tell each shard which state it is of: its errors say so."""
+    weights = [s.tensor for s in state if s.kind != "slot" and isinstance(s.tensor, StateShard)]
+    nbytes = sum(x.numel() * x.element_size() for x in weights)
+    for s in state:
+        if isinstance(s.tensor, StateShard):
+            s.tensor.origin = Origin(s.name, nbytes)
+
+
+def adopt(model: nn.Module, optimizer: Any) -> None:
+    """Let `optimizer` hold the model's parameters of now, where another step on it has replaced them."""
+    home = _RESIDENCES.get(model)
+    if home is None:
+        return
+    held = (p for one in optimizers_of(optimizer) for g in one.param_groups for p in g["params"])
+    known = {id(p): home.renewed[id(p)] for p in held if id(p) in home.renewed}
+    replace_in_optimizer(
+        optimizer, {i: new for i, (old, new) in known.items() if old() is not None}
+    )
+    given = [s.tensor for s in state_of(model, optimizer)]
+    put_in_place(model, optimizer, {id(x): now_of(x) for x in given if now_of(x) is not x})
+
+
+def _deferred(
+    model: nn.Module, optimizer: Any, state: list[StateTensor], device: torch.device, seed: int
+) -> Iterator[tuple[StateTensor, Tensor]]:
+    """Every state tensor on the meta device with its whole initial value."""
+    if not is_deferred(model):
+        return
+    entries = {id(s.tensor): s for s in state}
+    slots: dict[str, list[StateTensor]] = {}
+    for s in state:
+        slots.setdefault(s.owner, []).append(s)
+    for x, whole in initial_values(model, seed, device):
+        entry = entries[id(x)]
+        yield entry, whole
+        values = initial_slots(optimizer, x, device) if entry.name in slots else {}
+        yield from ((s, values[s.slot]) for s in slots.get(entry.name, ()))
+
+
+def part_of(
+    entry: StateTensor, whole: Tensor, home: Residence, place: dict[str, int], device: torch.device
+) -> Tensor:
+    """This rank's part of a state tensor, to take the place of the tensor that `entry` holds."""
+    if home.layout.num_ranks == 1 or home.keeps_whole(entry.name):
+        parameter = isinstance(entry.tensor, nn.Parameter)
+        return nn.Parameter(whole, entry.tensor.requires_grad) if parameter else whole
+    sharding = home.storage[entry.name]
+    here = place.get("pipe", 0)
+    keeper = home.keeper(entry.name, here)
+    if keeper != here:
+        # of a scalar too, as `from_local` takes the global shape of one from its local tensor
+        nothing = whole.new_empty((0,) if sharding.shape else ())
+        return as_shard(nothing, sharding, home, device, entry.tensor, keeper)
+    local = sharding.cut(whole, home.layout.place_mesh, place)
+    if sharding.axes:
+        local = local.clone(memory_format=torch.contiguous_format)
+    return as_shard(local, sharding, home, device, entry.tensor, keeper)
+
+
+def as_shard(
+    local: Tensor,
+    sharding: Sharding,
+    home: Residence,
+    device: torch.device,
+    like: Tensor,
+    place: int = 0,
+) -> Tensor:
+    """`local` as this rank's part of a tensor on the ranks of a place; a Parameter where `like` is one."""
+    x: Any = DTensor.from_local(
+        local,
+        home.device_mesh(device, place),
+        placements(sharding, home.layout.place_mesh),
+        run_check=False,
+        shape=torch.Size(sharding.shape),
+        stride=_stride(sharding.shape),
+    )
+    shard = wrap(local, x._spec)
+    return as_parameter(shard, like.requires_grad) if isinstance(like, nn.Parameter) else shard
+
+
+def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for n in reversed(shape):
+        stride.append(step)
+        step *= max(1, n)
+    return tuple(reversed(stride))

@@ -1,0 +1,54 @@
+"""State that the user has put whole where a rank keeps a part, taken over before the next step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tutti.capture.lift import StateTensor, state_of
+from tutti.errors import CaptureError
+from tutti.layout import Sharding
+from tutti.state.residence import known_residence, name_shards, part_of, take_the_place, whole_of
+from tutti.state.shards import StateShard
+
+
+def take_over(
+    model: nn.Module, optimizer: Any, expected: list[StateTensor], now: list[Tensor]
+) -> bool:
+    """Cut state that the user has put whole where this rank keeps a part of it; whether there was any.
+
+    All ranks are given the same values (a state dict of the optimizer, a new slot): nothing is sent.
+    """
+    home = known_residence(model)
+    assert home is not None
+    replaced: dict[int, Tensor] = {}
+    place = home.layout.mesh.coordinates(dist.get_rank())
+    for entry, x in zip(expected, now, strict=True):
+        if home.keeps_whole(entry.name):
+            if isinstance(x, DTensor):
+                replaced[id(x)] = _plain(entry, x.full_tensor(), x.requires_grad)
+        elif not isinstance(x, StateShard):
+            whole = whole_of(x).to(home.device)
+            if tuple(whole.shape) != home.storage[entry.name].shape:
+                raise _of_another_shape(entry.name, x, home.storage[entry.name])
+            replaced[id(x)] = part_of(replace(entry, tensor=x), whole, home, place, home.device)
+    take_the_place(model, optimizer, home, replaced)
+    if replaced:
+        name_shards(state_of(model, optimizer))
+    return bool(replaced)
+
+
+def _plain(entry: StateTensor, whole: Tensor, requires_grad: bool) -> Tensor:
+    return nn.Parameter(whole, requires_grad) if entry.kind == "parameter" else whole
+
+
+def _of_another_shape(name: str, x: Tensor, sharding: Sharding) -> CaptureError:
+    return CaptureError(
+        f'the state "{name}" is {list(x.shape)} now, and was {list(sharding.shape)}',
+        why="this rank keeps a part of it, whose shape is that of the captured step",
+        fix="values of the same shape, or tutti.distribute with a fresh model",
+    )

@@ -1,0 +1,277 @@
+"""Weights in shards made whole for a block of the user's program, and as a plain state dict.
+
+    enter   every shard is gathered; an ordinary parameter takes its place in model and optimizers
+    leave   ranks compare what they have; each cuts its part of it, and the shard is back in its place
+
+With `rank` one rank alone holds the wholes, and sends what it has changed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tutti.capture.lift import StateTensor, state_of
+from tutti.capture.source import quoted, user_line
+from tutti.comm.exchange import exchange_texts
+from tutti.comm.group import Group
+from tutti.comm.payload import digest
+from tutti.errors import LayoutError, TuttiError
+from tutti.state.replacing import put_in_place, share_hooks
+from tutti.state.residence import Block, Residence, is_here, known_residence
+from tutti.state.shards import StateShard, cut
+
+
+@dataclass
+class _Opened:
+    """A shard, the whole tensor in its place, and what that held at first."""
+
+    name: str
+    shard: StateShard
+    whole: Tensor | None
+    digest: str = ""
+
+
+class Whole:
+    """A block inside of which a model's weights are whole, ordinary tensors.
+
+    Inside, `model` evaluates, generates, is saved, read and written as on one device. At the end each rank
+    takes over its part of what was written. All ranks enter and leave together. As a context manager it
+    gives whether the weights are whole on this rank. A block that ends in an exception writes nothing.
+    What a rank holds whole anyway is the same tensor as outside.
+
+    Args:
+        model: one that a step has laid out; of any other all is whole already.
+        rank: the one rank on which weights are whole; by default all. The others take part in the
+            gathering, and find shards.
+        slots: the optimizers' slots too, for `optimizer.state_dict()` and `load_state_dict`.
+
+    Raises:
+        TuttiError: at the end, for ranks that have written different values, with the tensor's name;
+            nothing is taken over then. Inside, for a call of a step on the model.
+    """
+
+    def __init__(self, model: nn.Module, *, rank: int | None = None, slots: bool = False) -> None:
+        self._model, self._rank, self._slots = model, rank, slots
+        self._opened: list[_Opened] = []
+        self._home: Residence | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the block takes more than the shards, on a rank where weights are whole."""
+        found = {id(s.tensor): s.tensor for s in self._shards()}
+        return sum(x.numel() * x.element_size() for x in found.values())
+
+    def __enter__(self) -> bool:
+        home = known_residence(self._model)
+        several = home is not None and dist.is_initialized() and home.layout.num_ranks > 1
+        here = self._rank is None or not several or self._rank == dist.get_rank()
+        if home is not None and home.fetch is not None and home.block is None:
+            home.fetch()
+        if home is None or not several:
+            return True
+        if home.block is not None:  # one around this block has made them whole
+            if home.block.rank not in (None, dist.get_rank()):
+                raise home.block.refused()
+            return True
+        self._check_rank(home)
+        takes_part = self._rank is None or self._rank in group_of(home).ranks
+        wholes = self._open(home, here) if takes_part else {}
+        self._home, home.block = home, Block(quoted(user_line()), self._rank, wholes)
+        return here
+
+    def _open(self, home: Residence, here: bool) -> dict[int, Tensor]:
+        replaced: dict[int, Tensor] = {}
+        for s in self._shards():
+            full = gathered(s.tensor, home, only=self._rank)
+            whole = ordinary(full, s.tensor) if full is not None and here else None
+            known = digest(whole) if whole is not None and self._rank is not None else ""
+            self._opened.append(_Opened(s.name, s.tensor, whole, known))  # type: ignore[arg-type]
+            if whole is not None:
+                share_hooks(s.tensor, whole)
+                replaced[id(s.tensor)] = whole
+        put_in_place(self._model, list(home.optimizers), replaced)
+        return replaced
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        home, opened = self._home, self._opened
+        if home is None:
+            return
+        self._home, self._opened, home.block = None, [], None
+        back: dict[int, Tensor] = {id(x.whole): x.shard for x in opened if x.whole is not None}
+        put_in_place(self._model, list(home.optimizers), back)
+        if kind is None and opened:
+            write = _written_by_all if self._rank is None else _written_by_one
+            with torch.no_grad():
+                write(opened, home, self._rank)
+
+    def _shards(self) -> list[StateTensor]:
+        home = known_residence(self._model)
+        optimizers = list(home.optimizers) if home is not None and self._slots else None
+        every = state_of(self._model, optimizers)
+        return [s for s in every if isinstance(s.tensor, StateShard)]
+
+    def _check_rank(self, home: Residence) -> None:
+        if self._rank is not None and not 0 <= self._rank < home.layout.num_ranks:
+            raise LayoutError(
+                f"there is no rank {self._rank} to have the weights whole",
+                why=f'layout "{home.layout}" has {home.layout.num_ranks} ranks',
+                fix="rank=0, or none given: on all",
+            )
+
+
+def whole(model: nn.Module, *, rank: int | None = None, slots: bool = False) -> Whole:
+    """A block inside of which the weights of `model` are whole, ordinary tensors, to read or write.
+
+        with tutti.whole(model):
+            text = model.generate(prompt)
+
+    Each rank holds the whole model inside: `tutti.whole(model).nbytes` says how many bytes more. All ranks
+    enter and leave together, write the same values, and call no step inside.
+
+    Args:
+        model: one that a step has laid out; of any other all is whole already.
+        rank: the one rank on which weights are whole; by default all. The block gives whether this rank
+            has them: `with tutti.whole(model, rank=0) as here:`; on the others they are still in shards.
+        slots: the optimizers' slots too, for `optimizer.state_dict()`.
+
+    Raises:
+        TuttiError: at the end, where ranks have written different values, with the tensor's name; nothing
+            is taken over then.
+    """
+    return Whole(model, rank=rank, slots=slots)
+
+
+def model_state(model: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
+    """`model.state_dict()` as on one device: whole plain tensors, copies that lie on the CPU.
+
+    Tied weights share memory. One shard after the other is gathered; all ranks call together. With `rank`
+    the others get an empty dict.
+    """
+    home = known_residence(model)
+    several = home is not None and dist.is_initialized() and home.layout.num_ranks > 1
+    here = rank is None or not several or rank == dist.get_rank()
+    if home is not None and home.fetch is not None:
+        home.fetch()
+    if home is not None and several and rank is not None and rank not in group_of(home).ranks:
+        return {}
+    copies: dict[int, Tensor | None] = {}
+    found: dict[str, Any] = {}
+    for name, x in model.state_dict(keep_vars=True).items():
+        if isinstance(x, Tensor) and id(x) not in copies:
+            given = gathered(x, home, only=rank) if home and isinstance(x, DTensor) else x.detach()
+            copies[id(x)] = _copy(given, x) if here and given is not None else None
+        if here:
+            found[name] = copies[id(x)] if isinstance(x, Tensor) else x
+    return found
+
+
+def _copy(given: Tensor, of: Tensor) -> Tensor:
+    """On the CPU; what was gathered is a copy already."""
+    return given.to("cpu", copy=not isinstance(of, DTensor))
+
+
+def group_of(home: Residence) -> Group:
+    """The ranks that hold one model together: of replicas, those of this one."""
+    axes = tuple(a for a in home.layout.mesh if a != "replica")
+    return home.groups_for([axes])[axes]
+
+
+def gathered(x: Tensor, home: Residence, *, only: int | None = None) -> Tensor | None:
+    """A copy of all of a tensor in shards, on every rank that holds the model, or on `only` (else None)."""
+    assert isinstance(x, DTensor)
+    full = x.full_tensor().detach() if is_here(x) else None
+    if full is not None and full.data_ptr() == x._local_tensor.data_ptr():
+        full = full.clone()  # all of it lies on each rank of this place
+    if "pipe" in home.layout.mesh:
+        full = _from_its_place(x, full, home)
+    return full if only in (None, dist.get_rank()) else None
+
+
+def _from_its_place(x: DTensor, full: Tensor | None, home: Residence) -> Tensor:
+    """What the ranks of one place have, on those of all places."""
+    group, source = group_of(home), int(x.device_mesh.mesh.flatten()[0])
+    if full is None:
+        full = torch.empty(x.shape, dtype=x.dtype, device=x._local_tensor.device)
+    full = full.contiguous()
+    dist.broadcast(full, source, group=group.handle)
+    return full
+
+
+def ordinary(whole: Tensor, like: Tensor) -> Tensor:
+    """`whole` as a Parameter where `like` is one."""
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(whole, requires_grad=like.requires_grad)
+    return whole
+
+
+def _form(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)}"
+
+
+def _refuse_forms(opened: list[_Opened], forms: list[str]) -> None:
+    """Raise `TuttiError` on every rank for a whole tensor that is of another form now."""
+    for x, form in zip(opened, forms, strict=True):
+        if form != _form(x.shard):
+            raise TuttiError(
+                f'"{x.name}" left the block as {form}',
+                why=f"its shards are {_form(x.shard)}; nothing of the block is taken over",
+                fix="the same dtype and shape at the end of the block",
+            )
+
+
+def _written_by_all(opened: list[_Opened], home: Residence, _: int | None) -> None:
+    """Take over this rank's part of each whole; raises `TuttiError` where ranks have different ones."""
+    own = [(_form(x.whole), digest(x.whole)) for x in opened if x.whole is not None]
+    group = group_of(home)
+    texts = exchange_texts(json.dumps(own), group)
+    of_ranks = [[tuple(one) for one in json.loads(text)] for text in texts]
+    for x, found in zip(opened, zip(*of_ranks, strict=True), strict=True):
+        if len(set(found)) > 1:
+            other = next(r for r, one in zip(group.ranks, found, strict=True) if one != found[0])
+            raise TuttiError(
+                f'ranks {group.ranks[0]} and {other} wrote different values into "{x.name}"',
+                why="each rank keeps a part of one tensor; nothing of the block is taken over",
+                fix="write the same on every rank (one seed), or with step.whole(rank=0) on one",
+            )
+    _refuse_forms(opened, [form for form, _ in own])
+    for x in opened:
+        assert x.whole is not None
+        _take(x, x.whole)
+        x.shard.requires_grad_(x.whole.requires_grad)
+
+
+def _written_by_one(opened: list[_Opened], home: Residence, rank: int | None) -> None:
+    """Take over this rank's part of what rank `rank` has changed; it alone has wholes."""
+    changed = [x.name for x in opened if x.whole is not None and digest(x.whole) != x.digest]
+    frozen = [x.name for x in opened if x.whole is not None and not x.whole.requires_grad]
+    group = group_of(home)
+    forms = [_form(x.whole) for x in opened if x.whole is not None]
+    told = exchange_texts(json.dumps([changed, frozen, forms]), group)
+    changed, frozen, forms = json.loads(told[group.ranks.index(rank or 0)])
+    _refuse_forms(opened, forms)
+    for x in opened:
+        if isinstance(x.shard, nn.Parameter):
+            x.shard.requires_grad_(x.name not in frozen)
+        if x.name in changed:
+            device = x.shard._local_tensor.device
+            room = torch.empty(x.shard.shape, dtype=x.shard.dtype, device=device)
+            value = room if x.whole is None else x.whole.detach().contiguous()
+            dist.broadcast(value, rank or 0, group=group.handle)
+            _take(x, value)
+
+
+def _take(x: _Opened, value: Tensor) -> None:
+    x.shard._local_tensor.copy_(cut(value.detach(), x.shard))

@@ -1,0 +1,127 @@
+"""The two comparisons once more, part by part (`aligned`): where a plain one finds a difference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.capture.found_gradients import noted
+from tutti.layout import assemble
+from tutti.verification.aligned import Aligned, OneDevice
+from tutti.verification.comparisons import (
+    FLOOR,
+    PARTITION_TOLERANCE,
+    CaptureComparison,
+    Made,
+    PartitionComparison,
+    inputs_of,
+    kind_of,
+    largest,
+    largest_difference,
+    scales_of,
+)
+from tutti.verification.following import following
+from tutti.verification.observed import Observed
+
+
+class AlignedPartition(PartitionComparison):
+    """The comparison of an `observed` program; the device goes on from the ranks' state at each step."""
+
+    def __init__(self, seen: Observed, *rest: Any, **options: Any) -> None:
+        super().__init__(*rest, **options)
+        self._seen = seen
+        graph, owner, back = self.wide
+        new = {old.name: n for n, old in back.items()}
+        marks = {name: new[value] for name, (value, _) in seen.gradients.items()}
+        self._device = OneDevice(graph, owner, self.captured.updated, marks, self.seed)
+
+    def advance(self, k: int) -> None:
+        """Take step `k` on both sides, and compare."""
+        places = self.play(k)
+        count = len(places[0][0][0]) - len(self._seen.gradients)
+        other = self._other(places, count, k)
+        aligned = Aligned(self._device, PARTITION_TOLERANCE, _own_scales, self.errors)
+        aligned.step(k, inputs_of(self.captured, self.one, self.feed), self.one, other)
+        for place, ranks in enumerate(places):
+            for state, (returned, update) in zip(self.many[place], ranks, strict=True):
+                state |= dict(zip(self.played.updated[place], update, strict=True))
+                state |= following(self.captured, self.feed, returned[:count])[1]
+        self.feed, others = following(self.captured, self.feed, other.returned)
+        self.one |= other.state | others
+
+    def compare_state(self, k: int) -> None:
+        """What comes after a step is compared from one state, too."""
+        super().compare_state(k)
+        for place, ranks in enumerate(self.many):
+            for name in self.played.updated[place]:
+                parts = [s[name] for s in ranks]
+                self.one[name] = assemble(parts, self.program.storage[name], self.mesh)
+
+    def _other(self, places: list[list[Any]], count: int, k: int) -> Made:
+        """What the ranks have made, whole."""
+        lead = places[0][0][0]
+        for returned, _ in (one for ranks in places for one in ranks):
+            for i, (x, first) in enumerate(zip(returned[:count], lead[:count], strict=True)):
+                if isinstance(x, Tensor):
+                    error = largest_difference(x, first)
+                    self.errors.see(f"returned value {i} (step {k})", error, largest(first))
+        gradients = {
+            name: self.whole(
+                f"the gradient {name}", [r[0][count + i] for r in places[0]], sharding, k
+            )
+            for i, (name, (_, sharding)) in enumerate(self._seen.gradients.items())
+        }
+        state: dict[str, Tensor] = {}
+        for place, ranks in enumerate(places):
+            for i, name in enumerate(self.played.updated[place]):
+                parts = [update[i] for _, update in ranks]
+                state[name] = self.whole(name, parts, self.program.storage[name], k)
+        return Made(lead[:count], gradients, state)
+
+
+def _own_scales(own: Made, _before: Mapping[str, Tensor]) -> dict[str, float]:
+    """Slots are made of gradients that both are given, so each has its own scale; what the forward keeps in a
+    buffer, and where a weight is made anew, may be rounding."""
+    kinds = scales_of(own.state)
+    return {
+        n: max(largest(x), 0.0 if n.startswith("optim") else FLOOR * kinds.get(kind_of(n), 0.0))
+        for n, x in own.state.items()
+    }
+
+
+class AlignedCapture:
+    """The captured graph beside the eager step, of which each step's gradients and new state are known."""
+
+    def __init__(self, plain: CaptureComparison) -> None:
+        self._plain = plain
+        captured = plain.captured
+        marks = noted(captured.graph)
+        device = OneDevice(captured.graph, captured.owner, captured.updated, marks, plain.seed)
+        self._aligned = Aligned(device, plain.tolerance, _change_scales)
+        self.errors = self._aligned.errors
+
+    def run(self) -> None:
+        """Compare every step that the eager side has taken."""
+        plain, state = self._plain, dict(self._plain.start)
+        for k, eager in enumerate(plain.eager):
+            inputs = inputs_of(plain.captured, state, plain.feeds[k])
+            self._aligned.step(k, inputs, state, eager)
+            state |= eager.state
+            state |= following(plain.captured, plain.feeds[k], eager.returned)[1]
+
+
+def _change_scales(own: Made, before: Mapping[str, Tensor]) -> dict[str, float]:
+    """What a step changes, each kind on its own scale."""
+    changes = {n: x.double() - before[n].double() for n, x in own.state.items()}
+    kinds = scales_of(changes)
+    return {
+        n: max(kinds.get(kind_of(n), 0.0), _rounding(x) * 1e3 * largest(x.double()))
+        for n, x in own.state.items()
+    }
+
+
+def _rounding(x: Tensor) -> float:
+    return torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0

@@ -1,0 +1,408 @@
+"""The two comparisons behind a verdict: partitioned against captured, captured against eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
+
+from tutti.calls.eager import eagerly
+from tutti.calls.guards import MOST_WAYS, ReadGuard, no_way
+from tutti.capture.forms import flattened, returnable
+from tutti.capture.found_gradients import found_gradients
+from tutti.capture.lift import numbers, optimizers_of, state_of
+from tutti.capture.plain_values import is_number
+from tutti.capture.python_state import Findings, PythonState
+from tutti.capture.read_values import Seen
+from tutti.capture.sparse import dense
+from tutti.capture.step import Captured
+from tutti.errors import TuttiError
+from tutti.graph.promote import Promoted, promoted, promoted_value
+from tutti.graph.virtual import Post, VirtualRanks
+from tutti.layout import Mesh, Sharding, assemble
+from tutti.partition.partition import Program
+from tutti.verification.following import following, plays_again
+
+# The largest relative difference that rounding explains, in float64 and against the eager step.
+PARTITION_TOLERANCE = 1e-9
+CAPTURE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
+HALF_TOLERANCE = 0.1
+# A tensor far smaller than others of its kind is compared on their scale: its own may be all rounding.
+FLOOR = 1e-3
+# And where all of a kind is rounding (a gradient that is zero in truth), on the scale of the weights.
+NOISE = 1e-6
+# Likewise within a step: a value this far below the largest of its region.
+ROUNDING = 1e-4
+
+
+class Errors:
+    """Keeps the largest difference and its name; NaN on one side only counts as infinite."""
+
+    def __init__(self) -> None:
+        self.worst, self.name, self.count = 0.0, "", 0
+        self.apart: Errors | None = None  # of a comparison in which each side goes its own way
+
+    def add(self, name: str, difference: Tensor, scale: float) -> None:
+        """Count a tensor, and `see` it."""
+        self.count += 1
+        self.see(name, difference, scale)
+
+    def take(self, other: Errors) -> None:
+        """Keep the largest of another comparison if it is larger."""
+        self.see(other.name, torch.tensor(other.worst), 1.0)
+
+    def see(self, name: str, difference: Tensor, scale: float) -> None:
+        """Keep the difference if it is the largest."""
+        error = float(difference) / max(scale, 1e-300) if float(difference) else 0.0
+        if not error <= self.worst:
+            self.worst, self.name = error if error == error else float("inf"), name
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise `TuttiError` unless the programs are to be compared in float64."""
+    if dtype != torch.float64:
+        raise TuttiError(
+            f"verify compares in float64, not {dtype}",
+            why="a wrong program must differ by far more than rounding does",
+            fix="leave dtype out",
+        )
+
+
+def snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    now = {s.name: s.tensor for s in state_of(model, optimizer)}
+    now |= {name: place.get() for name, place in captured.outside.items()}
+    return {s.name: now[s.name].detach().clone() for s in captured.state}
+
+
+def on_its_way(
+    capture: Callable[[Seen], Captured],
+    model: nn.Module,
+    optimizer: Any,
+    batch: tuple[Any, ...],
+    seed: int,
+) -> tuple[Captured, dict[str, Tensor], dict[str, Any]]:
+    """A capture that goes the ways of this batch, by what it reads from tensors; with its state and feed."""
+    captured, seen = capture({}), dict[int, float]()
+    for k in range(MOST_WAYS):
+        captured = capture(seen) if k else captured
+        start = snapshot(captured, model, optimizer)
+        feed = feed_of(captured, optimizer, batch)
+        guard = ReadGuard(captured)
+        if not captured.reads:
+            return captured, start, feed
+        given = [inputs_of(captured, start, feed)]
+        out, _ = VirtualRanks(Mesh(), seed=seed).run(captured.graph, captured.owner, given)[0]
+        seen = guard.values(out)
+        if guard.holds(feed, seen):
+            return captured, start, feed
+    raise no_way(captured, seen)
+
+
+def feed_of(captured: Captured, optimizer: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
+    """Hyper-parameters and batch by input name."""
+    batch = dense(batch)
+    tensors = [x.detach() for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    python = {n.name: n.value for n in captured.numbers}
+    feed: dict[str, Any] = dict(numbers(optimizer, tree_leaves(batch), python))
+    return feed | {f"batch.{i}": x for i, x in enumerate(tensors)}
+
+
+def largest(x: Tensor) -> float:
+    if x.dtype == torch.bool:
+        return float(x.any())
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def kind_of(name: str) -> str:
+    """Tensors of one kind have one scale: all parameters and buffers, or all slots of one name."""
+    return name.rpartition(".")[2] if name.startswith("optim") else "model"
+
+
+def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
+    scales: dict[str, float] = {}
+    for name, x in state.items():
+        if x.is_floating_point():
+            scales[kind_of(name)] = max(scales.get(kind_of(name), 0.0), largest(x))
+    return scales
+
+
+@dataclass
+class Made:
+    """What one run has made in a step. `gradients` are those that updates take, by name."""
+
+    returned: Sequence[Any]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by a name that tells what it is."""
+        for i, x in enumerate(self.returned):
+            if isinstance(x, Tensor):
+                yield f"returned value {i}", x
+        for name, x in self.gradients.items():
+            yield f"the gradient {name}", x
+        yield from self.state.items()
+
+
+@dataclass(frozen=True)
+class Played:
+    """What virtual ranks play: for each place on the axis `pipe` a graph, and the state whose new values
+    it returns. `mesh` are the ranks of one place, `owners` the places that keep each state tensor (all,
+    where it is not named)."""
+
+    mesh: Mesh
+    graphs: list[fx.Graph]
+    updated: list[list[str]]
+    owners: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, graph: fx.Graph) -> Played:
+        """One graph for all ranks; an axis `micro` counts as ranks."""
+        return cls(program.mesh, [graph], [program.captured.updated])
+
+    def keeps(self, place: int, name: str) -> bool:
+        """Whether a place keeps a state tensor."""
+        return name not in self.owners or place in self.owners[name]
+
+
+class PartitionComparison:
+    """The partitioned program on virtual ranks against the captured graph on one, all in float64.
+
+    `wide` is the captured graph, `promoted`.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        program: Program,
+        start: dict[str, Tensor],
+        feed: dict[str, Any],
+        seed: int,
+        *,
+        played: Played,
+        wide: Promoted,
+    ) -> None:
+        self.captured, self.program, self.seed, self.wide = captured, program, seed, wide
+        self.played, self.mesh = played, played.mesh
+        self.feed = {n: promoted_value(x) for n, x in feed.items()}
+        self.one = {n: promoted_value(x) for n, x in start.items()}
+        ranks = [self.mesh.coordinates(r) for r in range(self.mesh.num_ranks)]
+        self.many = [
+            [
+                {
+                    n: program.storage[n].cut(x, self.mesh, at).clone()
+                    for n, x in self.one.items()
+                    if played.keeps(place, n)
+                }
+                for at in ranks
+            ]
+            for place in range(len(played.graphs))
+        ]
+        self.errors = Errors()
+        self._local = [promoted(graph, self.captured.owner)[:2] for graph in self.played.graphs]
+
+    def run(self, steps: int) -> None:
+        for k in range(steps):
+            self.advance(k)
+
+    def advance(self, k: int) -> None:
+        """Take step `k` on both sides, and compare."""
+        out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
+            *self.wide[:2], [inputs_of(self.captured, self.one, self.feed)]
+        )[0]
+        self.one |= dict(zip(self.captured.updated, new, strict=True))
+        for place, ranks in enumerate(self.play(k)):
+            for returned, _ in ranks:
+                add_returned(self.errors, returned, out, k)
+            for state, (returned, update) in zip(self.many[place], ranks, strict=True):
+                state |= dict(zip(self.played.updated[place], update, strict=True))
+                state |= following(self.captured, self.feed, returned)[1]
+        self.compare_state(k)
+        self.feed, others = following(self.captured, self.feed, out)
+        self.one |= others
+
+    def play(self, k: int) -> list[list[Any]]:
+        """Step `k` of every place; several at once, as they send each other what crosses."""
+        post, local = Post(), self._local
+
+        def play(place: int) -> list[Any]:
+            graph, owner = local[place]
+            ranks = VirtualRanks(self.mesh, seed=self.seed, step=k, post=post)
+            feeds = [inputs_of(self.captured, s, self.feed) for s in self.many[place]]
+            return ranks.run(graph, owner, feeds)
+
+        if len(local) == 1:
+            return [play(0)]
+        with ThreadPoolExecutor(len(local)) as pool:
+            waiting = [pool.submit(play, place) for place in range(len(local))]
+            wait(waiting, return_when=FIRST_EXCEPTION)
+            failed = [one for one in waiting if one.done() and one.exception() is not None]
+            if failed:
+                post.close()  # nobody may wait for what will not come
+                failed[0].result()
+            return [one.result() for one in waiting]
+
+    def compare_state(self, k: int) -> None:
+        """Compare what is kept after step `k`."""
+        for place, ranks in enumerate(self.many):
+            mine = {
+                n: self.whole(n, [s[n] for s in ranks], self.program.storage[n], k)
+                for n in self.played.updated[place]
+            }
+            add_state(self.errors, mine, self.one, k)
+
+    def whole(self, name: str, parts: list[Tensor], sharding: Sharding, k: int) -> Tensor:
+        """The whole of what ranks hold in parts; those of them that hold the same must agree."""
+        found = assemble(parts, sharding, self.mesh)
+        for rank, part in enumerate(parts if not sharding.partial else ()):
+            same = sharding.cut(found, self.mesh, self.mesh.coordinates(rank))
+            error = largest_difference(part, same)
+            self.errors.see(f"{name} on rank {rank} (step {k})", error, largest(found))
+        return found
+
+
+def add_state(
+    errors: Errors, mine: Mapping[str, Tensor], one: Mapping[str, Tensor], k: int
+) -> None:
+    """Compare whole tensors with those of one device after step `k`, each on its kind's scale."""
+    scales = scales_of(one)
+    floor = NOISE * scales.get("model", 0.0)
+    for name, x in mine.items():
+        scale = max(largest(one[name]), FLOOR * scales.get(kind_of(name), 0.0), floor)
+        errors.add(f"{name} (step {k})", largest_difference(x, one[name]), scale)
+
+
+def add_returned(errors: Errors, mine: Sequence[Any], one: Sequence[Any], k: int) -> None:
+    """Compare what a step returned with what it returned on one device."""
+    for i, (a, b) in enumerate(zip(mine, one, strict=True)):
+        if isinstance(b, Tensor):
+            errors.add(f"returned value {i} (step {k})", largest_difference(a, b), largest(b))
+
+
+def largest_difference(a: Tensor, b: Tensor) -> Tensor:
+    if not a.numel():
+        return torch.tensor(0.0)
+    return differences(a, b).max()
+
+
+def differences(a: Tensor, b: Tensor) -> Tensor:
+    """How far entries are apart, in float64; NaN is no difference to NaN."""
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    difference = (a.to(wide) - b.to(wide)).abs()
+    both = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
+    return torch.where(both, torch.zeros_like(difference), difference)
+
+
+def inputs_of(captured: Captured, state: Mapping[str, Any], feed: Mapping[str, Any]) -> list[Any]:
+    return [state[n] if n in state else feed.get(n) for n in captured.inputs]
+
+
+class CaptureComparison:
+    """The captured graph on one rank against the eager step, in the model's own dtypes."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Any,
+        batch: tuple[Any, ...],
+        start: dict[str, Tensor],
+        feed: dict[str, Any],
+        seed: int,
+        *,
+        precision: str,
+    ) -> None:
+        self.captured, self.start, self.feed, self.seed = captured, start, feed, seed
+        self.precision = precision
+        self.train_step, self.model, self.optimizer, self.batch = (
+            train_step,
+            model,
+            optimizer,
+            batch,
+        )
+        self.errors = Errors()
+        self.steps = 0  # that were compared
+        self.tolerance = capture_tolerance(captured.graph)
+        self.eager: list[Made] = []  # for a closer look
+        self.feeds: list[dict[str, Any]] = []  # of each step
+
+    def run(self, steps: int) -> None:
+        """Take `steps` steps on both sides, or as many as are this program: the next may be another."""
+        python = PythonState(self.train_step, self.model, optimizers_of(self.optimizer), Findings())
+        outside = {name: place.get() for name, place in self.captured.outside.items()}
+        with python.restored():
+            try:
+                self._run(steps)
+            finally:
+                with torch.no_grad():
+                    for name, x in outside.items():
+                        x.copy_(self.start[name])
+
+    def _run(self, steps: int) -> None:
+        mine, feed, guard = dict(self.start), self.feed, ReadGuard(self.captured)
+        for k in range(steps):
+            self.feeds.append(feed)
+            out, new = VirtualRanks(Mesh(), seed=self.seed, step=k).run(
+                self.captured.graph,
+                self.captured.owner,
+                [inputs_of(self.captured, mine, feed)],
+            )[0]
+            if not guard.holds(feed, guard.values(out)):
+                break  # this step is another program
+            out = out[: self.captured.num_results]
+            mine |= dict(zip(self.captured.updated, new, strict=True))
+            feed, others = following(self.captured, feed, out)
+            mine |= others
+            with found_gradients(self.model) as found:
+                given = self.train_step, self.model, self.optimizer, self.batch
+                result = eagerly(*given, seed=self.seed, step=k, precision=self.precision)
+                eager, _ = flattened(returnable(result))
+            eager += [x for e in self.captured.effects for x in tree_leaves(e.places[0].get())]
+            kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in eager]
+            now = snapshot(self.captured, self.model, self.optimizer)
+            self.eager.append(Made(kept, found, {n: now[n] for n in self.captured.updated}))
+            for i, (a, b) in enumerate(zip(out, eager, strict=True)):
+                self._add_returned(i, k, a, b)
+            self.steps = k + 1
+            if not plays_again(self.captured, feed):
+                break
+        self._changes(mine)
+
+    def _add_returned(self, i: int, k: int, a: Any, b: Any) -> None:
+        if i >= self.captured.num_returned and is_number(b):
+            a, b = torch.tensor(float(a)), torch.tensor(float(b))
+        if isinstance(b, Tensor):
+            b = b.detach()
+            self.errors.add(f"{self._named(i)} (step {k})", largest_difference(a, b), largest(b))
+
+    def _named(self, i: int) -> str:
+        if i < self.captured.num_returned:
+            return f"returned value {i}"
+        leaves = [e.places[0].name for e in self.captured.effects for _ in range(e.num_leaves)]
+        return leaves[i - self.captured.num_returned]
+
+    def _changes(self, mine: dict[str, Tensor]) -> None:
+        """Compare what the steps changed, each kind on its own scale."""
+        now = snapshot(self.captured, self.model, self.optimizer)
+        eager = {n: now[n].double() - self.start[n].double() for n in self.captured.updated}
+        scales = scales_of(eager)
+        for name, change in eager.items():
+            error = largest_difference(mine[name].double() - self.start[name].double(), change)
+            rounding = torch.finfo(now[name].dtype).eps if now[name].is_floating_point() else 0
+            scale = max(
+                scales.get(kind_of(name), 0.0), rounding * 1e3 * largest(now[name].double())
+            )
+            self.errors.add(name, error, scale)
+
+
+def capture_tolerance(graph: fx.Graph) -> float:
+    dtypes = {n.meta["val"].dtype for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)}
+    if dtypes & {torch.bfloat16, torch.float16}:
+        return HALF_TOLERANCE
+    return CAPTURE_TOLERANCE[torch.float32 if torch.float32 in dtypes else torch.float64]

@@ -1,0 +1,140 @@
+"""What becomes of values that travel in fewer bytes, worked out beside a run: the oracles of `verify`.
+
+Only what a tensor is rounded to (`comm.coding`) and where it is cut are those of a run; which errors are
+kept, and where they count again, is written down here once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.capture.step import Captured
+from tutti.comm.coding import CODINGS, STEP
+from tutti.replicas.pieces import cut, joined
+from tutti.replicas.strategy import MEAN, Round, Strategy, Weights
+from tutti.replicas.traffic import Message
+from tutti.replicas.virtual import Replicas
+from tutti.server.keys import Block
+from tutti.server.replay import GIVEN
+from tutti.server.virtual import Gradients
+from tutti.verification.comparisons import Errors, add_state
+
+
+def rounded(coding: str, x: Tensor) -> Tensor:
+    """`x` as it arrives."""
+    return CODINGS[coding].decode(CODINGS[coding].encode(x), x.dtype)
+
+
+class CodedPushes:
+    """One worker's pushes as servers read them, block by block: `c = code(g + e)`, `e = g + e - c`.
+
+    Args:
+        coding: of `comm.coding`; another one where gradients arrive as they are.
+        blocks: of all variables. Rows of tables travel as they are.
+    """
+
+    def __init__(self, coding: str, blocks: Sequence[Block]) -> None:
+        self.coding, self.blocks = coding, blocks
+        self.errors: dict[str, Tensor] = {}
+
+    def read(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole gradients, as they arrive."""
+        due = {n: g.contiguous() + self.errors.get(n, 0.0) for n, g in gradients.items()}
+        found = {n: x.clone() for n, x in due.items()}
+        for block in self.blocks if self.coding in CODINGS else ():
+            if not block.variable.rows:
+                here = block.of(found[block.variable.name])
+                sent = CODINGS[self.coding].encode(here)
+                here.copy_(sent[""].to(here.dtype) * float(sent.get(STEP, torch.ones(()))))
+        self.errors = {n: due[n] - x for n, x in found.items()}
+        return found
+
+
+class CodedSums:
+    """What one device is given in place of its gradients: the sums of what arrives of the workers'.
+
+    Args:
+        coding, blocks: as for `CodedPushes`.
+        captured: of `server.replay.given`; its gradients stand behind what it returns.
+    """
+
+    def __init__(
+        self, coding: str, blocks: Sequence[Block], num_workers: int, captured: Captured
+    ) -> None:
+        self.captured = captured
+        self.shapes = {b.variable.name: b.variable.shape for b in blocks}
+        self._pushes = [CodedPushes(coding, blocks) for _ in range(num_workers)]
+        self._sums: dict[str, Tensor] = {}
+
+    def go_on(self, before: CodedSums) -> None:
+        """With the errors that the workers' pushes have made before."""
+        self._pushes = before._pushes
+
+    def arrived(self, pushed: Mapping[int, Gradients]) -> dict[str, Tensor]:
+        """The inputs `gradient/NAME` for what some workers push."""
+        found: dict[str, Tensor] = {}
+        self._sums = {}
+        for w, gradients in pushed.items():
+            whole = {n: self._whole(n, g) for n, g in gradients.items()}
+            for name, x in self._pushes[w].read(whole).items():
+                found[GIVEN + name] = found.get(GIVEN + name, 0.0) + x
+                self._sums[GIVEN + name] = self._sums.get(GIVEN + name, 0.0) + whole[name]
+        return found
+
+    def compare(self, errors: Errors, leaves: list[Any], k: int) -> list[Any]:
+        """The workers' gradients, before they are coded, with those of one device; what its step returned."""
+        names = [n for n in self.captured.inputs if n.startswith(GIVEN)]
+        rest = len(leaves) - len(names)
+        add_state(errors, self._sums, dict(zip(names, leaves[rest:], strict=True)), k)
+        return leaves[:rest]
+
+    def _whole(self, name: str, gradient: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        if isinstance(gradient, Tensor):
+            return gradient
+        rows, values = gradient
+        return values.new_zeros(self.shapes[name]).index_add_(0, rows, values)
+
+
+class CodedReplicas(Replicas):
+    """`Replicas` whose coded means are emulated.
+
+    Of R replicas each rounds the R - 1 parts of its numbers that it sends. Who looks after a part takes
+    the mean with its own numbers as they are, and rounds that for all; R times what this loses is its error.
+    """
+
+    def __init__(
+        self, strategy: Strategy, names: Sequence[str], weights: Sequence[Weights]
+    ) -> None:
+        super().__init__(strategy, names, weights)
+        self.errors: list[dict[str, Tensor]] = [{} for _ in weights]
+
+    def exchange(self, due: Round, sent: list[Message]) -> list[Message]:
+        """What each replica is given for what it sent: the mean, as it arrives."""
+        assert due.kind == MEAN and not due.group, "no other round is coded"
+        parts, coded = cut(sent[0], len(sent)), set(self.members[0].part(due))
+        values: Message = {}
+        for holder, pieces in enumerate(parts):
+            for p in pieces:
+                xs = [p.of(message) for message in sent]
+                if p.name in coded:
+                    values[p.key] = self._mean(p.key, xs, holder)
+                else:
+                    values[p.key] = torch.stack(xs).mean(0)
+        mean = joined([p for pieces in parts for p in pieces], values, sent[0])
+        return [{n: x.clone() for n, x in mean.items()} for _ in sent]
+
+    def _mean(self, key: str, xs: list[Tensor], holder: int) -> Tensor:
+        coding = self.strategy.coding
+        for i, own in enumerate(self.errors):
+            xs[i] = xs[i] + own.get(key, 0.0)
+            if i != holder:
+                arrived = rounded(coding, xs[i])
+                own[key], xs[i] = xs[i] - arrived, arrived
+        mean = sum(xs[1:], xs[0]) / len(xs)
+        arrived = rounded(coding, mean)
+        self.errors[holder][key] = (mean - arrived) * len(xs)
+        return arrived

@@ -1,0 +1,327 @@
+"""Shows that a partitioned step is the same step, and where it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from tutti.calls.first_call import first_call_undone
+from tutti.calls.guards import refuse_other_layouts
+from tutti.capture.first_form import make_slots
+from tutti.capture.read_values import Seen
+from tutti.capture.step import Captured, capture, copied
+from tutti.execution.execute import axes_used
+from tutti.graph.loop import graphs_of
+from tutti.graph.product import is_faster
+from tutti.graph.promote import Promoted, promoted
+from tutti.layout import Layout
+from tutti.partition.partition import Program, partition
+from tutti.passes.order import PASSES, left_out_by_environment, optimized
+from tutti.passes.target import Target
+from tutti.pipeline.ready import in_time
+from tutti.propagate.batch import Dims
+from tutti.propagate.plan import plan
+from tutti.state.residence import Residence, run_device, settle
+from tutti.verification.aligned_runs import AlignedCapture, AlignedPartition
+from tutti.verification.blame import Difference, first_difference_of
+from tutti.verification.comparisons import (
+    PARTITION_TOLERANCE,
+    CaptureComparison,
+    Errors,
+    PartitionComparison,
+    Played,
+    check_dtype,
+    on_its_way,
+)
+from tutti.verification.copies import copies_in_place
+from tutti.verification.observed import observed
+
+# What a program is called wrong by that was right until its batch was split in time.
+IN_TIME = "micro and pipe"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `verify` found.
+
+    `max_error` is the largest relative difference between the partitioned program and one device in
+    float64, `worst` the tensor that has it; `capture_error` that between the captured and the eager
+    step in the model's own dtypes, relative to what the steps changed. `wrong_pass` names the pass that
+    made a right program wrong; `first_difference` then is None.
+
+    Where replicas agree after every step, `data_error` is the largest relative difference of the weights
+    to those of one program on the whole batch; `ok` does not depend on it. With servers that take each
+    push alone, `staleness` is the most updates that lay between a pull and its push.
+
+    `rounding` is how far the two are apart where each makes updates of its own rounding, in `worst_rounding`;
+    None where that made no difference.
+    """
+
+    ok: bool
+    layout: str
+    steps: int
+    num_tensors: int
+    max_error: float
+    worst: str
+    capture_error: float
+    worst_capture: str
+    first_difference: Difference | None = None
+    wrong_pass: str = ""
+    data_error: float | None = None
+    staleness: int | None = None
+    rounding: float | None = None
+    worst_rounding: str = ""
+
+    def __str__(self) -> str:
+        word = "ok: the same step" if self.ok else "NOT the same step"
+        lines = [
+            f'verify "{self.layout}": {word} ({self.num_tensors} tensors, {self.steps} steps)',
+            f"  partition  {self.max_error:.1e} in float64, largest in {self.worst}"
+            if self.max_error
+            else "  partition  exact, in float64",
+            f"  capture    {self.capture_error:.1e} of what the steps changed, "
+            f"largest in {self.worst_capture}"
+            if self.capture_error
+            else "  capture    exact, in the model's own dtypes",
+        ]
+        if self.data_error is not None:
+            same = self.data_error <= PARTITION_TOLERANCE
+            lines.append(
+                f"  data       {self.data_error:.1e} to one program on the whole batch: "
+                + ("the same numbers" if same else "not the same, see docs/concepts/replicas.md")
+            )
+        if self.staleness is not None:
+            lines.append(f"  order      at random; gradients up to {self.staleness} updates old")
+        if self.rounding is not None:
+            where = f"in {self.worst_rounding}: an update that is made of it"
+            lines.append(f"  rounding   {self.rounding:.1e} apart {where}")
+        if self.first_difference is not None:
+            lines.append(f"  first      {self.first_difference}")
+        if self.wrong_pass:
+            lines.append(f"  pass       right before the pass {self.wrong_pass}, wrong after it")
+        return "\n".join(lines)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+def compare(
+    train_step: Callable[..., Any],
+    model: nn.Module,
+    optimizer: Any,
+    batch: tuple[Any, ...],
+    layout: Layout,
+    *,
+    place: Mapping[str, str] | None,
+    steps: int,
+    dtype: torch.dtype,
+    seed: int,
+    cut: Sequence[str] = (),
+    dims: Dims | None = None,
+) -> Verdict:
+    """Both comparisons for one layout."""
+    check_dtype(dtype)
+    subject = Subject(
+        train_step, model, optimizer, batch, steps=steps, seed=seed, precision=layout.precision
+    )
+    return subject.verdict(layout, place, subject.program(layout, place, dims), cut=cut)
+
+
+class Subject:
+    """A step to be verified under any number of layouts: captured, and compared with eager, once.
+
+    Layouts of another `precision` need a subject of their own: they compute another step.
+
+    Model and optimizer are copied; the given ones stay as they are.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Any,
+        batch: tuple[Any, ...],
+        *,
+        steps: int = 2,
+        seed: int = 0,
+        precision: str = "fp32",
+    ) -> None:
+        self.steps, self.seed, self.precision = steps, seed, precision
+        with copies_in_place(train_step, model, optimizer) as (step, own, optimizers):
+            make_slots(optimizers)
+            settle(own, optimizers, Residence(Layout()), run_device(own), seed)
+            rest = batch, seed, precision
+            with first_call_undone(step, own, optimizers, *rest):
+                self._begin(step, own, optimizers, *rest)
+
+    def _begin(
+        self,
+        train_step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Any,
+        batch: tuple[Any, ...],
+        seed: int,
+        precision: str,
+    ) -> None:
+        """Capture the step, and compare it with the eager one."""
+        steps = self.steps
+
+        def on(seen: Seen) -> Captured:
+            given = train_step, model, optimizer, batch
+            return capture(*given, precision=precision, note_gradients=True, seen=seen)
+
+        self.captured, self.start, self.feed = on_its_way(on, model, optimizer, batch, seed)
+        self.capture = CaptureComparison(
+            self.captured,
+            train_step,
+            model,
+            optimizer,
+            batch,
+            self.start,
+            self.feed,
+            seed,
+            precision=precision,
+        )
+        self.capture.run(steps)
+        self.steps = self.capture.steps
+        self.capture_errors = self.capture.errors
+        if not self.capture_errors.worst <= self.capture.tolerance:
+            closer = AlignedCapture(self.capture)
+            closer.run()
+            self.capture_errors = closer.errors
+            self.capture_errors.apart = self.capture.errors
+
+    def program(
+        self, layout: Layout, place: Mapping[str, str] | None = None, dims: Dims | None = None
+    ) -> Program:
+        """The partitioned program under `layout`; `dims` are those of the samples, where they are told."""
+        assert layout.precision == self.precision, f"captured in {self.precision}"
+        refuse_other_layouts(self.captured, layout)
+        return partition(plan(copied(self.captured), layout, place, dims=dims))
+
+    def verdict(
+        self,
+        layout: Layout,
+        place: Mapping[str, str] | None = None,
+        program: Program | None = None,
+        *,
+        cut: Sequence[str] = (),
+    ) -> Verdict:
+        """The verdict for `layout`; `program` replaces the partitioned program (to inject faults).
+
+        `cut` names the modules at which the stages of a pipeline begin, as for `tutti.distribute`.
+        """
+        program = program or self.program(layout, place)
+        parts = self._compared(program, lambda p: self.played(p, cut))
+        if parts.apart is None:
+            parts.take(self._gradients(program))
+        same = parts.worst <= PARTITION_TOLERANCE
+        captured = self.capture_errors
+        first, wrong = None, ""
+        if not same:
+            wrong = self._wrong_pass(program, cut)
+        if not same and not wrong:
+            first = first_difference_of(program, self.start, self.feed, self.seed, self.steps)
+        return Verdict(
+            ok=same and captured.worst <= self.capture.tolerance,
+            layout=str(layout) or "one device",
+            steps=self.steps,
+            num_tensors=parts.count,
+            max_error=parts.worst,
+            worst=parts.name,
+            capture_error=captured.worst,
+            worst_capture=captured.name,
+            first_difference=first,
+            wrong_pass=wrong,
+            **rounding_of(parts, captured, same),
+        )
+
+    def played(
+        self, program: Program, cut: Sequence[str] = (), without: Collection[str] | None = None
+    ) -> Played:
+        """The program as it would run, all its passes applied but those in `without`."""
+        if not program.layout.in_time:
+            return Played.of(program, optimized(program, _target(program), without=without))
+        made = in_time(program, cut_at=cut, without=without)
+        return Played(
+            program.layout.place_mesh,
+            [optimized(one, _target(one), without=without) for one in made.programs],
+            [one.captured.updated for one in made.programs],
+            made.owners,
+        )
+
+    def comparison(
+        self,
+        program: Program,
+        play: Callable[[Program], Played],
+        feed: dict[str, Any],
+        seed: int,
+        *,
+        aligned: bool = False,
+    ) -> PartitionComparison:
+        """One device beside what `play` makes of the program; `aligned`: part by part."""
+        if not aligned:
+            rest = program, self.start, feed, seed
+            return PartitionComparison(self.captured, *rest, played=play(program), wide=self._wide)
+        seen = observed(program)
+        rest = seen.program, self.start, feed, seed
+        made = play(seen.program)
+        return AlignedPartition(seen, self.captured, *rest, played=made, wide=self._wide)
+
+    @cached_property
+    def _wide(self) -> Promoted:
+        """The captured graph in float64, for every comparison; it lasts as long as this subject."""
+        return promoted(self.captured.graph, self.captured.owner)
+
+    def _compared(self, program: Program, play: Callable[[Program], Played]) -> Errors:
+        """The errors of what `play` makes of the program: by a closer look, where there seem to be any."""
+        given = program, play, self.feed, self.seed
+        found = self.comparison(*given)
+        found.run(self.steps)
+        if not found.errors.worst <= PARTITION_TOLERANCE:
+            plain, found = found, self.comparison(*given, aligned=True)
+            found.run(self.steps)
+            found.errors.apart = plain.errors
+        return found.errors
+
+    def _gradients(self, program: Program) -> Errors:
+        """The errors of one step part by part: a small learning rate hides a gradient that is wrong."""
+        found = self.comparison(
+            program, lambda p: Played.of(p, p.graph), self.feed, self.seed, aligned=True
+        )
+        found.run(1)
+        return found.errors
+
+    def _wrong_pass(self, program: Program, cut: Sequence[str]) -> str:
+        """The pass after which a program that was right before it is wrong; "" where none is."""
+        chosen = [p.name for p in PASSES if p.name not in left_out_by_environment()]
+        every = {p.name for p in PASSES}
+        if program.layout.in_time:
+            flat = self._compared(program, lambda p: Played.of(p, p.graph))
+            if not flat.worst <= PARTITION_TOLERANCE:
+                return ""
+        for count in range(len(chosen) + 1):
+            without = every - set(chosen[:count])
+            errors = self._compared(program, lambda p, left=without: self.played(p, cut, left))
+            if not errors.worst <= PARTITION_TOLERANCE:
+                return chosen[count - 1] if count else IN_TIME if program.layout.in_time else ""
+        return ""
+
+
+def rounding_of(parts: Errors, captured: Errors, same: bool) -> dict[str, Any]:
+    """What a verdict says of updates that are made of rounding."""
+    apart = (parts.apart or captured.apart) if same else None
+    return {} if apart is None else {"rounding": apart.worst, "worst_rounding": apart.name}
+
+
+def _target(program: Program) -> Target:
+    """As if all ranks shared memory and all state might be overwritten."""
+    graphs = graphs_of(program.graph)
+    shared = {axes for graph in graphs for axes in axes_used(graph)}
+    donated = frozenset(program.captured.updated)
+    return Target(donated=donated, shared=frozenset(shared), onednn=is_faster())

@@ -1,0 +1,119 @@
+"""The user's line and the collective, read from a stack."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+
+import torch
+
+from tutti.comm.failure import Wait
+from tutti.comm.process_groups import ProcessGroups
+from tutti.comm.signals import LINE, PeerLate, Signals
+from tutti.launch import whereabouts
+from tutti.launch.whereabouts import (
+    LINES,
+    collective,
+    lines,
+    main_stack,
+    traceback_stack,
+    user_line,
+    wait,
+)
+
+Stack = list[tuple[FrameType, int]]
+
+
+class Player(ProcessGroups):
+    """Waits in what `wait` says, without ranks."""
+
+    def __init__(self) -> None:
+        self.current = Wait("all_reduce", ("data",), 4200, 0.0)
+
+
+def inside(frame: FrameType | None) -> Stack:
+    stack = []
+    while frame is not None:
+        stack.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return stack
+
+
+def test_the_line_is_that_of_the_innermost_frame_of_the_user() -> None:
+    stack = main_stack(threading.get_ident())
+    assert user_line(stack).partition(":")[0].endswith("test_whereabouts.py")
+    assert collective(stack) == ""
+
+
+def test_generated_code_names_the_line_it_stands_for() -> None:
+    found: list[Stack] = []
+    names = {
+        LINES: {2: "train.py:12"},
+        "look": lambda: found.append(inside(sys._getframe().f_back)),
+    }
+    exec(compile("\nlook()\n", "<tutti step>", "exec"), names)
+    assert user_line(found[0]) == "train.py:12"
+
+
+def test_a_player_on_the_stack_tells_its_collective() -> None:
+    try:
+        Player().all_reduce(None, ("data",), "sum")  # type: ignore[arg-type]
+    except AttributeError as error:  # it has no groups
+        stack = traceback_stack(error.__traceback__)
+    assert collective(stack) == "all_reduce over data (4.2 kB)"
+    assert user_line(stack).partition(":")[0].endswith("test_whereabouts.py")
+
+
+def test_a_wait_is_told_from_the_next_one() -> None:
+    player, found = Player(), []
+    for began in (1.0, 1.0, 2.0):
+        player.current = Wait("all_reduce", ("data",), 4200, began)
+        try:
+            player.all_reduce(None, ("data",), "sum")  # type: ignore[arg-type]
+        except AttributeError as error:
+            found.append(wait(traceback_stack(error.__traceback__)))
+    first, again, later = found
+    assert first is not None and again is not None and later is not None
+    assert first.what == "all_reduce over data (4.2 kB)" and first.ranks == ()
+    assert first.same(again) and not first.same(later)
+    assert wait(main_stack(threading.get_ident())) is None
+
+
+def late_in(memory: torch.Tensor) -> tuple[int, ...]:
+    """The ranks for which a group of three waits, of which rank 7 has come further."""
+    signals = Signals(memory, (5, 6, 7), 0, [os.getpid()] * 3, 0.1)
+    try:
+        signals.sync()
+    except PeerLate as error:
+        stack = traceback_stack(error.__traceback__)
+        return whereabouts._missing(stack)
+    raise AssertionError("it has not waited")
+
+
+def test_the_ranks_that_have_not_come_are_told_from_the_counters() -> None:
+    memory = torch.zeros(3 * LINE, dtype=torch.uint8)
+    assert late_in(memory) == (6, 7)
+    memory.view(torch.int32)[2 * LINE // 4] = 1
+    assert late_in(memory) == (6,)
+
+
+def test_a_plain_collective_is_a_wait_while_nothing_is_computed() -> None:
+    names = {"inside": inside, "sys": sys}
+    code = "def barrier():\n    return inside(sys._getframe())\n"
+    exec(compile(code, "torch/distributed/distributed_c10d.py", "exec"), names)
+    stack = names["barrier"]()  # type: ignore[operator]
+    first, same, later = (wait(stack, cpu) for cpu in (1.0, 1.0, 1.1))
+    assert first is not None and same is not None and later is not None
+    assert first.what == "barrier"
+    assert first.same(same) and not first.same(later)
+
+
+def test_lines_are_those_of_the_script_outermost_first() -> None:
+    def inner() -> Stack:
+        return inside(sys._getframe())
+
+    found = lines(inner(), most=4)
+    assert found[-1].endswith("in inner") and found[-2].endswith("outermost_first")
+    assert len(found) == 4

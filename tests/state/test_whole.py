@@ -1,0 +1,326 @@
+"""Weights between steps, under every layout: evaluated, averaged, written, saved as on one device."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import swa_utils
+
+import tutti
+from ranks import Ranks
+from tutti.state.shards import StateShard
+
+LAYOUTS = ["data=2", "data=2 zero=1", "data=2 zero=2", "data=2 zero=3", "tensor=2", "pipe=2"]
+PLACE = {"up.weight": "tensor, -"}
+
+
+class Tied(nn.Module):
+    """Two layers between an embedding and a head that share their weight, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.up, self.norm, self.down = (
+            nn.Linear(8, 16, False),
+            nn.BatchNorm1d(16),
+            nn.Linear(16, 8),
+        )
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of tokens (n,)."""
+        return self.head(self.down(F.gelu(self.norm(self.up(self.embedding(x))))))
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss
+
+
+def evaluated(model: nn.Module, x: Tensor) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        found = model(x)
+    model.train()
+    return found
+
+
+def make(layout: str) -> tuple[tutti.Step, Any, torch.optim.Optimizer, list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(0)
+    model = Tied().double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    batches = [tuple(torch.randint(16, (2, 8), generator=generator)) for _ in range(8)]
+    step = tutti.distribute(train_step, model, optimizer, layout, place=PLACE)
+    return step, model, optimizer, batches  # type: ignore[return-value]
+
+
+def inside(layout: str) -> list[Tensor]:
+    """Weights read and written in blocks between steps."""
+    step, model, optimizer, batches = make(layout)
+    average = copy.deepcopy(model)
+    found = []
+    for k, batch in enumerate(batches):
+        found.append(step(*batch))
+        with step.whole():
+            found.append(evaluated(model, batch[0]))
+            with torch.no_grad():
+                for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(p, 0.1)
+                if k == 1:
+                    model.up.weight.mul_(0.9)
+                    model.down.weight.data.numpy()[:] += 0.01
+            if k == 2:
+                model.down.weight.data = model.down.weight.data * 1.1
+            if k == 3:
+                torch.manual_seed(5)
+                nn.init.orthogonal_(model.up.weight)
+            if k == 4:
+                model.down.weight.requires_grad_(False)
+        if k == 5:
+            with step.whole(slots=True):
+                given = copy.deepcopy(optimizer.state_dict())
+            for slots in given["state"].values():
+                slots["momentum_buffer"] *= 0.5
+            optimizer.load_state_dict(given)
+    return [x.detach().clone() for x in (*found, *average.parameters())]
+
+
+def outside(layout: str) -> list[Tensor]:
+    """Elementwise writes between steps without a block, and plain state dicts loaded."""
+    step, model, _, batches = make(layout)
+    found = []
+    for k, batch in enumerate(batches):
+        found.append(step(*batch))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 - 0.5 * 0.01)
+            model.up.weight.add_(torch.arange(16.0).double()[:, None] * 1e-3)
+            model.down.weight.data = model.down.weight.data.clamp(-0.2, 0.2)
+            model.up.weight.data = (
+                torch.linspace(-1, 1, 128).double().view(16, 8) if k == 2 else model.up.weight.data
+            )
+            nn.init.zeros_(model.down.bias)
+        if k == 4:
+            state = step.model_state()
+            model.load_state_dict(
+                {n: x * 0.9 if x.is_floating_point() else x for n, x in state.items()}
+            )
+    state = step.model_state()
+    assert state["embedding.weight"] is state["head.weight"]
+    assert list(state) == list(Tied().state_dict())
+    assert {type(x) for x in state.values()} == {Tensor}
+    plain = Tied().double()
+    plain.load_state_dict(state)
+    return [x.detach().clone() for x in (*found, *plain.state_dict().values())]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("program", [inside, outside])
+def test_weights_between_steps_are_those_of_one_device(
+    ranks: Ranks, program: Any, layout: str
+) -> None:
+    expected = program("")
+    for found in ranks.run(program, layout, n=2):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def kept(layout: str) -> tuple[bool, set[str], int, int]:
+    """Whether parameters are the user's own; their kinds; the bytes of a block, and of all weights."""
+    step, model, optimizer, batches = make(layout)
+    own = [*model.parameters()]
+    for batch in batches[:2]:
+        step(*batch)
+    now = [*model.parameters()]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    same = all(a is b is c for a, b, c in zip(own, now, held, strict=True))
+    nbytes = sum(p.numel() * 8 for p in own)
+    return same, {type(p).__name__ for p in now}, step.whole().nbytes, nbytes
+
+
+@pytest.mark.parametrize(
+    "layout", ["data=2", "data=2 zero=1", "data=2 zero=2", "replica=2 sync=average(every=2)"]
+)
+def test_what_a_rank_holds_whole_stays_the_users_own(ranks: Ranks, layout: str) -> None:
+    for found in ranks.run(kept, layout, n=2):
+        assert found[:3] == (True, {"Parameter"}, 0)
+
+
+def test_shards_are_dtensors_and_their_whole_is_told(ranks: Ranks) -> None:
+    for same, kinds, nbytes, of_all in ranks.run(kept, "data=2 zero=3", n=2):
+        assert not same and kinds == {"StateShard"}
+        assert nbytes == of_all
+
+
+def on_one(layout: str) -> list[Tensor]:
+    """Rank 1 alone reads and writes; the other sees shards meanwhile."""
+    step, model, _, batches = make(layout)
+    found = []
+    for k, batch in enumerate(batches[:4]):
+        found.append(step(*batch))
+        with step.whole(rank=1) as here:
+            assert here == (dist.get_rank() == 1)
+            if here:
+                evaluated(model, batch[0])
+                if k == 1:
+                    model.up.weight.data.mul_(0.5)
+                    model.down.weight.requires_grad_(False)
+            elif isinstance(model.up.weight, StateShard):
+                with pytest.raises(tutti.TuttiError, match="in shards"):
+                    model(batch[0])
+    return [x.detach().clone() for x in found]
+
+
+def on_one_expected() -> list[Tensor]:
+    step, model, _, batches = make("")
+    found = []
+    for k, batch in enumerate(batches[:4]):
+        found.append(step(*batch).detach().clone())
+        if k == 1:
+            model.up.weight.data.mul_(0.5)
+            model.down.weight.requires_grad_(False)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=3", "pipe=2"])
+def test_one_rank_alone_holds_the_wholes(ranks: Ranks, layout: str) -> None:
+    for found in ranks.run(on_one, layout, n=2):
+        for x, y in zip(found, on_one_expected(), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def refused(layout: str) -> list[str]:
+    """What is refused in and around a block; the weights stay."""
+    step, model, _, batches = make(layout)
+    step(*batches[0])
+    before = step.model_state()
+    said = []
+
+    def tried(what: Any) -> None:
+        with pytest.raises(tutti.TuttiError) as caught:
+            what()
+        said.append(str(caught.value))
+
+    def differently() -> None:
+        with step.whole(), torch.no_grad():
+            model.down.weight += dist.get_rank()
+
+    def stepping() -> None:
+        with step.whole():
+            step(*batches[1])
+
+    def saving() -> None:
+        with step.whole():
+            step.save("nowhere")
+
+    def failing() -> None:
+        with step.whole(), torch.no_grad():
+            model.down.weight += 1
+            raise tutti.TuttiError("on purpose")
+
+    def halving() -> None:
+        with step.whole(rank=1) as here:
+            if here:
+                model.down.weight.data = model.down.weight.data.half()
+
+    for what in (differently, stepping, saving, failing, halving):
+        tried(what)
+    after = step.model_state()
+    assert all(torch.equal(after[n], before[n]) for n in before)
+    step(*batches[1])
+    return said
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=3", "pipe=2"])
+def test_a_block_refuses_what_would_be_lost(ranks: Ranks, layout: str) -> None:
+    for said in ranks.run(refused, layout, n=2):
+        assert 'ranks 0 and 1 wrote different values into "down.weight"' in said[0]
+        assert "while its model's weights are whole" in said[1] and "test_whole.py" in said[1]
+        assert "while its model's weights are whole" in said[2]
+        assert said[3] == "on purpose"
+        assert '"down.weight" left the block as torch.float16' in said[4]
+
+
+def averages(layout: str) -> list[Tensor]:
+    """An average of PyTorch's own, outside of the step, used in a block."""
+    step, model, _, batches = make(layout)
+    step(*batches[0])
+    average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    for batch in batches:
+        step(*batch)
+        average.update_parameters(model)
+    with tutti.whole(average.module) if layout == "data=2" else step.whole():
+        found = evaluated(model, batches[0][0])
+    with step.whole(), torch.no_grad():
+        for p, mean in zip(model.parameters(), average.module.parameters(), strict=True):
+            p.copy_(mean.full_tensor() if isinstance(mean, StateShard) else mean)
+        return [found, evaluated(model, batches[0][0])]
+
+
+@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3", "tensor=2"])
+def test_averages_of_pytorch_go_on(ranks: Ranks, layout: str) -> None:
+    expected = averages("")
+    for found in ranks.run(averages, layout, n=2):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
+def saved(layout: str, path: str) -> None:
+    """Rank 0 writes a file of the whole model."""
+    step, _, _, batches = make(layout)
+    step(*batches[0])
+    state = step.model_state(rank=0)
+    assert bool(state) == (dist.get_rank() == 0)
+    if state:
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=3", "pipe=2"])
+def test_a_plain_program_loads_what_rank_0_saves(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    ranks.run(saved, layout, str(tmp_path / "model.pt"), n=2)
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    step, model, _, batches = make("")
+    step(*batches[0])
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(state[name], x, rtol=1e-10, atol=1e-12)
+
+
+def elsewhere(layout: str) -> list[str]:
+    """What is said of the tensors that another place of a pipeline keeps."""
+    step, model, _, batches = make(layout)
+    step(*batches[0])
+    said = []
+    for p in model.parameters():
+        if p.device_mesh.get_coordinate() is None:
+            with pytest.raises(tutti.TuttiError) as caught:
+                p.full_tensor()
+            said.append(str(caught.value))
+    return said
+
+
+def test_no_rank_gives_nothing_for_what_another_place_keeps(ranks: Ranks) -> None:
+    for said in ranks.run(elsewhere, "pipe=2", n=2):
+        assert said and all("step.model_state()" in text for text in said)
+
+
+def test_one_device_has_all_whole() -> None:
+    step, model, _, batches = make("")
+    with step.whole(rank=0) as here, tutti.whole(model):
+        assert here and step.whole().nbytes == 0
+    step(*batches[0])
+    with step.whole():
+        step(*batches[1])
+    assert torch.equal(step.model_state()["up.weight"], model.up.weight)
