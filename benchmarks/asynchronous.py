@@ -18,15 +18,15 @@ from tutti.capture.lift import numbers
 from tutti.capture.step import capture
 from tutti.layout import Layout
 from tutti.replicas import parts
-from tutti.server import consistency
-from tutti.server.keys import blocks
-from tutti.server.ledger import Ledger
-from tutti.server.program import worker_program
-from tutti.server.split import split
-from tutti.server.update import WEIGHT
-from tutti.server.updater import GraphUpdater
-from tutti.server.virtual import VirtualServers
-from tutti.server.worker import alone
+from tutti.server.protocol import consistency
+from tutti.server.protocol.keys import blocks
+from tutti.server.protocol.ledger import Ledger
+from tutti.server.protocol.update import WEIGHT
+from tutti.server.protocol.virtual import VirtualServers
+from tutti.server.split.program import worker_program
+from tutti.server.split.three_parts import split
+from tutti.server.split.updater import GraphUpdater
+from tutti.server.split.worker import alone
 from tutti.serving.server_side import whole_state
 from tutti.serving.worked import Worked
 

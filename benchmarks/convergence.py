@@ -6,7 +6,7 @@
 The model and the text of `examples/gpt.py`. Each replica trains a model of its own on its rows of the same
 batches, with an AdamW of its own; what they exchange is played by `tutti.replicas.virtual`, and the loss
 is that of the mean of their weights. Workers push gradients of their rows of the same batches to servers,
-played by `tutti.server.virtual`; the loss is that of the servers' weights. Each is compared with one
+played by `tutti.server.protocol.virtual`; the loss is that of the servers' weights. Each is compared with one
 program on batches as large as theirs together. Writes a table, a plot, and every run to
 `benchmarks/results`; runs that are there already are not repeated: give another --out to make them all.
 """
@@ -39,7 +39,7 @@ from tutti.replicas.mean import mean_of
 from tutti.replicas.strategies import parse
 from tutti.replicas.strategy import Weights
 from tutti.replicas.virtual import Replicas
-from tutti.server import consistency
+from tutti.server.protocol import consistency
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
 OUT = Path(__file__).parent / "results" / "convergence"

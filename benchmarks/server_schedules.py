@@ -4,7 +4,7 @@
 
 A seed draws the consistency, how many workers and servers, what the network loses, doubles, delays and cuts
 off, and who is killed when. After each run the records are replayed and checked, as
-`tests/server/test_simulated.py` does. Prints how far it is, and each seed that fails with its error;
+`tests/server/protocol/test_simulated.py` does. Prints how far it is, and each seed that fails with its error;
 `--first SEED --count 1` plays it again.
 """
 
@@ -23,11 +23,11 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from server.test_simulated import ALL, check
-from server.updaters import ClippedAdam, Sgd
-from server.world import Faults, World
-from tutti.server.consistency import parse
-from tutti.server.update import Variable
+from server.protocol.test_simulated import ALL, check
+from server.protocol.updaters import ClippedAdam, Sgd
+from server.protocol.world import Faults, World
+from tutti.server.protocol.consistency import parse
+from tutti.server.protocol.update import Variable
 
 CHUNK = 500
 _MOST_TOLD = 20

@@ -34,11 +34,11 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from tutti.comm.segment import DIRECTORY
-from tutti.server.client import Client
-from tutti.server.consistency import parse
-from tutti.server.service import Service
-from tutti.server.tls import Tls
-from tutti.server.update import WEIGHT, Variable
+from tutti.server.protocol.consistency import parse
+from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.wire.client import Client
+from tutti.server.wire.service import Service
+from tutti.server.wire.tls import Tls
 
 NBYTES = 64 * 2**20
 # Enough for a server that keeps records to have had each of its slabs once.

@@ -34,14 +34,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.server import messages as m
-from tutti.server.consistency import Consistency, parse
-from tutti.server.keys import Block, blocks
-from tutti.server.ledger import Applied, Closed, Ledger, Record, initial
-from tutti.server.machine import Machine
-from tutti.server.messages import Part, Push
-from tutti.server.session import Session
-from tutti.server.update import WEIGHT, Variable
+from tutti.server.protocol import messages as m
+from tutti.server.protocol.consistency import Consistency, parse
+from tutti.server.protocol.keys import Block, blocks
+from tutti.server.protocol.ledger import Applied, Closed, Ledger, Record, initial
+from tutti.server.protocol.machine import Machine
+from tutti.server.protocol.messages import Part, Push
+from tutti.server.protocol.session import Session
+from tutti.server.protocol.update import WEIGHT, Variable
 
 # Each push adds a power of this to the weights: digits say how often it counts.
 _BASE = 4

@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 
 from tutti.errors import ServerError
-from tutti.server.client import Client
-from tutti.server.consistency import parse
-from tutti.server.service import Service
-from tutti.server.update import WEIGHT, Variable
+from tutti.server.protocol.consistency import parse
+from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.wire.client import Client
+from tutti.server.wire.service import Service
 
 SECRET = "for one run on one machine"
 BLOCK_NBYTES = 2**16

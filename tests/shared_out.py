@@ -21,12 +21,12 @@ FIRST = (
     "benchmarks/test_fuzz.py",
     "state/test_memory.py",
     "test_examples.py",
-    "verify/test_models.py",
-    "verify/test_pipeline.py",
+    "verification/test_models.py",
+    "verification/test_pipeline.py",
     "planner/test_memory.py",
     "execution/test_training.py",
     "execution/test_cuda_graph.py",
-    "verify/test_rounding.py",
+    "verification/test_rounding.py",
     "launch/test_supervise.py",
     "calls/test_read_values.py",
     "launch/test_launch.py",
@@ -37,9 +37,9 @@ FIRST = (
     "execution/test_precision.py",
     "capture/test_sizes.py",
     "execution/test_allocator.py",
-    "verify/test_other_forms.py",
-    "verify/test_pipeline_faults.py",
-    "verify/test_servers.py",
+    "verification/test_other_forms.py",
+    "verification/test_pipeline_faults.py",
+    "verification/test_servers.py",
 )
 # Those that mostly wait.
 WAIT = frozenset(

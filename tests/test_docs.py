@@ -73,9 +73,10 @@ def test_the_pages_name_every_file_of_their_package() -> None:
         page = (ROOT / "docs/concepts" / f"{package}.md").read_text()
         return f"`{file}`" in page or ("_samples" in file and "`*_samples.py`" in page)
 
-    files = sorted((ROOT / "src/tutti").glob("*/*.py"))
+    source = ROOT / "src/tutti"
+    files = [p.relative_to(source) for p in sorted(source.glob("*/**/*.py"))]
     known = [p for p in files if p.stem not in ("__init__", "main")]
-    assert [f"{p.parent.name}/{p.name}" for p in known if not named(p.parent.name, p.name)] == []
+    assert [str(p) for p in known if not named(p.parts[0], p.name)] == []
 
 
 def test_the_code_of_the_readme_runs_on_one_device(

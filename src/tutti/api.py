@@ -65,7 +65,7 @@ from tutti.report.explain import explain as explain_program
 from tutti.report.records import Record, records
 from tutti.report.servers import explain_servers
 from tutti.saving import step_checkpoint
-from tutti.server import consistency
+from tutti.server.protocol import consistency
 from tutti.serving.served import (
     STRICT,
     Served,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tutti
-from server.steps import Apart, Model, batch, by_norm, step
+from server.split.steps import Apart, Model, batch, by_norm, step
 from tutti.report.servers import explain_servers
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import tutti
 from ranks import Ranks
-from server.test_rows import Tables, batch, train_step
+from server.split.test_rows import Tables, batch, train_step
 from serving.test_worker_side import OneServer
 from tutti.launch import roles
 from tutti.replicas.parts import rows as rows_of_replica

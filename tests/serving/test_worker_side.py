@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import tutti
-from server.test_rows import Tables, batch, train_step
+from server.split.test_rows import Tables, batch, train_step
 from tutti.launch import roles
 from tutti.replicas.parts import rows as rows_of_replica
-from tutti.server.client import Pulled, Rows
-from tutti.server.session import Pushed
-from tutti.server.updater import GraphUpdater
+from tutti.server.protocol.session import Pushed
+from tutti.server.split.updater import GraphUpdater
+from tutti.server.wire.client import Pulled, Rows
 from tutti.serving import worker_side
 
 

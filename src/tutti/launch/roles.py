@@ -22,7 +22,7 @@ from tutti.comm.group import collective_timeout
 from tutti.errors import LayoutError, ServerError
 from tutti.launch.records import RUN_DIR
 from tutti.layout import Layout
-from tutti.server.tls import Tls
+from tutti.server.wire.tls import Tls
 
 ROLE, SERVERS, SECRET = "TUTTI_ROLE", "TUTTI_SERVERS", "TUTTI_SECRET"
 LISTEN, RECORDS, TLS = "TUTTI_LISTEN", "TUTTI_RECORDS", "TUTTI_TLS"

@@ -28,7 +28,7 @@ from tutti.launch.records import LAYOUT, RUN_DIR, Failure, read_record
 from tutti.launch.roles import RECORDS, ROLE, SECRET, SERVER, WORKER, Role
 from tutti.launch.run_dir import RunDir
 from tutti.layout import Layout
-from tutti.server import consistency
+from tutti.server.protocol import consistency
 
 POLL_SECONDS, STOP_SECONDS = 0.05, 10.0
 # A server that dies so often within a minute has a reason to.

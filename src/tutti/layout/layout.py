@@ -18,7 +18,7 @@ AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
 SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 PRECISIONS = ("fp32", "bf16")
-# How workers agree through servers (`server.consistency` reads them); other words are of replicas alone.
+# How workers agree through servers (`consistency.py` reads them); other words are of replicas alone.
 WITH_SERVERS = ("step", "bounded", "async")
 
 
@@ -39,7 +39,7 @@ class Layout:
     `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (in which order the stages of `pipe` take them;
     1f1b by default), `sync=average(...)|diloco(...)|gossip(...)|pairs(...)|elastic(...)` (how
     replicas agree; see `replicas.strategies`), `server=S` with `sync=step|bounded(s)|async` (replicas are
-    workers, which agree through S servers; see `server.consistency`). Raises `LayoutError` with the nearest
+    workers, which agree through S servers; see `consistency.py`). Raises `LayoutError` with the nearest
     word for anything else.
     """
 

@@ -18,14 +18,14 @@ from tutti.report.memory import memory_text
 from tutti.report.pipeline import pipeline_text
 from tutti.report.records import Record, records
 from tutti.report.table import columns
-from tutti.server import consistency
-from tutti.server.consistency import Consistency
-from tutti.server.keys import Block, blocks
-from tutti.server.program import in_slices
-from tutti.server.split import Split
-from tutti.server.two_levels import REPLICA
-from tutti.server.update import Variable
-from tutti.server.updater import GraphUpdater
+from tutti.server.protocol import consistency
+from tutti.server.protocol.consistency import Consistency
+from tutti.server.protocol.keys import Block, blocks
+from tutti.server.protocol.update import Variable
+from tutti.server.split.program import in_slices
+from tutti.server.split.three_parts import Split
+from tutti.server.split.two_levels import REPLICA
+from tutti.server.split.updater import GraphUpdater
 
 # Small sums travel as float64.
 _SUMMED_NBYTES = 8

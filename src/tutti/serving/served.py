@@ -12,8 +12,8 @@ from typing import Any
 from tutti.launch.roles import ROLE, WORKER, Role, role_now
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.server import consistency
-from tutti.server.split import Split
+from tutti.server.protocol import consistency
+from tutti.server.split.three_parts import Split
 from tutti.serving.server_side import serve
 from tutti.serving.worked import STRICT, Holder, Worked, parts_of
 from tutti.serving.worker_side import WorkerSide

@@ -19,11 +19,11 @@ from tutti.launch import roles
 from tutti.launch.roles import Role
 from tutti.layout import Layout
 from tutti.replicas import parts
-from tutti.server import consistency
-from tutti.server.service import Service
-from tutti.server.split import split
-from tutti.server.update import WEIGHT
-from tutti.server.updater import GraphUpdater
+from tutti.server.protocol import consistency
+from tutti.server.protocol.update import WEIGHT
+from tutti.server.split.three_parts import split
+from tutti.server.split.updater import GraphUpdater
+from tutti.server.wire.service import Service
 from tutti.state.residence import Residence, adopt, run_device, settle, whole_of
 
 _LOOK_SECONDS = 0.2

@@ -20,11 +20,11 @@ from tutti.graph.collectives import Player
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
-from tutti.server.program import in_slices, played, worker_layout, worker_program
-from tutti.server.small_sums import SmallSums
-from tutti.server.split import Split, split
-from tutti.server.updater import GraphUpdater
-from tutti.server.worker import WorkerPart, alone, together
+from tutti.server.split.program import in_slices, played, worker_layout, worker_program
+from tutti.server.split.small_sums import SmallSums
+from tutti.server.split.three_parts import Split, split
+from tutti.server.split.updater import GraphUpdater
+from tutti.server.split.worker import WorkerPart, alone, together
 from tutti.serving.server_side import captured_for
 from tutti.state.residence import residence_of
 

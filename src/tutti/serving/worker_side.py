@@ -21,15 +21,15 @@ from tutti.launch import roles
 from tutti.launch.roles import Role
 from tutti.partition.partition import Program
 from tutti.replicas import parts
-from tutti.server import consistency
-from tutti.server.client import Client
-from tutti.server.crew import Crew
-from tutti.server.rows import Lookup
-from tutti.server.small_sums import SmallSums
-from tutti.server.table_rows import Rows
-from tutti.server.two_levels import REPLICA, TwoLevels
-from tutti.server.update import WEIGHT
-from tutti.server.updater import GraphUpdater, check_same
+from tutti.server.protocol import consistency
+from tutti.server.protocol.table_rows import Rows
+from tutti.server.protocol.update import WEIGHT
+from tutti.server.split.rows import Lookup
+from tutti.server.split.small_sums import SmallSums
+from tutti.server.split.two_levels import REPLICA, TwoLevels
+from tutti.server.split.updater import GraphUpdater, check_same
+from tutti.server.wire.client import Client
+from tutti.server.wire.crew import Crew
 from tutti.serving.server_side import whole_state
 from tutti.serving.worked import Holder, Worked, parts_of
 from tutti.serving.worker_weights import WorkerWeights

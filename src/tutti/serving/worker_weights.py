@@ -18,8 +18,8 @@ from tutti.capture.lift import StateTensor, create_slots, optimizers_of, state_o
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.propagate.storage import slot_like
-from tutti.server.crew import Crew
-from tutti.server.update import Variable
+from tutti.server.protocol.update import Variable
+from tutti.server.wire.crew import Crew
 from tutti.serving.worked import Holder
 from tutti.state.residence import (
     Residence,

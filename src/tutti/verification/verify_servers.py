@@ -7,7 +7,7 @@
     with after=N     both, one after the other
 
 All in float64. One device takes a stale gradient by a graph of its own: the captured step with its weights
-twice, for the gradient and for the update (`server.replay`). Where gradients travel coded, the workers' own
+twice, for the gradient and for the update (`replay.py`). Where gradients travel coded, the workers' own
 are compared with that of one device, whose update is then given what becomes of them (`emulated.py`).
 """
 
@@ -28,17 +28,17 @@ from tutti.graph.virtual import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.partition.partition import Program
 from tutti.replicas import parts
-from tutti.server import consistency
-from tutti.server.keys import blocks
-from tutti.server.origins import Origins
-from tutti.server.program import in_slices, played, worker_layout, worker_program
-from tutti.server.replay import STALE, given, stale
-from tutti.server.split import Split, split
-from tutti.server.update import WEIGHT
-from tutti.server.updater import GraphUpdater, check_same
-from tutti.server.virtual import Gradients, VirtualServers
-from tutti.server.virtual_rows import rows_read
-from tutti.server.worker import WorkerPart, alone, together
+from tutti.server.protocol import consistency
+from tutti.server.protocol.keys import blocks
+from tutti.server.protocol.update import WEIGHT
+from tutti.server.protocol.virtual import Gradients, VirtualServers
+from tutti.server.split.origins import Origins
+from tutti.server.split.program import in_slices, played, worker_layout, worker_program
+from tutti.server.split.replay import STALE, given, stale
+from tutti.server.split.three_parts import Split, split
+from tutti.server.split.updater import GraphUpdater, check_same
+from tutti.server.split.virtual_rows import rows_read
+from tutti.server.split.worker import WorkerPart, alone, together
 from tutti.verification.comparisons import (
     PARTITION_TOLERANCE,
     Errors,

@@ -1,0 +1,330 @@
+"""A server's decisions, without sockets, files or a clock: `handle(source, request, now) -> answers`.
+
+It checks each request against the ledger, writes what it decides to the journal *before* it answers, and
+keeps requests that must wait (a pull without its permit) until what they wait for has happened. Who asks
+twice is answered twice; what was asked is done once:
+
+    push of sequence k      last was k - 1: taken        k or less: answered again, from the ledger
+    another incarnation     older: fenced                newer: its Join fences the older one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from tutti.server.protocol import messages as m
+from tutti.server.protocol.check import (
+    check_add,
+    check_join,
+    check_load,
+    check_push,
+    check_rows,
+    check_settle,
+)
+from tutti.server.protocol.keys import named
+from tutti.server.protocol.ledger import (
+    Applied,
+    Begun,
+    Closed,
+    Departed,
+    Entered,
+    Ledger,
+    Member,
+    Record,
+)
+from tutti.server.protocol.messages import FENCED, Part, Refused, Reply, Request
+from tutti.server.protocol.predict import predicted
+from tutti.server.protocol.update import WEIGHT, add_up
+
+LEASE_SECONDS = 5.0
+BEAT_SECONDS = 1.0
+GATHER_SECONDS = 60.0
+OBSERVER = -1
+_MOST_NAMES = 1024  # small sums of one clock
+
+# Whoever asked, and the answer.
+Answers = list[tuple[Any, Reply]]
+
+
+@dataclass(eq=False)
+class Machine:
+    """One server.
+
+    Args:
+        ledger: its state.
+        journal: keeps a record where it survives this process; called before the record is taken.
+        num_servers: with several, the sums of a coupled update come from the workers (`Settle`).
+        lease_seconds: a worker that is not heard of for so long has left.
+        gather_seconds: so long after the first worker all others are waited for.
+    """
+
+    ledger: Ledger
+    journal: Callable[[Record], None]
+    num_servers: int = 1
+    lease_seconds: float = LEASE_SECONDS
+    gather_seconds: float = GATHER_SECONDS
+    _begun_at: float | None = None
+    _leases: dict[int, float] = field(default_factory=dict)
+    _waiting: list[tuple[Any, Request]] = field(default_factory=list)
+
+    def handle(self, source: Any, request: Request, now: float) -> Answers:
+        """The answers that `request` makes possible: to it, and to others that waited.
+
+        Args:
+            source: where its answer goes; any value that can be compared.
+            now: seconds of any clock that only goes forward.
+        """
+        refused = self._refuse_stranger(request)
+        if refused:
+            return [(source, refused)]
+        if request.worker in self.ledger.members:
+            self._leases[request.worker] = now + self.lease_seconds
+        reply = _HANDLE[type(request)](self, request)
+        if isinstance(request, m.Join) and isinstance(reply, m.Joined):
+            self._leases[request.worker] = now + self.lease_seconds
+        answers: Answers = [] if reply is None else [(source, reply)]
+        if reply is None:
+            self._wait(source, request)
+        return answers + (self._go_on() if isinstance(request, _MOVES) else [])
+
+    def tick(self, now: float) -> Answers:
+        """What the passing of time makes possible: leases end."""
+        ended = [
+            (worker, member)
+            for worker, member in self.ledger.active().items()
+            if self._leases.setdefault(worker, now + self.lease_seconds) <= now
+        ]
+        for worker, member in ended:
+            self._decide(Departed(worker, member.incarnation))
+        if self._gathered(now):
+            self._decide(Begun())
+        elif not ended:
+            return []
+        return self._go_on()
+
+    def _gathered(self, now: float) -> bool:
+        """Whether the workers that never joined have been waited for long enough."""
+        if self.ledger.started or not self.ledger.members:
+            return False
+        self._begun_at = now if self._begun_at is None else self._begun_at
+        return now - self._begun_at > self.gather_seconds
+
+    def forget(self, gone: Callable[[Any], bool]) -> None:
+        """Sources that have `gone`: nothing that they wait for is answered."""
+        self._waiting = [(s, r) for s, r in self._waiting if not gone(s)]
+
+    def dismiss(self) -> list[tuple[Any, Request]]:
+        """The requests that wait, with their sources; none of them is kept."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def returned(self, reply: Reply) -> None:
+        """A reply has left, or never will: what it lent may change again."""
+        if isinstance(reply, m.Weights):
+            for key, part in reply.parts.items():
+                self.ledger.give_back(key, part.values)
+
+    def recover(self) -> None:
+        """Go on where the ledger's records end; leases begin anew with the first tick."""
+        self._go_on()
+
+    def _wait(self, source: Any, request: Request) -> None:
+        """Keep a request; who asks the same again waits once."""
+        kept = [(s, r) for s, r in self._waiting if s != source or type(r) is not type(request)]
+        self._waiting = [*kept, (source, request)]
+
+    def _decide(self, record: Record) -> None:
+        self.journal(record)
+        self.ledger.take(record)
+
+    def _refuse_stranger(self, request: Request) -> Refused | None:
+        """Only the living incarnation of a worker is heard; observers may look."""
+        if isinstance(request, m.Join):
+            return None
+        if request.worker == OBSERVER and isinstance(request, m.Pull | m.Status):
+            return None
+        member = self.ledger.members.get(request.worker)
+        if member is None:
+            return Refused(reason=FENCED, text=f"worker {request.worker} has not joined")
+        if member.incarnation != request.incarnation or not member.active:
+            ended = "has left, or was not heard of" if not member.active else "has been replaced"
+            text = f"worker {request.worker} {ended}"
+            return _refused(FENCED, text, member)
+        return None
+
+    def _go_on(self) -> Answers:
+        """Close and apply what can be, then answer those that waited and need not any more."""
+        while self._close() and self._settle_alone():
+            pass
+        waiting, self._waiting = self._waiting, []
+        answers: Answers = []
+        for source, request in waiting:
+            reply = self._refuse_stranger(request) or _HANDLE[type(request)](self, request)
+            if reply is None:
+                self._waiting.append((source, request))
+            else:
+                answers.append((source, reply))
+        return answers
+
+    def _close(self) -> bool:
+        """Close the clock that is due if every worker has pushed for it; whether it is closed.
+
+        Of several servers one may have been cut off from all workers for a clock: they begin anew after it,
+        and here it is closed with nobody's gradient.
+        """
+        ledger, clock = self.ledger, self.ledger.version
+        if (clock, "") in ledger.closed:
+            return True
+        pushes, active = ledger.pending.get(clock, {}), ledger.active().values()
+        if ledger.alone or not ledger.started or not (pushes or active):
+            return False
+        if any(member.clock <= clock for member in active):
+            return False
+        self._decide(Closed(clock, "", tuple(sorted(pushes))))
+        return True
+
+    def _settle_alone(self) -> bool:
+        """Apply the closed clock if that takes no other server."""
+        ledger = self.ledger
+        if not ledger.updater.coupled:
+            self._decide(Applied(ledger.version, {}))
+            return True
+        if self.num_servers > 1:
+            return False
+        self._decide(
+            Applied(ledger.version, add_up(named(ledger.blocks, ledger.sums(ledger.version))))
+        )
+        return True
+
+    def _join(self, join: m.Join) -> Reply:
+        ledger, known = self.ledger, self.ledger.members.get(join.worker)
+        if refused := check_join(ledger, join):
+            return refused
+        if known and join.incarnation < known.incarnation:
+            return _refused(FENCED, f"worker {join.worker} has been replaced", known)
+        if known and join.incarnation == known.incarnation:
+            if not known.active:
+                return _refused(FENCED, f"worker {join.worker} has left", known)
+            if join.clock > known.clock and not known.sequence:
+                self._decide(Entered(join.worker, join.incarnation, join.clock))
+        else:
+            clock = max(ledger.first_clock(join.worker), join.clock)
+            self._decide(Entered(join.worker, join.incarnation, clock))
+        member = ledger.members[join.worker]
+        return m.Joined(
+            clock=member.clock,
+            version=ledger.version,
+            sequence=member.sequence,
+            num_workers=len(ledger.active()),
+        )
+
+    def _pull(self, pull: m.Pull) -> Reply | None:
+        ledger = self.ledger
+        refused = check_rows(ledger, pull.slot, pull.keys, pull.rows)
+        if refused:
+            return refused
+        if pull.worker != OBSERVER and not ledger.consistency.permits(pull.clock, ledger.floor):
+            return None
+        ahead = ledger.predicts and pull.slot == WEIGHT and pull.worker != OBSERVER
+        part = self._predicted if ahead else self._lent
+        parts = {key: part(key, pull.slot, pull.rows.get(key)) for key in pull.keys}
+        return m.Weights(version=ledger.version, numbers=ledger.numbers, parts=parts)
+
+    def _lent(self, key: int, slot: str, rows: Tensor | None) -> Part:
+        if rows is None:
+            return Part(self.ledger.lend(key, slot))
+        return Part(self.ledger.state[key][slot][rows], rows=rows)
+
+    def _predicted(self, key: int, _: str, rows: Tensor | None) -> Part:
+        ledger = self.ledger
+        return Part(predicted(ledger.state[key], ledger.lag, rows), rows=rows)
+
+    def _push(self, push: m.Push | m.Load) -> Reply:
+        ledger, member = self.ledger, self.ledger.members[push.worker]
+        if push.sequence == member.sequence and member.answer:
+            return member.answer
+        if push.sequence <= member.sequence:
+            return m.Done(version=ledger.version, sequence=push.sequence)
+        if isinstance(push, m.Push):
+            refused = check_push(ledger, push, member)
+        else:
+            refused = check_load(ledger, push, member)
+        if refused:
+            return refused
+        self._decide(push)
+        answer = ledger.members[push.worker].answer
+        assert answer is not None
+        return answer
+
+    def _sums(self, request: m.Sums) -> Reply | None:
+        ledger = self.ledger
+        if request.clock < ledger.version:  # another worker may have told only some servers
+            return m.Partial(clock=request.clock, sums={}, settled=ledger.settled)
+        if (request.clock, "") not in ledger.closed:
+            return None
+        return m.Partial(clock=request.clock, sums=ledger.sums(request.clock))
+
+    def _settle(self, settle: m.Settle) -> Reply:
+        ledger = self.ledger
+        if settle.clock >= ledger.version:
+            if refused := check_settle(ledger, settle):
+                return refused
+            self._decide(Applied(settle.clock, settle.sums))
+        return m.Done(version=ledger.version)
+
+    def _add(self, add: m.Add) -> Reply | None:
+        ledger, place = self.ledger, (add.clock, add.name)
+        if place not in ledger.closed:
+            if refused := check_add(ledger, add, _MOST_NAMES):
+                return refused
+            if add.worker not in ledger.added.get(place, ()):
+                self._decide(add)
+            there = ledger.added[place]
+            late = [
+                w for w, x in ledger.active().items() if x.clock <= add.clock and w not in there
+            ]
+            if late or not ledger.started:
+                return None
+            self._decide(Closed(add.clock, add.name, tuple(sorted(there))))
+        return m.Total(values=ledger.total(add.clock, add.name))
+
+    def _beat(self, beat: m.Beat) -> Reply:
+        return m.Done(version=self.ledger.version)
+
+    def _leave(self, leave: m.Leave) -> Reply:
+        self._decide(Departed(leave.worker, leave.incarnation))
+        return m.Done(version=self.ledger.version)
+
+    def _status(self, status: m.Status) -> Reply:
+        ledger = self.ledger
+        return m.Figures(
+            version=ledger.version,
+            staleness=dict(ledger.staleness),
+            workers=tuple(sorted(ledger.active())),
+        )
+
+
+def _refused(reason: str, text: str, member: Member) -> Refused:
+    return Refused(
+        reason=reason, text=text, incarnation=member.incarnation, sequence=member.sequence
+    )
+
+
+# What may let others go on.
+_MOVES = (m.Join, m.Push, m.Settle, m.Add, m.Leave)
+_HANDLE: dict[type, Callable[[Machine, Any], Reply | None]] = {
+    m.Join: Machine._join,
+    m.Pull: Machine._pull,
+    m.Push: Machine._push,
+    m.Load: Machine._push,
+    m.Sums: Machine._sums,
+    m.Settle: Machine._settle,
+    m.Add: Machine._add,
+    m.Beat: Machine._beat,
+    m.Leave: Machine._leave,
+    m.Status: Machine._status,
+}

@@ -1,0 +1,218 @@
+"""What workers and servers say to each other. The wire (`frames.py`) writes and reads these.
+
+    worker                        server
+    Join         ->  <-           Joined
+    Pull         ->  <-           Weights     waits for its permit
+    Push         ->  <-           Done        once it can no longer be lost
+    Load         ->  <-           Done
+    Sums         ->  <-           Partial     waits until the clock is closed        } only with a coupled
+    Settle       ->  <-           Done        the update is made                     } update, several servers
+    Add          ->  <-           Total       waits for the others
+    Share        ->  <-           Shared      once for a connection within a host
+    Beat, Leave  ->  <-           Done
+    any          ->  <-           Refused
+
+Every request may come twice, late, or after the worker's death: a server answers alike and acts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tutti.server.protocol.update import WEIGHT
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A tensor on its way: `values * scale`, of the rows `rows` (ascending) of its block, or of all."""
+
+    values: Tensor
+    scale: float = 1.0
+    rows: Tensor | None = None
+
+    def plain(self, dtype: torch.dtype) -> Tensor:
+        """The numbers themselves; the very tensor that came where it needs no decoding."""
+        found = self.values.to(dtype)
+        return found if self.scale == 1.0 else found * self.scale
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """Who asks: a worker, and which of its lives. Observers (worker -1) may pull, no more."""
+
+    worker: int
+    incarnation: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Join(Request):
+    """A worker begins, or asks once more. `clock`: begin no earlier (-1: as the server says)."""
+
+    fingerprint: str
+    clock: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pull(Request):
+    """The blocks `keys` to compute the gradient of `clock` with (or a slot); `rows`: only these, by key."""
+
+    clock: int
+    keys: tuple[int, ...]
+    rows: Mapping[int, Tensor] = field(default_factory=dict)
+    slot: str = WEIGHT
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Push(Request):
+    """A worker's gradients for one server, by key.
+
+    sequence: 1, 2, ... within an incarnation.
+    version: the updates in the weights that it computed with.
+    """
+
+    sequence: int
+    clock: int
+    version: int
+    given: Mapping[str, float]
+    parts: Mapping[int, Part]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Load(Request):
+    """Other values for the state, by key; it has a sequence as a push has, but no clock."""
+
+    sequence: int
+    slot: str
+    parts: Mapping[int, Part]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sums(Request):
+    """Asks for the sums of each block over the gradients of a clock."""
+
+    clock: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Settle(Request):
+    """The sums of each variable over all servers' blocks: the update of `clock` can be made."""
+
+    clock: int
+    sums: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Add(Request):
+    """One worker's part of a small sum (float64, 1-D), or of a `max` or `min`."""
+
+    clock: int
+    name: str
+    values: Tensor
+    operation: str = "sum"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Beat(Request):
+    """Still alive."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Leave(Request):
+    """A worker ends in good order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Status(Request):
+    """Asks for figures: version, staleness, members."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share(Request):
+    """Asks for memory that both ends share, for this connection; then says that it is `mapped` (1)."""
+
+    mapped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shared:
+    """Where it is (`region.py`); of 0 bytes if there is none."""
+
+    pid: int
+    descriptor: int
+    nbytes: int
+    word: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Joined:
+    """Begin with `clock`; so many updates have been made, and so many workers are there."""
+
+    clock: int
+    version: int
+    sequence: int
+    num_workers: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Done:
+    """It is so. For a push: its staleness, and the version after it."""
+
+    version: int
+    sequence: int = 0
+    staleness: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Weights:
+    """Blocks by key, as they are after `version` updates; `numbers` are those of the last one."""
+
+    version: int
+    numbers: Mapping[str, float]
+    parts: Mapping[int, Part]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Partial:
+    """The sums of each block, by key; once the update is made, those of each variable that made it."""
+
+    clock: int
+    sums: Mapping[int, Tensor]
+    settled: Mapping[str, Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Total:
+    """A small sum over the workers."""
+
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Figures:
+    """Of a server: how often each staleness was seen, and the workers that are there."""
+
+    version: int
+    staleness: Mapping[int, int]
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Refused:
+    """`reason` is one of the words below; `incarnation` and `sequence` are what the server last knew.
+
+    fenced: another incarnation has the worker's place, or its lease has ended.  wrong: never send this again.
+    short: the server lacks what `text` says (descriptors, room for records); it has done nothing.
+    """
+
+    reason: str
+    text: str
+    incarnation: int = 0
+    sequence: int = 0
+
+
+FENCED, WRONG, SHORT = "fenced", "wrong", "short"
+Reply = Shared | Joined | Done | Weights | Partial | Total | Figures | Refused

@@ -1,0 +1,289 @@
+"""A worker's side of the protocol, without sockets: generators of questions to servers.
+
+Each `yield` gives the requests that are due, by server, and gets the replies to all of them; whoever runs a
+session (`client.Client`, or a test's network) asks until it is answered, over as many connections as that
+takes. Requests may arrive twice, since a server acts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import Tensor
+
+from tutti.errors import ServerError
+from tutti.server.protocol import messages as m
+from tutti.server.protocol.consistency import Consistency
+from tutti.server.protocol.keys import Block, named
+from tutti.server.protocol.messages import Part, Refused, Reply, Request
+from tutti.server.protocol.update import WEIGHT, add_up
+
+Asking = Generator[dict[int, Request], dict[int, Reply], "Answer"]
+Answer = TypeVar("Answer")
+
+
+class Fenced(Exception):
+    """A server does not know this incarnation any more; `newer`: another has taken its place."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.text)
+        self.refused = refused
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What became of a push. `taken`: by all servers; else some may have it, and the worker joined anew."""
+
+    taken: bool
+    staleness: int = 0
+
+
+@dataclass(eq=False)
+class Session:
+    """One worker's dealings with all servers.
+
+    Args:
+        worker: its number.
+        blocks: all blocks, in order.
+        incarnation: larger than that of any earlier life of the worker, as the time is.
+    """
+
+    worker: int
+    num_servers: int
+    blocks: tuple[Block, ...]
+    fingerprint: str
+    consistency: Consistency
+    coupled: bool
+    incarnation: int
+    clock: int = 0
+    sequence: int = 0
+    num_workers: int = 0
+    settled: int = 0
+
+    @property
+    def alone(self) -> bool:
+        """Whether the next push is an update of its own."""
+        return self.consistency.alone(self.clock)
+
+    def join(self, *, again: bool = False) -> Asking[None]:
+        """Begin, or begin anew after the lease ended: at one clock on all servers.
+
+        Raises:
+            ServerError: the servers run another update, or another process is this worker.
+        """
+        joined = yield from self._joined(-1, again)
+        # a server may give this worker up meanwhile, and let it begin later than it was asked for
+        while len(clocks := {reply.clock for reply in joined.values()}) > 1:
+            joined = yield from self._joined(max(clocks), again)
+        self.clock = max(reply.clock for reply in joined.values())
+        self.sequence = max(reply.sequence for reply in joined.values())
+        self.num_workers = max(reply.num_workers for reply in joined.values())
+        self.settled = min(reply.version for reply in joined.values())
+
+    def pull(
+        self,
+        keys: Mapping[int, tuple[int, ...]] | None = None,
+        rows: Mapping[int, Tensor] | None = None,
+        *,
+        slot: str = WEIGHT,
+        ahead: int = 0,
+    ) -> Asking[dict[int, m.Weights]]:
+        """Weights for the next clock (or one `ahead` of it), by server: the blocks `keys` of each server, and
+        of some of them only the `rows`, by key."""
+        while True:
+            try:
+                yield from self._settle(self.clock)
+                replies = yield from self._ask(lambda s: self._pull(s, keys, rows, slot, ahead))
+                break
+            except Fenced as fenced:
+                yield from self._again(fenced)
+        return {s: reply for s, reply in replies.items() if isinstance(reply, m.Weights)}
+
+    def push(
+        self, parts: Mapping[int, Part], given: Mapping[str, float], versions: Mapping[int, int]
+    ) -> Asking[Pushed]:
+        """A gradient for each key, computed with these `versions` of the servers' weights; it is the
+        servers' when this returns."""
+        self.sequence += 1
+        split = self._split(parts)
+        try:
+            replies = yield from self._ask(
+                lambda s: self._push(split[s], given, versions.get(s, 0))
+            )
+        except Fenced as fenced:
+            yield from self._again(fenced)
+            return Pushed(False)
+        self.clock += 1
+        return Pushed(True, max(r.staleness for r in replies.values() if isinstance(r, m.Done)))
+
+    def load(self, slot: str, parts: Mapping[int, Part]) -> Asking[Pushed]:
+        """Other values for a slot of some blocks."""
+        self.sequence += 1
+        split = self._split(parts)
+        try:
+            yield from self._ask(lambda s: self._load(slot, split[s]))
+        except Fenced as fenced:
+            yield from self._again(fenced)
+            return Pushed(False)
+        return Pushed(True)
+
+    def add(self, name: str, values: Tensor, operation: str = "sum") -> Asking[Tensor]:
+        """The sum of `values` over the workers of this clock; the first server has it."""
+        while True:
+            add = m.Add(
+                worker=self.worker,
+                incarnation=self.incarnation,
+                clock=self.clock,
+                name=name,
+                values=values,
+                operation=operation,
+            )
+            try:
+                reply = (yield from self._ask_some({0: add}))[0]
+            except Fenced as fenced:
+                yield from self._again(fenced)
+                continue
+            assert isinstance(reply, m.Total)
+            return reply.values
+
+    def leave(self) -> Asking[None]:
+        """End in good order, after all that was pushed has become updates."""
+        try:
+            yield from self._settle(self.clock)
+            yield from self._ask(
+                lambda _: m.Leave(worker=self.worker, incarnation=self.incarnation)
+            )
+        except Fenced:
+            pass  # it has left already
+
+    def _joined(self, clock: int, again: bool) -> Asking[dict[int, m.Joined]]:
+        """Join all servers, with a later incarnation where one of them has seen one as late."""
+        while True:
+            replies = yield {s: self._join(clock) for s in range(self.num_servers)}
+            fenced = [
+                r for r in replies.values() if isinstance(r, Refused) and r.reason == m.FENCED
+            ]
+            newest = max((r.incarnation for r in fenced), default=0)
+            if newest > self.incarnation and again:
+                raise self._replaced()
+            if not fenced:
+                checked = _checked(replies)
+                return {s: r for s, r in checked.items() if isinstance(r, m.Joined)}
+            self.incarnation = max(newest, self.incarnation) + 1
+
+    def _join(self, clock: int) -> Request:
+        return m.Join(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            fingerprint=self.fingerprint,
+            clock=clock,
+        )
+
+    def _again(self, fenced: Fenced) -> Asking[None]:
+        if fenced.refused.incarnation > self.incarnation:
+            raise self._replaced()
+        self.incarnation += 1
+        yield from self.join(again=True)
+
+    def _replaced(self) -> ServerError:
+        return ServerError(
+            f"another process has joined as worker {self.worker}",
+            why="of two incarnations of a worker only the later one is heard",
+            fix="give each worker a number of its own, or start this one again",
+        )
+
+    def _settle(self, until: int) -> Asking[None]:
+        """Bring the sums of clocks before `until` from all servers to all, where they need that."""
+        if not self.coupled or self.num_servers == 1:
+            return
+        if self.consistency.apart:
+            until = min(until, self.consistency.after)
+        while self.settled < until:
+            clock = self.settled
+            replies = yield from self._ask(
+                lambda _, c=clock: m.Sums(worker=self.worker, incarnation=self.incarnation, clock=c)
+            )
+            sums = self._sums([r for r in replies.values() if isinstance(r, m.Partial)])
+            yield from self._ask(lambda _, c=clock, x=sums: self._settle_with(c, x))
+            self.settled += 1
+
+    def _sums(self, partial: list[m.Partial]) -> Mapping[str, Tensor]:
+        """Those of each variable; where another worker has told a server before, the same again."""
+        known = [p.settled for p in partial if p.settled is not None]
+        if known:
+            return known[0]
+        return add_up(named(self.blocks, {k: x for p in partial for k, x in p.sums.items()}))
+
+    def _settle_with(self, clock: int, sums: Mapping[str, Tensor]) -> Request:
+        return m.Settle(worker=self.worker, incarnation=self.incarnation, clock=clock, sums=sums)
+
+    def _pull(
+        self,
+        server: int,
+        keys: Mapping[int, tuple[int, ...]] | None,
+        rows: Mapping[int, Tensor] | None,
+        slot: str,
+        ahead: int,
+    ) -> Request:
+        own = {k: x for k, x in (rows or {}).items() if self.blocks[k].server == server}
+        return m.Pull(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            clock=self.clock + ahead,
+            keys=keys[server] if keys is not None else self._own(server),
+            rows=own,
+            slot=slot,
+        )
+
+    def _own(self, server: int) -> tuple[int, ...]:
+        return tuple(block.key for block in self.blocks if block.server == server)
+
+    def _split(self, parts: Mapping[int, Part]) -> list[dict[int, Part]]:
+        """By server."""
+        split: list[dict[int, Part]] = [{} for _ in range(self.num_servers)]
+        for key, part in parts.items():
+            split[self.blocks[key].server][key] = part
+        return split
+
+    def _load(self, slot: str, parts: Mapping[int, Part]) -> Request:
+        return m.Load(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            slot=slot,
+            parts=parts,
+        )
+
+    def _push(self, parts: Mapping[int, Part], given: Mapping[str, float], version: int) -> Request:
+        return m.Push(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            clock=self.clock,
+            version=version,
+            given=given,
+            parts=parts,
+        )
+
+    def _ask(self, make: Callable[[int], Request]) -> Asking[dict[int, Reply]]:
+        return (yield from self._ask_some({s: make(s) for s in range(self.num_servers)}))
+
+    def _ask_some(self, requests: dict[int, Request]) -> Asking[dict[int, Reply]]:
+        return _checked((yield requests))
+
+
+def _checked(replies: dict[int, Reply]) -> dict[int, Reply]:
+    """The replies, where none is a refusal.
+
+    Raises:
+        Fenced: a server does not know this incarnation any more.
+        ServerError: a server refuses for good.
+    """
+    for server, reply in replies.items():
+        if isinstance(reply, Refused):
+            if reply.reason == m.FENCED:
+                raise Fenced(reply)
+            raise ServerError(f"server {server} refuses: {reply.text}")
+    return replies

@@ -1,0 +1,41 @@
+"""Single rows of a table, which travel without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tutti.server.protocol.keys import Block
+from tutti.server.protocol.messages import Part
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a table: their numbers (i64, ascending, each once), and a tensor with a row for each."""
+
+    rows: Tensor
+    values: Tensor
+
+
+def whole(x: Tensor) -> Tensor:
+    """A tensor that can be cut and sent: contiguous, in the memory of the host."""
+    return x.detach().cpu().contiguous()
+
+
+def own_rows(block: Block, rows: Tensor) -> Tensor:
+    """Those of `rows` that lie in a block, counted from its first."""
+    return rows[inside(block, rows)] - block.start
+
+
+def inside(block: Block, rows: Tensor) -> Tensor:
+    """Which of `rows` lie in a block."""
+    return (rows >= block.start) & (rows < block.stop)
+
+
+def rows_of(block: Block, x: Rows) -> Part | None:
+    """What a gradient by rows has for a block; None if nothing."""
+    mine = inside(block, x.rows)
+    if not mine.any():
+        return None
+    return Part(whole(x.values)[mine], rows=(x.rows[mine] - block.start).contiguous())

@@ -1,0 +1,139 @@
+"""The update part of a captured step as servers run it: on blocks, in place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from tutti.errors import ServerError
+from tutti.graph.text import text
+from tutti.graph.updates import BY_OP
+from tutti.server.protocol.update import WEIGHT, Updater, Variable
+from tutti.server.split.piece import Piece
+from tutti.server.split.three_parts import GRADIENT, Owned, Split
+
+
+class GraphUpdater:
+    """`server.update.Updater` from a split.
+
+    Args:
+        split: of the captured step.
+        wide: compute in float64 throughout, for comparisons.
+    """
+
+    def __init__(self, split: Split, *, wide: bool = False) -> None:
+        self._owned = {o.variable.name: o for o in split.owned}
+        self._wide, self._split = wide, split
+        variables = (o.variable for o in split.owned)
+        self.variables: tuple[Variable, ...] = tuple(map(_wide, variables) if wide else variables)
+        self.coupled = any(o.sums is not None for o in split.owned)
+        self.given = tuple(split.numbers)
+        self.numbers = (*self.given, *split.scalars)
+        self.rates = tuple(n for n in self.given if n.endswith(".lr"))
+        self._updates: dict[str, Piece] = {}
+        self._sums: dict[str, Piece] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the text of all pieces: what is the same wherever the same step was captured."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        pieces = [p for o in self._owned.values() for p in (o.sums, o.update) if p is not None]
+        pieces += [self._split.coupling] if self._split.coupling is not None else []
+        told = [f"{v.name} {v.shape} {v.dtype} {sorted(v.slots.items())}" for v in self.variables]
+        told += [f"{p.inputs} {p.outputs}\n{_without_lines(p.graph)}" for p in pieces]
+        return hashlib.sha256("\n".join(told).encode()).hexdigest()
+
+    @cached_property
+    def _coupling(self) -> Piece | None:
+        return self._ready(self._split.coupling)
+
+    def sums(self, variable: str, gradient: Tensor) -> Tensor:
+        """What a block adds to the sums of its variable: 1-D, float64."""
+        owned = self._owned[variable]
+        if owned.sums is None:
+            return gradient.new_empty(0, dtype=torch.float64)
+        if variable not in self._sums:
+            self._sums[variable] = self._ready(owned.sums)  # type: ignore[assignment]
+        return torch.stack(list(self._sums[variable]({GRADIENT: gradient}).values()))
+
+    def scalars(self, sums: Mapping[str, Tensor], given: Mapping[str, float]) -> dict[str, float]:
+        """`given`, and what the coupling makes of it and the sums of all variables."""
+        given = {n: given[n] for n in self.given}
+        if self._coupling is None:
+            return given
+        known: dict[str, object] = dict(given)
+        for name, values in sums.items():
+            piece = self._owned[name].sums
+            known |= zip(piece.outputs, values, strict=True) if piece is not None else ()
+        made = self._coupling(known)
+        return {**given, **{n: float(x) for n, x in made.items()}}
+
+    def update(
+        self,
+        variable: str,
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        scalars: Mapping[str, float],
+    ) -> None:
+        """One step of one block, in place."""
+        if variable not in self._updates:
+            self._updates[variable] = self._ready(overwriting(self._owned[variable]))  # type: ignore[assignment]
+        made = self._updates[variable]({**scalars, **state, GRADIENT: gradient})
+        for name, new in made.items():
+            if new is not state[name]:
+                state[name].copy_(new)
+
+    def _ready(self, piece: Piece | None) -> Piece | None:
+        return piece.promoted() if piece is not None and self._wide else piece
+
+
+def check_same(now: Updater, known: Updater) -> None:
+    """Raise `ServerError` unless servers that run `known` can take the gradients of a step with `now`."""
+    if now.fingerprint != known.fingerprint:
+        raise ServerError(
+            "the step has another update than the one that the servers run",
+            why="options of the optimizer, what it trains, or numbers that follow from the size of the batch "
+            "have changed since the servers captured it",
+            fix="change only what the graph takes as a number: lr, weight_decay, momentum, betas",
+        )
+
+
+def overwriting(owned: Owned) -> Piece:
+    """The update of a variable, its fused kernel overwriting the state where nothing else reads that."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(owned.update.graph, {}))
+    own = {WEIGHT, *owned.variable.slots}
+    inputs = zip(owned.update.inputs, graph.nodes, strict=False)
+    state = {node for name, node in inputs if name in own}
+    for node in graph.nodes:
+        kernel = BY_OP.get(node.target)
+        if kernel is None:
+            continue
+        lists = node.args
+        written = [x for k in kernel.written for x in lists[k]]
+        if all(x in state and list(x.users) == [node] for x in written):
+            node.target = kernel.overwriting
+    return Piece(graph, owned.update.owner, owned.update.inputs, owned.update.outputs)
+
+
+def _without_lines(graph: fx.Graph) -> str:
+    """The text of a graph without where in the user's script its nodes stand."""
+    return "\n".join(line.partition("  # ")[0].rstrip() for line in text(graph).splitlines())
+
+
+def _wide(variable: Variable) -> Variable:
+    """The same in float64."""
+    slots = {n: (shape, _double(dtype)) for n, (shape, dtype) in variable.slots.items()}
+    return replace(variable, dtype=_double(variable.dtype), slots=slots)
+
+
+def _double(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype.is_floating_point else dtype

@@ -1,0 +1,43 @@
+"""The rows of tables that a virtual worker's step reads, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from tutti.server.protocol.virtual import Gradients
+from tutti.server.split.rows import PLACES, ROWS
+from tutti.server.split.worker import WorkerPart
+
+
+@dataclass(frozen=True)
+class RowsRead:
+    """The rows of tables that a worker's step reads: as inputs, and their numbers by table."""
+
+    part: WorkerPart
+    feed: dict[str, Tensor]
+    rows: dict[str, Tensor]
+
+    def pushed(self, gradients: Mapping[str, Tensor]) -> Gradients:
+        """Gradients as they are pushed: of tables by rows."""
+        found: dict[str, Any] = dict(gradients)
+        for lookup in self.part.lookups:
+            name = lookup.table
+            found[name] = lookup.pushed(self.rows[name], gradients[name])
+        return found
+
+
+def rows_read(part: WorkerPart, held: Mapping[str, Tensor], feed: Mapping[str, Any]) -> RowsRead:
+    """What a step with `feed` reads of the tables in `held`."""
+    found = RowsRead(part, {}, {})
+    for lookup in part.lookups:
+        table = held[lookup.table]
+        rows, places = lookup.unique(dict(feed))
+        values = lookup.room(table)
+        values[: len(rows)] = table[rows]
+        found.feed.update({ROWS + lookup.table: values, PLACES + lookup.table: places})
+        found.rows[lookup.table] = rows
+    return found

@@ -1,0 +1,118 @@
+"""The worker's part of a captured step, as a captured step of its own without an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.capture.canonical import erase_dead
+from tutti.capture.step import Captured
+from tutti.server.split.rows import Lookup, by_rows
+from tutti.server.split.three_parts import Split
+
+
+@dataclass(frozen=True)
+class WorkerPart:
+    """What a worker runs: `captured`, whose leaves are those that the step returns, then the rest.
+
+    leaves: for each leaf of the step where it comes from: the position among the worker's own leaves, or the
+        name of a scalar that the servers give back.
+    variables: whose gradients follow, in order.
+    numbers: names of the numbers that follow them, to be pushed: values of the forward, scalars.
+    lookups: of the tables of which it takes rows.
+    coupled: a fake of each leaf that the servers give back, by name.
+    """
+
+    captured: Captured
+    leaves: tuple[int | str, ...]
+    variables: tuple[str, ...]
+    numbers: tuple[str, ...]
+    coupled: Mapping[str, Any]
+    lookups: tuple[Lookup, ...] = ()
+
+    def sections(self, returned: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """(own leaves, gradients, numbers) of what a run returns."""
+        first = len(returned) - len(self.variables) - len(self.numbers)
+        last = first + len(self.variables)
+        return returned[:first], returned[first:last], returned[last:]
+
+    def parts(self, returned: list[Any]) -> tuple[list[Any], dict[str, Tensor], dict[str, float]]:
+        """The same with gradients by variable and numbers by name."""
+        own, gradients, numbers = self.sections(returned)
+        named = dict(zip(self.variables, gradients, strict=True))
+        return own, named, {n: float(x) for n, x in zip(self.numbers, numbers, strict=True)}
+
+    def result(
+        self, own: Sequence[Any], scalars: Mapping[str, float], *, wide: bool = False
+    ) -> list[Any]:
+        """The leaves of the step: the worker's own, and those that the coupling made, from `scalars`.
+
+        With `wide` floating ones are float64.
+        """
+        found = []
+        for at in self.leaves:
+            like = own[at] if isinstance(at, int) else self.coupled[at]
+            if isinstance(at, str) and isinstance(like, Tensor):
+                dtype = torch.float64 if wide and like.is_floating_point() else like.dtype
+                shape = tuple(like.shape)
+                found.append(torch.full(shape, scalars[at], dtype=dtype, device=like.device))
+            else:
+                found.append(like if isinstance(at, int) else scalars[at])
+        return found
+
+
+def alone(split: Split) -> WorkerPart:
+    """A worker whose pushes are applied as they are: it works the coupling out on its own gradients."""
+    return _part(split, list(split.captured.output[0]), split.scalars | split.given, {})
+
+
+def together(split: Split) -> WorkerPart:
+    """A worker whose gradients are summed with others' before anything else is made of them."""
+    returned = split.captured.output[0]
+    kept = [x for i, x in enumerate(returned) if i not in split.returned]
+    return _part(split, kept, split.given, split.returned)
+
+
+def _part(
+    split: Split, kept: list[Any], numbers: dict[str, fx.Node], elsewhere: dict[int, str]
+) -> WorkerPart:
+    whole = split.captured
+    new = zip(whole.updated, whole.output[1], strict=True)
+    slots = {s.name for s in whole.state if s.kind == "slot"}
+    buffers = {n: x for n, x in new if x.meta.get("region") != "update"}
+    leaves = [*kept, *(o.gradient for o in split.owned), *numbers.values()]
+    graph, mapped = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(whole.graph, mapped)
+    for old, copy in mapped.items():
+        copy.meta = dict(old.meta)
+    graph.output(
+        fx.node.map_arg((leaves, list(buffers.values())), mapped.__getitem__)  # type: ignore[arg-type]
+    )
+    erase_dead(graph)
+    for name in slots:
+        graph.erase_node(mapped[whole.placeholder(name)])
+    own = iter(range(len(kept)))
+    places = [elsewhere[i] if i in elsewhere else next(own) for i in range(len(whole.output[0]))]
+    made = replace(
+        whole,
+        graph=graph,
+        inputs=[n for n in whole.inputs if n not in slots],
+        kinds={n: k for n, k in whole.kinds.items() if n not in slots},
+        state=[s for s in whole.state if s.name not in slots],
+        updated=list(buffers),
+    )
+    lookups = tuple(o.lookup for o in split.owned if o.lookup is not None)
+    for lookup in lookups:
+        made = by_rows(made, lookup)
+    return WorkerPart(
+        captured=made,
+        leaves=tuple(places),
+        variables=tuple(o.variable.name for o in split.owned),
+        numbers=tuple(numbers),
+        lookups=lookups,
+        coupled={n: whole.output[0][i].meta["val"] for i, n in elsewhere.items()},
+    )

@@ -1,0 +1,1 @@
+"""The protocol between processes: frames, connections, secrets, and the files of a server."""

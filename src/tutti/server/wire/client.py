@@ -1,0 +1,371 @@
+"""A worker's end: `join`, then `pull`, compute, `push`, again and again, then `leave`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from tutti.comm.group import collective_timeout
+from tutti.errors import CommError, ServerError
+from tutti.server.protocol import messages as m
+from tutti.server.protocol.consistency import Consistency
+from tutti.server.protocol.feedback import Feedback
+from tutti.server.protocol.keys import BLOCK_NBYTES, Block, blocks
+from tutti.server.protocol.machine import BEAT_SECONDS, LEASE_SECONDS, OBSERVER
+from tutti.server.protocol.messages import Part
+from tutti.server.protocol.session import Answer, Asking, Pushed, Session
+from tutti.server.protocol.table_rows import Rows, inside, own_rows, rows_of, whole
+from tutti.server.protocol.update import WEIGHT, Updater
+from tutti.server.wire.codec import REPLIES
+from tutti.server.wire.frames import Header
+from tutti.server.wire.inbox import Limits
+from tutti.server.wire.links import Links, Room
+from tutti.server.wire.secret import checked_secret
+from tutti.server.wire.shortage import ShortError
+from tutti.server.wire.tls import Tls
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """Weights have come: how many updates each server had made, and the numbers of the last one."""
+
+    versions: Mapping[int, int]
+    numbers: Mapping[str, float]
+
+
+class Client:
+    """One worker of a run with parameter servers.
+
+    Args:
+        addresses: "host:port" of each server, in their order.
+        updater: as the servers have it.
+        worker: this worker's number, or -1 to look on: then only `pull_state` and `status` work.
+        consistency: as the servers have it.
+        secret, tls: as the servers ask for.
+        timeout_seconds: how long an answer may take; `TUTTI_TIMEOUT` unless given.
+        traffic: in what gradients travel: `fp32`, `bf16` or `int8`, with error feedback.
+
+    Raises:
+        ServerError: neither secret nor certificates.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        updater: Updater,
+        *,
+        worker: int,
+        consistency: Consistency,
+        secret: bytes | str = b"",
+        tls: Tls | None = None,
+        timeout_seconds: float | None = None,
+        traffic: str = "fp32",
+        block_nbytes: int = BLOCK_NBYTES,
+    ) -> None:
+        self.blocks = blocks(updater.variables, len(addresses), nbytes=block_nbytes)
+        self._by_variable: dict[str, list[Block]] = {v.name: [] for v in updater.variables}
+        for block in self.blocks:
+            self._by_variable[block.variable.name].append(block)
+        self.session = Session(
+            worker,
+            len(addresses),
+            self.blocks,
+            updater.fingerprint,
+            consistency,
+            updater.coupled,
+            time.time_ns(),
+        )
+        patience = timeout_seconds or collective_timeout().total_seconds()
+        context = tls.context(server_side=False) if tls else None
+        ends = (list(addresses), checked_secret(secret, tls), context, _limits(self.blocks))
+        self._links = Links(*ends, patience, share=True)
+        self._beat_links = Links(*ends, LEASE_SECONDS)
+        self._feedback = Feedback(traffic)
+        self._lock = threading.Lock()
+        self._versions: Mapping[int, int] = {}
+        self._sums = (0, 0)
+        self._refused = False  # by a server that lacks something, the last time
+        self._ended = threading.Event()
+        self._beats: threading.Thread | None = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._coming: Future[Pulled] | None = None
+        self._spare: dict[str, Tensor] = {}
+
+    @property
+    def clock(self) -> int:
+        """The clock that this worker computes for: how many pushes its place has made."""
+        return self.session.clock
+
+    @property
+    def alone(self) -> bool:
+        """Whether this worker's next push is an update of its own."""
+        return self.session.alone
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def join(self) -> int:
+        """Begin; the clock to begin with.
+
+        Raises:
+            ServerError: the servers refuse, or run another script.
+            CommError: they cannot be reached.
+        """
+        self._run(self.session.join())
+        self._beats = threading.Thread(target=self._beat, daemon=True)
+        self._beats.start()
+        return self.clock
+
+    def pull(self, into: Tensors, rows: Mapping[str, Rows] | None = None) -> Pulled:
+        """Bring the weights for this worker's clock, waiting for the permit.
+
+        Args:
+            into: whole variables by name; filled in place. All but those that travel by rows.
+            rows: for such variables, the rows that are wanted and where they go.
+        """
+        coming, self._coming = self._coming, None
+        if coming is None or rows:
+            if coming is not None:
+                coming.result()
+            pulled = self._pull(into, rows or {})
+        else:
+            pulled = coming.result()
+            for name, x in into.items():
+                x.detach().copy_(self._spare[name])
+        self._versions = pulled.versions
+        return pulled
+
+    def prefetch(self, like: Tensors) -> None:
+        """Begin to bring the weights of the next `pull`, while this worker computes.
+
+        They are older by what happens until then. While workers are together there is nothing to bring before
+        this worker's push: the call does nothing.
+        """
+        if self._coming is not None or not self.session.alone:
+            return
+        for name, x in like.items():
+            if name not in self._spare:
+                self._spare[name] = torch.empty_like(x, memory_format=torch.contiguous_format)
+        wanted = {name: self._spare[name] for name in like}
+        self._pool = self._pool or ThreadPoolExecutor(1, "tutti-prefetch")
+        self._coming = self._pool.submit(self._pull, wanted, {}, ahead=1)
+
+    def push(self, gradients: Mapping[str, Tensor | Rows], numbers: Mapping[str, float]) -> Pushed:
+        """Give the servers a gradient of each variable, and the numbers that go with them.
+
+        When this returns it counts, whatever dies. Where `taken` is false, this worker had not been heard of
+        for its lease and has joined anew: pull, and go on from `clock`.
+        """
+        parts: dict[int, Part] = {}
+        for name, x in gradients.items():
+            for block in self._by_variable[name]:
+                part = self._part(block, x)
+                if part is not None:
+                    parts[block.key] = part
+        return self._run(self.session.push(parts, numbers, self._versions))
+
+    def _part(self, block: Block, x: Tensor | Rows) -> Part | None:
+        if isinstance(x, Rows):
+            return rows_of(block, x)
+        return self._feedback.part(block.key, block.of(whole(x)))
+
+    def sum(self, x: Tensor, op: str = "sum") -> Tensor:
+        """`x` (1-D, of numbers that float64 holds) added up over the workers, or their `max` or `min`.
+
+        While workers are together only. All workers call this equally often in a clock, and wait for each
+        other; the bits are the same for all.
+        """
+        clock, count = self._sums
+        count = count + 1 if clock == self.clock else 0
+        self._sums = (self.clock, count)
+        total = self._run(self.session.add(f"sum {count}", x.detach().double().cpu(), op))
+        return total.to(x.dtype)
+
+    def leave(self) -> None:
+        """End in good order: the others wait for this worker no more.
+
+        A server that has refused this worker, since it lacks something, is not asked again.
+        """
+        self._ended.set()
+        if not self._links.failed and not self._refused:
+            self._run(self.session.leave())
+        self.close()
+
+    def pull_state(self) -> dict[str, dict[str, Tensor]]:
+        """All variables with their slots, whole, as they are now; each block of one moment."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for variable in {b.variable.name: b.variable for b in self.blocks}.values():
+            own = {WEIGHT: (variable.shape, variable.dtype), **variable.slots}
+            for slot, (shape, dtype) in own.items():
+                found.setdefault(variable.name, {})[slot] = torch.empty(shape, dtype=dtype)
+        for slot in sorted({slot for slots in found.values() for slot in slots}):
+            into = {name: slots[slot] for name, slots in found.items() if slot in slots}
+            self._observe(into, slot)
+        return found
+
+    def look(self, into: Tensors) -> None:
+        """Bring weights as they are now: not for a gradient, without a permit, and not predicted."""
+        self._observe(into, WEIGHT)
+
+    def push_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Other values for variables and slots, whole. One worker does it, while the others wait.
+
+        Raises:
+            ServerError: this worker was not heard of in between, and has to begin again.
+        """
+        for slot in sorted({slot for slots in state.values() for slot in slots}):
+            parts = {
+                block.key: Part(block.of(whole(slots[slot])))
+                for name, slots in state.items()
+                if slot in slots
+                for block in self._by_variable[name]
+            }
+            if not self._run(self.session.load(slot, parts)).taken:
+                raise ServerError("the state was not taken: this worker had been given up")
+
+    def status(self) -> list[m.Figures]:
+        """Each server's figures: version, staleness, workers."""
+        servers = range(self.session.num_servers)
+        ask = m.Status(worker=OBSERVER, incarnation=0)
+        with self._lock:
+            replies = self._links.ask(dict.fromkeys(servers, ask))
+        return [r for r in replies.values() if isinstance(r, m.Figures)]
+
+    def close(self) -> None:
+        """Close the connections, without a word to the servers; after `leave`, or to give up."""
+        self._ended.set()
+        if self._beats is not None:
+            self._beats.join()
+            self._beats = None
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._links.close()
+        self._beat_links.close()
+
+    def _pull(self, into: Tensors, rows: Mapping[str, Rows], ahead: int = 0) -> Pulled:
+        keys: dict[int, list[int]] = {s: [] for s in range(self.session.num_servers)}
+        wanted: dict[int, Tensor] = {}
+        for name in (*into, *rows):
+            for block in self._by_variable[name]:
+                if name in rows:
+                    own = own_rows(block, rows[name].rows)
+                    if not len(own):
+                        continue
+                    wanted[block.key] = own
+                keys[block.server].append(block.key)
+        plan = {s: tuple(own) for s, own in keys.items()}
+        asking = self.session.pull(plan, wanted, ahead=ahead)
+        replies = self._run(asking, self._room(into))
+        for reply in replies.values():
+            for key, part in reply.parts.items():
+                self._keep(self.blocks[key], part, into, rows)
+        versions = {s: reply.version for s, reply in replies.items()}
+        return Pulled(versions, dict(replies[0].numbers))
+
+    def _observe(self, into: Tensors, slot: str) -> None:
+        """Blocks of one slot, whoever is at which clock."""
+        asking = {
+            s: m.Pull(
+                worker=OBSERVER,
+                incarnation=0,
+                clock=0,
+                keys=tuple(b.key for b in self.blocks if b.server == s and b.variable.name in into),
+                slot=slot,
+            )
+            for s in range(self.session.num_servers)
+        }
+        asking = {s: pull for s, pull in asking.items() if pull.keys}
+        with self._lock:
+            replies = self._links.ask(asking, self._room(into))
+        for reply in replies.values():
+            if not isinstance(reply, m.Weights):
+                raise ServerError(f"a server gives no state: {reply}")
+            for key, part in reply.parts.items():
+                self._keep(self.blocks[key], part, into, {})
+
+    def _room(self, into: Tensors) -> Room:
+        """Where parts may be received without a copy: in the tensor itself."""
+
+        def room(part: Header) -> Tensor | None:
+            block = self.blocks[part.key] if part.key < len(self.blocks) else None
+            x = into.get(block.variable.name) if block else None
+            if block is None or x is None or not x.is_contiguous() or x.device.type != "cpu":
+                return None
+            place = block.of(x.detach())
+            same = place.dtype == part.dtype and tuple(place.shape) == part.shape
+            return place.view(-1).view(torch.uint8) if same and place.dim() else None
+
+        return room
+
+    def _keep(self, block: Block, part: Part, into: Tensors, rows: Mapping[str, Rows]) -> None:
+        """Put what came where it belongs, unless it was received there."""
+        if block.variable.name in rows:
+            wanted = rows[block.variable.name]
+            mine = inside(block, wanted.rows)
+            wanted.values.detach()[mine] = part.values.to(wanted.values.dtype)
+            return
+        x = into[block.variable.name].detach()
+        if x.is_contiguous():
+            place = block.of(x)
+            if place.data_ptr() != part.values.data_ptr():
+                place.copy_(part.values)
+            return
+        whole = x.contiguous()
+        block.of(whole).copy_(part.values)
+        x.copy_(whole)
+
+    def _run(self, asking: Asking[Answer], room: Room | None = None) -> Answer:
+        """Drive a session's questions to their end."""
+        with self._lock:
+            try:
+                requests = next(asking)
+                while True:
+                    requests = asking.send(self._links.ask(requests, room))
+            except StopIteration as end:
+                self._refused = False
+                return end.value
+            except ShortError:
+                self._refused = True
+                raise
+
+    def _beat(self) -> None:
+        """Say every second that this worker lives, over connections of its own."""
+        while not self._ended.wait(BEAT_SECONDS):
+            beat = m.Beat(worker=self.session.worker, incarnation=self.session.incarnation)
+            try:
+                self._beat_links.ask(dict.fromkeys(range(self.session.num_servers), beat))
+            except ShortError as error:
+                self._links.fail(error)  # this worker may compute, or wait for another server
+            except (CommError, ServerError):
+                continue  # whoever asks for something else hears of it
+
+
+def _limits(all_blocks: Sequence[Block]) -> Limits:
+    """As much as the largest answer may have."""
+    sizes = [
+        b.nbytes
+        // b.variable.dtype.itemsize
+        * max(d.itemsize for d in (b.variable.dtype, *(x[1] for x in b.variable.slots.values())))
+        + 8 * b.shape[0] * b.variable.rows
+        if b.shape
+        else 64
+        for b in all_blocks
+    ]
+    return Limits(REPLIES, len(sizes), max([4096, *sizes]), sum(sizes) + 4096 * len(sizes))
