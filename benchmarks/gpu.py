@@ -32,7 +32,8 @@ from torch import Tensor, nn
 import tutti
 from benchmarks import machine
 from benchmarks.models import Case, GPTCase, optimizer
-from tutti.execution.cuda_graph import CUDA_GRAPH, NUM_WARM_UP
+from tutti.environment import CUDA_GRAPH
+from tutti.execution.cuda_graph import NUM_WARM_UP
 from tutti.planner.memory import predict
 
 
@@ -70,14 +71,14 @@ def plain_step(case: Case) -> Callable[..., Tensor]:
 @contextmanager
 def asked(value: str) -> Iterator[None]:
     """`TUTTI_CUDA_GRAPH` set to `value`."""
-    before = os.environ.get(CUDA_GRAPH)
-    os.environ[CUDA_GRAPH] = value
+    before = os.environ.get(CUDA_GRAPH.name)
+    os.environ[CUDA_GRAPH.name] = value
     try:
         yield
     finally:
-        os.environ.pop(CUDA_GRAPH)
+        os.environ.pop(CUDA_GRAPH.name)
         if before is not None:
-            os.environ[CUDA_GRAPH] = before
+            os.environ[CUDA_GRAPH.name] = before
 
 
 def captured(case: Case, device: str) -> tutti.Step:

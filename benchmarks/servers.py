@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
-from tutti.comm.segment import DIRECTORY
+from tutti.environment import SHARED_MEMORY
 from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.update import WEIGHT, Variable
 from tutti.server.wire.client import Client
@@ -153,7 +153,7 @@ def server_here(
     pipe: Connection, directory: Path, tls: bool, kept: bool, shared: bool = False
 ) -> Turn:
     """Its worker."""
-    os.environ[DIRECTORY] = "" if shared else "off"
+    os.environ[SHARED_MEMORY.name] = "" if shared else "off"
     one = Client(
         [pipe.recv()],
         Sgd(),

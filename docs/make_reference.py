@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import tutti
+from tutti.environment import VARIABLES
 
 PAGE = Path(__file__).with_name("reference.md")
 HEAD = """\
@@ -20,13 +21,32 @@ HEAD = """\
 
 The public names of `tutti`, from their docstrings. Made by `python docs/make_reference.py`.
 """
+_OWN = "; `tutti run` and `tutti serve` set it for their processes"
 _SECTION = re.compile(r"(Args|Returns|Raises):")
 _ITEM = re.compile(r"    (\w[\w, .]*): (.*)")
 
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(part for name in tutti.__all__ for part in _entry(name))])
+    entries = (part for name in tutti.__all__ for part in _entry(name))
+    return "\n".join([HEAD, *entries, _environment()])
+
+
+def _environment() -> str:
+    """The variables, a row each."""
+    rows = [
+        f"| `{one.name}` | {_default(one)} | {one.meaning}{_OWN if one.own else ''} |"
+        for one in VARIABLES
+    ]
+    return "\n".join(
+        ["## Environment\n", "| variable | default | meaning |", "| --- | --- | --- |", *rows, ""]
+    )
+
+
+def _default(one: Any) -> str:
+    if isinstance(one.default, bool):
+        return "on" if one.default else "off"
+    return f"{one.default:g}" if isinstance(one.default, float) else str(one.default)
 
 
 def _entry(name: str) -> Iterator[str]:

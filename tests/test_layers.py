@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "tutti"
 # From the bottom to the top. Names of one layer stand side by side: neither imports the other.
 LAYERS = (
     ("errors",),
+    ("environment",),  # the variables that users set
     ("layout",),  # mesh, sharding, layout, shards, topology
     ("graph",),  # text form, grammar, virtual ranks
     ("rules", "capture"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tutti.comm import groups as groups_module
 from tutti.comm.hosts import host_name
-from tutti.comm.segment import DIRECTORY
+from tutti.environment import SHARED_MEMORY
 
 GLOO, SHARED, TWO_LEVELS = "gloo", "shared", "two levels"
 WAYS = (GLOO, SHARED, TWO_LEVELS)
@@ -22,7 +22,7 @@ def by(way: str) -> Iterator[None]:
     """On a rank: groups made here use this way; on two levels the first half of the ranks is a host."""
     rank, half = dist.get_rank(), dist.get_world_size() // 2
     name = host_name() + (f"/{rank // half}" if way == TWO_LEVELS else "")
-    setting = {DIRECTORY: "off"} if way == GLOO else {}
+    setting = {SHARED_MEMORY.name: "off"} if way == GLOO else {}
     with (
         mock.patch.dict(os.environ, setting),
         mock.patch.object(groups_module, "host_name", lambda: name),

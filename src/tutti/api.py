@@ -44,7 +44,8 @@ from tutti.capture.sparse import dense
 from tutti.capture.step import Captured, capture, copied
 from tutti.comm.agree import check_order
 from tutti.comm.payload import digest
-from tutti.errors import CommError, LayoutError, ShardingError, TuttiError
+from tutti.environment import CHECK_NAN, LAYOUT, MOST_PROGRAMS, STRICT
+from tutti.errors import CommError, LayoutError, ShardingError
 from tutti.execution.collector import rarely_collected
 from tutti.execution.cuda_graph import op_by_op
 from tutti.execution.execute import Execution
@@ -52,7 +53,6 @@ from tutti.execution.measure import peak_nbytes
 from tutti.graph.quick import quickly_written
 from tutti.graph.seed import checked_seed
 from tutti.launch.ranks import ensure_process_group
-from tutti.launch.records import LAYOUT
 from tutti.launch.roles import SERVER
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
@@ -67,7 +67,6 @@ from tutti.report.servers import explain_servers
 from tutti.saving import step_checkpoint
 from tutti.server.protocol import consistency
 from tutti.serving.served import (
-    STRICT,
     Served,
     Worked,
     layout_of_evaluation,
@@ -207,24 +206,6 @@ def verify(
 # What a command that only looks at a script (verify, explain) does with a step instead of running it.
 Look = Callable[["Step", tuple[Any, ...]], Any]
 LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
-CHECK_NAN = "TUTTI_CHECK_NAN"
-
-
-# Programs that a step keeps, unless `TUTTI_MOST_PROGRAMS` says how many; the one that has not been called for
-# longest goes first.
-MOST_PROGRAMS = 64
-PROGRAMS = "TUTTI_MOST_PROGRAMS"
-
-
-def _most_programs() -> int:
-    given = os.environ.get(PROGRAMS, str(MOST_PROGRAMS))
-    if not given.isdecimal() or int(given) < 1:
-        raise TuttiError(
-            f"{PROGRAMS}={given} is no number of programs",
-            why="it says how many programs a step keeps, one for each batch of other sizes",
-            fix=f"{PROGRAMS}={MOST_PROGRAMS}, or another number from 1",
-        )
-    return int(given)
 
 
 @dataclass
@@ -281,7 +262,7 @@ class Step:
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
         self._num_programs = self._num_traces = self._num_forgotten = 0
-        self._most_programs = _most_programs()
+        self._most_programs = MOST_PROGRAMS.read()
         self.begun = False  # whether all ranks have made a call
         self._last: _Compiled | None = None
         self._optimizers = optimizers_of(optimizer)
@@ -315,7 +296,7 @@ class Step:
             return self._first_call(leaves, form, batch)
         compiled, given = found
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        checked = bool(os.environ.get(CHECK_NAN))
+        checked = CHECK_NAN.read()
         execution = compiled.execution
         if isinstance(execution, Worked):
             assert self.served is not None
@@ -422,7 +403,7 @@ class Step:
         """The program that goes the ways of this call, and what it returns: where the one that has run does
         not, by the values that the step reads from tensors, another one runs. Nothing of the first counts."""
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        checked = bool(os.environ.get(CHECK_NAN))
+        checked = CHECK_NAN.read()
         values: Seen = {}
         for _ in range(MOST_WAYS):
             assert compiled.reads is not None
@@ -536,7 +517,7 @@ class Step:
             warnings.warn(
                 f"the step has more than {self._most_programs} programs, one for each batch of other sizes: "
                 "the one that was not called for longest is dropped, and made again when it is needed; "
-                f"{PROGRAMS} says how many are kept",
+                f"{MOST_PROGRAMS.name} says how many are kept",
                 stacklevel=5,
             )
 
@@ -643,7 +624,7 @@ class Step:
         guard, own = guard_of(captured), copied(captured)
         made = plan(own, self.layout, self.place, known=home.compute, **told)
         home.compute.update(made.compute)
-        return partition(made, strict=bool(os.environ.get(STRICT))), guard
+        return partition(made, strict=STRICT.read()), guard
 
     def program_of(self, batch: Sequence[Any]) -> Program:
         """The program that a call with `batch` would run, without running anything."""
@@ -832,7 +813,7 @@ class Step:
 def layout_now(text: str | Layout | None) -> Layout:
     """The layout given, else the one of `tutti run --layout`, else data parallel over what there is."""
     if text is None:
-        text = os.environ.get(LAYOUT) or None
+        text = LAYOUT.read() or None
     if text is None:
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         text = f"data={world_size}" if world_size > 1 else ""

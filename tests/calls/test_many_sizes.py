@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 import tutti
 from ranks import Ranks
 from small_steps import trained
-from tutti import api
+from tutti.environment import MOST_PROGRAMS
 from tutti.errors import TuttiError
 from tutti.state.residence import residence_of
 
@@ -60,7 +60,7 @@ def test_ranks_train_as_one_over_many_lengths(ranks: Ranks, layout: str) -> None
 
 
 def test_no_more_programs_are_kept_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(api.PROGRAMS, "2")
+    monkeypatch.setenv(MOST_PROGRAMS.name, "2")
     model = nn.Linear(4, 4)
     step = tutti.distribute(lambda m, x: m(x).sum(), model, None, "")
     kept: list[weakref.ref[object]] = []
@@ -80,8 +80,8 @@ def test_no_more_programs_are_kept_than_asked_for(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("given", ["0", "-1", "many", "1.5", ""])
 def test_a_bound_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
-    monkeypatch.setenv(api.PROGRAMS, given)
-    with pytest.raises(TuttiError, match=f"{api.PROGRAMS}={given} is no number of programs"):
+    monkeypatch.setenv(MOST_PROGRAMS.name, given)
+    with pytest.raises(TuttiError, match=f"{MOST_PROGRAMS.name}={given} is no number of programs"):
         tutti.distribute(lambda m, x: m(x).sum(), nn.Linear(4, 4), None, "")
 
 
@@ -100,7 +100,7 @@ def held() -> dict[str, int]:
 @pytest.mark.filterwarnings("ignore:the step has")
 def test_what_lengths_leave_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over 60 lengths: after the first 20 nothing is left that was not there."""
-    monkeypatch.setenv(api.PROGRAMS, "4")
+    monkeypatch.setenv(MOST_PROGRAMS.name, "4")
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     step = tutti.distribute(trained(loss_of), model, optimizer, "")

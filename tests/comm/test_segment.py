@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tutti.comm import segment
 from tutti.comm.segment import SharedMemoryError, directory, make_segment, map_file, new_file
+from tutti.environment import SHARED_MEMORY
 
 FDS = Path("/proc/self/fd")
 
@@ -66,7 +67,7 @@ def test_all_see_what_one_writes() -> None:
 def test_it_has_no_name_and_is_this_users_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(segment.DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(SHARED_MEMORY.name, str(tmp_path))
     fd = new_file(5000)
     try:
         stat = os.fstat(fd)
@@ -99,7 +100,7 @@ def test_every_rank_gets_the_same_reason(
     problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = {"missing": str(tmp_path / "none"), "no such files": "/proc", "off": "off"}[problem]
-    monkeypatch.setenv(segment.DIRECTORY, where)
+    monkeypatch.setenv(SHARED_MEMORY.name, where)
     before = len(list(FDS.iterdir()))
     errors = made(3, 4096)
     assert len(errors) == 3 and all(isinstance(error, SharedMemoryError) for error in errors)

@@ -18,8 +18,8 @@ from torch.optim import SGD, AdamW, Optimizer
 import tutti
 import zoo
 from tape import record
+from tutti.environment import CUDA_GRAPH
 from tutti.execution.cuda_graph import (
-    CUDA_GRAPH,
     MOST_RECORDINGS,
     NUM_WARM_UP,
     RECORDERS,
@@ -59,7 +59,7 @@ REPLAYED = [n for n in EVERY if torch.cuda.is_available() or n not in OF_OPS]
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are recorded by a tape, on a CPU."""
-    monkeypatch.setenv(CUDA_GRAPH, "1")
+    monkeypatch.setenv(CUDA_GRAPH.name, "1")
     monkeypatch.setitem(RECORDERS, "cpu", record)
 
 
@@ -244,7 +244,7 @@ def test_state_in_place_of_other_state_and_results_that_stay() -> None:
 def test_nothing_is_recorded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDERS, "cpu", record)
     for value in ("", "0"):
-        monkeypatch.setenv(CUDA_GRAPH, value)
+        monkeypatch.setenv(CUDA_GRAPH.name, value)
         step = trained(zoo.CASES["gpt"], 1)[2]
         assert step._last.execution._recorded is None
 
@@ -280,7 +280,7 @@ def test_state_on_another_device_is_played_op_by_op(recorded: None) -> None:
 
 
 def test_a_model_on_a_cpu_is_played_op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CUDA_GRAPH, "1")
+    monkeypatch.setenv(CUDA_GRAPH.name, "1")
     with pytest.warns(UserWarning, match="op by op, since its model lies on cpu"):
         trained(zoo.CASES["gpt"], 1)
 
@@ -294,7 +294,7 @@ def test_what_cannot_be_recorded_is_played_op_by_op(
     monkeypatch.setitem(RECORDERS, "cpu", fail)
     with pytest.warns(UserWarning, match="since operation not permitted when stream is capturing "):
         losses, state, _ = trained(zoo.CASES["gpt"])
-    monkeypatch.delenv(CUDA_GRAPH)
+    monkeypatch.delenv(CUDA_GRAPH.name)
     wanted, state_wanted, _ = trained(zoo.CASES["gpt"])
     assert equal(losses, wanted) and equal(state, state_wanted)
 
@@ -374,7 +374,7 @@ def test_a_cuda_graph_is_the_step(
     """Up to what sums in another order do: a GPU adds an embedding's gradient in any order."""
     found: list[list[Tensor]] = []
     for asked in ("0", "1"):
-        monkeypatch.setenv(CUDA_GRAPH, asked)
+        monkeypatch.setenv(CUDA_GRAPH.name, asked)
         train_step, model, optimizer, batches = zoo.CASES[name].build()
         assert optimizer is not None
         exact_rates(optimizer)
@@ -394,7 +394,7 @@ def test_a_cuda_graph_is_the_step(
 @pytest.mark.gpu
 @needs_gpu
 def test_predicted_memory_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CUDA_GRAPH, "1")
+    monkeypatch.setenv(CUDA_GRAPH.name, "1")
     layers = [m for _ in range(6) for m in (nn.Linear(2048, 2048), nn.GELU())]
     model = nn.Sequential(*layers).cuda()
     step = tutti.distribute(wide_step, model, AdamW(model.parameters(), fused=True))

@@ -19,9 +19,9 @@ import torch
 import tutti
 from launch.processes import lives
 from ranks import context
-from tutti.comm.seconds import LINGER
+from tutti.environment import LINGER, LISTEN, ROLE, SECRET, SERVERS
 from tutti.launch import supervise, worker
-from tutti.launch.roles import LISTEN, ROLE, SECRET, SERVERS, Role, roles_of
+from tutti.launch.roles import Role, roles_of
 from tutti.launch.supervise import Supervisor
 from tutti.layout import Layout
 from tutti.serving.server_side import _stop_when_left
@@ -266,7 +266,7 @@ def test_the_others_go_on_only_where_there_are_others(
     class Played(Supervisor):
         def spawn(self, environment: dict[str, str], log: Path | None) -> Any:
             return {"worker 0": Brief(2, 1), "worker 1": Brief(20, 3), "server 0": Brief(60, 0)}[
-                environment[ROLE]
+                environment[ROLE.name]
             ]
 
     layout = Layout.parse(f"replica={3 if elsewhere else 2} server=1 sync=async")
@@ -292,7 +292,7 @@ def test_servers_that_nobody_can_come_to_are_stopped(
 
     class Played(Supervisor):
         def spawn(self, environment: dict[str, str], log: Path | None) -> Any:
-            server = environment[ROLE].startswith("server")
+            server = environment[ROLE.name].startswith("server")
             return Waiting(10**9, 0) if server else Brief(3, 1)
 
     layout = Layout.parse("replica=2 server=1 sync=async")
@@ -323,7 +323,7 @@ def test_servers_and_workers_that_are_started_apart(
     """As on two hosts: they share an address and a secret."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    monkeypatch.setenv(SECRET, "0123456789abcdef0123456789abcdef")
+    monkeypatch.setenv(SECRET.name, "0123456789abcdef0123456789abcdef")
     layout = Layout.parse("replica=2 server=1 sync=bounded(1, ahead, traffic=bf16)")
     *workers, server = roles_of(layout)
     codes: dict[str, int] = {}
@@ -337,9 +337,9 @@ def test_servers_and_workers_that_are_started_apart(
         return thread
 
     threads = [
-        start("servers", [server], **{LISTEN: address, LINGER.name: "0.5"}),
-        start("first", workers[:1], **{SERVERS: address}),
-        start("second", workers[1:], **{SERVERS: address}),
+        start("servers", [server], **{LISTEN.name: address, LINGER.name: "0.5"}),
+        start("first", workers[:1], **{SERVERS.name: address}),
+        start("second", workers[1:], **{SERVERS.name: address}),
     ]
     for thread in threads:
         thread.join(WAIT_SECONDS)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from tutti.environment import WITHOUT
 from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.passes import order
-from tutti.passes.order import PASSES, WITHOUT, optimized
+from tutti.passes.order import PASSES, optimized
 from tutti.passes.target import Target
 from tutti.verification.verify import Subject
 
@@ -43,7 +44,7 @@ def test_the_same_step_without_any_pass(
     subject: Subject, layout: str, left_out: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ",".join(p.name for p in PASSES) if left_out == "all" else left_out
-    monkeypatch.setenv(WITHOUT, names)
+    monkeypatch.setenv(WITHOUT.name, names)
     assert subject.verdict(Layout.parse(layout)).ok
 
 

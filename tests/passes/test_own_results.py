@@ -15,7 +15,8 @@ import tutti
 from ranks import Ranks
 from small_programs import Builder, lines
 from small_steps import step
-from tutti.passes.order import PASSES, WITHOUT
+from tutti.environment import WITHOUT
+from tutti.passes.order import PASSES
 from tutti.passes.own_results import own_results
 
 aten = torch.ops.aten
@@ -110,7 +111,7 @@ def test_results_stay_on_one_device(
     found: str, optimizer: str, without: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = ",".join(p.name for p in PASSES) if without == "all" else without
-    monkeypatch.setenv(WITHOUT, names)
+    monkeypatch.setenv(WITHOUT.name, names)
     assert same(kept(found, optimizer, ""), kept(found, optimizer, None))
 
 

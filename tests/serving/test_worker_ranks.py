@@ -16,7 +16,7 @@ import tutti
 from ranks import Ranks
 from server.split.test_rows import Tables, batch, train_step
 from serving.test_worker_side import OneServer
-from tutti.launch import roles
+from tutti.environment import ROLE, SERVERS
 from tutti.replicas.parts import rows as rows_of_replica
 from tutti.serving import worker_side
 
@@ -57,7 +57,7 @@ def _train() -> tuple[bool, int]:
         | {slot: torch.zeros_like(p) for slot in ("exp_avg", "exp_avg_sq")}
         for n, p in model.named_parameters()
     }
-    environment = {roles.ROLE: f"worker 0{'.1' if rank else ''}", roles.SERVERS: "nowhere:1"}
+    environment = {ROLE.name: f"worker 0{'.1' if rank else ''}", SERVERS.name: "nowhere:1"}
     with (
         mock.patch.dict(os.environ, environment),
         mock.patch.object(worker_side, "Client", Keeping),

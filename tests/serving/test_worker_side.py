@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tutti
 from server.split.test_rows import Tables, batch, train_step
-from tutti.launch import roles
+from tutti.environment import ROLE, SERVERS
 from tutti.replicas.parts import rows as rows_of_replica
 from tutti.server.protocol.session import Pushed
 from tutti.server.split.updater import GraphUpdater
@@ -65,8 +65,8 @@ def test_a_large_table_is_pulled_and_pushed_by_row(
 ) -> None:
     if "checked" in how:
         monkeypatch.setenv("TUTTI_CHECK_NAN", "1")
-    monkeypatch.setenv(roles.ROLE, "worker 0")
-    monkeypatch.setenv(roles.SERVERS, "nowhere:1")
+    monkeypatch.setenv(ROLE.name, "worker 0")
+    monkeypatch.setenv(SERVERS.name, "nowhere:1")
     monkeypatch.setattr(worker_side, "Client", OneServer)
     monkeypatch.setattr(worker_side.atexit, "register", lambda _: None)
     torch.manual_seed(0)

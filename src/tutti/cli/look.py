@@ -13,8 +13,8 @@ from typing import Any
 
 from tutti.api import LOOK, Step
 from tutti.capture.batch import called
+from tutti.environment import LAYOUT
 from tutti.errors import CaptureError
-from tutti.launch.records import LAYOUT
 
 
 class _Seen(BaseException):
@@ -37,8 +37,8 @@ def look(
         raise _Seen(step, batch)
 
     token = LOOK.set(first)
-    kept = sys.argv, sys.path[:], os.environ.get(LAYOUT)
-    os.environ[LAYOUT] = layout
+    kept = sys.argv, sys.path[:], os.environ.get(LAYOUT.name)
+    os.environ[LAYOUT.name] = layout
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
@@ -57,7 +57,7 @@ def look(
     finally:
         LOOK.reset(token)
         sys.argv, sys.path[:] = kept[0], kept[1]
-        os.environ.pop(LAYOUT)
+        os.environ.pop(LAYOUT.name)
         if kept[2] is not None:
-            os.environ[LAYOUT] = kept[2]
+            os.environ[LAYOUT.name] = kept[2]
     seen(step, batch)

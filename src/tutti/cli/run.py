@@ -34,7 +34,7 @@ def run(
     ] = 0,
 ) -> None:
     """Run SCRIPT on ranks of this host. For several hosts, use torchrun, or tutti serve."""
-    from tutti.comm.seconds import check_seconds
+    from tutti.environment import check_seconds
     from tutti.layout.layout import Layout
 
     parsed = Layout.parse(layout)
@@ -76,12 +76,13 @@ def _run_workers(
             f"and {first} to {last - 1} were to start here",
             fix="-n for how many here, --first for the number of the first",
         )
-    from tutti.launch.roles import SERVERS, checked_secret, worker_roles
+    from tutti.environment import SERVERS
+    from tutti.launch.roles import checked_secret, worker_roles
     from tutti.launch.supervise import Supervisor
 
     checked_secret()
     roles = worker_roles(layout, range(first, last))
-    command, environment = [str(script), *arguments], {SERVERS: servers}
+    command, environment = [str(script), *arguments], {SERVERS.name: servers}
     raise typer.Exit(
         Supervisor(layout, roles, command, environment=environment, log_dir=log_dir).run()
     )

@@ -44,16 +44,16 @@ def serve(
         )
     if repair and records is None:
         raise LayoutError("--repair without records", fix="--records DIR, the damaged directory")
-    from tutti.comm.seconds import LINGER
-    from tutti.launch.roles import LISTEN, RECORDS, REPAIR, SERVER, Role, checked_secret
+    from tutti.environment import LINGER, LISTEN, RECORDS, REPAIR
+    from tutti.launch.roles import SERVER, Role, checked_secret
     from tutti.launch.supervise import Supervisor
 
     checked_secret()
-    environment = {LINGER.name: str(linger), LISTEN: listen or "127.0.0.1:29600"}
+    environment = {LINGER.name: str(linger), LISTEN.name: listen or "127.0.0.1:29600"}
     if records is not None:
-        environment[RECORDS] = str(records.absolute())
+        environment[RECORDS.name] = str(records.absolute())
     if repair:
-        environment[REPAIR] = "1"
+        environment[REPAIR.name] = "1"
     command = [str(script), *(script_args or [])]
     supervisor = Supervisor(parsed, [Role(SERVER, number)], command, environment=environment)
     raise typer.Exit(supervisor.run())

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from tutti.comm.seconds import TIMEOUT
+from tutti.environment import TIMEOUT
 
 
 def collective_timeout() -> timedelta:

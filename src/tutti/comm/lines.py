@@ -20,12 +20,12 @@ from tutti.comm.exchange import exchange_texts
 from tutti.comm.group import Group
 from tutti.comm.groups import Groups
 from tutti.comm.handshake import Acceptor, Connector, RefusedError
+from tutti.environment import SECRET
 from tutti.errors import CommError
 
 _GREETING = b"tutti post 2"
 _RANK = struct.Struct("!I")
 _HANDSHAKE_SECONDS = 10.0
-_SECRET = "TUTTI_SECRET"  # noqa: S105  # a variable's name; the user's own, of all hosts
 _SIOCGIFADDR = 0x8915
 
 
@@ -66,7 +66,7 @@ def connect_lines(ranks: Sequence[int], groups: Groups) -> dict[int, socket.sock
 
 def _secret(tokens: list[str]) -> bytes:
     """What only ranks of this run know: torch.distributed carries the tokens without encryption."""
-    return hashlib.sha256("\0".join([*tokens, os.environ.get(_SECRET, "")]).encode()).digest()
+    return hashlib.sha256("\0".join([*tokens, SECRET.read()]).encode()).digest()
 
 
 def _listen(*, near: bool) -> socket.socket:

@@ -35,7 +35,7 @@ from torch import Tensor
 from tutti.comm import letters
 from tutti.comm.awake import AwakeClock
 from tutti.comm.letters import Letter
-from tutti.comm.seconds import LEASE
+from tutti.environment import LEASE
 from tutti.errors import CommError
 
 # Signs of life in a lease. Time is counted in the same parts, so one or two that are late do no harm.

@@ -20,11 +20,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tutti.environment import SHARED_MEMORY
+
 T = TypeVar("T")
 
-# Where segments are made; "off" leaves all ranks to torch.distributed.
-DIRECTORY = "TUTTI_SHARED_MEMORY"
-DEFAULT_DIRECTORY = "/dev/shm"  # noqa: S108  # files without a name, mode 0600
 
 # Each rank gives a text and gets those of all ranks of the group, in its order.
 Exchange = Callable[[str], list[str]]
@@ -36,7 +35,7 @@ class SharedMemoryError(RuntimeError):
 
 def directory() -> Path | None:
     """The shared-memory filesystem to use; None where it is switched off."""
-    name = os.environ.get(DIRECTORY) or DEFAULT_DIRECTORY
+    name = SHARED_MEMORY.read()
     return None if name == "off" else Path(name)
 
 
@@ -79,7 +78,7 @@ def new_file(nbytes: int) -> int:
     """
     where = directory()
     if where is None:
-        raise OSError(0, f"{DIRECTORY}=off")
+        raise OSError(0, f"{SHARED_MEMORY.name}=off")
     fd = os.open(where, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, nbytes)

@@ -12,8 +12,8 @@ import os
 import platform
 from collections.abc import Callable
 
-# "0" leaves the allocator as it is.
-KEEP = "TUTTI_KEEP_MEMORY"
+from tutti.environment import KEEP_MEMORY
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 2**31 - 1
 GROWN = 1.25
@@ -26,7 +26,7 @@ def keep_freed_memory() -> bool:
     user, are respected.
     """
     given = any(name.startswith("MALLOC_") for name in os.environ)
-    if os.environ.get(KEEP) == "0" or given or platform.libc_ver()[0] != "glibc":
+    if not KEEP_MEMORY.read() or given or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGEST) and mallopt(_M_TRIM_THRESHOLD, _LARGEST))

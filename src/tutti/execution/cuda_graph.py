@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.environment import CUDA_GRAPH
 from tutti.graph import collectives
 from tutti.graph.draw import draw
 from tutti.graph.loop import graphs_of
 from tutti.graph.updates import KERNELS
 from tutti.partition.partition import Program
 
-CUDA_GRAPH = "TUTTI_CUDA_GRAPH"
 # Calls that are played op by op first: libraries set themselves up when they are first used.
 NUM_WARM_UP = 2
 MOST_RECORDINGS = 8
@@ -101,7 +101,7 @@ RECORDERS: dict[str, Recorder] = {"cuda": on_gpu}  # by the kind of device
 
 def asked_for() -> bool:
     """Whether the user wants steps recorded."""
-    return os.environ.get(CUDA_GRAPH, "") not in ("", "0")
+    return CUDA_GRAPH.read()
 
 
 def obstacle(

@@ -14,10 +14,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from tutti.comm.seconds import check_seconds
+from tutti.environment import LAYOUT, RUN_DIR, check_seconds
 from tutti.launch import failures
 from tutti.launch.guard import Guard
-from tutti.launch.records import LAYOUT, RUN_DIR, Lost, read_record
+from tutti.launch.records import Lost, read_record
 from tutti.launch.run_dir import RunDir
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -140,12 +140,12 @@ def _worker_environment(num_ranks: int, run_dir: Path, layout: str) -> dict[str,
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     environment = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-        RUN_DIR: str(run_dir),
+        RUN_DIR.name: str(run_dir),
         # Else the agent opens a store for its ranks, which anybody may write to, on every interface.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if layout:
-        environment[LAYOUT] = layout
+        environment[LAYOUT.name] = layout
     if sys.platform == "linux":
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment[name] = os.environ.get(name, "lo")

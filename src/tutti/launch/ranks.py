@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tutti.comm.group import collective_timeout
-from tutti.comm.seconds import check_seconds
-from tutti.launch.records import RUN_DIR
+from tutti.environment import RUN_DIR, check_seconds
 from tutti.launch.waits import watch_waits
 
 LEAVE_SECONDS = 0.1
@@ -52,7 +51,7 @@ def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:
 
     With servers each worker's ranks are a group of their own, and never meet those of another.
     """
-    run_dir = os.environ.get(RUN_DIR)
+    run_dir = RUN_DIR.read()
     if run_dir is None:
         return {"init_method": "env://"}
     path = os.path.join(run_dir, f"ranks{group or ''}.store")

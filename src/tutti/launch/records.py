@@ -8,10 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-# What the launcher tells the ranks.
-RUN_DIR = "TUTTI_RUN_DIR"
-LAYOUT = "TUTTI_LAYOUT"
-
 
 @dataclass(frozen=True)
 class Failure:

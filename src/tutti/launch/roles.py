@@ -1,32 +1,22 @@
 """What this process is in a run with servers: a worker or a server, which one, and where the servers are.
 
-TUTTI_ROLE      "worker 2" or "server 0"; of a worker of several ranks "worker 2.1" is the second
-TUTTI_SERVERS   "host:port,host:port"; without it the servers of one host write their addresses to the
-                run's directory
-TUTTI_SECRET    what workers must know
-TUTTI_LISTEN    where a server listens, 127.0.0.1 and a free port by default
-TUTTI_RECORDS   the directory in which a server keeps its records
-TUTTI_REPAIR    "1": where these are damaged, go on from those before
-TUTTI_TLS       "certificate,key,authority": three files
+Variables of the environment say so (`environment.py`). Without TUTTI_SERVERS the servers of one host write
+their addresses to the run's directory.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.comm.group import collective_timeout
+from tutti.environment import ROLE, RUN_DIR, SECRET, SERVERS, TLS
 from tutti.errors import LayoutError, ServerError
-from tutti.launch.records import RUN_DIR
 from tutti.layout import Layout
 from tutti.server.wire.tls import Tls
 
-ROLE, SERVERS, SECRET = "TUTTI_ROLE", "TUTTI_SERVERS", "TUTTI_SECRET"
-LISTEN, RECORDS, TLS = "TUTTI_LISTEN", "TUTTI_RECORDS", "TUTTI_TLS"
-REPAIR = "TUTTI_REPAIR"
 WORKER, SERVER = "worker", "server"
 _POLL_SECONDS = 0.05
 
@@ -73,7 +63,7 @@ def role_now(layout: Layout) -> Role:
     Raises:
         LayoutError: it was not started as part of a run with servers.
     """
-    text = os.environ.get(ROLE, "")
+    text = ROLE.read()
     if not text:
         raise LayoutError(
             f'layout "{layout}" has servers, but this process is neither a worker nor a server',
@@ -85,28 +75,29 @@ def role_now(layout: Layout) -> Role:
 
 def secret() -> str:
     """What workers and servers share; "" where there is none."""
-    return os.environ.get(SECRET, "")
+    return SECRET.read()
 
 
 def checked_secret() -> None:
     """Raise `ServerError` unless processes of several hosts were given what they share."""
-    if not secret() and not os.environ.get(TLS):
+    if not secret() and not TLS.read():
         raise ServerError(
-            f"{SECRET} is not set",
+            f"{SECRET.name} is not set",
             why="servers and workers of several hosts must share a secret, or have certificates",
-            fix=f"{SECRET}=$(openssl rand -hex 32), the same everywhere; or {TLS}=certificate,key,authority",
+            fix=f"{SECRET.name}=$(openssl rand -hex 32), the same everywhere; "
+            f"or {TLS.name}=certificate,key,authority",
         )
 
 
 def tls() -> Tls | None:
     """The certificates of this process, where it has some."""
-    given = os.environ.get(TLS, "")
+    given = TLS.read()
     if not given:
         return None
     files = [Path(x) for x in given.split(",")]
     if len(files) != 3:
         raise ServerError(
-            f'{TLS}="{given}" names {len(files)} files', fix="certificate,key,authority"
+            f'{TLS.name}="{given}" names {len(files)} files', fix="certificate,key,authority"
         )
     return Tls(certificate=files[0], key=files[1], authority=files[2])
 
@@ -132,7 +123,7 @@ def addresses(layout: Layout) -> list[str]:
     Raises:
         ServerError: too few are named, or they do not come in time.
     """
-    given = [x.strip() for x in os.environ.get(SERVERS, "").split(",") if x.strip()]
+    given = [x.strip() for x in SERVERS.read().split(",") if x.strip()]
     if given:
         if len(given) != layout.server:
             raise ServerError(
@@ -154,5 +145,5 @@ def addresses(layout: Layout) -> list[str]:
 
 
 def _address_file(server: int) -> Path | None:
-    directory = os.environ.get(RUN_DIR)
+    directory = RUN_DIR.read()
     return Path(directory) / f"server{server}.address" if directory else None

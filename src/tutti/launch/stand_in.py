@@ -19,7 +19,8 @@ import signal
 import sys
 from pathlib import Path
 
-from tutti.launch.records import LAYOUT, Failure, Joined, Lost, read_record, write_record
+from tutti.environment import LAYOUT
+from tutti.launch.records import Failure, Joined, Lost, read_record, write_record
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_PDEATHSIG = 1
@@ -36,7 +37,7 @@ def stand_in(rank: int, run_dir: Path) -> None:
 
     If the rank is lost once its replica has joined the others, the old process notes that and ends well.
     """
-    layout = os.environ.get(LAYOUT, "")
+    layout = LAYOUT.read()
     if "replica=" not in layout or "server=" in layout:  # `supervise` starts what has servers
         return
     pid = os.fork()

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tutti.comm.seconds import check_seconds
+from tutti.environment import LAYOUT, RECORDS, ROLE, RUN_DIR, SECRET, check_seconds
 from tutti.launch import failures
 from tutti.launch.guard import Guard
-from tutti.launch.records import LAYOUT, RUN_DIR, Failure, read_record
-from tutti.launch.roles import RECORDS, ROLE, SECRET, SERVER, WORKER, Role
+from tutti.launch.records import Failure, read_record
+from tutti.launch.roles import SERVER, WORKER, Role
 from tutti.launch.run_dir import RunDir
 from tutti.layout import Layout
 from tutti.server.protocol import consistency
@@ -89,12 +89,12 @@ class Supervisor:
         threads = max(1, (os.cpu_count() or 1) // len(self.roles))
         self.environment = {
             "OMP_NUM_THREADS": str(threads),
-            SECRET: secrets.token_hex(32),
-            RECORDS: str(self.run_dir / "records"),
+            SECRET.name: secrets.token_hex(32),
+            RECORDS.name: str(self.run_dir / "records"),
             **os.environ,
             **(environment or {}),
-            RUN_DIR: str(self.run_dir),
-            LAYOUT: str(layout),
+            RUN_DIR.name: str(self.run_dir),
+            LAYOUT.name: str(layout),
         }
         self.apart = consistency.parse(layout.sync).apart
         self.started: list[Started] = []
@@ -135,7 +135,7 @@ class Supervisor:
         size = self.layout.worker_size if role.kind == WORKER else 1
         environment = {
             **self.environment,
-            ROLE: str(role),
+            ROLE.name: str(role),
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
         }

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tutti.comm.awake import AwakeClock
+from tutti.environment import RUN_DIR
 from tutti.launch.asking import Answer, answer, ask
-from tutti.launch.records import RUN_DIR, Waited, write_record
+from tutti.launch.records import Waited, write_record
 from tutti.launch.whereabouts import Stack, Waiting, main_stack, wait
 
 LOOK_SECONDS = 0.5
@@ -125,7 +126,7 @@ def watch_waits() -> None:
         return
     _started[:] = [os.getpid()]
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    directory = os.environ.get(RUN_DIR)
+    directory = RUN_DIR.read()
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     clock = time.pthread_getcpuclockid(main_thread)

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from tutti.environment import RUN_DIR
 from tutti.errors import CommError, TuttiError
 from tutti.launch.records import (
     Exit,
@@ -43,7 +44,7 @@ RECORD_SECONDS, POLL_SECONDS = 1.0, 0.01
 
 def main() -> None:
     """Run the script named on the command line as `__main__`."""
-    rank, run_dir = int(os.environ["RANK"]), Path(os.environ["TUTTI_RUN_DIR"])
+    rank, run_dir = int(os.environ["RANK"]), Path(RUN_DIR.read())
     note_pid(run_dir, rank)
     _detach()
     stand_in(rank, run_dir)

@@ -7,12 +7,12 @@ another one: that is how a pass is measured, and how a wrong one is found.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch import fx
 
+from tutti.environment import WITHOUT
 from tutti.errors import LayoutError
 from tutti.graph.liveness import peak_with_given
 from tutti.graph.loop import REDUCE, loop
@@ -43,9 +43,6 @@ from tutti.passes.shared_state import (
 )
 from tutti.passes.simplify import simplify
 from tutti.passes.target import Target
-
-# Names of passes to leave out, with commas.
-WITHOUT = "TUTTI_WITHOUT"
 
 
 def _already(graph: fx.Graph, program: Program, target: Target) -> None:
@@ -182,7 +179,7 @@ def rematerialized(program: Program, target: Target, without: Collection[str]) -
 
 def left_out_by_environment() -> frozenset[str]:
     """The names in `TUTTI_WITHOUT`."""
-    return frozenset(filter(None, os.environ.get(WITHOUT, "").replace(" ", "").split(",")))
+    return frozenset(filter(None, WITHOUT.read().replace(" ", "").split(",")))
 
 
 def refuse_unknown(names: Collection[str]) -> None:

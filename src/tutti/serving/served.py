@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from tutti.launch.roles import ROLE, WORKER, Role, role_now
+from tutti.environment import ROLE
+from tutti.launch.roles import WORKER, Role, role_now
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.server.protocol import consistency
 from tutti.server.split.three_parts import Split
 from tutti.serving.server_side import serve
-from tutti.serving.worked import STRICT, Holder, Worked, parts_of
+from tutti.serving.worked import Holder, Worked, parts_of
 from tutti.serving.worker_side import WorkerSide
 
 __all__ = [
-    "STRICT",
     "Served",
     "Worked",
     "layout_of_evaluation",
@@ -86,12 +85,12 @@ def state_replaced(served: Served | None) -> Iterator[None]:
 
 def writes(served: Served | None) -> bool:
     """Whether this process writes checkpoints: of workers and servers the ranks of the first worker."""
-    role = Role.parse(os.environ.get(ROLE, f"{WORKER} 0"))
+    role = Role.parse(ROLE.read() or f"{WORKER} 0")
     return served is None or (role.kind, role.number) == (WORKER, 0)
 
 
 def layout_of_evaluation(layout: Layout) -> Layout:
     """Where a step without an optimizer runs: on a worker's ranks, or on one server alone."""
-    role = Role.parse(os.environ.get(ROLE, f"{WORKER} 0"))
+    role = Role.parse(ROLE.read() or f"{WORKER} 0")
     alone = layout.server and role.kind != WORKER
     return replace(layout.of_one, axes={}) if alone else layout.of_one

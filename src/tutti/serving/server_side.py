@@ -14,7 +14,7 @@ from tutti.calls.guards import refuse_other_layouts
 from tutti.capture.first_form import make_slots
 from tutti.capture.lift import state_of
 from tutti.capture.step import Captured, capture
-from tutti.comm.seconds import LINGER
+from tutti.environment import LINGER, LISTEN, RECORDS, REPAIR
 from tutti.launch import roles
 from tutti.launch.roles import Role
 from tutti.layout import Layout
@@ -77,7 +77,7 @@ def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
         secret=roles.secret(),
         tls=roles.tls(),
         directory=_records(role),
-        repair=os.environ.get(roles.REPAIR) == "1",
+        repair=REPAIR.read(),
     )
     roles.publish(role, service.address)
     threading.Thread(target=_stop_when_left, args=(service,), daemon=True).start()
@@ -96,11 +96,11 @@ def whole_state(step: Holder, names: set[str]) -> dict[str, dict[str, Tensor]]:
 
 def _address(role: Role) -> str:
     """Where to listen: after a restart where the workers know it."""
-    return os.environ.get(roles.LISTEN) or roles.published(role) or "127.0.0.1:0"
+    return LISTEN.read() or roles.published(role) or "127.0.0.1:0"
 
 
 def _records(role: Role) -> str | None:
-    directory = os.environ.get(roles.RECORDS)
+    directory = RECORDS.read()
     return os.path.join(directory, str(role).replace(" ", "")) if directory else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx, nn
 
+from tutti.environment import STRICT
 from tutti.execution.allocator import give_back_now
 from tutti.execution.checked import Checked
 from tutti.execution.generate import generate
@@ -29,7 +29,6 @@ from tutti.serving.server_side import captured_for
 from tutti.state.residence import residence_of
 
 # Set to anything, an op without a rule is an error instead of a warning.
-STRICT = "TUTTI_STRICT"
 
 
 class Holder(Protocol):
@@ -110,6 +109,6 @@ def parts_of(
     made = split(captured_for(step, batch, apart=apart), tables=tables)
     part = (alone if apart else together)(made)
     known = residence_of(step.model, step.layout).compute
-    strict = bool(os.environ.get(STRICT))
+    strict = STRICT.read()
     laid_out = worker_layout(step.layout, alone=apart)
     return made, part, worker_program(part, laid_out, step.place, known=known, strict=strict)

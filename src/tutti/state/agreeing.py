@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,8 @@ from tutti.capture.lift import StateTensor, optimizers_of, state_of
 from tutti.checkpoint.files import Reading
 from tutti.checkpoint.unanimous import ranks_of
 from tutti.comm.group import collective_timeout
-from tutti.launch.records import RUN_DIR, GivenUp, Joined, write_record
+from tutti.environment import RUN_DIR
+from tutti.launch.records import GivenUp, Joined, write_record
 from tutti.layout import Layout
 from tutti.replicas import parts, strategies
 from tutti.replicas.strategy import AVERAGED
@@ -74,7 +74,7 @@ class Agreeing:
         group = dist.new_group(timeout=collective_timeout())
         assert isinstance(group, dist.ProcessGroup)
         self.saving = tuple(range(self.layout.num_replicas)), group
-        if run_dir := os.environ.get(RUN_DIR):
+        if run_dir := RUN_DIR.read():
             write_record(Path(run_dir), Joined(dist.get_rank(), self.replica))
         if self.unread is not None:
             reading = Reading(self.unread, ranks_of())
@@ -177,7 +177,7 @@ def give_up_lost(step: Holder) -> bool:
     if len(left) == step.layout.num_replicas:
         return False
     for rank in range(mesh.num_ranks):
-        if mesh.coordinates(rank)["replica"] not in left and (run_dir := os.environ.get(RUN_DIR)):
+        if mesh.coordinates(rank)["replica"] not in left and (run_dir := RUN_DIR.read()):
             write_record(Path(run_dir), GivenUp(rank))
     return True
 

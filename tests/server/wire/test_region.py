@@ -13,7 +13,7 @@ from torch import Tensor
 from server.protocol.test_simulated import synchronous
 from server.protocol.updaters import LR, ClippedAdam, Sgd, gradient
 from server.wire.running import all_at_once, client, like, services, train
-from tutti.comm.segment import DIRECTORY
+from tutti.environment import SHARED_MEMORY
 from tutti.server.protocol.update import WEIGHT
 from tutti.server.wire import region
 from tutti.server.wire.codec import MalformedError
@@ -51,7 +51,7 @@ def test_step_is_one_device_through_shared_memory(taken: list[int]) -> None:
 def test_without_it_everything_goes_through_sockets(
     taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DIRECTORY, "off")
+    monkeypatch.setenv(SHARED_MEMORY.name, "off")
     updater = Sgd()
     with services(updater, "async", 1) as running:
         train(updater, "async", [running[0].address], 0, 3)

@@ -1,13 +1,29 @@
-"""Seconds in the environment: numbers are taken, anything else is refused by the variable's name."""
+"""The environment: one table of variables; what is no value is refused by the variable's name."""
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
+import tutti
 from tutti.comm.group import collective_timeout
 from tutti.comm.post import lease_seconds
-from tutti.comm.seconds import LEASE, LINGER, TIMEOUT, Seconds, check_seconds
-from tutti.errors import LayoutError
+from tutti.environment import (
+    CHECK_NAN,
+    KEEP_MEMORY,
+    LEASE,
+    LINGER,
+    MOST_PROGRAMS,
+    SHARED_MEMORY,
+    TIMEOUT,
+    VARIABLES,
+    Seconds,
+    check_seconds,
+)
+from tutti.errors import LayoutError, TuttiError
 
 ODD = [
     "",
@@ -57,3 +73,27 @@ def test_they_are_read_when_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> 
     assert collective_timeout().total_seconds() == 1.5
     with pytest.raises(LayoutError, match='TUTTI_LEASE="inf"'):
         lease_seconds()
+
+
+def test_no_other_file_names_a_variable_to_read_it() -> None:
+    """In texts for people they may stand; a string that is a name alone is there to be read."""
+    source = Path(tutti.__file__).parent
+    found = [
+        f"{path.relative_to(source)}:{node.lineno} {node.value}"
+        for path in sorted(source.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and re.fullmatch(r"TUTTI_\w+", str(node.value))
+    ]
+    known = [one.name for one in VARIABLES]
+    assert [x.split()[1] for x in found] == known and len(set(known)) == len(known)
+    assert all(x.startswith("environment.py:") for x in found)
+
+
+def test_switches_and_counts() -> None:
+    for text, on in (("1", True), ("yes", True), ("0", False), ("", False)):
+        assert CHECK_NAN.read({CHECK_NAN.name: text}) == on
+    assert KEEP_MEMORY.read({}) and not KEEP_MEMORY.read({KEEP_MEMORY.name: "0"})
+    assert SHARED_MEMORY.read({SHARED_MEMORY.name: ""}) == SHARED_MEMORY.default
+    assert MOST_PROGRAMS.read({MOST_PROGRAMS.name: "7"}) == 7
+    with pytest.raises(TuttiError, match="TUTTI_MOST_PROGRAMS=0 is no number of programs"):
+        MOST_PROGRAMS.read({MOST_PROGRAMS.name: "0"})
