@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from tutti.capture.lift import numbers
 from tutti.capture.step import capture
 from tutti.layout import Layout
-from tutti.replicas import parts
+from tutti.replicas import replica_rows
 from tutti.server.protocol import consistency
 from tutti.server.protocol.keys import blocks
 from tutti.server.protocol.ledger import Ledger
 from tutti.server.protocol.update import WEIGHT
-from tutti.server.protocol.virtual import VirtualServers
+from tutti.server.protocol.virtual_servers import VirtualServers
 from tutti.server.split.program import worker_program
 from tutti.server.split.three_parts import split
 from tutti.server.split.updater import GraphUpdater
-from tutti.server.split.worker import alone
+from tutti.server.split.worker_part import alone
 from tutti.serving.server_side import whole_state
 from tutti.serving.worked import Worked
 
@@ -144,9 +144,9 @@ class Asynchronous:
         captured, given = self.worked.program.captured, numbers(self.optimizer, [])
         held = dict(self.model.named_buffers()) | weights
         inputs: list[Any] = [held[s.name] for s in captured.state] + [*given.values(), *rows]
-        returned, _ = self.worked.run(inputs, parts.seed_of(self.seed, w), k)
+        returned, _ = self.worked.run(inputs, replica_rows.seed_of(self.seed, w), k)
         _, gradients, extra = self.part.parts(returned)
         return gradients, given | extra
 
     def _rows(self, batch: Sequence[Tensor], worker: int) -> list[Tensor]:
-        return parts.rows(list(batch), worker, self.num_workers)
+        return replica_rows.rows(list(batch), worker, self.num_workers)

@@ -29,7 +29,7 @@ import tutti
 from tutti.capture.step import capture, copied
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
-from tutti.passes.order import optimized
+from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.propagate.plan import plan
 

@@ -4,9 +4,9 @@
     python -m benchmarks.convergence --lrs 4e-3 8e-3 1.6e-2     # tune the learning rate of each
 
 The model and the text of `examples/gpt.py`. Each replica trains a model of its own on its rows of the same
-batches, with an AdamW of its own; what they exchange is played by `tutti.replicas.virtual`, and the loss
-is that of the mean of their weights. Workers push gradients of their rows of the same batches to servers,
-played by `tutti.server.protocol.virtual`; the loss is that of the servers' weights. Each is compared with one
+batches, with an AdamW of its own; `virtual_replicas.py` plays what they exchange, and the loss is that of the
+mean of their weights. Workers push gradients of their rows of the same batches to servers, which
+`virtual_servers.py` plays; the loss is that of the servers' weights. Each is compared with one
 program on batches as large as theirs together. Writes a table, a plot, and every run to
 `benchmarks/results`; runs that are there already are not repeated: give another --out to make them all.
 """
@@ -34,11 +34,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.asynchronous import Asynchronous
 from tutti.layout.layout import WITH_SERVERS
-from tutti.replicas import parts
+from tutti.replicas import replica_rows
 from tutti.replicas.mean import mean_of
 from tutti.replicas.strategies import parse
 from tutti.replicas.strategy import Weights
-from tutti.replicas.virtual import Replicas
+from tutti.replicas.virtual_replicas import Replicas
 from tutti.server.protocol import consistency
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
@@ -124,7 +124,7 @@ class Replicated:
         for r, (model, (optimizer, schedule)) in enumerate(
             zip(self.models, self.made, strict=True)
         ):
-            self.gpt.train_step(model, optimizer, *parts.rows(batch, r, len(self.models)))
+            self.gpt.train_step(model, optimizer, *replica_rows.rows(batch, r, len(self.models)))
             schedule.step()
         if self.agreeing is not None:
             changed = self.agreeing.after(k + 1, self._each())

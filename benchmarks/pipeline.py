@@ -29,7 +29,7 @@ from benchmarks.models import CASES, Case, LlamaCase, optimizer
 from tutti.execution import loops
 from tutti.graph.loop import Part
 from tutti.graph.playing import Row, play
-from tutti.planner.simulate import simulate
+from tutti.planner.simulator import simulate
 
 NUM_MICRO, NUM_STEPS, NUM_WARM = 8, 9, 3
 LLAMA = LlamaCase(

@@ -23,7 +23,7 @@ from tutti.capture.step import capture
 from tutti.execution.generate import generate
 from tutti.layout import Layout, Mesh
 from tutti.partition.partition import partition
-from tutti.passes.order import optimized
+from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.propagate.plan import plan
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.cells import Cell, cell, write
 from tutti.layout import Layout
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 # The models are those of the test suite.
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

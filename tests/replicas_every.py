@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tutti.replicas.strategies import parse
 from tutti.replicas.strategy import Weights
-from tutti.replicas.virtual import Replicas
+from tutti.replicas.virtual_replicas import Replicas
 
 # Each with the number of replicas it is tried with. None sends coded messages.
 EXACT = [

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import runs
 import tutti
-from tutti.replicas.parts import rows
+from tutti.replicas.replica_rows import rows
 from tutti.replicas.strategies import parse
-from tutti.replicas.virtual import Replicas
+from tutti.replicas.virtual_replicas import Replicas
 
 State = dict[str, NDArray[Any]]
 PLACE = {"0.weight": "tensor, -"}

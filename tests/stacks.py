@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import zoo
 from tutti.layout import Layout
-from tutti.verification.verify import Subject, Verdict
+from tutti.verification.verdict import Subject, Verdict
 from zoo_steps import IGNORED, Batch, cross_entropy, plain_step, update
 
 # Rows of a batch: 2, 4, 7 and 14 divide them.

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 import zoo
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.verification.verify import Subject, Verdict
+from tutti.verification.verdict import Subject, Verdict
 
 
 def subject(name: str, precision: str = "fp32") -> Subject:

@@ -124,6 +124,11 @@ def test_rooms_of_a_package_keep_apart(package: str) -> None:
     assert found == []
 
 
+def test_no_two_files_have_one_name() -> None:
+    names = [name.split(".")[-1] for name in find_modules(SOURCE)]
+    assert sorted({n for n in names if names.count(n) > 1}) == ["__init__"]
+
+
 def test_layers_name_each_package_once() -> None:
     names = [name for names in LAYERS for name in names]
     assert len(names) == len(set(names))

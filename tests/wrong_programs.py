@@ -13,7 +13,7 @@ from subjects import subject
 from tutti.graph import collectives
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.verification.verify import Verdict
+from tutti.verification.verdict import Verdict
 
 aten = torch.ops.aten
 

@@ -24,7 +24,7 @@ IMPORTED_ONCE = [
     "torch",
     "tutti.api",
     "tutti.launch.ranks",
-    "tutti.verification.verify",
+    "tutti.verification.verdict",
     "transformers",
 ]
 RANK_SECONDS = "20"  # how long a collective waits for its peers

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tutti.layout import Layout, Mesh, Sharding
     from tutti.rules import add_rule as rule
     from tutti.state.whole import whole
-    from tutti.verification.verify import Verdict
+    from tutti.verification.verdict import Verdict
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ __all__ = [
 # processes that capture nothing start twice as fast.
 _HOMES = {
     "Step": "tutti.api",
-    "Verdict": "tutti.verification.verify",
+    "Verdict": "tutti.verification.verdict",
     "distribute": "tutti.api",
     "rule": "tutti.rules",
     "shard_as": "tutti.graph.boundary",

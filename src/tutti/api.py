@@ -29,9 +29,9 @@ from tutti.calls.numbers import Numbers
 from tutti.calls.outside_state import Outside, refuse_where_served
 from tutti.calls.processors import refuse_unlike
 from tutti.calls.python_values import PythonValues
-from tutti.calls.samples import Samples
 from tutti.calls.signature import Signatures
 from tutti.calls.tables import are_same
+from tutti.calls.weight_samples import Samples
 from tutti.capture.batch import taken
 from tutti.capture.first_form import FirstStepAhead, awaiting, first_step_ahead, make_slots
 from tutti.capture.lift import optimizers_of, state_of
@@ -57,12 +57,12 @@ from tutti.launch.roles import SERVER
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.timed import Timed
-from tutti.propagate.batch import BatchDim, Dims, dims_of
+from tutti.propagate.batch_dim import BatchDim, Dims, dims_of
 from tutti.propagate.empty_batch import refuse_empty
 from tutti.propagate.plan import plan
-from tutti.replicas import parts, strategies
-from tutti.report.explain import explain as explain_program
-from tutti.report.records import Record, records
+from tutti.replicas import replica_rows, strategies
+from tutti.report.collective_records import Record, records
+from tutti.report.explanation import explain as explain_program
 from tutti.report.servers import explain_servers
 from tutti.saving import step_checkpoint
 from tutti.server.protocol import consistency
@@ -94,7 +94,7 @@ from tutti.state.shards import StateShard, unguarded
 from tutti.state.taken import take_over
 from tutti.state.whole import Whole, model_state
 from tutti.verification.copies import copies_in_place
-from tutti.verification.verify import Verdict, compare
+from tutti.verification.verdict import Verdict, compare
 from tutti.verification.verify_replicas import compare_replicas
 from tutti.verification.verify_servers import compare_servers
 
@@ -570,7 +570,7 @@ class Step:
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
         # Compares the ranks' programs, before anything is cut.
-        seed = parts.seed_of(self.seed, home.replica)
+        seed = replica_rows.seed_of(self.seed, home.replica)
         was_traced = not self._captures.is_resized  # else all of Python is as it was
         execution = Execution(program, seed, home, cut=self.cut, gives_back=was_traced)
         settle(self.model, self.optimizer, home, run_device(self.model), self.seed)

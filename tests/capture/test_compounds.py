@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from tutti.capture.canonical import canonicalize
 from tutti.capture.compounds import COMPOUNDS
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.rules.sample import Sample, f, ints, pairs, positive, sample, some
 

@@ -18,8 +18,8 @@ from tutti.capture.fused import qualifies
 from tutti.capture.lift import create_slots
 from tutti.capture.step import Captured, capture
 from tutti.errors import CaptureError
-from tutti.graph.updates import BY_OP
-from tutti.verification.verify import Subject
+from tutti.graph.fused_updates import BY_OP
+from tutti.verification.verdict import Subject
 
 Make = Callable[..., Optimizer]
 

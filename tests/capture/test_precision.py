@@ -18,7 +18,7 @@ from tutti.capture.precision import DTYPES, computing
 from tutti.capture.step import Captured, capture
 from tutti.errors import LayoutError
 from tutti.layout.layout import PRECISIONS
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 aten = torch.ops.aten
 MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.matmul.default)

@@ -16,9 +16,9 @@ import zoo
 from subjects import subject
 from tutti.capture.step import Captured, capture
 from tutti.graph.draw import draw
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 from zoo_steps import token_batch
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from tutti.comm.hierarchical import Hierarchical
 from tutti.comm.process_groups import ProcessGroups
 from tutti.comm.shared_memory import SharedGroup
 from tutti.comm.transport import Distributed
-from tutti.graph.segments import join, split
+from tutti.graph.dim_segments import join, split
 from tutti.layout.mesh import Mesh
 from ways import GLOO, SHARED, TWO_LEVELS, WAYS, by
 

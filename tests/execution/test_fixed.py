@@ -12,7 +12,7 @@ from small_programs import Builder
 from tutti.execution.fixed import Fixed
 from tutti.execution.generate import generate
 from tutti.graph import collectives
-from tutti.graph.segments import split
+from tutti.graph.dim_segments import split
 from tutti.layout import Mesh
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from small_programs import Builder
 from tutti.execution.generate import Generated, generate
+from tutti.graph.fused_updates import KERNELS
 from tutti.graph.product import product
-from tutti.graph.updates import KERNELS
 from tutti.layout import Mesh
 from tutti.passes.overwriting import overwriting_lists
 

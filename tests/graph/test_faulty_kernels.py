@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import tutti
 from small_steps import trained
-from tutti.graph import updates
+from tutti.graph import fused_updates
 from tutti.graph.faulty_kernels import is_faulty
-from tutti.graph.updates import KERNELS, Kernel
+from tutti.graph.fused_updates import KERNELS, Kernel
 
 CPU = torch.device("cpu")
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ def test_a_kernel_that_is_right_everywhere_is_used(kernel: Kernel, dtype: torch.
 @pytest.mark.parametrize("entries", [slice(0, 32), slice(64, None), slice(5, 6)])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_a_kernel_that_leaves_entries_as_they_were_is_found(kernel: Kernel, entries: slice) -> None:
-    right = updates._FUSED[kernel.name]
+    right = fused_updates._FUSED[kernel.name]
 
     def wrong(params: list[Tensor], *lists: Any, **numbers: Any) -> None:
         before = [p[entries].clone() for p in params]
@@ -49,7 +49,7 @@ def test_a_kernel_that_leaves_entries_as_they_were_is_found(kernel: Kernel, entr
         for p, old in zip(params, before, strict=True):
             p[entries] = old
 
-    with mock.patch.dict(updates._FUSED, {kernel.name: wrong}):
+    with mock.patch.dict(fused_updates._FUSED, {kernel.name: wrong}):
         assert is_faulty(kernel, CPU, torch.float32)
     is_faulty.cache_clear()
     assert not is_faulty(kernel, CPU, torch.float32)

@@ -15,7 +15,7 @@ import tutti
 from small_steps import trained
 from tutti.capture.step import capture
 from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.verification.comparisons import feed_of, inputs_of, snapshot
 

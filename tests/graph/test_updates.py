@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tutti.graph.updates import KERNELS, Kernel
+from tutti.graph.fused_updates import KERNELS, Kernel
 
 BY_NAME = {k.name: k for k in KERNELS}
 SHAPES = ((3, 5), (7,), (), (2, 3, 4, 5))

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from subjects import program, subject
 from tutti.graph import collectives
 from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 
 aten = torch.ops.aten

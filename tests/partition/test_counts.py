@@ -16,8 +16,8 @@ import zoo_models
 from subjects import program
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.report.explain import Record, records
-from tutti.verification.verify import Subject
+from tutti.report.explanation import Record, records
+from tutti.verification.verdict import Subject
 from zoo_steps import BATCH, SEQ, plain_step, token_batch
 
 HIDDEN, NUM_LAYERS, HANDFUL = 32, 2, 4

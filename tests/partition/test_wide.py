@@ -13,14 +13,14 @@ from subjects import program
 from tutti.capture.canonical import erase_dead
 from tutti.capture.step import capture
 from tutti.graph import collectives
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.localize import Local
 from tutti.partition.partition import Program, partition
 from tutti.partition.reshard import Move, route
 from tutti.partition.wide import Mover
 from tutti.propagate.plan import plan
-from tutti.report.explain import records
+from tutti.report.explanation import records
 
 aten = torch.ops.aten
 HALVES = (torch.bfloat16, torch.float16)

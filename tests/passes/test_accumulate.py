@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from tutti.graph.loop import Body, Do, Part, Sum, loop
 from tutti.graph.text import text
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes.accumulate import accumulate
 

@@ -17,7 +17,7 @@ from tutti.graph.liveness import held
 from tutti.graph.storage import Storages
 from tutti.partition.partition import Program
 from tutti.passes.at_once import gathered_once, reduced_then_split
-from tutti.passes.order import optimized
+from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from small_programs import Builder, lines
 from tutti.graph.edit import REMADE
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes import common as module
 from tutti.passes.common import common

@@ -17,11 +17,11 @@ from tutti.execution.loops import Engine, Loops
 from tutti.graph.loop import SEND, Body, Do, Part, graphs_of, loop, post
 from tutti.layout import Layout
 from tutti.passes.early_sends import early_sends
-from tutti.passes.order import optimized
+from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 DIM = 64
 

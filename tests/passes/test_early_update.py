@@ -14,7 +14,7 @@ from small_steps import step as train_step
 from tutti.graph import collectives
 from tutti.graph.liveness import peak_with_given
 from tutti.passes.early_update import early_update
-from tutti.passes.order import optimized
+from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 
 aten = torch.ops.aten

@@ -13,9 +13,9 @@ from torch import Tensor, fx
 
 import subjects
 from tutti.graph.text import text
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
-from tutti.passes import order
+from tutti.passes import pass_table
 from tutti.passes.foreach import _LISTS, _PLAIN, foreach
 from tutti.passes.in_place import in_place
 
@@ -167,9 +167,10 @@ def test_a_whole_program_stays_the_same_step(
         joined.append(foreach(graph, devices=("cpu",)))
 
     passes = tuple(
-        dataclasses.replace(p, run=everywhere) if p.name == "foreach" else p for p in order.PASSES
+        dataclasses.replace(p, run=everywhere) if p.name == "foreach" else p
+        for p in pass_table.PASSES
     )
-    monkeypatch.setattr(order, "PASSES", passes)
+    monkeypatch.setattr(pass_table, "PASSES", passes)
     verdict = subjects.subject(name).verdict(Layout.parse(layout))
     assert verdict.ok, str(verdict)
     assert joined[0] > 0

@@ -13,12 +13,12 @@ from small_steps import same_step, squares, step
 from tutti.comm import groups as module
 from tutti.comm.groups import Groups
 from tutti.execution import execute
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
-from tutti.passes import order
+from tutti.passes import pass_table
 from tutti.passes.onednn import onednn
 from tutti.passes.target import Target
-from tutti.verification import verify
+from tutti.verification import verdict
 
 aten = torch.ops.aten
 HERE = Target(onednn=True)
@@ -196,7 +196,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(onednn(graph, target))
         return found[-1]
 
-    monkeypatch.setattr(order, "onednn", counted)
+    monkeypatch.setattr(pass_table, "onednn", counted)
     return found
 
 
@@ -204,7 +204,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "layout", ("data=2", "data=2 zero=3", "tensor=2", "micro=2", "pipe=2 micro=2")
 )
 def test_the_same_step(layout: str, rewritten: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "is_faster", lambda: True)
+    monkeypatch.setattr(verdict, "is_faster", lambda: True)
     model = wide()
     batch = (torch.randn(512, 96, generator=torch.Generator().manual_seed(0)),)
     same_step(squares, model, torch.optim.AdamW(model.parameters(), 1e-3), batch, layout)

@@ -12,10 +12,10 @@ from torch import Tensor, fx, nn
 from tutti.environment import WITHOUT
 from tutti.errors import LayoutError
 from tutti.layout import Layout
-from tutti.passes import order
-from tutti.passes.order import PASSES, optimized
+from tutti.passes import pass_table
+from tutti.passes.pass_table import PASSES, optimized
 from tutti.passes.target import Target
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 
 def _train(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ def test_a_wrong_pass_is_named(subject: Subject, monkeypatch: pytest.MonkeyPatch
         updates[0].replace_all_uses_with(more, lambda user: user.op == "output")
 
     broken = (*PASSES[:1], dataclasses.replace(PASSES[0], name="wrong", run=wrong), *PASSES[1:])
-    monkeypatch.setattr(order, "PASSES", broken)
-    monkeypatch.setattr("tutti.verification.verify.PASSES", broken)
+    monkeypatch.setattr(pass_table, "PASSES", broken)
+    monkeypatch.setattr("tutti.verification.verdict.PASSES", broken)
     verdict = subject.verdict(Layout.parse("data=2"))
     assert not verdict.ok and verdict.wrong_pass == "wrong"
     assert "wrong" in str(verdict)

@@ -16,8 +16,8 @@ from ranks import Ranks
 from small_programs import Builder, lines
 from small_steps import step
 from tutti.environment import WITHOUT
-from tutti.passes.order import PASSES
 from tutti.passes.own_results import own_results
+from tutti.passes.pass_table import PASSES
 
 aten = torch.ops.aten
 

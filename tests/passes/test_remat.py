@@ -25,9 +25,9 @@ from tutti.graph.text import text
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
-from tutti.passes.order import optimized, rematerialized
+from tutti.passes.pass_table import optimized, rematerialized
 from tutti.passes.remat import remat
-from tutti.passes.segments import kept_blocks
+from tutti.passes.remat_segments import kept_blocks
 from tutti.passes.target import Target
 from tutti.planner.memory import predict
 

@@ -12,13 +12,13 @@ from torch import Tensor, fx, nn
 import tutti
 from small_programs import Builder, lines
 from small_steps import trained
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.passes.in_place import in_place
-from tutti.passes.order import optimized
+from tutti.passes.pass_table import optimized
 from tutti.passes.simplify import simplify
 from tutti.passes.target import Target
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from tutti.errors import LayoutError
 from tutti.graph.cost import RATES, nbytes_of, seconds_of
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.passes.order import rematerialized
+from tutti.passes.pass_table import rematerialized
 from tutti.passes.target import Target
 from tutti.pipeline.cut import Stages, _Cutter, cut
 from tutti.pipeline.moments import Moments, moments_of

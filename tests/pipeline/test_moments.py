@@ -12,7 +12,7 @@ from small_programs import Builder, lines
 from subjects import program
 from tutti.graph import collectives
 from tutti.layout import Layout
-from tutti.passes.order import rematerialized
+from tutti.passes.pass_table import rematerialized
 from tutti.passes.target import Target
 from tutti.pipeline.moments import AFTER, BEFORE, DURING, Moments, moments_of, sums_over_time
 

@@ -21,7 +21,7 @@ from tutti.layout import Layout
 from tutti.pipeline import places
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 LAYOUTS = ("pipe=4 micro=7 schedule=zb", "pipe=2 micro=4 schedule=zbv", "pipe=3")
 NAMES = ("thrice", "telling", "summed", "penalty")

@@ -10,7 +10,7 @@ import pytest
 from tutti.errors import ScheduleError
 from tutti.pipeline.schedules import SCHEDULES, schedule
 from tutti.pipeline.validate import validate
-from tutti.planner.simulate import simulate
+from tutti.planner.simulator import simulate
 from tutti.report.timeline import staircase
 
 KINDS = [("gpipe", 1), ("1f1b", 1), ("zb", 1), ("zbv", 2), *(("interleaved", v) for v in (1, 2, 3))]

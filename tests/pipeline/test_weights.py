@@ -16,7 +16,7 @@ from tutti.layout import Layout
 from tutti.pipeline.moments import MICRO
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 SCATTER = collectives.reduce_scatter
 

@@ -15,7 +15,7 @@ from tutti.errors import ScheduleError
 from tutti.pipeline.action import Action
 from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.schedules import schedule
-from tutti.planner.simulate import Timeline, simulate
+from tutti.planner.simulator import Timeline, simulate
 
 # Multiples of a power of two, so that every sum is exact.
 F, I, W = 1.0, 1.5, 1.25  # noqa: E741

@@ -14,7 +14,7 @@ import tutti
 from small_steps import trained
 from tutti.errors import LayoutError, ShardingError
 from tutti.layout import Layout
-from tutti.propagate.batch import dims_of
+from tutti.propagate.batch_dim import dims_of
 
 Batch = tuple[Any, ...]
 

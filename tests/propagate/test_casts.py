@@ -13,8 +13,8 @@ from subjects import program
 from tutti.graph.collectives import all_gather
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.report.explain import records
-from tutti.verification.verify import Subject
+from tutti.report.explanation import records
+from tutti.verification.verdict import Subject
 
 aten = torch.ops.aten
 HALF = torch.bfloat16

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import zoo_steps
 from tutti.layout import Layout
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 NUM_TOKENS, WIDTH = 64, 8
 

@@ -11,7 +11,7 @@ from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.propagate.boundaries import insert_boundaries
 from tutti.propagate.plan import Plan, plan
-from tutti.propagate.storage import slot_like, with_zero
+from tutti.propagate.storage_sharding import slot_like, with_zero
 
 MESH = Mesh.parse("data=4 tensor=2")
 

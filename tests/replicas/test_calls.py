@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import replicas_train as training
 from ranks import Ranks
-from tutti.replicas.parts import rows
+from tutti.replicas.replica_rows import rows
 
 Row = NDArray[Any]
 STEPS = 24

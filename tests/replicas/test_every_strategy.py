@@ -25,7 +25,7 @@ from tutti.errors import LayoutError
 from tutti.replicas.gossip import MASS
 from tutti.replicas.pieces import cut
 from tutti.replicas.strategies import parse
-from tutti.replicas.virtual import Replicas
+from tutti.replicas.virtual_replicas import Replicas
 
 STEPS = 40
 

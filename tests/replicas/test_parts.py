@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tutti.errors import ShardingError
-from tutti.replicas.parts import of_batch, rows, seed_of
+from tutti.replicas.replica_rows import of_batch, rows, seed_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 6])

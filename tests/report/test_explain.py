@@ -10,7 +10,7 @@ import tutti
 import zoo
 from subjects import program
 from tutti.planner.memory import predict
-from tutti.report.explain import explain, format_nbytes, records
+from tutti.report.explanation import explain, format_nbytes, records
 
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 

@@ -7,7 +7,7 @@ import pytest
 import replicas_train as training
 import tutti
 from ranks import Ranks
-from tutti.report.explain import explain
+from tutti.report.explanation import explain
 from tutti.report.rounds import exchanges, rounds_text
 
 # Of the model: 16 x 8 + 16 + 4 x 16 + 4 numbers.

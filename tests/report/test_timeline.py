@@ -10,7 +10,7 @@ import pytest
 from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.schedules import schedule
 from tutti.pipeline.transfers import with_gathers, with_reductions
-from tutti.planner.simulate import Timeline, simulate
+from tutti.planner.simulator import Timeline, simulate
 from tutti.report.timeline import staircase, svg
 
 UNIT = {"F": 1.0, "I": 1.0, "W": 1.0}

@@ -17,7 +17,7 @@ from ranks import Ranks
 from server.split.test_rows import Tables, batch, train_step
 from serving.test_worker_side import OneServer
 from tutti.environment import ROLE, SERVERS
-from tutti.replicas.parts import rows as rows_of_replica
+from tutti.replicas.replica_rows import rows as rows_of_replica
 from tutti.serving import worker_side
 
 LAYOUT = "replica=2 tensor=2 micro=3 server=1 sync=async"

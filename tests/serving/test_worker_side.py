@@ -13,7 +13,7 @@ from torch import Tensor
 import tutti
 from server.split.test_rows import Tables, batch, train_step
 from tutti.environment import ROLE, SERVERS
-from tutti.replicas.parts import rows as rows_of_replica
+from tutti.replicas.replica_rows import rows as rows_of_replica
 from tutti.server.protocol.session import Pushed
 from tutti.server.split.updater import GraphUpdater
 from tutti.server.wire.client import Pulled, Rows

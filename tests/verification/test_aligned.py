@@ -13,7 +13,7 @@ from small_steps import trained
 from tutti.graph import collectives
 from tutti.graph.rounding import PLACES, Rounding
 from tutti.layout import Layout
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 from wrong_programs import drop
 
 aten = torch.ops.aten

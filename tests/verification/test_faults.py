@@ -16,7 +16,7 @@ from tutti.capture.step import Captured, capture
 from tutti.graph import collectives
 from tutti.layout import Layout
 from tutti.rules import table
-from tutti.verification.verify import Subject, Verdict
+from tutti.verification.verdict import Subject, Verdict
 from wrong_programs import assert_caught, drop, find, fresh, mean_of_means
 from zoo_models import GPT
 from zoo_steps import plain_step, token_batch
@@ -190,7 +190,7 @@ def test_a_learning_rate_that_is_baked_in(monkeypatch: pytest.MonkeyPatch) -> No
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     batch = (torch.randn(8, 16),)
     assert Subject(halving_step, model, optimizer, batch).verdict(Layout.parse("")).ok
-    monkeypatch.setattr("tutti.verification.verify.capture", _with_a_constant_learning_rate)
+    monkeypatch.setattr("tutti.verification.verdict.capture", _with_a_constant_learning_rate)
     assert_capture_fault(Subject(halving_step, model, optimizer, batch).verdict(Layout.parse("")))
 
 

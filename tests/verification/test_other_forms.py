@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from small_steps import Loss, same_step
-from tutti.report.explain import explain
+from tutti.report.explanation import explain
 
 LAYOUTS = ("data=2 zero=3", "data=2 micro=2", "tensor=2")
 TIME, SAMPLES, CLASSES, LONGEST = 9, 8, 6, 4

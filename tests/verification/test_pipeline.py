@@ -16,7 +16,7 @@ from tutti.graph.loop import loop
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 from zoo_models import UNet
 from zoo_steps import image_batch, labels_step, plain_step, token_batch
 

@@ -12,12 +12,12 @@ import torch
 import stacks
 from subjects import verdict
 from tutti.errors import ShardingError
-from tutti.graph import collectives, playing, virtual
+from tutti.graph import collectives, playing, virtual_ranks
 from tutti.graph.loop import Body, Do, Part
-from tutti.passes import order
+from tutti.passes import pass_table
 from tutti.pipeline import place_graph, tied, timed
 from tutti.pipeline.places import Plan
-from tutti.verification.verify import IN_TIME, Verdict
+from tutti.verification.verdict import IN_TIME, Verdict
 from wrong_programs import assert_caught, drop, fresh, mean_of_means
 
 
@@ -49,13 +49,13 @@ def test_a_sum_that_keeps_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) 
             values[k] = x
 
     monkeypatch.setattr(playing._Called, "gather", last)
-    monkeypatch.setattr(order, "accumulate", lambda body: body)
+    monkeypatch.setattr(pass_table, "accumulate", lambda body: body)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
 
 
 def test_what_another_micro_batch_has_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward of micro-batch 1 reads what micro-batch 0 has saved."""
-    call = virtual._VirtualEngine.call
+    call = virtual_ranks._VirtualEngine.call
     first: dict[int, list[Any]] = {}
 
     def confused(engine: Any, part: Part, inputs: list[Any], micro: int, *, adding: bool) -> Any:
@@ -66,12 +66,12 @@ def test_what_another_micro_batch_has_saved(monkeypatch: pytest.MonkeyPatch) -> 
         mine = saved + inputs[len(saved) :] if backward and micro == 1 else inputs
         return call(engine, part, mine, micro, adding=adding)
 
-    monkeypatch.setattr(virtual._VirtualEngine, "call", confused)
+    monkeypatch.setattr(virtual_ranks._VirtualEngine, "call", confused)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
 
 
 def test_a_pass_that_adds_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = order.accumulate
+    fused = pass_table.accumulate
 
     def twice(body: Body) -> Body:
         made = fused(body)
@@ -81,14 +81,16 @@ def test_a_pass_that_adds_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
                     node.kwargs = {"alpha": 2}
         return made
 
-    monkeypatch.setattr(order, "accumulate", twice)
+    monkeypatch.setattr(pass_table, "accumulate", twice)
     found = stacks.verdict("stack", "pipe=2 micro=4")
     assert not found.ok and found.wrong_pass == "accumulate"
 
 
 def test_the_random_numbers_of_another_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = virtual.VirtualRanks.at
-    monkeypatch.setattr(virtual.VirtualRanks, "at", lambda ranks, micro, count: at(ranks, 0, count))
+    at = virtual_ranks.VirtualRanks.at
+    monkeypatch.setattr(
+        virtual_ranks.VirtualRanks, "at", lambda ranks, micro, count: at(ranks, 0, count)
+    )
     assert_caught_in_time(verdict("gpt_tied", "pipe=2 micro=4"))
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import tutti
 from tutti.capture.lift import optimizers_of
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 
 Subjects = tuple[Callable[..., Any], Any, Any]
 

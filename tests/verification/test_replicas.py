@@ -13,7 +13,7 @@ import tutti
 from tutti.layout import Layout
 from tutti.replicas.member import Member
 from tutti.replicas.strategies import parse
-from tutti.verification.verify import Verdict
+from tutti.verification.verdict import Verdict
 from tutti.verification.verify_replicas import compare_replicas
 
 LAYOUTS = [

@@ -16,7 +16,7 @@ from tutti.capture.found_gradients import noted
 from tutti.graph import collectives
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 from wrong_programs import drop
 
 aten = torch.ops.aten

@@ -17,9 +17,9 @@ from tutti.layout import Layout
 from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.feedback import Feedback
 from tutti.server.protocol.messages import Part
-from tutti.server.protocol.virtual import VirtualServers
+from tutti.server.protocol.virtual_servers import VirtualServers
 from tutti.verification.comparisons import feed_of
-from tutti.verification.verify import Subject, Verdict
+from tutti.verification.verdict import Subject, Verdict
 from tutti.verification.verify_servers import verdict_of
 
 STEP = "replica=2 server=2 sync=step"

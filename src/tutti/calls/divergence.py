@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tutti.calls.samples import Samples, offset_sample
+from tutti.calls.weight_samples import Samples, offset_sample
 from tutti.capture.source import is_users
 from tutti.comm.board import DATA_NBYTES, TEXT_NBYTES, Board
 from tutti.comm.bulletin import Bulletin

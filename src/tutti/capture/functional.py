@@ -20,7 +20,7 @@ from tutti.capture.verbatim import Copying, copyable
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
 from tutti.graph.edit import NOTES
-from tutti.graph.updates import BY_RECORDED, Kernel
+from tutti.graph.fused_updates import BY_RECORDED, Kernel
 
 aten = torch.ops.aten
 _CARRIED = (*NOTES, "output_of")

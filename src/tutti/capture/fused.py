@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from tutti.errors import CaptureError
 from tutti.graph.faulty_kernels import is_faulty
-from tutti.graph.updates import KERNELS, Kernel
+from tutti.graph.fused_updates import KERNELS, Kernel
 
 UNCHECKED = "_need_device_dtype_check_for_fused"  # a fused step notes it on its optimizer
 _BY_NAME = {k.name: k for k in KERNELS}

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tutti.capture import bags, ctc, masks, scaler
+from tutti.capture import bags, ctc_loss, masks, scaler
 
 aten = torch.ops.aten
 
@@ -32,9 +32,9 @@ def _close(
 
 
 OTHER_FORMS: dict[Any, Callable[..., Any]] = {
-    aten._ctc_loss.Tensor: ctc.losses,
-    aten._ctc_loss_backward.Tensor: ctc.losses_backward,
-    aten._use_cudnn_ctc_loss.Tensor: ctc.no_cudnn,
+    aten._ctc_loss.Tensor: ctc_loss.losses,
+    aten._ctc_loss_backward.Tensor: ctc_loss.losses_backward,
+    aten._use_cudnn_ctc_loss.Tensor: ctc_loss.no_cudnn,
     # What answers by a plain `bool` asks a tensor.
     aten.equal.default: _equal,
     aten.allclose.default: _close,
@@ -55,7 +55,7 @@ def _unchecked(*_given: Any) -> None:
 
 # Whose attribute is which function meanwhile.
 _FUNCTIONS = (
-    (torch, "ctc_loss", ctc.loss_of),
+    (torch, "ctc_loss", ctc_loss.loss_of),
     (torch, "embedding_bag", bags.embedding_bag),
     (F, "gaussian_nll_loss", _gaussian_nll_loss),
     (Tensor, "__setitem__", masks.write),

@@ -23,8 +23,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
 from tutti.capture.sharing import Memory, Writers, is_tensor, written
+from tutti.graph.fused_updates import BY_RECORDED
 from tutti.graph.overloads import counterpart, name_of
-from tutti.graph.updates import BY_RECORDED
 
 aten = torch.ops.aten
 _WHOLE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)

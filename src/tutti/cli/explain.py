@@ -26,7 +26,7 @@ def explain(
     from tutti import api
     from tutti.cli.look import look
     from tutti.pipeline.ready import in_time
-    from tutti.report.explain import explain as explain_program
+    from tutti.report.explanation import explain as explain_program
     from tutti.report.servers import explain_servers
 
     def seen(step: api.Step, batch: tuple[Any, ...]) -> None:

@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from tutti.pipeline.schedule import Schedule
-    from tutti.planner.simulate import Timeline
+    from tutti.planner.simulator import Timeline
 
 
 def simulate(
@@ -25,7 +25,7 @@ def simulate(
 ) -> None:
     """Play a pipeline schedule on a clock and draw it; needs no script and no device."""
     from tutti.errors import TuttiError
-    from tutti.planner import simulate as simulator
+    from tutti.planner import simulator
     from tutti.report import timeline as drawing
 
     played = simulator.simulate(
@@ -89,7 +89,7 @@ def _costs(text: str) -> dict[str, float]:
 
 
 def _summary(name: str, timeline: Timeline) -> str:
-    from tutti.report.table import columns
+    from tutti.report.text_table import columns
 
     schedule = timeline.schedule
     head = (

@@ -22,7 +22,7 @@ def verify(
     Layout.parse(layout).check_available()
     from tutti import api
     from tutti.cli.look import look
-    from tutti.verification.verify import Verdict
+    from tutti.verification.verdict import Verdict
 
     verdicts: list[Verdict] = []
 

@@ -15,7 +15,7 @@ from tutti.comm.background import Background, Underway
 from tutti.comm.failure import Wait, comm_error, now_seconds
 from tutti.comm.groups import Groups
 from tutti.comm.shared_memory import SharedGroup
-from tutti.graph.segments import join, part, share, split
+from tutti.graph.dim_segments import join, part, share, split
 
 
 class ProcessGroups:

@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from tutti.environment import CUDA_GRAPH
 from tutti.graph import collectives
 from tutti.graph.draw import draw
+from tutti.graph.fused_updates import KERNELS
 from tutti.graph.loop import graphs_of
-from tutti.graph.updates import KERNELS
 from tutti.partition.partition import Program
 
 # Calls that are played op by op first: libraries set themselves up when they are first used.

@@ -25,7 +25,7 @@ from tutti.execution.allocator import FRAGMENTS, give_back_now, keep_freed_memor
 from tutti.execution.checked import Checked
 from tutti.execution.collector import rarely_collected
 from tutti.execution.cuda_graph import CudaGraph, asked_for, obstacle, say_why
-from tutti.execution.edges import Places, edges_of, in_common
+from tutti.execution.edge_channels import Places, edges_of, in_common
 from tutti.execution.generate import Generated, generate
 from tutti.execution.loops import Loops
 from tutti.graph import collectives, random
@@ -33,14 +33,14 @@ from tutti.graph.loop import graphs_of
 from tutti.graph.product import is_faster
 from tutti.graph.quick import quickly_written
 from tutti.partition.partition import Program
-from tutti.passes.order import optimized
+from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.over_time import MICRO
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast
 from tutti.state.residence import Residence
-from tutti.state.shared_state import Lodger
+from tutti.state.shared_storage import Lodger
 
 _set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 

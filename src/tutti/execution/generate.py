@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from tutti.execution.direct import direct, shorter
 from tutti.execution.fixed import Fixed
-from tutti.graph import collectives, random, segments
+from tutti.graph import collectives, dim_segments, random
 from tutti.graph.aliases import is_overwritten, itself
 from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
@@ -257,7 +257,7 @@ class _Writer:
             _, _, dim, outer = node.args
 
             def part(x: Tensor, k: int) -> Tensor:
-                return segments.part(x, dim, outer, count, k)  # type: ignore[arg-type]
+                return dim_segments.part(x, dim, outer, count, k)  # type: ignore[arg-type]
 
             return f"{self._constant(part)}({x}, {MICRO})"
         assert node.target is collectives.partialize, node.target

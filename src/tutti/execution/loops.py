@@ -16,9 +16,9 @@ from tutti.comm.failure import Wait, waiting, with_line
 from tutti.errors import CommError
 from tutti.execution.generate import generate
 from tutti.graph.collectives import Player
+from tutti.graph.dim_segments import join
 from tutti.graph.loop import SEND, Body, Do, Part
 from tutti.graph.playing import ADD, Row, play
-from tutti.graph.segments import join
 from tutti.layout import Mesh
 
 Key = Callable[[int], int]

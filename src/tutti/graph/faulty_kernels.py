@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tutti.graph.updates import Kernel
+from tutti.graph.fused_updates import Kernel
 
 # Two of the longest vectors (512 bits of 16-bit numbers), and some entries that are left.
 _NUM_ENTRIES = 2 * 32 + 3

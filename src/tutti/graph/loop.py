@@ -11,7 +11,7 @@ or the last one before they are gathered again; `A` reduces, over ranks, what ha
 Where the stages of a pipeline lie on several ranks, the row says also what is sent and received, and when.
 
 `playing.play` goes through a row for whatever runs the parts: real ranks (`execution.loops`) and virtual ones
-(`graph.virtual`) share it.
+(`graph.virtual_ranks`) share it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.graph.fused_updates import BY_OP
 from tutti.graph.overloads import counterpart, name_of
-from tutti.graph.updates import BY_OP
 
 FOREACH = "aten::_foreach_"
 

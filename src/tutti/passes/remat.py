@@ -1,7 +1,7 @@
 """`remat`: activations are made again in the backward instead of being kept since the forward.
 
 What may be dropped is ordered by bytes saved per unit of work; `full` drops all of it, a budget as little
-from the front as it needs. What `passes.segments` keeps between segments is never dropped, so that the
+from the front as it needs. What `passes.remat_segments` keeps between segments is never dropped, so that the
 backward makes one segment again at a time; the last segment, which it reads at once, only by a budget that
 nothing else can keep. The numbers stay the same to the bit: the same ops run on the same values, and
 random numbers are a function of seed, step and position.
@@ -23,7 +23,7 @@ from tutti.graph.draw import draw
 from tutti.graph.storage import Block, Storages
 from tutti.layout.budget import Budget, nbytes_text
 from tutti.passes.remake import is_forward, is_remakeable, remake, sources
-from tutti.passes.segments import kept_blocks
+from tutti.passes.remat_segments import kept_blocks
 
 # Work of an element that an op makes, in floating-point operations: most ops wait for memory, and
 # random bits are hashed.

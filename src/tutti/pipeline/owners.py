@@ -8,7 +8,7 @@ from torch import fx
 
 from tutti.graph.order import ancestors
 from tutti.partition.partition import Program
-from tutti.pipeline.parts import Parts
+from tutti.pipeline.stage_parts import Parts
 
 
 def stages_of_homes(

@@ -12,8 +12,8 @@ from tutti.graph import collectives
 from tutti.graph.edit import source_of
 from tutti.graph.loop import Body, Do, Sum, loop
 from tutti.pipeline.moments import Moments
-from tutti.pipeline.parts import early_part
 from tutti.pipeline.places import Plan, bundles
+from tutti.pipeline.stage_parts import early_part
 
 
 class PlaceGraph:

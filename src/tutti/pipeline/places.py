@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from tutti.graph.state import is_state
 from tutti.pipeline.moments import AFTER, BEFORE, Moments
-from tutti.pipeline.parts import early_part
+from tutti.pipeline.stage_parts import early_part
 
 # Values of so many elements travel to every place rather than making one place work for all.
 SMALL = 4096

@@ -8,7 +8,7 @@ from pathlib import Path
 from tutti.errors import ScheduleError
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.passes.order import left_out_by_environment, refuse_unknown, rematerialized
+from tutti.passes.pass_table import left_out_by_environment, refuse_unknown, rematerialized
 from tutti.passes.target import Target
 from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.schedules import schedule
@@ -25,7 +25,7 @@ def in_time(
 ) -> Timed:
     """The programs of a layout with `micro` or `pipe`, one for each place.
 
-    Every rank comes to the same ones. `without` names passes to leave out, as for `passes.order.optimized`.
+    Every rank comes to the same ones. `without` names passes to leave out, as in `pass_table.optimized`.
     """
     left_out = left_out_by_environment() if without is None else frozenset(without)
     refuse_unknown(left_out)

@@ -23,11 +23,11 @@ from tutti.partition.partition import Program
 from tutti.pipeline.cut import Stages, cut
 from tutti.pipeline.moments import Moments, moments_of
 from tutti.pipeline.owners import owners_of, stages_of_homes
-from tutti.pipeline.parts import Parts, fake_of, parts_of
 from tutti.pipeline.place_graph import PlaceGraph, output_of, sum_of
 from tutti.pipeline.places import Plan, plan_places
-from tutti.pipeline.rows import completed, in_halves, rows_of
 from tutti.pipeline.schedule import Schedule
+from tutti.pipeline.schedule_rows import completed, in_halves, rows_of
+from tutti.pipeline.stage_parts import Parts, fake_of, parts_of
 from tutti.pipeline.tied import add_apart
 
 

@@ -27,7 +27,7 @@ from tutti.graph.state import is_state
 from tutti.graph.storage import Block, Storages
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
-from tutti.passes.order import optimized
+from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
@@ -76,7 +76,7 @@ class Memory:
 def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
     """The peak of one call of `program`, on the rank that holds most.
 
-    `graph` is the program's graph as it is to run; by default after every pass of `passes.order`, with
+    `graph` is the program's graph as it is to run; by default after every pass of `passes.pass_table`, with
     all state that the step updates overwritten in place. Of a program that is yet to be split in time,
     the place of the pipeline that holds most counts.
     """

@@ -20,7 +20,7 @@ from tutti.graph.cost import RATES, nbytes_of, seconds_of
 from tutti.graph.edit import source_of
 from tutti.pipeline.action import COMPUTE
 from tutti.pipeline.timed import Timed
-from tutti.planner.simulate import Timeline, simulate
+from tutti.planner.simulator import Timeline, simulate
 
 # Bytes a second from rank to rank: shared memory of one host; a link between GPUs.
 LINKS = {"cpu": RATES["cpu"].bytes, "cuda": 5e10}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tutti.errors import ShardingError
-from tutti.propagate.batch import BatchDim, Dims, dims_of
+from tutti.propagate.batch_dim import BatchDim, Dims, dims_of
 
 
 def refuse_empty(
@@ -27,7 +27,7 @@ def refuse_empty(
 
     Args:
         batch: the arguments of the step from `first` on.
-        told, step, first: as for `propagate.batch.dims_of`.
+        told, step, first: as for `propagate.batch_dim.dims_of`.
     """
     tensors = [x for x in tree_leaves(tuple(batch)) if isinstance(x, Tensor)]
     for name, dim in _dims(tensors, batch, told, step, first).items():

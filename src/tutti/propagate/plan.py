@@ -15,7 +15,7 @@ from tutti.errors import ShardingError
 from tutti.graph.boundary import shard_as_op
 from tutti.graph.edit import Editor
 from tutti.layout import AXES, Layout, Mesh, Segment, Sharding, split_order
-from tutti.propagate.batch import (
+from tutti.propagate.batch_dim import (
     MOST_WHOLE,
     Dims,
     Unsplit,
@@ -30,7 +30,7 @@ from tutti.propagate.batch import (
 from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
 from tutti.propagate.factors import axes_of
 from tutti.propagate.spread import STRONG, Spread, tensors_of
-from tutti.propagate.storage import PARAMETERS_FROM, SLOTS_FROM, slot_like, with_zero
+from tutti.propagate.storage_sharding import PARAMETERS_FROM, SLOTS_FROM, slot_like, with_zero
 from tutti.rules import is_tensor_call
 from tutti.rules.decompositions import DECOMPOSITIONS
 

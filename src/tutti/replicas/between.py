@@ -24,7 +24,7 @@ from tutti.errors import CommError
 from tutti.layout import Mesh
 from tutti.replicas.mean import Mean
 from tutti.replicas.meeting import Meeting
-from tutti.replicas.parts import replica_here
+from tutti.replicas.replica_rows import replica_here
 from tutti.replicas.strategy import Round
 from tutti.replicas.traffic import Message
 

@@ -6,9 +6,9 @@ import os
 
 from tutti.comm.failure import format_nbytes
 from tutti.pipeline.timed import Timed
-from tutti.planner.simulate import Timeline
+from tutti.planner.simulator import Timeline
 from tutti.planner.stages import Forecast, Stage, forecast
-from tutti.report.table import columns
+from tutti.report.text_table import columns
 from tutti.report.timeline import staircase
 
 # A step of more actions than these is not drawn, nor one so uneven that it takes more blocks of text.

@@ -13,7 +13,7 @@ from tutti.pipeline.timed import Timed
 from tutti.replicas import strategies
 from tutti.replicas.member import Member
 from tutti.replicas.strategy import AVERAGED, CENTRE, MEAN, PAIR, PUSH, Round, Strategy
-from tutti.report.table import columns
+from tutti.report.text_table import columns
 
 _HOW = {
     MEAN: "mean",

@@ -14,10 +14,10 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.planner.memory import predict
-from tutti.report.memory import memory_text
+from tutti.report.collective_records import Record, records
+from tutti.report.memory_table import memory_text
 from tutti.report.pipeline import pipeline_text
-from tutti.report.records import Record, records
-from tutti.report.table import columns
+from tutti.report.text_table import columns
 from tutti.server.protocol import consistency
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.keys import Block, blocks

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
 from tutti.pipeline.action import Action
-from tutti.planner.simulate import Span, Timeline
+from tutti.planner.simulator import Span, Timeline
 
 # A drawing wider than so many lines of text would not be read; beyond it, words are cut short.
 _MOST_BLOCKS = 12

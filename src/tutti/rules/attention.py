@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.rules.parts import causal_backward_part, causal_forward_part
+from tutti.rules.part_ops import causal_backward_part, causal_forward_part
 from tutti.rules.rule import Rule, groups, operands_of, parse_rule, results_of, shape
 
 aten = torch.ops.aten

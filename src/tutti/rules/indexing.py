@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from tutti.graph.lookup import Lookup
-from tutti.rules.parts import embedding_backward_part, embedding_part
+from tutti.rules.part_ops import embedding_backward_part, embedding_part
 from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, parse_rule, shape
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from tutti.graph.ctc import ctc_loss, ctc_slopes
-from tutti.rules.parts import nll_backward_part, nll_forward_part
+from tutti.rules.part_ops import nll_backward_part, nll_forward_part
 from tutti.rules.rule import (
     Rule,
     broadcast_rule,

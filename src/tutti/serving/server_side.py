@@ -18,7 +18,7 @@ from tutti.environment import LINGER, LISTEN, RECORDS, REPAIR
 from tutti.launch import roles
 from tutti.launch.roles import Role
 from tutti.layout import Layout
-from tutti.replicas import parts
+from tutti.replicas import replica_rows
 from tutti.server.protocol import consistency
 from tutti.server.protocol.update import WEIGHT
 from tutti.server.split.three_parts import split
@@ -48,7 +48,7 @@ def captured_for(step: Holder, batch: tuple[Any, ...], *, apart: bool) -> Captur
     adopt(step.model, step.optimizer)
     settle(step.model, step.optimizer, Residence(Layout()), run_device(step.model), step.seed)
     if apart:
-        batch = parts.of_batch(batch, 0, step.layout.num_replicas)
+        batch = replica_rows.of_batch(batch, 0, step.layout.num_replicas)
     captured = capture(
         step.train_step, step.model, step.optimizer, batch, precision=step.layout.precision
     )

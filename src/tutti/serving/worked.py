@@ -24,7 +24,7 @@ from tutti.server.split.program import in_slices, played, worker_layout, worker_
 from tutti.server.split.small_sums import SmallSums
 from tutti.server.split.three_parts import Split, split
 from tutti.server.split.updater import GraphUpdater
-from tutti.server.split.worker import WorkerPart, alone, together
+from tutti.server.split.worker_part import WorkerPart, alone, together
 from tutti.serving.server_side import captured_for
 from tutti.state.residence import residence_of
 

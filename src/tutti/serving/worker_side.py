@@ -20,12 +20,12 @@ from tutti.graph.collectives import Player
 from tutti.launch import roles
 from tutti.launch.roles import Role
 from tutti.partition.partition import Program
-from tutti.replicas import parts
+from tutti.replicas import replica_rows
 from tutti.server.protocol import consistency
 from tutti.server.protocol.table_rows import Rows
 from tutti.server.protocol.update import WEIGHT
-from tutti.server.split.rows import Lookup
 from tutti.server.split.small_sums import SmallSums
+from tutti.server.split.sparse_tables import Lookup
 from tutti.server.split.two_levels import REPLICA, TwoLevels
 from tutti.server.split.updater import GraphUpdater, check_same
 from tutti.server.wire.client import Client
@@ -116,7 +116,7 @@ class WorkerSide:
         """One step; the leaves that it returns."""
         state = self.weights.state
         if worked.apart:
-            tensors = parts.rows(tensors, self.role.number, self.step.layout.num_replicas)
+            tensors = replica_rows.rows(tensors, self.role.number, self.step.layout.num_replicas)
         tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
         read = {x.table: _room(x, state[x.table]) for x in worked.part.lookups}
         wanted = {n: Rows(rows, read[n][: len(rows)]) for n, (rows, _) in tables.items()}
@@ -130,7 +130,7 @@ class WorkerSide:
             inputs += [read[name], places]
         seed = self.step.seed
         if worked.apart:
-            seed = parts.seed_of(seed, self.role.number)
+            seed = replica_rows.seed_of(seed, self.role.number)
         returned, new = worked.run(inputs, seed, self.step.num_steps, checked=checked)
         for name, value in zip(captured.updated, new, strict=True):
             set_local(state[name], value)

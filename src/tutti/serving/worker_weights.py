@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.lift import StateTensor, create_slots, optimizers_of, state_of
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
-from tutti.propagate.storage import slot_like
+from tutti.propagate.storage_sharding import slot_like
 from tutti.server.protocol.update import Variable
 from tutti.server.wire.crew import Crew
 from tutti.serving.worked import Holder

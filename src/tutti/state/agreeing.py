@@ -19,7 +19,7 @@ from tutti.comm.group import collective_timeout
 from tutti.environment import RUN_DIR
 from tutti.launch.records import GivenUp, Joined, write_record
 from tutti.layout import Layout
-from tutti.replicas import parts, strategies
+from tutti.replicas import replica_rows, strategies
 from tutti.replicas.strategy import AVERAGED
 from tutti.replicas.team import Team
 from tutti.state.residence import local_of, residence_of, run_device, set_local
@@ -55,15 +55,15 @@ class Agreeing:
     @property
     def replica(self) -> int:
         """Which replica this rank belongs to; 0 before there are ranks."""
-        return parts.replica_here(self.layout.mesh)
+        return replica_rows.replica_here(self.layout.mesh)
 
     def rows(self, tensors: list[Tensor]) -> list[Tensor]:
         """This replica's rows of the global batch."""
-        return parts.rows(tensors, self.replica, self.layout.num_replicas)
+        return replica_rows.rows(tensors, self.replica, self.layout.num_replicas)
 
     def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """The same for the tensors in a batch."""
-        return parts.of_batch(batch, self.replica, self.layout.num_replicas)
+        return replica_rows.of_batch(batch, self.replica, self.layout.num_replicas)
 
     def start(self, step: Holder) -> None:
         """All ranks together, once the state is laid out."""
@@ -197,7 +197,7 @@ def to_save(step: Holder, state: Mapping[str, Any]) -> dict[str, Any]:
     """`state` under the names of this rank's replica, and what its strategy remembers."""
     if step.layout.num_replicas == 1 or not dist.is_initialized():
         return dict(state)
-    replica = parts.replica_here(step.layout.mesh)
+    replica = replica_rows.replica_here(step.layout.mesh)
     first = replica == first_left(step)
     found = {n if first else _own(replica, n): x for n, x in state.items()}
     agreeing = step.agreeing

@@ -20,13 +20,13 @@ from tutti.comm.agree import check_order
 from tutti.comm.groups import Groups
 from tutti.errors import CaptureError, LayoutError, TuttiError
 from tutti.layout import Layout, Mesh, Sharding, split_order
-from tutti.replicas.parts import replica_here
+from tutti.replicas.replica_rows import replica_here
 from tutti.state.deferred import initial_slots, initial_values, is_deferred
 from tutti.state.onlookers import warn_of_onlookers
 from tutti.state.renewed import now_of, renew
 from tutti.state.replacing import put_in_place, replace_in_optimizer, share_hooks
 from tutti.state.shards import Origin, StateShard, as_parameter, wrap
-from tutti.state.shared_state import SharedState
+from tutti.state.shared_storage import SharedState
 
 
 @dataclass(frozen=True)

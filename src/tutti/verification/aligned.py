@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tutti.graph.rounding import Rounding
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.verification.comparisons import FLOOR, Errors, Made, differences, largest
 

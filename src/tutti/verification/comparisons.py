@@ -23,7 +23,7 @@ from tutti.capture.sparse import dense
 from tutti.capture.step import Captured
 from tutti.errors import TuttiError
 from tutti.graph.promote import Promoted, promoted, promoted_value
-from tutti.graph.virtual import Post, VirtualRanks
+from tutti.graph.virtual_ranks import Post, VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
 from tutti.verification.following import following, plays_again

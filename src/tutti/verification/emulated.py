@@ -17,9 +17,9 @@ from tutti.comm.coding import CODINGS, STEP
 from tutti.replicas.pieces import cut, joined
 from tutti.replicas.strategy import MEAN, Round, Strategy, Weights
 from tutti.replicas.traffic import Message
-from tutti.replicas.virtual import Replicas
+from tutti.replicas.virtual_replicas import Replicas
 from tutti.server.protocol.keys import Block
-from tutti.server.protocol.virtual import Gradients
+from tutti.server.protocol.virtual_servers import Gradients
 from tutti.server.split.replay import GIVEN
 from tutti.verification.comparisons import Errors, add_state
 

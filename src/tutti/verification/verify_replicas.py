@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from tutti.capture.step import Captured, capture
 from tutti.comm.coding import CODINGS
 from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh, assemble
 from tutti.partition.partition import Program
-from tutti.replicas import parts, strategies
+from tutti.replicas import replica_rows, strategies
 from tutti.replicas.average import Average
 from tutti.replicas.strategy import AVERAGED, Strategy, Weights, check_dtypes
-from tutti.replicas.virtual import Replicas
+from tutti.replicas.virtual_replicas import Replicas
 from tutti.state.agreeing import trained
 from tutti.verification.blame import first_difference_of
 from tutti.verification.comparisons import (
@@ -45,7 +45,7 @@ from tutti.verification.comparisons import (
 )
 from tutti.verification.copies import copies_in_place
 from tutti.verification.emulated import CodedReplicas
-from tutti.verification.verify import Subject, Verdict, rounding_of
+from tutti.verification.verdict import Subject, Verdict, rounding_of
 
 Feed = dict[str, Any]
 
@@ -70,7 +70,9 @@ def compare_replicas(
     due = strategies.parse(layout.sync)
     agreed = {s.name: s.tensor for s in trained(model, optimizer)}
     check_dtypes(due, agreed)
-    batches = [parts.of_batch(batch, r, layout.num_replicas) for r in range(layout.num_replicas)]
+    batches = [
+        replica_rows.of_batch(batch, r, layout.num_replicas) for r in range(layout.num_replicas)
+    ]
     subject = Subject(
         train_step, model, optimizer, batches[0], steps=steps, seed=seed, precision=layout.precision
     )
@@ -142,7 +144,9 @@ class ReplicaComparison:
         self.data: _OneDevice | None = None
         play = partial(subject.played, cut=cut)
         self.parts = [
-            subject.comparison(program, play, feed, parts.seed_of(subject.seed, r), aligned=aligned)
+            subject.comparison(
+                program, play, feed, replica_rows.seed_of(subject.seed, r), aligned=aligned
+            )
             for r, feed in enumerate(feeds)
         ]
         state = [s for s in subject.captured.state if s.tensor.dtype in AVERAGED]

@@ -24,21 +24,21 @@ from torch import Tensor, fx, nn
 from tutti.capture.step import Captured
 from tutti.comm.coding import CODINGS
 from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.partition.partition import Program
-from tutti.replicas import parts
+from tutti.replicas import replica_rows
 from tutti.server.protocol import consistency
 from tutti.server.protocol.keys import blocks
 from tutti.server.protocol.update import WEIGHT
-from tutti.server.protocol.virtual import Gradients, VirtualServers
+from tutti.server.protocol.virtual_servers import Gradients, VirtualServers
 from tutti.server.split.origins import Origins
 from tutti.server.split.program import in_slices, played, worker_layout, worker_program
 from tutti.server.split.replay import STALE, given, stale
 from tutti.server.split.three_parts import Split, split
 from tutti.server.split.updater import GraphUpdater, check_same
 from tutti.server.split.virtual_rows import rows_read
-from tutti.server.split.worker import WorkerPart, alone, together
+from tutti.server.split.worker_part import WorkerPart, alone, together
 from tutti.verification.comparisons import (
     PARTITION_TOLERANCE,
     Errors,
@@ -49,7 +49,7 @@ from tutti.verification.comparisons import (
     inputs_of,
 )
 from tutti.verification.emulated import CodedSums
-from tutti.verification.verify import Subject, Verdict, rounding_of
+from tutti.verification.verdict import Subject, Verdict, rounding_of
 
 # So many blocks at least where updates may be cut, unless they would be smaller than this.
 _NUM_BLOCKS, _LEAST_NBYTES = 64, 512
@@ -74,7 +74,7 @@ def compare_servers(
     """Both comparisons for a layout with servers; workers have no stages to `cut`."""
     check_dtype(dtype)
     due, count = consistency.parse(layout.sync), layout.num_replicas
-    own = [parts.of_batch(batch, w, count) for w in range(count)]
+    own = [replica_rows.of_batch(batch, w, count) for w in range(count)]
     rest: list[Phase] = []
     for batches in [own] if due.alone(0) else [[batch], own] if due.apart else [[batch]]:
         subject = Subject(
@@ -349,7 +349,7 @@ class _InAnyOrder(_Comparison):
         self.seen[worker] = self.num_updates
 
     def _push(self, w: int, k: int) -> None:
-        feed, seed = self.feeds[w], parts.seed_of(self.subject.seed, w)
+        feed, seed = self.feeds[w], replica_rows.seed_of(self.subject.seed, w)
         tables = rows_read(self.part, self.held[w], feed)
         outs = self.play([w], [{**feed, **tables.feed}], seed, k)
         found = [self.part.parts(out) for out, _ in outs]

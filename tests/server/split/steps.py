@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from tutti.capture.lift import numbers
 from tutti.capture.step import Captured, capture
 from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.server.protocol.update import WEIGHT, Variable
 from tutti.server.split.three_parts import Split

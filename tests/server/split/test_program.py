@@ -26,14 +26,14 @@ from server.split.steps import (
 from tutti.capture.step import capture
 from tutti.graph import collectives
 from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual import VirtualRanks
+from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
-from tutti.report.records import records
+from tutti.report.collective_records import records
 from tutti.server.split.program import in_slices, worker_layout, worker_program
 from tutti.server.split.small_sums import SmallSums
 from tutti.server.split.three_parts import split
 from tutti.server.split.two_levels import TwoLevels
-from tutti.server.split.worker import together
+from tutti.server.split.worker_part import together
 
 
 @pytest.mark.parametrize("num_workers", [2, 3])

@@ -13,10 +13,10 @@ from torch.nn.utils import clip_grad_norm_
 
 from tutti.capture.step import capture
 from tutti.layout import Layout
-from tutti.server.protocol.virtual import VirtualServers
+from tutti.server.protocol.virtual_servers import VirtualServers
 from tutti.server.split.three_parts import split
 from tutti.verification.comparisons import feed_of
-from tutti.verification.verify import Subject
+from tutti.verification.verdict import Subject
 from tutti.verification.verify_servers import verdict_of
 
 SIZE, WIDTH, PADDING = 70_000, 4, 3

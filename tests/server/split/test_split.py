@@ -6,7 +6,7 @@ import pytest
 
 from server.split.steps import CASES, Servers, captured, difference, run, start
 from tutti.server.split.three_parts import split
-from tutti.server.split.worker import alone, together
+from tutti.server.split.worker_part import alone, together
 
 STEPS = 2
 

@@ -14,7 +14,7 @@ from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.ledger import Ledger, initial
 from tutti.server.protocol.machine import Machine
 from tutti.server.protocol.messages import Part
-from tutti.server.wire.segments import Slab
+from tutti.server.wire.push_segments import Slab
 from tutti.server.wire.store import Store, room
 
 

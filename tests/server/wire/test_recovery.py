@@ -22,7 +22,7 @@ from tutti.errors import ServerError
 from tutti.server.wire import connection, region
 from tutti.server.wire.frames import checksum
 from tutti.server.wire.journal import HEAD_NBYTES, DamageError, Found, read_entries
-from tutti.server.wire.segments import Slab
+from tutti.server.wire.push_segments import Slab
 from tutti.server.wire.store import Store
 
 PUSHES = 12

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tutti.server.protocol.consistency import Consistency
-from tutti.server.protocol.gradients import by_row, summed, summed_rows
+from tutti.server.protocol.gradient_sums import by_row, summed, summed_rows
 from tutti.server.protocol.keys import Block
 from tutti.server.protocol.messages import Add, Done, Load, Part, Push
 from tutti.server.protocol.predict import BEFORE, hold, smoothed

@@ -10,7 +10,7 @@ from tutti.errors import CaptureError
 from tutti.graph.draw import draw
 from tutti.graph.edit import source_of
 from tutti.graph.text import op_name
-from tutti.server.split.reductions import Reduction, reduction_of
+from tutti.server.split.halved_reductions import Reduction, reduction_of
 
 NUMBERS = frozenset({"hyper", "number"})
 _STATE = frozenset({"parameter", "slot", "buffer"})

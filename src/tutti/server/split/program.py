@@ -19,12 +19,12 @@ from tutti.graph import collectives
 from tutti.graph.product import is_faster
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import Program, partition
-from tutti.passes.order import left_out_by_environment, optimized
+from tutti.passes.pass_table import left_out_by_environment, optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.propagate.plan import Place, plan
-from tutti.server.split.worker import WorkerPart
+from tutti.server.split.worker_part import WorkerPart
 
 WORKERS = ("replica",)
 aten = torch.ops.aten

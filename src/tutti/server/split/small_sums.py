@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tutti.graph.segments import join, part, share
+from tutti.graph.dim_segments import join, part, share
 
 # (name within the step, 1-D float64) -> the sum over the workers, the same bits for all.
 Add = Callable[[str, Tensor], Tensor]

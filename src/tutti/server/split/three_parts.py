@@ -25,7 +25,7 @@ from tutti.server.protocol.update import WEIGHT, Variable
 from tutti.server.split.divisible import is_divisible
 from tutti.server.split.origins import NUMBERS, Origins, refused
 from tutti.server.split.piece import Cut, Piece, from_number
-from tutti.server.split.rows import Lookup, lookup_of
+from tutti.server.split.sparse_tables import Lookup, lookup_of
 
 GRADIENT = "gradient"
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from tutti.graph.collectives import Player
-from tutti.graph.segments import part, share
+from tutti.graph.dim_segments import part, share
 from tutti.layout import Mesh
 
 Axes = tuple[str, ...]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx
 
 from tutti.errors import ServerError
+from tutti.graph.fused_updates import BY_OP
 from tutti.graph.text import text
-from tutti.graph.updates import BY_OP
 from tutti.server.protocol.update import WEIGHT, Updater, Variable
 from tutti.server.split.piece import Piece
 from tutti.server.split.three_parts import GRADIENT, Owned, Split

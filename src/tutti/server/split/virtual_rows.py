@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tutti.server.protocol.virtual import Gradients
-from tutti.server.split.rows import PLACES, ROWS
-from tutti.server.split.worker import WorkerPart
+from tutti.server.protocol.virtual_servers import Gradients
+from tutti.server.split.sparse_tables import PLACES, ROWS
+from tutti.server.split.worker_part import WorkerPart
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from tutti.server.protocol.messages import Part
 from tutti.server.wire.codec import MalformedError, decode, encode
 from tutti.server.wire.frames import checksum
 from tutti.server.wire.private import open_private
-from tutti.server.wire.segments import Segments, Slab
+from tutti.server.wire.push_segments import Segments, Slab
 
 MAGIC = b"tutE"
 _FIELDS = struct.Struct("<4sIQQQQ")

@@ -25,7 +25,7 @@ from tutti.server.wire.journal import (
     record_of,
 )
 from tutti.server.wire.private import open_private
-from tutti.server.wire.segments import Segments
+from tutti.server.wire.push_segments import Segments
 from tutti.server.wire.snapshot import restore
 
 _LOG = logging.getLogger("tutti.server")

@@ -31,9 +31,9 @@ from tutti.server.wire.connection import ClosedError, Connection
 from tutti.server.wire.door import Door
 from tutti.server.wire.frames import Header
 from tutti.server.wire.inbox import Limits
+from tutti.server.wire.push_segments import Slab
 from tutti.server.wire.region import Offer, wanted
 from tutti.server.wire.secret import checked_secret
-from tutti.server.wire.segments import Slab
 from tutti.server.wire.shortage import ShortError, lack, of_peer
 from tutti.server.wire.store import Store, room
 from tutti.server.wire.tls import Tls

@@ -12,7 +12,7 @@ from tutti.comm.payload import DTYPES, octets
 from tutti.server.protocol.ledger import Ledger, Member
 from tutti.server.protocol.messages import Add, Done, Push
 from tutti.server.wire.journal import DamageError, Found, entry, read_entries, record_of
-from tutti.server.wire.segments import Segments
+from tutti.server.wire.push_segments import Segments
 
 # Text and bytes of an entry.
 Content = list[tuple[dict[str, Any], list[memoryview]]]

@@ -27,8 +27,8 @@ from tutti.errors import ServerError
 from tutti.server.protocol.ledger import Ledger, Record
 from tutti.server.wire.journal import Entries, Journal
 from tutti.server.wire.private import make_private, open_private, sync_directory, write_private
+from tutti.server.wire.push_segments import ALIGNED, Segments, Slab
 from tutti.server.wire.recovery import recovered
-from tutti.server.wire.segments import ALIGNED, Segments, Slab
 from tutti.server.wire.shortage import ShortError, records_short
 from tutti.server.wire.snapshot import Content, frozen
 

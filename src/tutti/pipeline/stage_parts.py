@@ -26,7 +26,7 @@ from tutti.graph.state import is_state
 from tutti.pipeline.cut import Stages
 from tutti.pipeline.gathers import gather_once, gathered
 from tutti.pipeline.moments import BEFORE, DURING, Moments
-from tutti.pipeline.reductions import reductions
+from tutti.pipeline.stage_reductions import reductions
 
 aten = torch.ops.aten
 Key = tuple[int, str]

@@ -6,7 +6,7 @@ import os
 
 from tutti.comm.failure import format_nbytes
 from tutti.planner.memory import Memory
-from tutti.report.table import columns
+from tutti.report.text_table import columns
 
 
 def memory_text(memory: Memory, measured: int | None = None) -> str:

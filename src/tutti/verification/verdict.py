@@ -21,10 +21,10 @@ from tutti.graph.product import is_faster
 from tutti.graph.promote import Promoted, promoted
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
-from tutti.passes.order import PASSES, left_out_by_environment, optimized
+from tutti.passes.pass_table import PASSES, left_out_by_environment, optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
-from tutti.propagate.batch import Dims
+from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import plan
 from tutti.state.residence import Residence, run_device, settle
 from tutti.verification.aligned_runs import AlignedCapture, AlignedPartition

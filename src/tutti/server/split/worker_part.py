@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from tutti.capture.canonical import erase_dead
 from tutti.capture.step import Captured
-from tutti.server.split.rows import Lookup, by_rows
+from tutti.server.split.sparse_tables import Lookup, by_rows
 from tutti.server.split.three_parts import Split
 
 

@@ -14,11 +14,11 @@ from torch.fx.node import map_arg
 
 from tutti.graph import collectives, random
 from tutti.graph.boundary import IDENTITIES
+from tutti.graph.dim_segments import join, split
 from tutti.graph.draw import draw, drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import SEND, Body, Do, Part, loop
 from tutti.graph.playing import ADD, Row, play
-from tutti.graph.segments import join, split
 from tutti.layout import Mesh, Sharding
 
 See = Callable[[fx.Node, list[Any]], None]

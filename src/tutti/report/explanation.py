@@ -17,11 +17,11 @@ from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.planner.memory import predict, predict_places
-from tutti.report.memory import memory_text
+from tutti.report.collective_records import Record, dtype_text, records
+from tutti.report.memory_table import memory_text
 from tutti.report.pipeline import pipeline_text
-from tutti.report.records import Record, dtype_text, records
 from tutti.report.rounds import rounds_text
-from tutti.report.table import columns
+from tutti.report.text_table import columns
 
 
 def explain(

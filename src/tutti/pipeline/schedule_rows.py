@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, Do
 from tutti.pipeline.action import Action
-from tutti.pipeline.parts import Parts
 from tutti.pipeline.schedule import Schedule
+from tutti.pipeline.stage_parts import Parts
 from tutti.pipeline.transfers import with_gathers, with_reductions, with_transfers
 
 
