@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tutti.comm.groups import Groups
-from tutti.comm.shared_memory import SharedGroup
-from tutti.comm.transport import Distributed, Transport
+from tutti.comm.collectives.groups import Groups
+from tutti.comm.collectives.transport import Distributed, Transport
+from tutti.comm.host.shared_memory import SharedGroup
 from tutti.launch.ranks import ensure_process_group
 
 NUM_RANKS = 2

@@ -22,8 +22,8 @@ from benchmarks.contenders import gloo
 from benchmarks.contenders.contender import Contender, Place, Way
 from benchmarks.harness import Crew
 from benchmarks.models import CASES, Case
-from tutti.comm.groups import Groups
-from tutti.comm.process_groups import ProcessGroups
+from tutti.comm.collectives.groups import Groups
+from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.execution.allocator import keep_freed_memory
 
 AXES = ("data",)

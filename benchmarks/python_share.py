@@ -43,7 +43,7 @@ from benchmarks.contenders.tutti_step import Distributed
 from benchmarks.harness import Crew
 from benchmarks.sampler import Sampler
 from benchmarks.worker import steps
-from tutti.comm.channel import DistributedChannel, SharedChannel
+from tutti.comm.collectives.channel import DistributedChannel, SharedChannel
 from tutti.execution.execute import Execution
 from tutti.execution.loops import Engine, Loops
 from tutti.graph.playing import ADD

@@ -19,7 +19,7 @@ from tutti.partition.localize import Call, Local, emit_local
 from tutti.propagate.factors import Assignment, project
 from tutti.rules import Rule, rule_of
 from tutti.rules.rule import results_of
-from tutti.rules.sample import Sample
+from tutti.rules.samples.sample import Sample
 
 ONE_AXIS = tuple(Mesh.parse(f"a={n}") for n in (2, 3, 4))
 TWO_AXES = Mesh.parse("a=2 b=2")

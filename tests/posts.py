@@ -6,8 +6,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from tutti.comm.letters import Letter
-from tutti.comm.post import Post
+from tutti.comm.posts.letters import Letter
+from tutti.comm.posts.post import Post
 
 
 class Desk:

@@ -44,7 +44,7 @@ FIRST = (
 # Those that mostly wait.
 WAIT = frozenset(
     {
-        "tests/comm/test_lone_ranks.py",
+        "tests/comm/collectives/test_lone_ranks.py",
         "tests/faults/test_faults.py",
         "tests/replicas/test_lost.py",
         "tests/launch/test_causes.py",

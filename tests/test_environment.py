@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import tutti
-from tutti.comm.group import collective_timeout
-from tutti.comm.post import lease_seconds
+from tutti.comm.collectives.group import collective_timeout
+from tutti.comm.posts.post import lease_seconds
 from tutti.environment import (
     CHECK_NAN,
     KEEP_MEMORY,

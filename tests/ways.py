@@ -9,8 +9,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from tutti.comm import groups as groups_module
-from tutti.comm.hosts import host_name
+from tutti.comm.collectives import groups as groups_module
+from tutti.comm.host.hosts import host_name
 from tutti.environment import SHARED_MEMORY
 
 GLOO, SHARED, TWO_LEVELS = "gloo", "shared", "two levels"

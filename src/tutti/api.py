@@ -42,8 +42,8 @@ from tutti.capture.sizes import FreeSizes
 from tutti.capture.source import OnlyUsersFrames, quoted, user_line
 from tutti.capture.sparse import dense
 from tutti.capture.step import Captured, capture, copied
-from tutti.comm.agree import check_order
-from tutti.comm.payload import digest
+from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.payload import digest
 from tutti.environment import CHECK_NAN, LAYOUT, MOST_PROGRAMS, STRICT
 from tutti.errors import CommError, LayoutError, ShardingError
 from tutti.execution.collector import rarely_collected

@@ -14,7 +14,7 @@ from tutti.capture.canonical import canonicalize
 from tutti.capture.compounds import COMPOUNDS
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
-from tutti.rules.sample import Sample, f, ints, pairs, positive, sample, some
+from tutti.rules.samples.sample import Sample, f, ints, pairs, positive, sample, some
 
 INF = float("inf")
 COPIES = [

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from tutti.graph.ctc import ctc_loss, ctc_slopes
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Storages
-from tutti.rules.ctc_samples import CTC
+from tutti.rules.samples.ctc_samples import CTC
 
 aten = torch.ops.aten
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from processes import wait_until_asleep
 
-from tutti.comm.groups import Groups
-from tutti.comm.process_groups import ProcessGroups
+from tutti.comm.collectives.groups import Groups
+from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.errors import ShardingError
 from tutti.launch.ranks import ensure_process_group
 

@@ -9,9 +9,9 @@ from types import FrameType
 
 import torch
 
-from tutti.comm.failure import Wait
-from tutti.comm.process_groups import ProcessGroups
-from tutti.comm.signals import LINE, PeerLate, Signals
+from tutti.comm.collectives.failure import Wait
+from tutti.comm.collectives.process_groups import ProcessGroups
+from tutti.comm.host.signals import LINE, PeerLate, Signals
 from tutti.launch import whereabouts
 from tutti.launch.whereabouts import (
     LINES,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tutti.comm.agree import check_order
-from tutti.comm.groups import Groups
-from tutti.comm.process_groups import ProcessGroups
+from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.groups import Groups
+from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.launch.ranks import ensure_process_group
 
 BOTH = ("data", "tensor")

@@ -10,8 +10,8 @@ import tutti
 from ranks import Ranks
 from small_programs import Builder, lines
 from small_steps import same_step, squares, step
-from tutti.comm import groups as module
-from tutti.comm.groups import Groups
+from tutti.comm.collectives import groups as module
+from tutti.comm.collectives.groups import Groups
 from tutti.execution import execute
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh

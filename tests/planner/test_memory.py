@@ -26,7 +26,7 @@ import zoo
 import zoo_steps
 from ranks import Ranks
 from subjects import program
-from tutti.comm import transport
+from tutti.comm.collectives import transport
 from tutti.execution.measure import peak_nbytes
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time

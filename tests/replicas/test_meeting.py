@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from posts import Desk, desks
-from tutti.comm.letters import Letter
+from tutti.comm.posts.letters import Letter
 from tutti.errors import CommError
 from tutti.replicas.mean import Mean
 from tutti.replicas.meeting import Meeting

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tutti.comm.coding import CODINGS
+from tutti.comm.collectives.coding import CODINGS
 from tutti.replicas import traffic
 from tutti.replicas.mean import Mean, mean_of
 from tutti.replicas.pieces import cut, joined

@@ -15,8 +15,8 @@ from tutti.layout import Mesh
 from tutti.rules import is_tensor_call, rule_of
 from tutti.rules.decompositions import DECOMPOSITIONS
 from tutti.rules.rule import results_of
-from tutti.rules.sample import Operand, Sample, f, half, sample
-from tutti.rules.samples import FAMILIES
+from tutti.rules.samples.op_samples import FAMILIES
+from tutti.rules.samples.sample import Operand, Sample, f, half, sample
 
 CALLS = [c for calls in FAMILIES.values() for c in calls if c.op in DECOMPOSITIONS]
 

@@ -6,11 +6,11 @@ import pytest
 
 from brute_force import MODE, check
 from tutti.rules import TABLE, rule_of
-from tutti.rules.gpu_samples import GPU
-from tutti.rules.pointwise import LINEAR, UNTAGGED
-from tutti.rules.pointwise_samples import pointwise_ops, pointwise_samples
-from tutti.rules.sample import Sample
-from tutti.rules.samples import FAMILIES
+from tutti.rules.families.pointwise import LINEAR, UNTAGGED
+from tutti.rules.samples.gpu_samples import GPU
+from tutti.rules.samples.op_samples import FAMILIES
+from tutti.rules.samples.pointwise_samples import pointwise_ops, pointwise_samples
+from tutti.rules.samples.sample import Sample
 
 TABLED = [call for calls in FAMILIES.values() for call in calls]
 # Ops whose every dim stays whole: there is one way to play them.

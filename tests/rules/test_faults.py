@@ -11,7 +11,7 @@ import pytest
 from brute_force import MODE, check
 from tutti.rules import Rule, rule_of
 from tutti.rules.rule import groups
-from tutti.rules.sample import Sample, f, flags, ints, positive, sample, some
+from tutti.rules.samples.sample import Sample, f, flags, ints, positive, sample, some
 
 Break = Callable[[Rule], Rule]
 

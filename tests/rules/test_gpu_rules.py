@@ -25,9 +25,9 @@ from brute_force import (
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import assemble
 from tutti.rules import rule_of
-from tutti.rules.gpu_samples import GPU
 from tutti.rules.rule import results_of
-from tutti.rules.sample import Sample, half, sample
+from tutti.rules.samples.gpu_samples import GPU
+from tutti.rules.samples.sample import Sample, half, sample
 
 _CAUSAL = [c for c in GPU if True in c.args]
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brute_force import check
-from tutti.rules.sample import f, flags, ints, sample
-from tutti.rules.views import reshape_factors
+from tutti.rules.families.views import reshape_factors
+from tutti.rules.samples.sample import f, flags, ints, sample
 
 few = settings(max_examples=40, derandomize=True)
 sizes = st.sampled_from([1, 2, 3, 4, 6, 8])

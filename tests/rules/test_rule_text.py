@@ -9,7 +9,7 @@ from brute_force import MODE, check
 from tutti.rules import TABLE, add_rule, rule_of
 from tutti.rules import table as table_module
 from tutti.rules.rule import parse_rule
-from tutti.rules.sample import Sample, f
+from tutti.rules.samples.sample import Sample, f
 
 
 def test_text_and_shapes_make_a_rule() -> None:

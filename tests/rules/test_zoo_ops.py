@@ -7,7 +7,7 @@ import torch
 
 from tutti.capture.step import capture
 from tutti.rules import TABLE, is_tensor_call, rule_of
-from tutti.rules.pointwise import is_pointwise
+from tutti.rules.families.pointwise import is_pointwise
 from zoo import CASES
 
 # Every op of every case of the zoo, as captured.

@@ -29,14 +29,14 @@ from torch.distributed.tensor import DTensor
 
 from tutti.calls.weight_samples import Samples, offset_sample
 from tutti.capture.source import is_users
-from tutti.comm.board import DATA_NBYTES, TEXT_NBYTES, Board
-from tutti.comm.bulletin import Bulletin
-from tutti.comm.exchange import exchange_texts
-from tutti.comm.group import Group, collective_timeout
-from tutti.comm.hosts import host_name
-from tutti.comm.payload import octets
-from tutti.comm.segment import SharedMemoryError, directory
-from tutti.comm.signals import WATCHES
+from tutti.comm.collectives.bulletin import Bulletin
+from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.group import Group, collective_timeout
+from tutti.comm.collectives.payload import octets
+from tutti.comm.host.board import DATA_NBYTES, TEXT_NBYTES, Board
+from tutti.comm.host.hosts import host_name
+from tutti.comm.host.segment import SharedMemoryError, directory
+from tutti.comm.host.signals import WATCHES
 from tutti.errors import CommError
 from tutti.layout import Layout
 

@@ -21,7 +21,7 @@ from tutti.capture.forms import flattened, returnable
 from tutti.capture.held_values import MISSING, Place, named
 from tutti.capture.lift import Undo, optimizers_of, state_of
 from tutti.capture.python_state import Findings, PythonState
-from tutti.comm.agree import check_order
+from tutti.comm.collectives.agree import check_order
 from tutti.errors import CaptureError
 from tutti.layout import Layout
 from tutti.state.deferred import is_deferred

@@ -12,7 +12,7 @@ from tutti.calls.python_values import PythonValues
 from tutti.capture.held_values import Place
 from tutti.capture.outside import is_dense
 from tutti.capture.step import Captured
-from tutti.comm.agree import check_order
+from tutti.comm.collectives.agree import check_order
 from tutti.errors import CaptureError
 from tutti.layout import Layout
 

@@ -13,8 +13,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from tutti.comm.exchange import exchange_texts
-from tutti.comm.group import Group
+from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.group import Group
 from tutti.errors import CommError
 
 CAPABILITY = "ATEN_CPU_CAPABILITY"

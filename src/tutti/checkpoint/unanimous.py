@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tutti.comm.exchange import exchange_texts
-from tutti.comm.failure import comm_error, lost_peer
-from tutti.comm.group import Group
+from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.failure import comm_error, lost_peer
+from tutti.comm.collectives.group import Group
 from tutti.errors import CheckpointError, CommError
 
 _PARTS = ("what", "at", "why", "fix")

@@ -10,10 +10,10 @@ from itertools import product
 import torch
 from torch import Tensor, fx
 
-from tutti.comm.channel import DEFAULT_CAPACITY, NUM_SLOTS, Channel
-from tutti.comm.channels import make_channels
-from tutti.comm.failure import Wait, waiting
-from tutti.comm.groups import Groups
+from tutti.comm.collectives.channel import DEFAULT_CAPACITY, NUM_SLOTS, Channel
+from tutti.comm.collectives.channels import make_channels
+from tutti.comm.collectives.failure import Wait, waiting
+from tutti.comm.collectives.groups import Groups
 from tutti.graph import collectives
 from tutti.layout import Mesh
 from tutti.pipeline.timed import Timed

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from tutti.comm.agree import check_order
-from tutti.comm.failure import with_line
-from tutti.comm.groups import Groups
-from tutti.comm.process_groups import ProcessGroups
-from tutti.comm.segment import SharedMemoryError
+from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.failure import with_line
+from tutti.comm.collectives.groups import Groups
+from tutti.comm.collectives.process_groups import ProcessGroups
+from tutti.comm.host.segment import SharedMemoryError
 from tutti.errors import CommError
 from tutti.execution.allocator import FRAGMENTS, give_back_now, keep_freed_memory
 from tutti.execution.checked import Checked

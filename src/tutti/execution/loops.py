@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tutti.comm.channel import Channel
-from tutti.comm.failure import Wait, waiting, with_line
+from tutti.comm.collectives.channel import Channel
+from tutti.comm.collectives.failure import Wait, waiting, with_line
 from tutti.errors import CommError
 from tutti.execution.generate import generate
 from tutti.graph.collectives import Player

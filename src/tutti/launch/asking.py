@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tutti.comm.life import state_of
+from tutti.comm.host.life import state_of
 from tutti.launch.records import read_script
 from tutti.launch.whereabouts import Stack, collective, lines, user_line
 

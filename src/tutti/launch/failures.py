@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutti.comm.failure import lost_peer
+from tutti.comm.collectives.failure import lost_peer
 from tutti.launch.guard import Seen
 from tutti.launch.records import Exit, Failure, Place, crash_file, read_record
 

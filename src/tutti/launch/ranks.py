@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tutti.comm.group import collective_timeout
+from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import RUN_DIR, check_seconds
 from tutti.launch.waits import watch_waits
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tutti.comm.group import collective_timeout
+from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import ROLE, RUN_DIR, SECRET, SERVERS, TLS
 from tutti.errors import LayoutError, ServerError
 from tutti.layout import Layout

@@ -14,8 +14,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from tutti.comm.hosts import host_name
-from tutti.comm.life import stat_of
+from tutti.comm.host.hosts import host_name
+from tutti.comm.host.life import stat_of
 
 _PREFIX, _OWNER = "tutti-", "owner"
 # The ranks die with the launcher, but not at once: they may still write.

@@ -16,7 +16,11 @@ _COMM = os.path.join(_TUTTI, "comm", "")
 # Where a rank keeps the collective or message that it is in (`current`), the innermost first.
 _WAITING = tuple(
     os.path.join(_TUTTI, *name.split("/"))
-    for name in ("comm/process_groups.py", "execution/loops.py", "execution/edge_channels.py")
+    for name in (
+        "comm/collectives/process_groups.py",
+        "execution/loops.py",
+        "execution/edge_channels.py",
+    )
 )
 _C10D = "distributed_c10d.py"
 # Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}`.

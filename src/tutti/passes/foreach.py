@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph.edit import NOTES
-from tutti.rules.pointwise import is_pointwise
+from tutti.rules.families.pointwise import is_pointwise
 
 aten = torch.ops.aten
 DEVICES = ("cuda",)

@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import torch
 
-from tutti.comm.group import Group
-from tutti.comm.groups import Groups
-from tutti.comm.letters import Letter
-from tutti.comm.lines import connect_lines
-from tutti.comm.post import Post, lease_seconds
+from tutti.comm.collectives.group import Group
+from tutti.comm.collectives.groups import Groups
+from tutti.comm.posts.letters import Letter
+from tutti.comm.posts.lines import connect_lines
+from tutti.comm.posts.post import Post, lease_seconds
 from tutti.errors import CommError
 from tutti.layout import Mesh
 from tutti.replicas.mean import Mean

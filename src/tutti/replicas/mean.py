@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tutti.comm.coding import CODINGS
+from tutti.comm.collectives.coding import CODINGS
 from tutti.replicas import traffic
 from tutti.replicas.pieces import Piece, cut, joined
 from tutti.replicas.strategy import State

@@ -20,8 +20,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tutti.comm.letters import Letter
-from tutti.comm.post import Post
+from tutti.comm.posts.letters import Letter
+from tutti.comm.posts.post import Post
 from tutti.errors import CommError
 from tutti.replicas.traffic import Message
 

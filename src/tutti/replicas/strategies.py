@@ -7,7 +7,7 @@ import re
 from dataclasses import Field, fields
 from typing import Any
 
-from tutti.comm import coding
+from tutti.comm.collectives import coding
 from tutti.errors import LayoutError
 from tutti.replicas.average import Average
 from tutti.replicas.diloco import DiLoCo

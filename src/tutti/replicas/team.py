@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from tutti.comm.agree import check_order
-from tutti.comm.payload import digest
+from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.payload import digest
 from tutti.errors import CommError
 from tutti.layout import Mesh
 from tutti.replicas.between import Between

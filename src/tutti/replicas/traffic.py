@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tutti.comm.coding import CODINGS, STEP
+from tutti.comm.collectives.coding import CODINGS, STEP
 from tutti.replicas.strategy import State, Weights
 
 Message = dict[str, Tensor]

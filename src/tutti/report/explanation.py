@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from tutti.comm.failure import format_nbytes
+from tutti.comm.collectives.failure import format_nbytes
 from tutti.graph import text
 from tutti.graph.boundary import boundary
 from tutti.graph.edit import source_of

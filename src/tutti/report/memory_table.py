@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tutti.comm.failure import format_nbytes
+from tutti.comm.collectives.failure import format_nbytes
 from tutti.planner.memory import Memory
 from tutti.report.text_table import columns
 

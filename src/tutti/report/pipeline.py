@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tutti.comm.failure import format_nbytes
+from tutti.comm.collectives.failure import format_nbytes
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulator import Timeline
 from tutti.planner.stages import Forecast, Stage, forecast

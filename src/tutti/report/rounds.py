@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tutti.comm.coding import NBYTES
-from tutti.comm.failure import format_nbytes
+from tutti.comm.collectives.coding import NBYTES
+from tutti.comm.collectives.failure import format_nbytes
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.replicas import strategies

@@ -7,8 +7,8 @@ from collections import Counter
 
 from torch import fx
 
-from tutti.comm.coding import NBYTES
-from tutti.comm.failure import format_nbytes
+from tutti.comm.collectives.coding import NBYTES
+from tutti.comm.collectives.failure import format_nbytes
 from tutti.graph.text import text
 from tutti.layout import Layout
 from tutti.partition.partition import Program

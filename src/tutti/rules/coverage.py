@@ -12,12 +12,12 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from tutti.rules.decompositions import DECOMPOSITIONS
-from tutti.rules.gpu_samples import GPU
-from tutti.rules.pointwise import LINEAR, UNTAGGED
-from tutti.rules.pointwise_samples import pointwise_ops, pointwise_samples
+from tutti.rules.families.pointwise import LINEAR, UNTAGGED
 from tutti.rules.rule import Rule
-from tutti.rules.sample import Operand, Sample
-from tutti.rules.samples import FAMILIES
+from tutti.rules.samples.gpu_samples import GPU
+from tutti.rules.samples.op_samples import FAMILIES
+from tutti.rules.samples.pointwise_samples import pointwise_ops, pointwise_samples
+from tutti.rules.samples.sample import Operand, Sample
 from tutti.rules.table import rule_of
 
 COMMAND = "python -m tutti.rules.coverage > docs/rules.md"

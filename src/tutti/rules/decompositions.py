@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from tutti.graph.edit import Emit
-from tutti.rules import added_rows
-from tutti.rules.norms import length_dim
+from tutti.rules.families import added_rows
+from tutti.rules.families.norms import length_dim
 from tutti.rules.rule import shape
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.rules import (
+from tutti.rules.families import (
     attention,
     contraction,
     convolution,
@@ -24,7 +24,7 @@ from tutti.rules import (
     updates,
     views,
 )
-from tutti.rules.pointwise import derived_pointwise
+from tutti.rules.families.pointwise import derived_pointwise
 from tutti.rules.rule import Rule, spelled
 
 Entry = str | Callable[[fx.Node], Rule | None]

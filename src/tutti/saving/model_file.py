@@ -21,7 +21,7 @@ from tutti.checkpoint.folder import sync_folder
 from tutti.checkpoint.manifest import USE_EARLIER
 from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous
-from tutti.comm.payload import octets
+from tutti.comm.collectives.payload import octets
 from tutti.errors import CheckpointError
 from tutti.saving.local_part import part_of
 from tutti.state.agreeing import first_left

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tutti.capture.lift import state_of
-from tutti.comm.agree import check_order
-from tutti.comm.process_groups import ProcessGroups
+from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.errors import ServerError
 from tutti.execution.allocator import keep_freed_memory
 from tutti.execution.execute import between_ranks, describe

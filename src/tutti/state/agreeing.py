@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
 from tutti.checkpoint.files import Reading
 from tutti.checkpoint.unanimous import ranks_of
-from tutti.comm.group import collective_timeout
+from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import RUN_DIR
 from tutti.launch.records import GivenUp, Joined, write_record
 from tutti.layout import Layout

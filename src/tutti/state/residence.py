@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim import Optimizer
 
 from tutti.capture.lift import StateTensor, optimizers_of, state_of
-from tutti.comm.agree import check_order
-from tutti.comm.groups import Groups
+from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.groups import Groups
 from tutti.errors import CaptureError, LayoutError, TuttiError
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.replicas.replica_rows import replica_here

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.comm.groups import Groups
-from tutti.comm.process_groups import ProcessGroups
-from tutti.comm.shared_memory import SharedGroup
+from tutti.comm.collectives.groups import Groups
+from tutti.comm.collectives.process_groups import ProcessGroups
+from tutti.comm.host.shared_memory import SharedGroup
 from tutti.graph import collectives
 from tutti.graph.loop import graphs_of
 from tutti.passes.shared_state import copied_state, viewed_state

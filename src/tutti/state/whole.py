@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from tutti.capture.lift import StateTensor, state_of
 from tutti.capture.source import quoted, user_line
-from tutti.comm.exchange import exchange_texts
-from tutti.comm.group import Group
-from tutti.comm.payload import digest
+from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.group import Group
+from tutti.comm.collectives.payload import digest
 from tutti.errors import LayoutError, TuttiError
 from tutti.state.replacing import put_in_place, share_hooks
 from tutti.state.residence import Block, Residence, is_here, known_residence

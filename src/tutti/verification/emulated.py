@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.step import Captured
-from tutti.comm.coding import CODINGS, STEP
+from tutti.comm.collectives.coding import CODINGS, STEP
 from tutti.replicas.pieces import cut, joined
 from tutti.replicas.strategy import MEAN, Round, Strategy, Weights
 from tutti.replicas.traffic import Message

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from tutti.capture.step import Captured, capture
-from tutti.comm.coding import CODINGS
+from tutti.comm.collectives.coding import CODINGS
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh, assemble

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tutti.capture.step import Captured
-from tutti.comm.coding import CODINGS
+from tutti.comm.collectives.coding import CODINGS
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh

@@ -15,8 +15,8 @@ import torch
 
 from server.protocol.updaters import LR, ClippedAdam, cut, gradient
 from server.wire.running import SECRET, client, like, services
-from tutti.comm.handshake import Connector
-from tutti.comm.payload import DTYPES, octets
+from tutti.comm.collectives.payload import DTYPES, octets
+from tutti.comm.posts.handshake import Connector
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.keys import Block
 from tutti.server.protocol.messages import Part

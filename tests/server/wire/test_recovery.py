@@ -17,7 +17,7 @@ import torch
 from server.protocol.updaters import Sgd
 from server.wire.kept import Kept, same
 from server.wire.running import services, train
-from tutti.comm.payload import octets
+from tutti.comm.collectives.payload import octets
 from tutti.errors import ServerError
 from tutti.server.wire import connection, region
 from tutti.server.wire.frames import checksum

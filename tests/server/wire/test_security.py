@@ -16,7 +16,7 @@ import torch
 from server.protocol.updaters import LR, Sgd, gradient, whole_state
 from server.wire import certificates
 from server.wire.running import SECRET, client, like, services
-from tutti.comm.handshake import Acceptor, Connector
+from tutti.comm.posts.handshake import Acceptor, Connector
 from tutti.errors import CommError, ServerError
 from tutti.server.protocol.update import WEIGHT
 from tutti.server.wire import service

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tutti.comm.coding import CODINGS, NAMES, STEP
+from tutti.comm.collectives.coding import CODINGS, NAMES, STEP
 from tutti.errors import ServerError
 from tutti.server.protocol.messages import Part
 

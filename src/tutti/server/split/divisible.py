@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph.fused_updates import BY_OP
-from tutti.rules.pointwise import is_pointwise
+from tutti.rules.families.pointwise import is_pointwise
 from tutti.server.split.piece import Piece
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from tutti.comm.group import collective_timeout
+from tutti.comm.collectives.group import collective_timeout
 from tutti.errors import CommError, ServerError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency

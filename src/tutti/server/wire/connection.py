@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tutti.comm.handshake import Acceptor, Connector
+from tutti.comm.posts.handshake import Acceptor, Connector
 from tutti.server.wire.address import within_host
 from tutti.server.wire.frames import Seal
 from tutti.server.wire.inbox import Inbox, Limits, Noted, Place, anywhere, written

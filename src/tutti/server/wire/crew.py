@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.comm import transport
-from tutti.comm.exchange import exchange_texts
-from tutti.comm.group import Group
+from tutti.comm.collectives import transport
+from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.group import Group
 from tutti.errors import LayoutError
 
 Total = Callable[[Tensor], Tensor]

@@ -5,7 +5,7 @@
     4       version    u8       1
     5       kind       u8       a message's (codec.KINDS), or 255: a part of the message before it;
                                 254: the same, and its bytes lie in shared memory from `check` on
-    6       dtype      u8       of a part's values (comm/payload.py)
+    6       dtype      u8       of a part's values (comm/collectives/payload.py)
     7       ndim       u8       of a part: 0 to 8
     8       number     u64      of the request; its reply has the same
     16      key        u64      of a part's block; in a message's frame, how many parts follow
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tutti.comm.payload import DTYPES
+from tutti.comm.collectives.payload import DTYPES
 from tutti.server.protocol.messages import Part
 from tutti.server.wire.codec import MalformedError
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm.payload import octets
+from tutti.comm.collectives.payload import octets
 from tutti.server.protocol.messages import Part
 from tutti.server.wire.codec import TEXT_NBYTES, MalformedError, decode, encode
 from tutti.server.wire.frames import (

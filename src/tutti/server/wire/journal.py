@@ -29,7 +29,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from tutti.comm.payload import DTYPES, octets
+from tutti.comm.collectives.payload import DTYPES, octets
 from tutti.errors import ServerError
 from tutti.server.protocol.messages import Part
 from tutti.server.wire.codec import MalformedError, decode, encode

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm.handshake import RefusedError
+from tutti.comm.posts.handshake import RefusedError
 from tutti.errors import CommError, ServerError
 from tutti.server.protocol.machine import OBSERVER
 from tutti.server.protocol.messages import SHORT, Refused, Reply, Request, Share, Shared

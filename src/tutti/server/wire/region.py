@@ -20,8 +20,8 @@ import secrets
 import torch
 from torch import Tensor
 
-from tutti.comm.payload import octets
-from tutti.comm.segment import directory, map_file
+from tutti.comm.collectives.payload import octets
+from tutti.comm.host.segment import directory, map_file
 from tutti.server.protocol.messages import Shared
 from tutti.server.wire.codec import MalformedError
 from tutti.server.wire.frames import Checksum

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm.awake import AwakeClock
-from tutti.comm.handshake import RefusedError
+from tutti.comm.posts.awake import AwakeClock
+from tutti.comm.posts.handshake import RefusedError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.keys import BLOCK_NBYTES, Block, blocks

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tutti.comm.payload import DTYPES, octets
+from tutti.comm.collectives.payload import DTYPES, octets
 from tutti.server.protocol.ledger import Ledger, Member
 from tutti.server.protocol.messages import Add, Done, Push
 from tutti.server.wire.journal import DamageError, Found, entry, read_entries, record_of

@@ -1,0 +1,222 @@
+"""One directed edge between two ranks: what one sends the other receives, in order.
+
+Between ranks of a host the edge is a ring of slots in memory that both map. Large tensors go through it
+slot by slot, so that the receiver copies one while the sender fills the next:
+
+    slots     [ 4 | 5 | 2 | 3 ]      sender has filled 5, receiver has taken 2
+                    ^ next to fill, once the receiver has taken 2
+
+Between hosts, and between GPUs, it is a group of torch.distributed of its own: messages of one edge never
+wait for those of another.
+
+What an edge holds that nobody has received yet is bounded by its capacity. `send` returns while that
+suffices, so two ranks may both send first, up to the capacity of each direction; beyond it `send` waits
+for the other's `recv`.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tutti.comm.collectives.failure import naming
+from tutti.comm.collectives.group import Group
+from tutti.comm.host.signals import LINE, PeerDiffers, Signals
+
+NUM_SLOTS = 8
+DEFAULT_CAPACITY = 2**22  # bytes
+_PAGE = 4096
+
+
+class Channel(Protocol):
+    """A directed edge; the sender calls `send`, the receiver `recv`, both in the same order."""
+
+    def send(self, x: Tensor) -> None:
+        """Send `x`, which may be written again afterwards.
+
+        Raises:
+            CommError: the receiver is gone, or has not come in time.
+        """
+        ...
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor that the other rank sends, which must have this shape and dtype.
+
+        Raises:
+            CommError: the sender is gone, has not come in time, or sent something else (told for
+                sure through shared memory; torch.distributed may see the size only).
+        """
+        ...
+
+    def flush(self) -> None:
+        """Return when what was sent has left this process, which may then end.
+
+        Raises:
+            CommError: the receiver is gone, or has not come in time.
+        """
+        ...
+
+
+def ring_nbytes(capacity: int) -> int:
+    """What a `SharedChannel` of this capacity needs."""
+    return _PAGE + NUM_SLOTS * (LINE + _slot_nbytes(capacity))
+
+
+class SharedChannel:
+    """A `Channel` between two ranks of one host.
+
+    A tensor takes `ceil(nbytes / (capacity / 8))` of the 8 slots, and one if it is small or empty.
+
+    Args:
+        memory: `ring_nbytes(capacity)` shared bytes, zeros at first.
+        edge: the sending and the receiving rank.
+        rank: this one of the two.
+        pids: the process ids of both.
+        timeout_seconds: how long a send or a receive waits for the other rank to come one further.
+        capacity: bytes that it holds.
+        num_neighbors: how many ranks share the cores of this host.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor,
+        edge: tuple[int, int],
+        rank: int,
+        pids: tuple[int, int],
+        timeout_seconds: float,
+        *,
+        capacity: int = DEFAULT_CAPACITY,
+        num_neighbors: int = 0,
+    ) -> None:
+        position = edge.index(rank)
+        self._group = Group.of(None, edge, rank)
+        self._signals = Signals(
+            memory[: 2 * LINE], edge, position, pids, timeout_seconds, num_neighbors
+        )
+        self._nbytes = _slot_nbytes(capacity)
+        slots = memory[_PAGE : ring_nbytes(capacity)].view(NUM_SLOTS, LINE + self._nbytes)
+        # What a message is stands before its bytes, in each of its slots.
+        self._notes = [slot[:8].view(torch.int64) for slot in slots]
+        self._slots = [slot[LINE:] for slot in slots]
+
+    def send(self, x: Tensor) -> None:
+        """Send `x`; returns when all of it is in the ring, or taken from it."""
+        data = _bytes(x)
+        note = _note(x.shape, x.dtype)
+
+        def fill(slot: int, low: int, high: int) -> None:
+            # The receiver has taken what this slot held.
+            self._signals.wait(self._signals.count + 1 - NUM_SLOTS)
+            self._slots[slot][: high - low].copy_(data[low:high])
+            self._notes[slot].fill_(note)
+            self._signals.arrive()
+
+        with _naming("send", self._group, data.numel()):
+            self._each_slot(data.numel(), fill)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor; it must have this shape and dtype."""
+        result = torch.empty(tuple(shape), dtype=dtype)
+        data, note = _bytes(result), _note(shape, dtype)
+
+        def take(slot: int, low: int, high: int) -> None:
+            self._signals.wait(self._signals.count + 1)
+            if int(self._notes[slot]) != note:
+                raise PeerDiffers([self._group.ranks[0]])
+            data[low:high].copy_(self._slots[slot][: high - low])
+            self._signals.arrive()
+
+        with _naming("recv", self._group, data.numel()):
+            self._each_slot(data.numel(), take)
+        return result
+
+    def flush(self) -> None:
+        """What is in the ring stays there, also when this process ends."""
+
+    def _each_slot(self, nbytes: int, move: Callable[[int, int, int], None]) -> None:
+        for low in range(0, max(nbytes, 1), self._nbytes):
+            move(self._signals.count % NUM_SLOTS, low, min(low + self._nbytes, nbytes))
+
+
+class DistributedChannel:
+    """A `Channel` on a group of torch.distributed that has these two ranks and this edge only.
+
+    CPU tensors are copied and on their way when `send` returns, up to `capacity` bytes; on a GPU, sends
+    and receives are put on the stream.
+
+    Args:
+        handle: the group.
+        edge: the sending and the receiving rank.
+        rank: this one of the two.
+        device: where received tensors go.
+        capacity: bytes under way at most before `send` waits; a larger tensor goes alone.
+    """
+
+    def __init__(
+        self,
+        handle: dist.ProcessGroup,
+        edge: tuple[int, int],
+        rank: int,
+        device: torch.device,
+        *,
+        capacity: int = DEFAULT_CAPACITY,
+    ) -> None:
+        self._group, self._device, self._capacity = Group.of(handle, edge, rank), device, capacity
+        self._under_way: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, x: Tensor) -> None:
+        """Send `x`; returns when no more than `capacity` bytes are still under way."""
+        data = _bytes(x)
+        _, to = self._group.ranks
+        with _naming("send", self._group, data.numel()):
+            if data.is_cuda:
+                dist.send(data, to, group=self._group.handle)
+                return
+            data = data.clone() if data.numel() else data.new_zeros(1)
+            self._under_way.append((dist.isend(data, to, group=self._group.handle), data))
+            self._settle(self._capacity)
+
+    def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The next tensor; it must have this shape and dtype."""
+        result = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        data = _bytes(result) if result.numel() else result.new_zeros(1, dtype=torch.uint8)
+        with _naming("recv", self._group, result.nbytes):
+            work = dist.irecv(data, self._group.ranks[0], group=self._group.handle)
+            assert work is not None
+            work.wait()
+        return result
+
+    def flush(self) -> None:
+        """Return when the receiver has taken all that was sent."""
+        with _naming("send", self._group, sum(data.numel() for _, data in self._under_way)):
+            self._settle(0)
+
+    def _settle(self, nbytes: int) -> None:
+        """Wait, oldest first, while more than `nbytes` are under way; Gloo tells only who waits."""
+        while self._under_way and sum(data.numel() for _, data in self._under_way) > nbytes:
+            self._under_way.popleft()[0].wait()
+
+
+def _naming(name: str, group: Group, nbytes: int) -> AbstractContextManager[None]:
+    source, to = group.ranks
+    return naming(name, (f"{source} -> {to}",), nbytes, group)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _note(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{tuple(shape)} {dtype}".encode())
+
+
+def _slot_nbytes(capacity: int) -> int:
+    return max(math.ceil(capacity / NUM_SLOTS / LINE), 1) * LINE

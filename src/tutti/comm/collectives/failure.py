@@ -1,0 +1,119 @@
+"""What a rank says when a collective cannot finish."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from tutti.comm.collectives.group import Group, collective_timeout
+from tutti.comm.host.signals import PeerDiffers, PeerLate, PeerLost
+from tutti.errors import CommError
+
+_PEER_LEFT = re.compile(
+    r"closed by peer|reset by peer|broken pipe|socket closed|connection (was )?closed"
+    r"|connection refused|recvvalue failed|sendbytes failed|remote process exited",
+    re.IGNORECASE,
+)
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+class Wait(NamedTuple):
+    """A collective that a rank is in: its name, axes, payload and when it began (monotonic)."""
+
+    name: str
+    axes: tuple[str, ...]
+    nbytes: int
+    began_seconds: float
+
+    def __str__(self) -> str:
+        axes = ", ".join(self.axes)
+        return f"{self.name} over {axes} ({format_nbytes(self.nbytes)})" if axes else self.name
+
+
+def format_nbytes(nbytes: int) -> str:
+    """`nbytes` with three digits: 12 B, 4.2 kB, 1.5 GB."""
+    size, unit = float(nbytes), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if size < 1000 or unit == "TB":
+            break
+        size /= 1000
+    return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+
+
+def waiting(name: str, edge: tuple[int, int], nbytes: int) -> Wait:
+    """A message between two ranks that begins now: `waiting("recv", (0, 1), 8)`."""
+    return Wait(name, (f"{edge[0]} -> {edge[1]}",), nbytes, now_seconds())
+
+
+def lost_peer(message: str) -> bool:
+    """Whether a transport's error message says that the other end of a connection has gone."""
+    return _PEER_LEFT.search(message) is not None
+
+
+def comm_error(
+    exc: BaseException, name: str, axes: tuple[str, ...], nbytes: int, group: Group
+) -> CommError:
+    """The `CommError` for a collective that raised `exc`: who waits, in what, and for whom.
+
+    A group of two knows which rank is gone; a larger one names those it can be. `tutti run` sees
+    every rank's end and names it in its report. `with_line` adds the line of the user's program.
+    """
+    message = str(exc).strip()
+    # Gloo goes on with advice that holds for any program.
+    reason = message.splitlines()[0].split(". This is typically")[0] if message else repr(exc)
+    peers = [rank for i, rank in enumerate(group.ranks) if i != group.position]
+    if isinstance(exc, PeerLost | PeerLate | PeerDiffers):  # these know which
+        peers = list(exc.ranks)
+    waiting = f"rank {group.ranks[group.position]} in {Wait(name, axes, nbytes, 0.0)}"
+    if isinstance(exc, PeerDiffers):
+        return CommError(
+            f"{_ranks(peers)} came to another collective than {waiting}",
+            why=reason,
+            fix="give every rank the same model, batch shapes and layout",
+        )
+    if lost_peer(message):
+        sure = len(peers) == 1 or isinstance(exc, PeerLost)
+        gone = f"{_ranks(peers)} {'is' if len(peers) == 1 else 'are'} gone"
+        gone = gone if sure else f"one of {_ranks(peers)} is gone"
+        return CommError(f"{gone}; it left {waiting}", why=reason)
+    if _TIMED_OUT.search(message):
+        seconds = collective_timeout().total_seconds()
+        return CommError(
+            f"{_ranks(peers)} did not join {waiting} within {seconds:g} s",
+            why=reason,
+            fix="if a rank is only slow, set TUTTI_TIMEOUT to more seconds",
+        )
+    return CommError(f"{waiting} failed", why=reason)
+
+
+@contextmanager
+def naming(name: str, axes: tuple[str, ...], nbytes: int, group: Group) -> Iterator[None]:
+    """What the transport raises inside becomes the `CommError` for this collective.
+
+    Running out of memory stays what it is.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as exc:
+        raise comm_error(exc, name, axes, nbytes, group) from exc
+
+
+def with_line(error: CommError, line: str) -> CommError:
+    """The same error with the line of the user's program that waits, such as "train.py:12"."""
+    return CommError(error.what, at=line, why=error.why, fix=error.fix)
+
+
+def now_seconds() -> float:
+    """The clock of `Wait.began_seconds`."""
+    return time.monotonic()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

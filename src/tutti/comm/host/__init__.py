@@ -1,0 +1,1 @@
+"""Ranks of one host, in memory that they share."""

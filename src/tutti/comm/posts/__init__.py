@@ -1,0 +1,1 @@
+"""Letters between ranks that outlive each other."""

@@ -1,0 +1,1 @@
+"""Sample calls, by family of ops: they fill a page and test the rules."""
