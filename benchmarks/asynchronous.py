@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tutti.capture.lift import numbers
+from tutti.capture.state.lift import numbers
 from tutti.capture.step import capture
 from tutti.layout import Layout
 from tutti.replicas import replica_rows

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from tutti.capture.lift import hypers_of
+from tutti.capture.state.lift import hypers_of
 from tutti.capture.step import capture
 from tutti.execution.generate import generate
 from tutti.layout import Layout, Mesh

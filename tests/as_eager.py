@@ -22,9 +22,9 @@ import tutti
 from ranks import Ranks
 from runs import whole
 from tutti.capture.forms import flattened, returnable
-from tutti.capture.lift import state_of
-from tutti.capture.models import as_one_module
-from tutti.capture.random_ops import OurRandomness, rewinding
+from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
+from tutti.capture.state.lift import state_of
+from tutti.capture.state.models import as_one_module
 
 CALLS = 3
 TOLERANCE = 1e-10

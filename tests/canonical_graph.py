@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tutti.capture.canonical import canonicalize
+from tutti.capture.spelling.canonical import canonicalize
 
 
 def canonical(function: Callable[..., Tensor], *inputs: Tensor) -> fx.Graph:

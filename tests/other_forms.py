@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
+from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 
 
 def traced(call: Callable[..., Any], *given: Any) -> tuple[Any, set[Any]]:

@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "tutti"
 # From the bottom to the top. Names of one layer stand side by side: neither imports the other.
 LAYERS = (
     ("errors",),
-    ("environment",),  # the variables that users set
+    ("environment", "user_lines"),  # the variables that users set; which lines are theirs
     ("layout",),  # mesh, sharding, layout, shards, topology
     ("graph",),  # text form, grammar, virtual ranks
     ("rules", "capture"),
@@ -108,6 +108,10 @@ def test_imports_point_downwards() -> None:
 # Rooms of one package, each with those of it that it may import.
 ROOMS = {
     "server": {"protocol": (), "wire": ("protocol",), "split": ("protocol",)},
+    "capture": {
+        **{"spelling": (), "substitutes": (), "second_trace": ()},
+        **{"state": ("second_trace", "substitutes"), "python": ("state",)},
+    },
     "comm": {"host": (), "collectives": ("host",), "posts": ("host", "collectives")},
     "rules": {"families": (), "samples": ("families",)},
 }

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import tutti
 from benchmarks.programs.script import SAME, Script
-from tutti.capture.random_ops import OurRandomness, rewinding
+from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.errors import CommError, TuttiError
 
 # Values by name: "call 2 returned.loss", "weights.0.bias", "optimizer.0.exp_avg", ...

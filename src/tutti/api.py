@@ -33,15 +33,14 @@ from tutti.calls.signature import Signatures
 from tutti.calls.tables import are_same
 from tutti.calls.weight_samples import Samples
 from tutti.capture.batch import taken
-from tutti.capture.first_form import FirstStepAhead, awaiting, first_step_ahead, make_slots
-from tutti.capture.lift import optimizers_of, state_of
-from tutti.capture.models import as_one_module
-from tutti.capture.python_state import Findings
-from tutti.capture.read_values import Seen
-from tutti.capture.sizes import FreeSizes
-from tutti.capture.source import OnlyUsersFrames, quoted, user_line
-from tutti.capture.sparse import dense
+from tutti.capture.python.python_state import Findings
+from tutti.capture.python.read_values import Seen
+from tutti.capture.python.sizes import FreeSizes
+from tutti.capture.state.first_form import FirstStepAhead, awaiting, first_step_ahead, make_slots
+from tutti.capture.state.lift import optimizers_of, state_of
+from tutti.capture.state.models import as_one_module
 from tutti.capture.step import Captured, capture, copied
+from tutti.capture.substitutes.sparse import dense
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.payload import digest
 from tutti.environment import CHECK_NAN, LAYOUT, MOST_PROGRAMS, STRICT
@@ -93,6 +92,7 @@ from tutti.state.residence import (
 from tutti.state.shards import StateShard, unguarded
 from tutti.state.taken import take_over
 from tutti.state.whole import Whole, model_state
+from tutti.user_lines import OnlyUsersFrames, quoted, user_line
 from tutti.verification.copies import copies_in_place
 from tutti.verification.verdict import Verdict, compare
 from tutti.verification.verify_replicas import compare_replicas

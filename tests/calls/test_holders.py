@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import tutti
 from small_steps import step as train_step
 from tutti.calls.holders import Holders
-from tutti.capture.lift import state_of
+from tutti.capture.state.lift import state_of
 from tutti.errors import CaptureError
 
 

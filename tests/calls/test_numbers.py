@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tutti.calls.numbers import Numbers
-from tutti.capture.lift import numbers
+from tutti.capture.state.lift import numbers
 
 
 def _set(key: str, value: Any) -> Callable[[Any], None]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from tutti.capture.canonical import canonicalize
-from tutti.capture.compounds import COMPOUNDS
+from tutti.capture.spelling.canonical import canonicalize
+from tutti.capture.spelling.compounds import COMPOUNDS
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.rules.samples.sample import Sample, f, ints, pairs, positive, sample, some

@@ -14,8 +14,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import tutti
-from tutti.capture.fused import qualifies
-from tutti.capture.lift import create_slots
+from tutti.capture.state.fused import qualifies
+from tutti.capture.state.lift import create_slots
 from tutti.capture.step import Captured, capture
 from tutti.errors import CaptureError
 from tutti.graph.fused_updates import BY_OP

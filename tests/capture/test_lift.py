@@ -17,7 +17,7 @@ import tutti
 import tutti.api
 import zoo
 from subjects import subject
-from tutti.capture.lift import create_slots, hypers_of, state_of
+from tutti.capture.state.lift import create_slots, hypers_of, state_of
 from tutti.errors import CaptureError, TuttiError
 from zoo_models import GPT, MLP
 from zoo_steps import plain_step, vector_batch

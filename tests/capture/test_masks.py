@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from other_forms import traced, with_gradients
-from tutti.capture.other_forms import in_other_forms
+from tutti.capture.substitutes.other_forms import in_other_forms
 
 aten = torch.ops.aten
 ALL = slice(None)

@@ -13,7 +13,7 @@ from torch.optim import Adam, AdamW
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
 from ranks import Ranks
-from tutti.capture.models import Models, as_one_module
+from tutti.capture.state.models import Models, as_one_module
 from tutti.errors import CaptureError, TuttiError
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from other_forms import traced, with_gradients
-from tutti.capture.other_forms import OTHER_FORMS
 from tutti.capture.step import capture
+from tutti.capture.substitutes.other_forms import OTHER_FORMS
 from tutti.errors import CaptureError
 from tutti.graph.ctc import ctc_loss, ctc_slopes
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import tutti
 import zoo
 from small_steps import step
-from tutti.capture import functional, overwrites
-from tutti.capture.overwrites import Overwrites
+from tutti.capture.second_trace import functional, overwrites
+from tutti.capture.second_trace.overwrites import Overwrites
 from tutti.capture.step import Captured, capture
 from tutti.errors import CaptureError
 from tutti.graph.text import text

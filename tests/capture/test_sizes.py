@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from small_steps import trained
 from tutti.capture.alike import difference
+from tutti.capture.python.sizes import FreeSizes
 from tutti.capture.resized import NotResizableError, Resizable
-from tutti.capture.sizes import FreeSizes
 from tutti.capture.step import Captured, capture
 
 WIDTH = 8

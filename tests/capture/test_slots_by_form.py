@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capture.test_lift import OPTIMIZERS
-from tutti.capture.first_form import make_slots
-from tutti.capture.lift import create_slots
-from tutti.capture.slots_by_form import make_slots_by_form
+from tutti.capture.state.first_form import make_slots
+from tutti.capture.state.lift import create_slots
+from tutti.capture.state.slots_by_form import make_slots_by_form
 
 MORE = {
     "amsgrad": partial(torch.optim.AdamW, amsgrad=True),

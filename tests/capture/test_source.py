@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import tutti
-from tutti.capture.source import OnlyUsersFrames
 from tutti.errors import CommError, LayoutError
+from tutti.user_lines import OnlyUsersFrames
 
 
 def _branching(model: nn.Module, x: Tensor) -> Tensor:

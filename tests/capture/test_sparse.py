@@ -14,7 +14,7 @@ from torch.optim import SGD, Adagrad, Adam
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
 from ranks import Ranks
-from tutti.capture import sparse
+from tutti.capture.substitutes import sparse
 from tutti.errors import CaptureError
 
 

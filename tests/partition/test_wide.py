@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from subjects import program
-from tutti.capture.canonical import erase_dead
+from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import capture
 from tutti.graph import collectives
 from tutti.graph.virtual_ranks import VirtualRanks

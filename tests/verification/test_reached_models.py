@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import tutti
-from tutti.capture.lift import optimizers_of
+from tutti.capture.state.lift import optimizers_of
 from tutti.verification.verdict import Subject
 
 Subjects = tuple[Callable[..., Any], Any, Any]

@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 from tutti.calls.guards import guard_of
 from tutti.calls.python_values import PythonValues
 from tutti.capture.alike import difference
-from tutti.capture.lift import StateTensor, state_of
-from tutti.capture.python_state import Findings
+from tutti.capture.python.python_state import Findings
+from tutti.capture.python.sizes import FreeSizes, Shapes
 from tutti.capture.resized import Resizable
-from tutti.capture.sizes import FreeSizes, Shapes
-from tutti.capture.sparse import dense
+from tutti.capture.state.lift import StateTensor, state_of
 from tutti.capture.step import Captured
+from tutti.capture.substitutes.sparse import dense
 from tutti.state.residence import forget_values
 
 # How many traces serve batches that differ in nothing but sizes, how many may fail to, and for how many kinds

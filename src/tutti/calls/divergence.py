@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tutti.calls.weight_samples import Samples, offset_sample
-from tutti.capture.source import is_users
 from tutti.comm.collectives.bulletin import Bulletin
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group, collective_timeout
@@ -39,6 +38,7 @@ from tutti.comm.host.segment import SharedMemoryError, directory
 from tutti.comm.host.signals import WATCHES
 from tutti.errors import CommError
 from tutti.layout import Layout
+from tutti.user_lines import is_users
 
 WAIT_SECONDS = 10.0  # after which a rank says for whom it waits
 WHOLE_NBYTES = 2**15  # a tensor of the batch is hashed whole up to here, above a sample of it is

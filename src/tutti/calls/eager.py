@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 
 from tutti.capture.batch import called
-from tutti.capture.compiled import nothing_compiled
-from tutti.capture.models import wrappers_open
 from tutti.capture.one_process import one_process
 from tutti.capture.precision import computing
-from tutti.capture.random_ops import OurRandomness, rewinding
+from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
+from tutti.capture.state.compiled import nothing_compiled
+from tutti.capture.state.models import wrappers_open
 
 
 def eagerly(

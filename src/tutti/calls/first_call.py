@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_map_only
 
 from tutti.calls.eager import eagerly
 from tutti.calls.python_values import PythonValues
-from tutti.capture.first_form import awaiting, note_step
 from tutti.capture.forms import flattened, returnable
-from tutti.capture.held_values import MISSING, Place, named
-from tutti.capture.lift import Undo, optimizers_of, state_of
-from tutti.capture.python_state import Findings, PythonState
+from tutti.capture.python.held_values import MISSING, Place, named
+from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.state.first_form import awaiting, note_step
+from tutti.capture.state.lift import Undo, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.errors import CaptureError
 from tutti.layout import Layout

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._sympy.printers import PythonPrinter
 
-from tutti.capture.read_values import Seen
-from tutti.capture.source import quoted
+from tutti.capture.python.read_values import Seen
+from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.step import Captured
-from tutti.capture.symbols import SYMBOLS
 from tutti.errors import CaptureError
 from tutti.layout import Layout
+from tutti.user_lines import quoted
 
 # Whether a trace holds for numbers by name.
 Guard = Callable[[Mapping[str, float]], bool]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.calls.tables import Table, are_same, read, reader, values_of
-from tutti.capture.lift import StateTensor, not_of_the_model
+from tutti.capture.state.lift import StateTensor, not_of_the_model
 from tutti.errors import CaptureError
 
 

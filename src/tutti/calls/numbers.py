@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tutti.calls.tables import are_same
-from tutti.capture.lift import SCHEDULED, hypers_of, numbers, optimizers_of
+from tutti.capture.state.lift import SCHEDULED, hypers_of, numbers, optimizers_of
 
 
 class Numbers:

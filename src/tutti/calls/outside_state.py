@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tutti.calls.python_values import PythonValues
-from tutti.capture.held_values import Place
-from tutti.capture.outside import is_dense
+from tutti.capture.python.held_values import Place
+from tutti.capture.python.outside import is_dense
 from tutti.capture.step import Captured
 from tutti.comm.collectives.agree import check_order
 from tutti.errors import CaptureError

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.calls.tables import are_same
-from tutti.capture.contents import contents_of, has_contents
-from tutti.capture.held_values import GONE, MISSING, Place, named
-from tutti.capture.outside import may_be_input
-from tutti.capture.plain_values import is_plain_number
-from tutti.capture.python_state import (
+from tutti.capture.python.contents import contents_of, has_contents
+from tutti.capture.python.held_values import GONE, MISSING, Place, named
+from tutti.capture.python.outside import may_be_input
+from tutti.capture.python.plain_values import is_plain_number
+from tutti.capture.python.python_state import (
     Effect,
     Findings,
     Number,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tutti.capture.source import quoted, user_line
 from tutti.errors import CaptureError
+from tutti.user_lines import quoted, user_line
 
 # What they say where there is one process.
 _QUERIES = {"get_rank": 0, "get_world_size": 1}

@@ -21,9 +21,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.modules import transformer
 from torch.optim import Optimizer
 
-from tutti.capture.source import quoted, user_line
-from tutti.capture.ways_out import of_error
+from tutti.capture.python.ways_out import of_error
 from tutti.errors import CaptureError, TuttiError
+from tutti.user_lines import quoted, user_line
 
 
 def _refuse_grouped_product(*_args: Any, **_options: Any) -> Any:

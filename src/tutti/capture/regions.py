@@ -22,9 +22,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
-from tutti.capture.constant_writes import refuse_real_write
-from tutti.capture.random_ops import RANDOM_OPS, rewinding
-from tutti.capture.source import user_line
+from tutti.capture.second_trace.constant_writes import refuse_real_write
+from tutti.capture.second_trace.random_ops import RANDOM_OPS, rewinding
+from tutti.user_lines import user_line
 
 
 @dataclass

@@ -13,12 +13,12 @@ from torch._subclasses import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map
 
-from tutti.capture.canonical import canonicalize, canonicalize_but
-from tutti.capture.lift import StateTensor
-from tutti.capture.read_values import ITEM
-from tutti.capture.sizes import FreeSizes, Shapes
+from tutti.capture.python.read_values import ITEM
+from tutti.capture.python.sizes import FreeSizes, Shapes
+from tutti.capture.python.symbols import SYMBOLS
+from tutti.capture.spelling.canonical import canonicalize, canonicalize_but
+from tutti.capture.state.lift import StateTensor
 from tutti.capture.step import Captured
-from tutti.capture.symbols import SYMBOLS
 
 aten = torch.ops.aten
 # What asks a tensor for a size: known without the tensor.

@@ -19,46 +19,54 @@ from torch.optim import Optimizer
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from tutti.capture.batch import called, taken
-from tutti.capture.canonical import canonicalize
-from tutti.capture.clock import clocks_watched
-from tutti.capture.compiled import nothing_compiled
-from tutti.capture.first_form import make_slots, no_new_slots
-from tutti.capture.first_options import options_watched, refuse_first_options
 from tutti.capture.forms import flattened, returnable
-from tutti.capture.found_gradients import Found, found_gradients, note_found
-from tutti.capture.functional import functional_graph
-from tutti.capture.gradients import (
+from tutti.capture.one_process import communicating_ops, one_process
+from tutti.capture.precision import computing, refuse_other_weights
+from tutti.capture.python.clock import clocks_watched
+from tutti.capture.python.held_values import Place
+from tutti.capture.python.host_random import no_host_randomness
+from tutti.capture.python.host_values import values_unknown
+from tutti.capture.python.inputs import fake, fake_mode, fakes, symbol
+from tutti.capture.python.outside import lift_outside, read_by, refuse_written
+from tutti.capture.python.python_state import Effect, Findings, Number, PythonState
+from tutti.capture.python.read_values import (
+    ITEM,
+    Reads,
+    Seen,
+    Symbols,
+    held,
+    size_refused,
+    symbols_stay,
+)
+from tutti.capture.python.sizes import FreeSizes
+from tutti.capture.python.symbols import looked_at_by_ops, on_symbols
+from tutti.capture.refusals import REFUSED_OPS, explained
+from tutti.capture.regions import watching
+from tutti.capture.second_trace.functional import functional_graph
+from tutti.capture.spelling.canonical import canonicalize
+from tutti.capture.state.compiled import nothing_compiled
+from tutti.capture.state.first_form import make_slots, no_new_slots
+from tutti.capture.state.first_options import options_watched, refuse_first_options
+from tutti.capture.state.found_gradients import Found, found_gradients, note_found
+from tutti.capture.state.gradients import (
     Gradients,
     gradients_there,
     holders_of,
     hooked,
     watched_gradients,
 )
-from tutti.capture.held_values import Place
-from tutti.capture.host_random import no_host_randomness
-from tutti.capture.host_values import values_unknown
-from tutti.capture.inputs import fake, fake_mode, fakes, symbol
-from tutti.capture.kept_values import Attributes, Left, refuse_kept_values
-from tutti.capture.lift import (
+from tutti.capture.state.kept_values import Attributes, Left, refuse_kept_values
+from tutti.capture.state.lift import (
     StateTensor,
     hypers_of,
     optimizers_of,
     state_of,
     swapped,
 )
-from tutti.capture.models import wrappers_open
-from tutti.capture.one_process import communicating_ops, one_process
-from tutti.capture.other_forms import OTHER_FORMS, in_other_forms
-from tutti.capture.outside import lift_outside, read_by, refuse_written
-from tutti.capture.precision import computing, refuse_other_weights
-from tutti.capture.python_state import Effect, Findings, Number, PythonState
-from tutti.capture.read_values import ITEM, Reads, Seen, Symbols, held, size_refused, symbols_stay
-from tutti.capture.rebound import data_written, refuse_read, take_over
-from tutti.capture.refusals import REFUSED_OPS, explained
-from tutti.capture.regions import watching
-from tutti.capture.sizes import FreeSizes
-from tutti.capture.sparse import dense, dense_gradients, refuse_sparse_constants
-from tutti.capture.symbols import looked_at_by_ops, on_symbols
+from tutti.capture.state.models import wrappers_open
+from tutti.capture.state.rebound import data_written, refuse_read, take_over
+from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
+from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
 from tutti.errors import CaptureError, TuttiError
 

@@ -13,8 +13,8 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from tutti.capture.batch import called
-from tutti.capture.source import is_users, quoted, user_line
 from tutti.errors import CaptureError, TuttiError
+from tutti.user_lines import is_users, quoted, user_line
 
 _RAISES = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}
 # What PyTorch's bindings raise where they are called, without a frame of their own.

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.canonical import erase_dead
-from tutti.capture.source import quoted
+from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import Captured
 from tutti.errors import ShardingError
 from tutti.graph import collectives
@@ -26,6 +25,7 @@ from tutti.propagate.boundaries import COMPUTE
 from tutti.propagate.plan import Plan
 from tutti.rules import Rule, is_tensor_call, operands_of
 from tutti.rules.rule import results_of
+from tutti.user_lines import quoted
 
 aten = torch.ops.aten
 # What the batch is split over: values that are split so stay so.

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from tutti.capture.canonical import erase_dead
+from tutti.capture.spelling.canonical import erase_dead
 from tutti.graph import collectives
 from tutti.graph.edit import REMADE
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.source import quoted
 from tutti.errors import ShardingError
 from tutti.graph import collectives
 from tutti.graph.edit import NOTES, source_of
@@ -34,6 +33,7 @@ from tutti.graph.text import op_name
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import WITHOUT_RULE
 from tutti.pipeline.over_time import MICRO, sums_over_time, take_apart
+from tutti.user_lines import quoted
 
 aten = torch.ops.aten
 BEFORE, DURING, AFTER = "before", "during", "after"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.rewrites import narrows
+from tutti.capture.spelling.rewrites import narrows
 from tutti.capture.step import Captured
 from tutti.graph.boundary import boundary
 

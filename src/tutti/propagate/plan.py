@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, fx
 
-from tutti.capture.canonical import erase_dead
+from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import Captured, copied
 from tutti.errors import ShardingError
 from tutti.graph.boundary import shard_as_op

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tutti.capture.lift import state_of
+from tutti.capture.state.lift import state_of
 from tutti.checkpoint.folder import sync_folder
 from tutti.checkpoint.manifest import USE_EARLIER
 from tutti.checkpoint.state_names import check_names

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tutti.calls.python_values import PythonValues
-from tutti.capture.held_values import ITEM, MEMBER, MISSING, Place, named
-from tutti.capture.plain_values import is_plain_number
+from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Place, named
+from tutti.capture.python.plain_values import is_plain_number
 from tutti.errors import CheckpointError
 
 # Before the names of places, which may be those of weights.

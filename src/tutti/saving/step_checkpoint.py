@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from tutti.calls.first_call import refuse_in_shards
 from tutti.calls.python_values import PythonValues
-from tutti.capture.first_form import awaiting, make_places, make_slots
-from tutti.capture.lift import StateTensor, state_of
+from tutti.capture.state.first_form import awaiting, make_places, make_slots
+from tutti.capture.state.lift import StateTensor, state_of
 from tutti.checkpoint.files import Reading, write_checkpoint
 from tutti.checkpoint.folder import open_folder
 from tutti.checkpoint.manifest import Manifest, TensorForm

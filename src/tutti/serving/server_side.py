@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tutti.calls.first_call import refuse_where_apart
 from tutti.calls.guards import refuse_other_layouts
-from tutti.capture.first_form import make_slots
-from tutti.capture.lift import state_of
+from tutti.capture.state.first_form import make_slots
+from tutti.capture.state.lift import state_of
 from tutti.capture.step import Captured, capture
 from tutti.environment import LINGER, LISTEN, RECORDS, REPAIR
 from tutti.launch import roles

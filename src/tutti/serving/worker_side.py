@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.lift import state_of
+from tutti.capture.state.lift import state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.errors import ServerError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tutti.capture.lift import StateTensor, create_slots, optimizers_of, state_of
+from tutti.capture.state.lift import StateTensor, create_slots, optimizers_of, state_of
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.propagate.storage_sharding import slot_like

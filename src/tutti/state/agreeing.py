@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tutti.capture.lift import StateTensor, optimizers_of, state_of
+from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
 from tutti.checkpoint.files import Reading
 from tutti.checkpoint.unanimous import ranks_of
 from tutti.comm.collectives.group import collective_timeout

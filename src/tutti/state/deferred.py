@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tutti.capture.lift import create_slots, optimizers_of
-from tutti.capture.random_ops import OurRandomness
+from tutti.capture.second_trace.random_ops import OurRandomness
+from tutti.capture.state.lift import create_slots, optimizers_of
 from tutti.errors import TuttiError
 
 # Initial weights are drawn as by a step that no run reaches.

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from tutti.capture.lift import StateTensor
+from tutti.capture.state.lift import StateTensor
 
 
 def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.capture.lift import optimizers_of
+from tutti.capture.state.lift import optimizers_of
 
 
 def put_in_place(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> None:

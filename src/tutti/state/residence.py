@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim import Optimizer
 
-from tutti.capture.lift import StateTensor, optimizers_of, state_of
+from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.groups import Groups
 from tutti.errors import CaptureError, LayoutError, TuttiError

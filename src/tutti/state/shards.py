@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tutti.capture.source import quoted, user_line
 from tutti.errors import TuttiError
+from tutti.user_lines import quoted, user_line
 
 # Of one operand and without a value that another part could change; all else must be elementwise.
 _COPIES = frozenset(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tutti.capture.lift import StateTensor, state_of
+from tutti.capture.state.lift import StateTensor, state_of
 from tutti.errors import CaptureError
 from tutti.layout import Sharding
 from tutti.state.residence import known_residence, name_shards, part_of, take_the_place, whole_of

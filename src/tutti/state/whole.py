@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tutti.capture.lift import StateTensor, state_of
-from tutti.capture.source import quoted, user_line
+from tutti.capture.state.lift import StateTensor, state_of
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
@@ -27,6 +26,7 @@ from tutti.errors import LayoutError, TuttiError
 from tutti.state.replacing import put_in_place, share_hooks
 from tutti.state.residence import Block, Residence, is_here, known_residence
 from tutti.state.shards import StateShard, cut
+from tutti.user_lines import quoted, user_line
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.found_gradients import noted
+from tutti.capture.state.found_gradients import noted
 from tutti.layout import assemble
 from tutti.verification.aligned import Aligned, OneDevice
 from tutti.verification.comparisons import (

@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_leaves
 from tutti.calls.eager import eagerly
 from tutti.calls.guards import MOST_WAYS, ReadGuard, no_way
 from tutti.capture.forms import flattened, returnable
-from tutti.capture.found_gradients import found_gradients
-from tutti.capture.lift import numbers, optimizers_of, state_of
-from tutti.capture.plain_values import is_number
-from tutti.capture.python_state import Findings, PythonState
-from tutti.capture.read_values import Seen
-from tutti.capture.sparse import dense
+from tutti.capture.python.plain_values import is_number
+from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.python.read_values import Seen
+from tutti.capture.state.found_gradients import found_gradients
+from tutti.capture.state.lift import numbers, optimizers_of, state_of
 from tutti.capture.step import Captured
+from tutti.capture.substitutes.sparse import dense
 from tutti.errors import TuttiError
 from tutti.graph.promote import Promoted, promoted, promoted_value
 from tutti.graph.virtual_ranks import Post, VirtualRanks

@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.capture.gradients import carry_hooks
-from tutti.capture.held_values import MISSING, named
-from tutti.capture.lift import optimizers_of
-from tutti.capture.optimizer_copies import Memo, copied, optimizers_copied_whole
-from tutti.capture.python_state import Findings, PythonState
+from tutti.capture.python.held_values import MISSING, named
+from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.state.gradients import carry_hooks
+from tutti.capture.state.lift import optimizers_of
+from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole
 
 
 @contextlib.contextmanager

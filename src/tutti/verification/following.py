@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.calls.guards import guard_of
-from tutti.capture.python_state import Effect, values_of
+from tutti.capture.python.python_state import Effect, values_of
 from tutti.capture.step import Captured
 
 

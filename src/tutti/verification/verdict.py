@@ -12,8 +12,8 @@ from torch import nn
 
 from tutti.calls.first_call import first_call_undone
 from tutti.calls.guards import refuse_other_layouts
-from tutti.capture.first_form import make_slots
-from tutti.capture.read_values import Seen
+from tutti.capture.python.read_values import Seen
+from tutti.capture.state.first_form import make_slots
 from tutti.capture.step import Captured, capture, copied
 from tutti.execution.execute import axes_used
 from tutti.graph.loop import graphs_of

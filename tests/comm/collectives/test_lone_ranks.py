@@ -15,9 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from tests.comm.collectives.lone_ranks import main
 
 from ranks import context
+from tests.comm.collectives.lone_ranks import main
 
 ACTIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier")
 RAISE_SECONDS = 20.0  # well before the time-out; it takes 0.3 s on an idle machine

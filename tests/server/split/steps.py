@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tutti.capture.lift import numbers
+from tutti.capture.state.lift import numbers
 from tutti.capture.step import Captured, capture
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks

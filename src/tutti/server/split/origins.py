@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from tutti.capture.source import quoted
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
 from tutti.graph.edit import source_of
 from tutti.graph.text import op_name
 from tutti.server.split.halved_reductions import Reduction, reduction_of
+from tutti.user_lines import quoted
 
 NUMBERS = frozenset({"hyper", "number"})
 _STATE = frozenset({"parameter", "slot", "buffer"})

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from tutti.capture.canonical import erase_dead
+from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import copied
 from tutti.graph import collectives
 from tutti.graph.product import is_faster

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from tutti.capture.canonical import erase_dead
+from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import Captured, copied
 
 STALE, GIVEN = "stale/", "gradient/"

@@ -1,0 +1,1 @@
+"""Python values that a step reads and changes, and values of tensors that its Python reads."""

@@ -1,0 +1,74 @@
+"""What stands for the inputs of a step in its trace: fakes of tensors, symbols of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from tutti.capture.python.read_values import Seen, Symbols
+from tutti.capture.python.sizes import FreeSizes
+
+
+class _SizedFakes(FakeTensorMode):
+    """Fakes whose sizes may be symbols.
+
+    An op that has no code of its own for fakes is worked out by one that reads sizes as whole numbers, which
+    makes constants of them: there PyTorch's Python code for it is asked.
+    """
+
+    def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not _is_composite(func):
+            return super()._dispatch_impl(func, types, args, kwargs)
+        guard = torch._C._EnablePythonDispatcher()
+        try:
+            return super()._dispatch_impl(func, types, args, kwargs)
+        finally:
+            del guard
+
+
+def _is_composite(func: Any) -> bool:
+    has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    name = func.name()
+    return has(name, "CompositeExplicitAutograd") and not has(name, "Meta")
+
+
+def fake_mode(seen: Seen, *, sized: bool) -> FakeTensorMode:
+    """What makes fakes for a trace with the ways of what was `seen`; with `sized`, sizes are symbols."""
+    kind = _SizedFakes if sized else FakeTensorMode
+    return kind(shape_env=Symbols(seen), static_shapes=True, allow_non_fake_inputs=True)
+
+
+def fake(x: Tensor, mode: FakeTensorMode, shape: Sequence[Any] | None = None) -> Tensor:
+    """A fake of the same global shape (or of `shape`), dtype and device; strides are plain."""
+    device = x.device
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with mode:
+        made = torch.empty(tuple(x.shape if shape is None else shape), dtype=x.dtype, device=device)
+    return made.requires_grad_(x.requires_grad)
+
+
+def fakes(tensors: Sequence[Tensor], mode: FakeTensorMode, free: FreeSizes | None) -> list[Tensor]:
+    """Fakes of a batch's tensors; the `free` sizes among theirs are symbols."""
+    if free is None:
+        return [fake(x, mode) for x in tensors]
+    shapes = free.symbolic([x.shape for x in tensors], mode)
+    return [fake(x, mode, shape) for x, shape in zip(tensors, shapes, strict=True)]
+
+
+def symbol(name: str, value: float, mode: FakeTensorMode) -> Any:
+    """A symbol for a number."""
+    source, env = ConstantSource(name), mode.shape_env
+    assert env is not None
+    if isinstance(value, int):
+        made = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        return env.create_symintnode(made, hint=value, source=source)
+    # To PyTorch's default numbers that are equal now are one symbol.
+    made = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+    return env.create_symfloatnode(made, hint=value, source=source)

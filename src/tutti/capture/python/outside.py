@@ -1,0 +1,113 @@
+"""Tensors that a step reaches outside of its model and optimizers, as state of its graph.
+
+A criterion's weights, a teacher, a mean in a closure: a trace has them as constants. Where one stands in a
+place that is known, it becomes an input, so that a change of it counts, and what the step writes into it is
+kept, as for a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+
+from tutti.capture.python.held_values import Place
+from tutti.capture.python.inputs import fake
+from tutti.capture.state.lift import StateTensor
+from tutti.errors import CaptureError
+
+
+def lift_outside(
+    traced: fx.GraphModule,
+    places: Mapping[int, Place],
+    stand_ins: Mapping[int, Tensor],
+    num_state: int,
+    mode: FakeTensorMode,
+) -> tuple[list[StateTensor], list[Tensor], dict[str, Place]]:
+    """Make inputs of the constants of `traced` that stand in `places` (by id of the tensor).
+
+    `stand_ins`, by the same ids, are the fakes by which the trace knows them; one that stands in a tuple is
+    known by itself. The new placeholders follow the first `num_state` ones. Gives their state, their fakes,
+    which are contiguous, and their places.
+    """
+    graph = traced.graph
+    last = _last_state(graph, num_state)
+    real = {i: i for i in places} | {id(fake): i for i, fake in stand_ins.items()}
+    made: dict[int, fx.Node] = {}
+    state: list[StateTensor] = []
+    fakes: list[Tensor] = []
+    found: dict[str, Place] = {}
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        known = real.get(id(getattr(traced, str(node.target))))
+        if known is None:
+            continue
+        place = places[known]
+        value = place.get()
+        if not may_be_input(value):
+            setattr(traced, str(node.target), value)
+            continue
+        if known not in made:
+            fakes.append(fake(value, mode))
+            last = made[known] = _placeholder(graph, last, f"outside_{len(made)}", fakes[-1])
+            state.append(StateTensor(place.name, "buffer", value))
+            found[place.name] = place
+        node.replace_all_uses_with(made[known])
+        graph.erase_node(node)
+    return state, fakes, found
+
+
+def refuse_written(outside: Mapping[str, Place], updated: Sequence[str]) -> None:
+    """Raise `CaptureError` where a step writes into a tensor outside that does not fill its memory."""
+    for name in updated:
+        place = outside.get(name)
+        if place is not None and not is_dense(place.get()):
+            raise CaptureError(
+                f"the step writes into {name}, a part of another tensor",
+                why="state of a step is a tensor that fills its memory",
+                fix=f"{name} = {name}.contiguous() before the training",
+            )
+
+
+def read_by(traced: fx.GraphModule) -> set[int]:
+    """The ids of the constants that a trace reads."""
+    nodes = (n for n in traced.graph.nodes if n.op == "get_attr" and n.users)
+    return {id(getattr(traced, str(n.target))) for n in nodes}
+
+
+def _last_state(graph: fx.Graph, num_state: int) -> fx.Node | None:
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    return placeholders[num_state - 1] if num_state else None
+
+
+def _placeholder(graph: fx.Graph, after: fx.Node | None, name: str, fake: Tensor) -> fx.Node:
+    at = (
+        graph.inserting_after(after) if after is not None else graph.inserting_before(_first(graph))
+    )
+    with at:
+        node = graph.placeholder(name)
+    node.meta["val"] = fake
+    return node
+
+
+def _first(graph: fx.Graph) -> fx.Node:
+    return next(iter(graph.nodes))
+
+
+def may_be_input(value: Any) -> bool:
+    """Whether a tensor outside is an input of the graph; of any other a trace has the very tensor."""
+    plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
+    return plain and value.device.type != "meta"
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether its elements fill their memory, each in a place of its own, in whatever order of dims."""
+    dims = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n != 1)
+    room = 1
+    for step, n in dims:
+        if step != room:
+            return False
+        room *= n
+    return True

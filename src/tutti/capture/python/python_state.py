@@ -1,0 +1,398 @@
+"""The Python values that a step reads and changes: inputs and results of its graph, or constants.
+
+A trace runs the step's Python once. What it reads there is one of these:
+
+    constant   part of the signature: another value traces again
+    number     an input of the graph, once it is known to change: between calls, or in the step itself
+
+What the step leaves in a place (`self.i += 1`, `state["loss"] = loss`) is an effect: a result of the graph,
+or a constant, that is put there after each call. Nothing that a trace leaves stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from tutti.capture.python.contents import contents, refused_change
+from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Place, Table, named
+from tutti.capture.python.optimizer_tables import group_tables, holders, slot_tables
+from tutti.capture.python.plain_values import equal, is_number, is_plain_number, sign
+from tutti.capture.python.reach import PLAIN, reach
+from tutti.capture.python.symbols import SYMBOLS
+from tutti.capture.state.lift import is_scheduled
+from tutti.errors import CaptureError
+from tutti.user_lines import quoted, user_line
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number that is an input of the graph, and where it stands; in several places if they are one count.
+
+    Those are the counts that an optimizer keeps of each parameter: as long as they are equal they are one.
+    """
+
+    name: str
+    places: tuple[Place, ...]
+
+    @property
+    def value(self) -> int | float:
+        """What it is now."""
+        value = self.places[0].get()
+        return float(value) if isinstance(value, float) else int(value)
+
+    def put(self, value: Any) -> None:
+        for place in self.places:
+            place.put(value)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a step leaves in `places`: `num_leaves` values of `spec`, the last results of its graph.
+
+    One on `condition` counts only where the step reads that tensor: modules keep values to be looked at.
+    """
+
+    places: tuple[Place, ...]
+    spec: TreeSpec
+    num_leaves: int
+    condition: Tensor | None = field(default=None, repr=False)
+
+    def value(self, leaves: Sequence[Any]) -> Any:
+        """What is put there."""
+        return tree_unflatten(list(leaves), self.spec)
+
+
+def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
+    """What each effect puts in its places; `results` are the leaves of all, in order."""
+    found, at = [], 0
+    for effect in effects:
+        found.append(effect.value(results[at : at + effect.num_leaves]))
+        at += effect.num_leaves
+    return found
+
+
+@dataclass
+class Findings:
+    """What is known of the numbers of one step from its calls so far, by name of a place.
+
+    Args:
+        varying: those that are inputs, since they were seen to change.
+        fixed: those that must be constants of a trace: it looks at their values.
+    """
+
+    varying: set[str] = field(default_factory=set)
+    fixed: set[str] = field(default_factory=set)
+    _expected: bool = False
+
+    def expect(self, walked: Callable[[], PythonState]) -> None:
+        """Before the first trace: what the step's code assigns to will change."""
+        if not self._expected:
+            self.varying |= walked().likely()
+            self._expected = True
+
+    def fix(self, inputs: Sequence[Number]) -> bool:
+        """After a trace that failed: make constants of the whole numbers among its inputs, or of all."""
+        whole = {p.name for n in inputs for p in n.places if isinstance(n.value, int)}
+        self.fixed |= whole or {p.name for n in inputs for p in n.places}
+        return bool(inputs)
+
+
+class PythonState:
+    """The Python values of one step, as they stand now.
+
+    Args:
+        step: the function that is captured.
+        findings: shared by all walks for one step.
+    """
+
+    def __init__(
+        self, step: Any, model: nn.Module, optimizers: Sequence[Optimizer], findings: Findings
+    ) -> None:
+        self.findings = findings
+        reached = reach(step, model, optimizers)
+        self._stored = reached.stored
+        self._of_model = {id(table) for m in model.modules() for table in _tables_of(m)}
+        self._slots = list(slot_tables(model, optimizers))
+        self.holders = holders(model, optimizers)
+        groups = list(group_tables(optimizers))
+        self._groups = {id(table) for table in groups}
+        self.tables = [*reached.tables, *groups, *self._slots]
+        self.numbers = self._numbers()
+        self._by_prefix = {(t.kind, t.prefix): t for t in reversed(self.tables)}
+        self._by_name: dict[str, Place] | None = None
+
+    def _numbers(self) -> list[Number]:
+        """The inputs among the numbers that there are."""
+        slots = {id(table) for table in self._slots}
+        found: dict[Any, list[Place]] = {}
+        for name, place, value in named(self.tables):
+            if self._is_input(name, place, value):
+                one = id(place.table) in slots
+                key = (name.partition(".")[0], place.key, value) if one else name
+                found.setdefault(key, []).append(place)
+        return [Number(places[0].name, tuple(places)) for places in found.values()]
+
+    def _is_input(self, name: str, place: Place, value: Any) -> bool:
+        if not is_plain_number(value) or name in self.findings.fixed or not place.table.writable:
+            return False
+        return name in self.findings.varying and not self.is_scheduled(place, value)
+
+    def is_scheduled(self, place: Place, value: Any) -> bool:
+        """Whether a value is an input of every graph: an option of a group that schedules change."""
+        return id(place.table) in self._groups and is_scheduled(place.key, value)
+
+    def likely(self) -> set[str]:
+        """The names of numbers that the step's code assigns to."""
+        return {
+            name
+            for name, place, value in named(self.tables)
+            if is_plain_number(value)
+            and place.table.writable
+            and str(place.table.prefix if place.key is None else place.key) in self._stored
+        }
+
+    def constants(self) -> tuple[Any, ...]:
+        """What a trace depends on, hashable: each value with its type, the inputs by name and type alone."""
+        inputs = {(id(p.table), p.key): n.name for n in self.numbers for p in n.places}
+        found: list[Any] = []
+        for name, place, value in named(self.tables):
+            given = inputs.get((id(place.table), place.key))
+            free = given is not None or self.is_scheduled(place, value)
+            seen = type(value) if given is not None else None if free else sign(value)
+            found.append((name, given, seen))
+        return tuple(found)
+
+    def tensors(self) -> dict[int, Place]:
+        """By id, the tensors that stand in the tables, besides the state of the model and the optimizers."""
+        found: dict[int, Place] = {}
+        for _, place, value in named(self.tables):
+            if isinstance(value, Tensor):
+                found.setdefault(id(value), place)
+        return found
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Puts everything back at the end, also what a trace has added."""
+        before = [(table, table.values(), _all_keys(table), _items(table)) for table in self.tables]
+        inside = contents(self.tables)
+        try:
+            yield
+        finally:
+            for kept in inside:
+                kept.put_back()
+            for table, values, keys, items in before:
+                if items is not None:
+                    held = table.find()
+                    kept = id(held) in self._of_model and len(held) > len(items)
+                    held[: len(items) if kept else None] = items
+                    continue
+                now = table.values() | {k: table.find()[k] for k in _all_keys(table) - keys}
+                for key, value in now.items():
+                    old = values.get(key, MISSING)
+                    if value is not old and not self._is_kept(Place(table, key), old, value):
+                        table.put(key, old)
+
+    def _is_kept(self, place: Place, old: Any, value: Any) -> bool:
+        """Whether a module has a value of a trace where it had none: `kept_values` puts it back."""
+        new = isinstance(value, FakeTensor) and not isinstance(old, Tensor)
+        mode = place.key == "training" and place.table.kind == MEMBER  # set at each call
+        return mode or (new and self.holds_value_of_module(place))
+
+    def begin(
+        self, symbols: Mapping[str, Any], state: Mapping[int, Tensor], mode: FakeTensorMode
+    ) -> Begun:
+        """Let `symbols`, by name, stand where the inputs do, and `state` where the tensors with these ids do.
+
+        For any other tensor a fake of it stands. Call it inside of `restored`.
+        """
+        for number in self.numbers:
+            number.put(symbols[number.name])
+        stand_ins: dict[int, Tensor] = {}
+        for name, place, value in list(named(self.tables)):
+            if _is_iterator(value) and place.table.writable:
+                place.put(Untouched(name, value))
+            if not isinstance(value, Tensor) or not place.table.writable:
+                continue
+            if id(value) in state:
+                place.put(state[id(value)])
+            elif type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
+                if id(value) not in stand_ins:
+                    stand_ins[id(value)] = _stand_in(value, mode)
+                place.put(stand_ins[id(value)])
+        return Begun(self, stand_ins)
+
+    def place_like(self, place: Place) -> Place:
+        """The place of the same name in this walk, for one of an earlier walk."""
+        if self._by_name is None:
+            every = [(name, one) for name, one, value in named(self.tables) if value is not MISSING]
+            self._by_name = dict(reversed(every))
+        if place.name in self._by_name:
+            return self._by_name[place.name]
+        table = self._by_prefix.get((place.table.kind, place.table.prefix))
+        return place if table is None else Place(table, place.key)
+
+    def holds_value_of_module(self, place: Place) -> bool:
+        """Whether a place is one of the model's modules, whose tensors `kept_values` looks after."""
+        return id(place.table.find()) in self._of_model
+
+
+def _is_iterator(value: Any) -> bool:
+    """Of Python's own, or a generator; a file is one too, and may be written to."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+class Untouched:
+    """Stands for an iterator while a step is traced: to take what comes next would happen only then."""
+
+    def __init__(self, name: str, iterator: Any) -> None:
+        self._name, self._kind = name, type(iterator).__name__
+
+    def __iter__(self) -> Untouched:
+        return self
+
+    def __next__(self) -> Any:
+        raise CaptureError(
+            f"the step takes the next of {self._name}, a {self._kind}",
+            at=quoted(user_line()),
+            why="the step's Python runs once, while it is captured: each call would have this one",
+            fix="take it before the step, and hand it over as an argument; or count in a number",
+        )
+
+
+class Begun:
+    """A trace that has begun: what stood everywhere, with the symbols."""
+
+    def __init__(self, state: PythonState, stand_ins: Mapping[int, Tensor]) -> None:
+        self.state = state
+        # By id of the tensor for which it stands.
+        self.stand_ins = stand_ins
+        self._before = [(t, t.values(), _all_keys(t)) for t in state.tables]
+        self._contents = contents(state.tables)
+        self._old = {(id(t), key): x for t, values, _ in self._before for key, x in values.items()}
+        self.leaves: list[Any] = []
+        self.changed: set[str] = set()  # the names of numbers that the step has changed
+
+    def effects(self) -> list[Effect]:
+        """What the step has changed since; their leaves are then in `leaves`.
+
+        Raises:
+            CaptureError: for a list that has grown, or shrunk, or an array that has changed: once, here.
+        """
+        for kept in self._contents:
+            kept.refuse_change()
+        found: list[Effect] = []
+        changed: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        for table, before, keys in self._before:
+            now = table.values()
+            if id(table.find()) not in self.state._of_model:
+                _refuse_other_length(table, before, now)
+            for key in _all_keys(table) - keys:
+                now[key] = table.find()[key]
+            for key, value in now.items():
+                old = before.get(key, MISSING)
+                if value is not old and not equal(value, old):
+                    place = Place(table, key)
+                    if self._is_effect(place, old, value):
+                        changed[id(table), key] = place, value
+        for number in self.state.numbers:
+            if effect := self._of_number(number, changed):
+                found.append(effect)
+        for place, value in changed.values():
+            leaves, spec = tree_flatten(value)
+            self.leaves += leaves
+            found.append(Effect((place,), spec, len(leaves), self._condition(place)))
+        return found
+
+    def _condition(self, place: Place) -> Tensor | None:
+        of_module = self.state.holds_value_of_module(place)
+        old = self._old.get((id(place.table), place.key)) if of_module else None
+        return old if isinstance(old, Tensor) else None
+
+    def _of_number(self, number: Number, changed: dict[tuple[int, Any], Any]) -> Effect | None:
+        """One effect for all the places of a number that the step has changed in the same way."""
+        keys = [(id(p.table), p.key) for p in number.places]
+        if len(keys) == 1 or not all(key in changed for key in keys):
+            return None
+        values = [changed[key][1] for key in keys]
+        if len({_expression(value) for value in values}) != 1:
+            return None
+        for key in keys:
+            del changed[key]
+        self.leaves.append(values[0])
+        return Effect(number.places, tree_flatten(0)[1], 1)
+
+    def _is_effect(self, place: Place, old: Any, value: Any) -> bool:
+        if place.key == "training" and place.table.kind == MEMBER:  # modes are set at each call
+            return False
+        if is_number(old) and is_number(value):
+            self.changed.add(place.name)
+        leaves = [] if value is MISSING else tree_flatten(value)[0]
+        of_module = self.state.holds_value_of_module(place)
+        if of_module and any(isinstance(x, Tensor) for x in leaves) and not isinstance(old, Tensor):
+            return False  # `kept_values` looks after it
+        if value is MISSING or not all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves):
+            if not of_module:
+                _say_lost(place, value)
+            return False
+        return True
+
+
+def _expression(value: Any) -> Any:
+    """What two symbols of the same value have in common."""
+    return value.node.expr if isinstance(value, SYMBOLS) else value
+
+
+def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A fake of the same form, which is a view of nothing and has no history."""
+    device = torch.device("cpu") if x.is_meta else x.device
+    with _disable_current_modes(), mode:  # to the trace that runs it is no op of the step
+        fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
+        if isinstance(x, nn.Parameter):
+            return nn.Parameter(fake, x.requires_grad)
+        return fake.requires_grad_(x.requires_grad and x.is_leaf)
+
+
+_KEPT = (*PLAIN, Tensor, type, type(lambda: 0))
+
+
+def _say_lost(place: Place, value: Any) -> None:
+    """What cannot be done again at each call is said."""
+    what = "removes it" if value is MISSING else f"puts a {type(value).__name__} there"
+    warnings.warn(
+        f"{place.name} stays as it is: the step {what}, which happens in Python, where it runs once",
+        stacklevel=2,
+    )
+
+
+def _refuse_other_length(table: Table, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
+    if table.kind == ITEM and not isinstance(table.find(), dict) and len(before) != len(now):
+        raise refused_change(table.prefix, len(before), len(now))
+
+
+def _all_keys(table: Table) -> set[Any]:
+    """All that stands in a dict, also under names that nobody mentions."""
+    held = table.find()
+    every = isinstance(held, dict) and table.kind in (ITEM, MEMBER)
+    return set(held) - table.ignored if every else set()
+
+
+def _items(table: Table) -> list[Any] | None:
+    """The items of a list, to be put back whatever has become of its length."""
+    held = table.find()
+    return list(held) if table.kind == ITEM and isinstance(held, list) else None
+
+
+def _tables_of(module: nn.Module) -> Iterator[Any]:
+    yield vars(module)
+    yield from (v for v in vars(module).values() if isinstance(v, dict | list))

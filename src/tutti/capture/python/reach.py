@@ -1,0 +1,460 @@
+"""What Python values a step reaches: by closures, globals, attributes, dicts and lists, from its function on.
+
+Nothing is run for this. Code mentions the names of the globals and attributes that it reads; from the step's
+code on, functions of these names are followed, and objects of users are looked at under these names:
+
+    def train_step(...):  trainer.beta * loss(x)     trainer -> "beta", "loss" of it -> the code of loss
+
+What is found are tables: something that holds values under keys. Modules count with all their attributes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dis
+import enum
+import functools
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from tutti import errors
+from tutti.capture.python.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table
+from tutti.capture.state.fused import UNCHECKED
+
+# Values that are compared, and never looked into.
+PLAIN = (int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device)
+# Of an instance of these, every attribute counts: their own code reads them.
+_WHOLE = (LRScheduler, torch.amp.GradScaler, types.SimpleNamespace, argparse.Namespace)
+# Code that reads attributes of any name.
+_BY_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter"})
+_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(str(one.__file__))) + os.sep for one in (torch, os)
+)
+_HERE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
+_INSTALLED = ("site-packages", "dist-packages")
+_DEPTH = 2
+_MOST = 100_000  # values of one table that are looked at
+
+
+@dataclass
+class Reached:
+    """The tables that a step reaches, and the names that its code assigns to."""
+
+    tables: list[Table]
+    stored: frozenset[str]
+
+
+def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reached:
+    """All that `step` reaches, and the attributes of `model` and of `optimizers`.
+
+    The order is the same at every call for the same program.
+    """
+    names: set[str] = set()
+    while True:
+        walk = _Walk(names, model, optimizers)
+        walk.go(step)
+        if len(walk.names) == len(names):
+            return Reached(walk.tables, frozenset(walk.stored))
+        names = set(walk.names)
+
+
+class _Walk:
+    """One way through everything; `names` are those that code is known to mention, and grow."""
+
+    def __init__(
+        self, names: Iterable[str], model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
+        self.known, self.names = frozenset(names), set(names)
+        self.stored: set[str] = set()
+        self.tables: list[Table] = []
+        self._model, self._optimizers = model, optimizers
+        self._own = {id(m) for m in model.modules()}
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []  # so that no id is used twice
+        self._scopes: dict[int, Table] = {}
+        self._reads_environment, self._words = False, set[str]()
+        # Of these all attributes count, to this depth: what a library's modules hold (a configuration).
+        self._whole: dict[int, int] = {}
+        self._todo: collections.deque[Callable[[], None]] = collections.deque()
+
+    def go(self, step: Any) -> None:
+        self._value(step, "")
+        for path, module in self._model.named_modules():
+            self._module(module, f"{path}." if path else "")
+        for hook in _hooks(self._model, self._optimizers):
+            self._value(hook, "a hook")
+        for k, one in enumerate(self._optimizers):
+            self._optimizer(one, f"optim{k}" if k else "optim")
+        while self._todo:
+            self._todo.popleft()()
+        if self._reads_environment:
+            self._environment()
+
+    def _environment(self) -> None:
+        """Variables of the environment that the user's code names."""
+        environ: Any = os.environ
+        keys = [environ.encodekey(name) for name in sorted(self._words)]
+        self.tables.append(Table("os.environ", ITEM, _is(environ._data), keys))
+
+    def _new(self, value: Any) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen.add(id(value))
+        self._kept.append(value)
+        return True
+
+    def _value(self, value: Any, path: str) -> None:
+        """Look into a value that stands at `path`."""
+        if isinstance(value, (*PLAIN, Tensor)) or not self._new(value):
+            return
+        look = self._look_for(value)
+        if look is not None:
+            self._todo.append(lambda: look(value, path))
+
+    def _look_for(self, value: Any) -> Callable[[Any, str], None] | None:
+        if isinstance(value, types.FunctionType):
+            return self._function
+        if isinstance(value, types.MethodType):
+            return self._method
+        if isinstance(value, functools.partial):
+            return self._partial
+        if isinstance(value, nn.Module):
+            return None if id(value) in self._own else self._outside
+        if isinstance(value, Optimizer):
+            given = any(value is one for one in self._optimizers)
+            return None if given else self._object
+        if isinstance(value, dict):
+            return self._dict
+        if isinstance(value, list | tuple | collections.deque):
+            return self._sequence
+        if isinstance(value, type):
+            return self._class if _is_users(value.__module__) else None
+        if isinstance(value, types.ModuleType):
+            return self._python_module if _is_users(value.__name__) else None
+        if hasattr(value, "__wrapped__") and callable(value):  # functools.cache and the like
+            return lambda x, path: self._value(x.__wrapped__, path)
+        return self._object if _has_attributes(value) else None
+
+    def _function(self, function: Any, path: str) -> None:
+        inner = inspect.unwrap(function)  # of a wrapper around a module, there is no other code
+        code = (inner if isinstance(inner, types.FunctionType) else function).__code__
+        self._code(code)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        own = not is_code_of_library(function.__code__)
+        for name, cell in cells.items():
+            self._cell(cell, name, own=own)
+        defaults = [k for k in ("__defaults__", "__kwdefaults__") if getattr(function, k)]
+        if defaults and own:
+            self.tables.append(Table(f"{function.__name__}.", SLOT, _is(function), defaults))
+        for key in defaults:
+            self._value(getattr(function, key), f"{function.__name__}'s defaults")
+        if "__wrapped__" in vars(function):
+            self._value(function.__wrapped__, path)
+        if kept := sorted(k for k in vars(function) if self._wanted(k) and k != "__wrapped__"):
+            name = f"{function.__name__}."
+            self.tables.append(Table(name, MEMBER, _is(vars(function)), kept))
+            for key in kept:
+                self._value(vars(function)[key], f"{name}{key}")
+        scope, library = function.__globals__, is_code_of_library(code)
+        if library and not _is_users(function.__module__ or ""):
+            return
+        mentioned = _mentioned(code) & scope.keys()
+        for name in sorted(mentioned & _globals_of(code)) if mentioned else ():
+            if not library or type(scope[name]) in (int, float, bool):
+                self._in_scope(scope, name)
+
+    def _in_scope(self, scope: dict[str, Any], name: str) -> None:
+        value = scope[name]
+        if not isinstance(value, types.FunctionType | types.ModuleType | type):
+            table = self._scopes.get(id(scope))
+            if table is None:
+                table = self._scopes[id(scope)] = Table("", SCOPE, _is(scope), [])
+                self.tables.append(table)
+            assert table.keys is not None
+            if name not in table.keys:
+                table.keys.append(name)
+        self._value(value, name)
+
+    def _cell(self, cell: Any, name: str, *, own: bool) -> None:
+        if not self._new(cell):
+            return
+        try:
+            value = cell.cell_contents
+        except ValueError:  # a name without a value yet
+            return
+        if own:
+            self.tables.append(Table(name, CELL, _is(cell), None))
+        self._value(value, name)
+
+    def _method(self, method: Any, path: str) -> None:
+        self._value(method.__func__, path)
+        code = getattr(method.__func__, "__code__", None)
+        self._value(method.__self__, code.co_varnames[0] if code and code.co_argcount else "self")
+
+    def _partial(self, one: Any, path: str) -> None:
+        self._value(one.func, path)
+        if one.args:
+            self._value(one.args, path)
+        if one.keywords:
+            self._dict(one.keywords, path)
+
+    def _dict(self, table: dict[Any, Any], path: str) -> None:
+        if len(table) <= _MOST:
+            self.tables.append(Table(path, ITEM, _is(table), None))
+            for key, value in list(table.items()):
+                self._value(value, f"{path}[{key!r:.40}]")
+        if _has_attributes(table):
+            self._object(table, path)
+
+    def _sequence(self, items: Any, path: str) -> None:
+        if len(items) <= _MOST:
+            self.tables.append(Table(path, ITEM, _is(items), None))
+            for i, value in enumerate(items):
+                self._value(value, f"{path}[{i}]")
+
+    def _module(self, module: nn.Module, prefix: str) -> None:
+        keys = [k for k, v in vars(module).items() if counts(k, v)]
+        self.tables.append(Table(prefix, MEMBER, _is(vars(module)), keys))
+        for key in keys:
+            self._whole.setdefault(id(vars(module)[key]), _DEPTH)
+            self._value(vars(module)[key], f"{prefix}{key}")
+        self._methods(type(module))
+
+    def _outside(self, module: nn.Module, path: str) -> None:
+        for name, one in module.named_modules():
+            if id(one) in self._own or (one is not module and not self._new(one)):
+                continue
+            prefix = f"{path}.{name}." if name else f"{path}."
+            self._module(one, prefix)
+            for table in (one._modules, one._parameters, one._buffers):
+                self.tables.append(Table(prefix, MEMBER, _is(table), None))
+
+    def _optimizer(self, one: Optimizer, prefix: str) -> None:
+        keys = [k for k in vars(one) if k not in _OF_ALL_OPTIMIZERS]
+        table = Table(f"{prefix}.", MEMBER, _is(vars(one)), keys, _OF_ALL_OPTIMIZERS)
+        self.tables.append(table)
+        for key in keys:
+            self._value(vars(one)[key], f"{prefix}.{key}")
+        self._methods(type(one))
+
+    def _object(self, value: Any, path: str) -> None:
+        kind = type(value)
+        attributes = getattr(value, "__dict__", None)
+        depth = self._whole.get(id(value), 0)
+        whole = isinstance(value, _WHOLE) or (depth > 0 and _is_library(kind.__module__))
+        if isinstance(attributes, dict):
+            keys = sorted(k for k in attributes if whole or self._wanted(k))
+            self.tables.append(Table(f"{path}.", MEMBER, _is(attributes), keys))
+            for key in keys:
+                if depth > 1:
+                    self._whole.setdefault(id(attributes[key]), depth - 1)
+                self._value(attributes[key], f"{path}.{key}")
+        slots = [k for k in _slots(kind) if (whole or self._wanted(k)) and hasattr(value, k)]
+        if slots:
+            self.tables.append(Table(f"{path}.", SLOT, _is(value), slots))
+            for key in slots:
+                self._value(getattr(value, key), f"{path}.{key}")
+        self._data_of(kind)
+        self._methods(kind)
+
+    def _class(self, kind: type, path: str) -> None:
+        """A class that code names, and may call."""
+        self._data_of(kind)
+        self._methods(kind, called=_CALLED | _MAKING)
+
+    def _data_of(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if _is_library(base.__module__):
+                continue
+            held = vars(base)
+            keys = [k for k, v in held.items() if self._wanted(k) and _is_data(k, v)]
+            if keys and self._new(held):
+                self.tables.append(Table(f"{base.__name__}.", SLOT, _is(base), keys))
+                for key in keys:
+                    self._value(held[key], f"{base.__name__}.{key}")
+
+    def _python_module(self, module: types.ModuleType, path: str) -> None:
+        scope = vars(module)
+        library = _is_library(module.__name__)
+        for name in sorted(k for k in scope if k in self.known and not k.startswith("__")):
+            if not library or type(scope[name]) in (int, float, bool):
+                self._in_scope(scope, name)
+
+    def _methods(self, kind: type, called: frozenset[str] | None = None) -> None:
+        """The code of a class: what is called by a name that is mentioned, and what Python calls itself."""
+        called = _CALLED if called is None else called
+        for base in kind.__mro__:
+            if not _is_users(base.__module__):
+                continue
+            for name, held in list(vars(base).items()):
+                if not (name in self.known or name in called):
+                    continue
+                for function in _functions(held):
+                    if self._new(function):
+                        self._todo.append(lambda f=function: self._function(f, f.__name__))
+
+    def _wanted(self, name: str) -> bool:
+        return name in self.known or bool(self.known & _BY_ANY_NAME)
+
+    def _code(self, code: types.CodeType) -> None:
+        self.names |= _mentioned(code)
+        if is_code_of_library(code):
+            return
+        if code.co_name not in _MAKING:
+            self.stored |= _stored(code)
+        if _mentioned(code) & {"environ", "getenv"}:
+            self._reads_environment = True
+            self._words |= _mentioned(code)
+
+
+# Of an optimizer, tables that are looked at by their own rules, and what is its own business.
+_OF_ALL_OPTIMIZERS = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__) | frozenset(
+    {"_opt_called", "step", "profile_hook_step", "_warned_capturable_if_run_uncaptured", UNCHECKED}
+)
+# What Python, or PyTorch, calls on an object; not what makes one or shows it.
+_MAKES = ("init", "new", "repr", "str", "reduce", "getstate", "setstate", "deepcopy", "copy", "del")
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+_CALLED = frozenset(
+    {"forward", "step", "__call__", "__enter__", "__exit__", "__contains__", "__next__", "__iter__"}
+    | {k for one in (int, float, list, dict) for k in vars(one) if k.startswith("__")}
+    | {"__getattr__", "__setattr__", "__get__", "__set__", "__matmul__"}
+) - {f"__{name}__" for name in _MAKES}
+
+
+def counts(key: str, value: Any) -> bool:
+    """Whether an attribute of a module is one that a trace may depend on, `training` among them."""
+    return key not in _OF_ALL_MODULES or type(value) in (bool, int, float, str)
+
+
+def _hooks(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Any]:
+    """What runs when modules are called, gradients come, and optimizers step."""
+    holders: list[Any] = [*model.modules(), *model.parameters(), *optimizers]
+    for holder in holders:
+        for name in _HOOKS:
+            yield from (getattr(holder, name, None) or {}).values()
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
+
+
+def _is(held: Any) -> Callable[[], Any]:
+    return lambda: held
+
+
+@functools.lru_cache(maxsize=10_000)
+def _mentioned(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes that code mentions, with that of functions inside it."""
+    found = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _mentioned(const)
+        elif isinstance(const, str) and const.isidentifier():  # getattr(x, "beta")
+            found.add(const)
+    return frozenset(found)
+
+
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME", "DELETE_GLOBAL"})
+
+
+@functools.lru_cache(maxsize=10_000)
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """The names of globals that code mentions; `_mentioned` has those of attributes, too."""
+    found = {x.argval for x in dis.get_instructions(code) if x.opname in _GLOBAL}
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _globals_of(const)
+    return frozenset(found | _mentioned(code) if "globals" in found else found)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _stored(code: types.CodeType) -> frozenset[str]:
+    """The names of attributes and variables that code assigns to, and of keys that it may."""
+    found: set[str] = set()
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            found |= _stored(const)
+    for one in dis.get_instructions(code):
+        if one.opname in ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF"):
+            found.add(str(one.argval))
+        elif one.opname == "STORE_SUBSCR":
+            found |= {x for x in code.co_consts if isinstance(x, str)}
+    return frozenset(found)
+
+
+def _functions(held: Any) -> Iterator[Any]:
+    if isinstance(held, staticmethod | classmethod):
+        held = held.__func__
+    if isinstance(held, property):
+        yield from (f for f in (held.fget, held.fset) if isinstance(f, types.FunctionType))
+    elif isinstance(held, functools.cached_property):
+        yield from _functions(held.func)
+    elif isinstance(held, types.FunctionType):
+        yield held
+
+
+def _is_data(name: str, held: Any) -> bool:
+    return not name.startswith("__") and not hasattr(held, "__get__")
+
+
+@functools.cache
+def _is_users(module: str) -> bool:
+    """Whether a module by name is neither of Python, nor of torch, nor ours."""
+    root = module.partition(".")[0]
+    return root not in sys.stdlib_module_names and root not in (
+        "torch",
+        "tutti",
+        "numpy",
+        "builtins",
+    )
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Whether a module by name is installed, rather than of the user's own program."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return not _is_users(module) or any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
+
+
+@functools.lru_cache(maxsize=10_000)
+def is_code_of_library(code: types.CodeType) -> bool:
+    file = code.co_filename
+    return file.startswith((*_LIBRARIES, _HERE)) or any(
+        f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED
+    )
+
+
+def _has_attributes(value: Any) -> bool:
+    kind = type(value)
+    if isinstance(value, _WHOLE):
+        return True
+    if not _is_users(kind.__module__):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) or bool(_slots(kind))
+
+
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
+    for base in kind.__mro__:
+        given = vars(base).get("__slots__", ())
+        found += [given] if isinstance(given, str) else list(given)
+    return [k for k in found if k not in ("__dict__", "__weakref__")]

@@ -1,0 +1,263 @@
+"""Values of tensors that a step's Python reads: `.item()`, a branch on a tensor.
+
+Nobody knows them when the step is captured. A trace takes one for each, and with them the ways at branches;
+the program that it makes is one for calls with the same ways. The tensors on which branches depend are
+results of the graph: after a run, and before anything of it counts, the conditions are looked at
+(`calls.guards`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensor
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from tutti.capture.python.host_values import noted
+from tutti.capture.python.ways_out import of_stack
+from tutti.errors import CaptureError
+from tutti.user_lines import is_users, quoted
+
+aten = torch.ops.aten
+ITEM = aten._local_scalar_dense.default
+# Values that were read, by the number of the read in its trace.
+Seen = Mapping[int, float]
+# What is taken for a value that nobody has seen yet.
+_GUESS: dict[type, float] = {bool: False, int: 1, float: 1.0}
+# And where one of them divides by zero (`1 / (1 - x)`), as NAdam's product does: noted under this number.
+_GENERIC, _OF_ALL = 0.7310585786, -1
+
+
+class Symbols(ShapeEnv):
+    """The numbers of a trace: those that it is given, and those that it reads from tensors.
+
+    PyTorch notes for its own log which line asked for each guard, and imports its exporter and compiler to
+    tell which files are not a user's: a second for each process, and nothing here reads it.
+
+    Args:
+        seen: what reads of an earlier trace have turned out to be, by their number; others are guessed.
+    """
+
+    def __init__(self, seen: Seen) -> None:
+        super().__init__(allow_dynamic_output_shape_ops=False)
+        self.seen = dict(seen)
+        self.reads: list[sympy.Symbol] = []
+        self.kinds: list[type] = []
+        self._every: set[sympy.Symbol] = set()  # of this trace and of others
+        # Questions of `math` about a number that is read, which no symbol can answer: with their answers.
+        self.asked: list[tuple[str, Any, bool]] = []
+
+    def _get_user_frame(self) -> FrameType:
+        return sys._getframe()  # any one: to an error of PyTorch 2.11 it must be a frame
+
+    def begin(self) -> None:
+        """A trace begins: its first read is read 0."""
+        self.reads, self.kinds, self.asked = [], [], []
+
+    def create_unbacked_symfloat(self) -> torch.SymFloat:
+        return self._read(float)
+
+    def create_unbacked_symint(self, source: Any = None) -> torch.SymInt:
+        return self._read(int)
+
+    def create_unbacked_symbool(self) -> torch.SymBool:
+        return self._read(bool)
+
+    def _read(self, kind: type) -> Any:
+        hint = self._hint(len(self.reads), kind)
+        source = ConstantSource(f"read.{len(self.reads)}")
+        value = hint if kind is float else int(hint)
+        symbol: Any = self.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+        self.kinds.append(kind)
+        self.reads.append(symbol)
+        self._every.add(symbol)
+        if kind is float:
+            return self.create_symfloatnode(symbol, hint=hint, source=source)
+        if kind is int:
+            return self.create_symintnode(symbol, hint=int(hint), source=source)
+        return torch.SymBool(SymNode(sympy.Eq(symbol, 1), self, bool, bool(hint)))
+
+    def _hint(self, k: int, kind: type) -> float:
+        guess = _GENERIC if kind is float and _OF_ALL in self.seen else _GUESS[kind]
+        value = self.seen.get(k, guess)  # on another way it may have been of another kind
+        return kind(value) if math.isfinite(value) else guess
+
+    def generic(self) -> Seen | None:
+        """Other guesses at numbers; None if there is none to change."""
+        guessed = any(kind is float and k not in self.seen for k, kind in enumerate(self.kinds))
+        return {**self.seen, _OF_ALL: 1.0} if guessed and _OF_ALL not in self.seen else None
+
+    def flipped(self) -> Seen | None:
+        """Values with which the last guess at a condition would go the other way; None if there is none."""
+        guesses = [k for k, kind in enumerate(self.kinds) if kind is bool and k not in self.seen]
+        if not guesses:
+            return None
+        before = {k: self._hint(k, kind) for k, kind in enumerate(self.kinds[: guesses[-1]])}
+        kept = {k: x for k, x in self.seen.items() if k == _OF_ALL}
+        return {**kept, **before, guesses[-1]: True}
+
+    def conditions(self, reads: Reads) -> list[Any]:
+        """The conditions of the branches that the trace with these `reads` took."""
+        others = self._every - {*reads.symbols}
+        return [guard.expr for guard in self.guards if not guard.expr.free_symbols & others]
+
+    def decisive(self) -> list[int]:
+        """The numbers of the reads of this trace on which a branch depends."""
+        asked = [expr for _, expr, _ in self.asked]
+        used = {s for expr in [*asked, *(g.expr for g in self.guards)] for s in expr.free_symbols}
+        return [k for k, symbol in enumerate(self.reads) if symbol in used]
+
+    def ask(self, name: str, x: Any) -> bool | None:
+        """The answer of `math.isnan` and its like for a number that is read; None for one that is not."""
+        expr = x.node._expr
+        if not expr.free_symbols & {*self.reads}:
+            return None
+        seen = self.seen.get(self.reads.index(expr), 1.0) if expr in self.reads else 1.0
+        answer = bool(getattr(math, name)(seen))
+        self.asked.append((name, expr, answer))
+        return answer
+
+    def is_read(self, x: Any) -> bool:
+        """Whether a number is made of one that was read."""
+        return bool(x.node._expr.free_symbols & {*self.reads})
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What one trace reads and branches on: the symbols with their numbers, and the first line that reads."""
+
+    symbols: tuple[sympy.Symbol, ...] = ()
+    numbers: tuple[int, ...] = ()
+    asked: tuple[tuple[str, Any, bool], ...] = ()
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def refuse(self, where: str, fix: str) -> None:
+        """Raise `CaptureError` if anything is read."""
+        if self.symbols:
+            raise CaptureError(
+                f"the step branches on a value of a tensor, {where}",
+                at=quoted(self.source),
+                why="each rank would have to know it before it goes on",
+                fix=fix,
+            )
+
+
+def held(traced: fx.GraphModule, symbols: Symbols) -> Reads:
+    """Make results of the tensors on whose values the branches of a trace depend: its last ones, in order."""
+    nodes = {_symbol_of(n): n for n in traced.graph.nodes if n.target is ITEM}
+    numbers = symbols.decisive()
+    found: list[fx.Node] = []
+    for symbol in (symbols.reads[k] for k in numbers):
+        node = nodes[symbol]
+        read: Any = node.args[0]
+        with traced.graph.inserting_before(node):
+            copy = traced.graph.call_function(aten.clone.default, (read,))
+        fake = read.meta["val"]
+        with fake.fake_mode, torch.no_grad():
+            copy.meta = {**node.meta, "val": fake.detach().clone()}
+        found.append(copy)
+    if not found:
+        return Reads()
+    output = traced.graph.output_node()
+    output.args = ([*output.args[0], *found],)  # type: ignore[misc]
+    return Reads(
+        tuple(symbols.reads[k] for k in numbers),
+        tuple(numbers),
+        tuple(symbols.asked),
+        found[0].meta.get("source", ""),
+    )
+
+
+def _symbol_of(node: fx.Node) -> Any:
+    (symbol,) = node.meta["val"].node._expr.free_symbols
+    return symbol
+
+
+@contextlib.contextmanager
+def symbols_stay(symbols: Symbols) -> Iterator[None]:
+    """Inside, what a step reads from a tensor is no plain number and no text: these would be of this call."""
+
+    def guarded(kind: Any, name: str, does: str) -> Any:
+        plain = getattr(kind, name)
+
+        def checked(x: Any, *rest: Any) -> Any:
+            if is_users(sys._getframe(1).f_code.co_filename) and symbols.is_read(x):
+                _refuse(does)
+            return plain(x, *rest)
+
+        return mock.patch.object(kind, name, checked)
+
+    def of_tensor(name: str) -> Any:
+        plain: Callable[..., Any] = getattr(Tensor, name)
+
+        def checked(x: Any) -> Any:
+            if is_users(sys._getframe(1).f_code.co_filename):
+                _refuse(_CONVERTS)
+            return plain(x)
+
+        return mock.patch.object(FakeTensor, name, checked, create=True)
+
+    with contextlib.ExitStack() as stack:
+        for kind, names in _CONVERSIONS.items():
+            for name in names:
+                does = _WRITES if name in ("__format__", "__str__", "__repr__") else _CONVERTS
+                stack.enter_context(guarded(kind, name, does))
+        for name in ("__float__", "__int__", "__index__"):
+            stack.enter_context(of_tensor(name))
+        # PyTorch takes a number that it has read once for the value of a tensor that was written since.
+        set_memo = vars(FakeTensor)["item_memo"].__set__
+        forgetful = property(lambda _: None, set_memo)
+        stack.enter_context(mock.patch.object(FakeTensor, "item_memo", forgetful))
+        yield
+
+
+_CONVERSIONS: dict[Any, tuple[str, ...]] = {
+    torch.SymFloat: ("__float__", "__int__", "__format__", "__str__", "__repr__"),
+    torch.SymInt: ("__int__", "__index__", "__format__", "__str__", "__repr__"),
+    torch.SymBool: ("__int__", "__format__", "__str__", "__repr__"),
+}
+_WRITES = "writes a tensor's value into a text"
+_CONVERTS = "makes a plain number of a tensor's value (float(), int(), an index)"
+
+
+def _refuse(does: str) -> None:
+    told = of_stack(
+        "return the tensor from the step and write it there"
+        if does is _WRITES
+        else "x.item(), with which Python's own operators compute; or keep it a tensor"
+    )
+    raise noted(
+        CaptureError(
+            f"the step {does}",
+            at=told.at,
+            why="the step is captured once, before it has values; Python would not see later ones"
+            + told.inside,
+            fix=told.fix,
+        )
+    )
+
+
+def size_refused(traced: fx.GraphModule) -> CaptureError:
+    """For a value that is read and becomes a size, or a place in a tensor."""
+    sources = (n.meta.get("source") for n in traced.graph.nodes if n.target is ITEM)
+    return CaptureError(
+        "the step makes a size of a tensor's value",
+        at=quoted(next(filter(None, sources), "")),
+        why="every shape must be known before the step runs",
+        fix="a mask and torch.where, or a size that the step is given as an argument",
+    )

@@ -1,0 +1,199 @@
+"""Python numbers as symbols of a trace: functions that know them, and ops that cannot take one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch.optim import lr_scheduler
+
+from tutti.capture.python.read_values import ITEM, Symbols
+
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_torch: Any = torch
+_FLOATS = ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan", "log2")
+
+
+def _float(x: Any) -> Any:
+    return torch.sym_float(x)
+
+
+def _float_of(x: Any) -> Any:
+    """`float` as a scheduler calls it on a metric."""
+    value = x.item() if isinstance(x, Tensor) else x
+    return _float(value) if isinstance(value, SYMBOLS) else float(value)
+
+
+def _of_float(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: function(_float(x))
+
+
+def _power(x: Any, y: Any) -> Any:
+    return _float(x) ** _float(y)
+
+
+def _log(x: Any, base: Any = math.e) -> Any:
+    log2 = math.log2(base) if not isinstance(base, SYMBOLS) else _torch._sym_log2(_float(base))
+    return (_torch._sym_log2(_float(x)) if isinstance(x, SYMBOLS) else math.log2(x)) / log2
+
+
+def _ask(name: str, x: Any) -> bool:
+    """Of a number that is read from a tensor its trace knows; others are finite."""
+    env = x.node.shape_env
+    known = env.ask(name, x) if isinstance(env, Symbols) else None
+    return name == "isfinite" if known is None else known
+
+
+def _pow(x: Any, y: Any) -> Any:
+    """Without a guard that the base is not negative: where it is, eager fails as well."""
+    known = isinstance(y, (int, float, torch.SymInt, torch.SymFloat))
+    return x.__float_pow__(y) if known else NotImplemented
+
+
+def _rpow(x: Any, y: Any) -> Any:
+    known = isinstance(y, (int, float, torch.SymInt, torch.SymFloat))
+    return x.__rfloat_pow__(y) if known else NotImplemented
+
+
+def _compared(name: str) -> Any:
+    """`==` and `!=` of a number with itself, which ask whether it is NaN; to a symbol they are constants."""
+    plain = getattr(torch.SymFloat, name)
+
+    def compared(x: Any, y: Any) -> Any:
+        if isinstance(y, torch.SymFloat) and x.node._expr == y.node._expr:
+            return _ask("isnan", x) is (name == "__ne__")
+        return plain(x, y)
+
+    return mock.patch.object(torch.SymFloat, name, compared)
+
+
+# Of `math`, what a symbol is given to: PyTorch has these functions for symbols, or their parts.
+_OF_MATH: dict[str, Callable[..., Any]] = {
+    **{name: _of_float(getattr(_torch, f"_sym_{name}")) for name in _FLOATS},
+    "exp": lambda x: _power(math.e, x),
+    "log": _log,
+    "log10": lambda x: _log(x, 10),
+    "pow": _power,
+    "fabs": lambda x: abs(_float(x)),
+    "hypot": lambda *x: _torch._sym_sqrt(sum(_float(one) ** 2 for one in x)),
+    "isfinite": lambda x: _ask("isfinite", x),
+    "isnan": lambda x: _ask("isnan", x),
+    "isinf": lambda x: _ask("isinf", x),
+}
+
+
+@contextlib.contextmanager
+def on_symbols() -> Iterator[None]:
+    """Inside, functions of `math` and what makes a tensor of a number take symbols as they are."""
+    with contextlib.ExitStack() as stack:
+        for name, symbolic in _OF_MATH.items():
+            plain = getattr(math, name)
+            stack.enter_context(mock.patch.object(math, name, _choose(plain, symbolic)))
+        stack.enter_context(_compared("__eq__"))
+        stack.enter_context(_compared("__ne__"))
+        stack.enter_context(mock.patch.object(torch.SymFloat, "__pow__", _pow))
+        stack.enter_context(mock.patch.object(torch.SymFloat, "__rpow__", _rpow))
+        stack.enter_context(mock.patch.object(lr_scheduler, "float", _float_of, create=True))
+        for name in ("tensor", "as_tensor"):
+            made = _tensor_of(getattr(torch, name))
+            stack.enter_context(mock.patch.object(torch, name, made))
+        yield
+
+
+def _tensor_of(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.tensor` that takes a symbol, or a list of numbers with symbols among them."""
+
+    def made(value: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(value, SYMBOLS):
+            return _scalar_tensor(value, *args, **options)
+        if isinstance(value, list | tuple) and any(isinstance(x, SYMBOLS) for x in value):
+            kind = torch.get_default_dtype() if any(map(_is_float, value)) else torch.int64
+            options["dtype"] = options.get("dtype") or kind
+            grad = options.pop("requires_grad", False)
+            return torch.stack([_scalar_tensor(x, **options) for x in value]).requires_grad_(grad)
+        return plain(value, *args, **options)
+
+    return made
+
+
+def _is_float(x: Any) -> bool:
+    return isinstance(x, (float, torch.SymFloat))
+
+
+def _choose(plain: Callable[..., Any], symbolic: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*args: Any, **options: Any) -> Any:
+        if any(isinstance(x, SYMBOLS) for x in args):
+            return symbolic(*args, **options)
+        return plain(*args, **options)
+
+    return choose
+
+
+def _scalar_tensor(
+    value: Any, *, dtype: Any = None, device: Any = None, requires_grad: bool = False, **_: Any
+) -> Tensor:
+    if dtype is None:
+        dtype = torch.int64 if isinstance(value, torch.SymInt) else torch.get_default_dtype()
+    made: Any = torch.zeros((), dtype=dtype, device=device) + value
+    return made.to(dtype).requires_grad_(requires_grad)
+
+
+def looked_at_by_ops(
+    traced: fx.GraphModule,
+    names: Sequence[str],
+    wanted: set[str],
+    sizes: Collection[Any] = frozenset(),
+) -> set[str]:
+    """The names of numbers that a trace makes a size or a place of: they cannot be inputs of its graph.
+
+    Args:
+        names: of the placeholders, in order.
+        wanted: those that are asked for; `ITEM` stands for what is read from tensors.
+        sizes: symbols that stand for sizes of the batch, and not for numbers.
+    """
+    comes_from: dict[fx.Node, set[str]] = {}
+    found: set[str] = set()
+    given = iter(names)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            name = next(given)
+            comes_from[node] = {name} & wanted
+            continue
+        if node.target is ITEM:
+            comes_from[node] = {str(ITEM)} & wanted
+            continue
+        mine = set().union(*(comes_from.get(x, set()) for x in node.all_input_nodes))
+        if isinstance(node.meta.get("val"), SYMBOLS):
+            comes_from[node] = mine
+        elif mine and (_sizes_of(node) or _is_symbolic(node, sizes)):
+            found |= mine if _is_symbolic(node, sizes) else _from_sizes(node, comes_from)
+    return found
+
+
+def _is_symbolic(node: fx.Node, sizes: Collection[Any]) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, Tensor) and not all(
+        type(n) is int or (isinstance(n, torch.SymInt) and n.node._expr.free_symbols <= {*sizes})
+        for n in val.shape
+    )
+
+
+def _sizes_of(node: fx.Node) -> list[Any]:
+    """The arguments of an op that are sizes, dims or places."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    named = zip(node.target._schema.arguments, node.args, strict=False)
+    found = [value for argument, value in named if "int" in str(argument.type).lower()]
+    kinds = {a.name: str(a.type).lower() for a in node.target._schema.arguments}
+    return found + [v for k, v in node.kwargs.items() if "int" in kinds.get(k, "")]
+
+
+def _from_sizes(node: fx.Node, comes_from: dict[fx.Node, set[str]]) -> set[str]:
+    nodes: list[fx.Node] = []
+    fx.map_arg(_sizes_of(node), nodes.append)
+    return set().union(*(comes_from.get(x, set()) for x in nodes))

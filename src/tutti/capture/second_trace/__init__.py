@@ -1,0 +1,1 @@
+"""The second trace: the same step without mutation."""

@@ -1,0 +1,175 @@
+"""The second trace: the same step without mutation, lists of tensors taken apart, randomness made ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.func import functionalize
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
+
+from tutti.capture.second_trace.constant_writes import refuse_constant_writes
+from tutti.capture.second_trace.overwrites import overwrites
+from tutti.capture.second_trace.random_ops import RANDOM_OPS, answer
+from tutti.capture.second_trace.sharing import Memory
+from tutti.capture.second_trace.verbatim import Copying, copyable
+from tutti.errors import CaptureError
+from tutti.graph.draw import draw
+from tutti.graph.edit import NOTES
+from tutti.graph.fused_updates import BY_RECORDED, Kernel
+
+aten = torch.ops.aten
+_CARRIED = (*NOTES, "output_of")
+
+
+class _Replay(Copying):
+    """Runs the first trace's graph node by node, so that the second trace can carry its notes over."""
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        graph, memory = module.graph, Memory(list(module.graph.nodes))
+        refuse_constant_writes(graph, memory, _BATCH_NORMS)
+        known = (_has_own_form, _BATCH_NORMS)
+        renamed = overwrites(graph, memory, mode, *known)
+        super().__init__(module, copyable(graph, memory, *known, renamed.memory), renamed)
+        self.extra_traceback = False
+        self.node: fx.Node | None = None
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.node = n
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A constant, as a value that functionalization knows: else writes to what it makes would stay."""
+        value = super().get_attr(target, args, kwargs)
+        return aten.lift_fresh_copy.default(value) if isinstance(value, Tensor) else value
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        assert self.node is not None
+        if target in RANDOM_OPS:
+            stream = self.node.meta["stream"]
+            return answer(lambda *a: draw(*a, stream), target, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and (
+            "attention" not in str(target) or _attention_dropout(target, args, kwargs)
+        ):
+            raise CaptureError(
+                f"the random op {target} is not supported",
+                at=self.node.meta.get("source", ""),
+                why="its numbers would depend on how the step is sharded",
+                fix="build it from torch.rand, randn, randint, bernoulli or dropout",
+            )
+        if isinstance(target, torch._ops.OpOverload) and target._schema.name.startswith(
+            "aten::_foreach_"
+        ):
+            return apart(target, args, kwargs)
+        if target in BY_RECORDED:
+            return _one_by_one(BY_RECORDED[target], args, kwargs)
+        if target in _BATCH_NORMS:
+            return _batch_norm(*args)
+        return super().call_function(target, args, kwargs)
+
+
+def _running_statistics(node: fx.Node) -> tuple[int, ...]:
+    """At which positions a batch norm writes: none when it evaluates."""
+    return (3, 4) if node.args[5] else ()
+
+
+_BATCH_NORMS = dict.fromkeys(
+    (
+        aten.native_batch_norm.default,
+        aten._native_batch_norm_legit.default,
+        aten.cudnn_batch_norm.default,
+        aten.miopen_batch_norm.default,
+    ),
+    _running_statistics,
+)
+
+
+def _has_own_form(target: Any) -> bool:
+    """Whether the second trace may have another form of an op than the first."""
+    random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return random or target in RANDOM_OPS or "_foreach_" in str(target)
+
+
+def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    """Batch norm whose writes to the running statistics show: the plain op hides them."""
+    training, momentum, eps = rest
+    if mean is None or not training:
+        return aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
+    out, *saved, new_mean, new_var = aten._native_batch_norm_legit_functional.default(
+        x, weight, bias, mean, var, training, momentum, eps
+    )
+    mean.copy_(new_mean)
+    var.copy_(new_var)
+    return out, *saved
+
+
+def _attention_dropout(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    """The dropout probability given to a fused attention."""
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            return args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return 0.0
+
+
+def apart(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A `_foreach_` op as one op a tensor."""
+    name = target._schema.name.removeprefix("aten::_foreach_")
+    if name == "norm":
+        return [torch.linalg.vector_norm(x, *args[1:], **kwargs) for x in args[0]]
+    single: Callable[..., Any] = getattr(torch.Tensor, name, None) or getattr(torch, name)
+    results = []
+    for i, x in enumerate(args[0]):
+        rest = [a[i] if isinstance(a, list | tuple) else a for a in args[1:]]
+        keys = {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
+        results.append(_one(name, single, x, rest, keys))
+    return None if name.endswith("_") else results
+
+
+def _one(
+    name: str, single: Callable[..., Any], x: Tensor, rest: list[Any], keys: dict[str, Any]
+) -> Any:
+    base = name.rstrip("_")
+    if base in ("addcmul", "addcdiv") and len(rest) == 3:
+        return single(x, rest[0], rest[1], value=rest[2])
+    if base in ("maximum", "minimum") and not isinstance(rest[0], Tensor):
+        clamped = x.clamp(min=rest[0]) if base == "maximum" else x.clamp(max=rest[0])
+        return x.copy_(clamped) if name.endswith("_") else clamped
+    if base in ("maximum", "minimum") and name.endswith("_"):
+        return x.copy_(getattr(torch, base)(x, *rest))
+    return single(x, *rest, **keys)
+
+
+def _one_by_one(kernel: Kernel, lists: Sequence[Sequence[Any]], numbers: dict[str, Any]) -> None:
+    """A fused update of many parameters as one call a parameter, so that each may be split its own way."""
+    for mine, old in kernel.one_by_one(lists):
+        for x, new in zip(old, kernel.op(*mine, **numbers), strict=True):
+            x.copy_(new)
+
+
+def functional_graph(
+    traced: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode
+) -> fx.GraphModule:
+    """`traced` again, free of mutation: a write to an input becomes a final `copy_` into it."""
+    replay = _Replay(traced, mode)
+    create_node = PythonKeyTracer.create_node
+
+    def noted(tracer: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = create_node(tracer, *args, **kwargs)
+        if replay.node is not None and node.op == "call_function":
+            for key in _CARRIED:
+                if key in replay.node.meta:
+                    node.meta[key] = replay.node.meta[key]
+        return node
+
+    def run(*flat: Any) -> Any:
+        found = replay.run(*flat, enable_io_processing=False)
+        replay.write_back()
+        return found
+
+    with mode, torch.no_grad(), mock.patch.object(PythonKeyTracer, "create_node", noted):
+        plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
+        return make_fx(functionalize(run, remove="mutations"), tracing_mode="real")(*plain)

@@ -1,0 +1,184 @@
+"""Writes of a first trace that need no functionalization: a new value takes the name of the old.
+
+    t = aten.t(w)                  # a view, read before the write only
+    y = aten.mm(x, t)
+    g = aten.detach(d)             # the same elements as d
+    aten.mul_(d, c)                # d1 = aten.mul(d, c); from here on, d and g are d1
+    tutti.adamw_([w], [g], ...)    # w1, m1, v1 = tutti.adamw([w], [d1], ...); w ends as w1
+
+That is right where a write covers a whole tensor and whatever else lies in its memory either is not read any
+more or shows the very same elements. All other writes are `functionalize`'s.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.node import map_arg
+
+from tutti.capture.second_trace.sharing import Memory, Writers, is_tensor, written
+from tutti.graph.fused_updates import BY_RECORDED
+from tutti.graph.overloads import counterpart, name_of
+
+aten = torch.ops.aten
+_WHOLE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
+_NEVER = -1
+
+
+@dataclass
+class Overwrites:
+    """The writes to be put down as new values.
+
+    values: for each such node, a fake for every tensor that it becomes, in their order.
+    renamed: for each such node, the nodes whose value each new one is from there on.
+    ends: the inputs whose values at the end are new ones.
+    memory: what stands for memory to which only such nodes write (`Memory.of`).
+    """
+
+    values: dict[fx.Node, list[Any]] = field(default_factory=dict)
+    renamed: dict[fx.Node, list[list[fx.Node]]] = field(default_factory=dict)
+    ends: list[fx.Node] = field(default_factory=list)
+    memory: set[fx.Node] = field(default_factory=set)
+
+
+def overwrites(
+    graph: fx.Graph,
+    memory: Memory,
+    mode: FakeTensorMode,
+    replayed: Callable[[Any], bool],
+    writers: Writers,
+) -> Overwrites:
+    """The writes of a trace that cover whole tensors, none of which is seen through another view later.
+
+    `replayed` and `writers` are those of `verbatim.copyable`.
+    """
+    nodes = list(graph.nodes)
+    members: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        members.setdefault(memory.of(node), []).append(node)
+    last = _last_reads(nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+
+    def same_later(node: fx.Node, x: fx.Node) -> list[fx.Node] | None:
+        """What is read after `node` of the memory of x, where all of it is x."""
+        later = [
+            m for m in members[memory.of(x)] if place[m] <= place[node] < last[m] and m is not node
+        ]
+        return later if all(_is_same(m, x) for m in later) else None
+
+    found, others = Overwrites(), set[fx.Node]()
+    targets: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        whole = [] if replayed(node.target) or node.target in writers else _covered(node)
+        if whole:
+            targets[node] = whole
+        else:
+            others |= {memory.of(x) for x in written(node, writers)}
+    others |= {memory.of(n) for n in nodes if n.op == "get_attr"}
+    pending = dict(targets)
+    for node, whole in targets.items():
+        renamed = [same_later(node, x) for x in whole]
+        values = None if None in renamed else _values(node, whole, mode)
+        if values is None or len({memory.of(x) for x in whole}) < len(whole):
+            del pending[node]
+            others |= {memory.of(x) for x in whole}
+        else:
+            found.values[node], found.renamed[node] = values, renamed  # type: ignore[assignment]
+    # Memory with one other write is functionalize's, and so is all else that its writers write.
+    while rest := [n for n in pending if any(memory.of(x) in others for x in targets[n])]:
+        for node in rest:
+            del pending[node], found.values[node], found.renamed[node]
+            others |= {memory.of(x) for x in targets[node]}
+    found.memory = {memory.of(x) for node in pending for x in targets[node]}
+    found.ends = [n for n in nodes if n.op == "placeholder" and memory.of(n) in found.memory]
+    return found
+
+
+def _last_reads(nodes: list[fx.Node]) -> dict[fx.Node, int]:
+    """The place of the last node that reads each; inputs are looked at after the end."""
+    last = {n: len(nodes) if n.op == "placeholder" else _NEVER for n in nodes}
+    for i, node in enumerate(nodes):
+        for x in node.all_input_nodes:
+            last[x] = max(last[x], i)
+    return last
+
+
+def _covered(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node overwrites from their first to their last element; none where it may not."""
+    target = node.target
+    if target in BY_RECORDED:
+        return [x for _, old in BY_RECORDED[target].one_by_one(node.args) for x in old]
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
+        return []
+    tags = target.tags
+    if torch.Tag.inplace_view in tags or not (torch.Tag.pointwise in tags or target in _WHOLE):
+        return []
+    changed = list(written(node, {}))
+    return changed if _functional(target) is not None and changed == [node.args[0]] else []
+
+
+def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The op that gives what an op whose name ends with `_` writes."""
+    return counterpart(target, name_of(target).removesuffix("_"))
+
+
+def _values(node: fx.Node, whole: list[fx.Node], mode: FakeTensorMode) -> list[Any] | None:
+    """Fakes of the new values, each for itself; None where one is not what has been written over."""
+    with mode, torch.no_grad():
+        if node.target in BY_RECORDED:  # what the update gives, and what it is copied into
+            return [torch.empty_like(x.meta["val"]) for x in (*whole, *whole)]
+        given: Any = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+        args, kwargs = given
+        value = _functional(node.target)(*args, **kwargs)  # type: ignore[misc, arg-type]
+    old = whole[0].meta["val"]
+    same = isinstance(value, Tensor) and value.dtype == old.dtype and value.shape == old.shape
+    return [value] if same else None
+
+
+def _is_same(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes that share memory show the same elements of it."""
+    if not is_tensor(a) or not is_tensor(b):
+        return False
+    x, y = a.meta["val"], b.meta["val"]
+    return (
+        x.untyped_storage()._cdata == y.untyped_storage()._cdata
+        and x.dtype == y.dtype
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.storage_offset() == y.storage_offset()
+        and x.is_conj() == y.is_conj()
+        and x.is_neg() == y.is_neg()
+    )
+
+
+def rewritten(
+    node: fx.Node, values: list[Any], graph: fx.Graph, become: Callable[[fx.Node], Any]
+) -> list[fx.Node]:
+    """The nodes of `graph` with the new values; `become` says what an operand has become."""
+
+    def call(target: Any, *args: Any, val: Any, **kwargs: Any) -> fx.Node:
+        packet = getattr(target, "overloadpacket", target)
+        name = graph._target_to_str(packet.__name__)
+        made = graph.create_node("call_function", target, args, kwargs, name=name)
+        made.meta = {k: x for k, x in node.meta.items() if k != "tensor_meta"} | {"val": val}
+        return made
+
+    mapped: Any = map_arg((node.args, node.kwargs), become)
+    args, kwargs = mapped
+    if node.target not in BY_RECORDED:
+        return [call(_functional(node.target), *args, val=values[0], **kwargs)]  # type: ignore[arg-type]
+    kernel, found = BY_RECORDED[node.target], []
+    given, copied = iter(values[: len(values) // 2]), iter(values[len(values) // 2 :])
+    for mine, old in kernel.one_by_one(args):
+        vals = [next(given) for _ in old]
+        made = call(kernel.op, *mine, val=vals, **kwargs)
+        new = [call(operator.getitem, made, j, val=val) for j, val in enumerate(vals)]
+        pairs = zip(old, new, strict=True)
+        found += [call(aten.copy.default, x, one, val=next(copied)) for x, one in pairs]
+    return found

@@ -1,0 +1,1 @@
+"""One spelling for each thing: rewrites of nodes to a canonical form."""

@@ -1,0 +1,162 @@
+"""`as_strided` says where elements lie in memory; a graph has values only, so it becomes views and lookups.
+
+An operand that fills its memory without gaps is laid out in the order of its memory. Of that line, dims of
+the result are split off as long as they go through all of it; what is left looks up along its last dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.errors import CaptureError
+from tutti.graph.edit import Emit, inverse, permuted, shaped, source_of
+from tutti.user_lines import quoted
+
+aten = torch.ops.aten
+# On a call: strides and offset of its operand as the step has laid it out, before any rewrite.
+LAID_OUT = "laid_out"
+
+
+def note_layout(graph: fx.Graph) -> None:
+    """Note on each call how its operand lies in memory."""
+    for node in graph.nodes:
+        if node.target in STRIDED:
+            val: Any = node.args[0].meta["val"]
+            node.meta[LAID_OUT] = (tuple(val.stride()), int(val.storage_offset()))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a call sees: the operand's dims in the order of its memory, and the result's.
+
+    `split` are those dims of the result that go through all of the line, one after the other, each through
+    what its predecessor left; `left` are the others, `step` their strides, `start` where they begin in the
+    `width` elements that are left.
+    """
+
+    order: list[int]
+    sizes: list[int]
+    split: list[int]
+    left: list[int]
+    step: list[int]
+    start: int
+    width: int
+
+    @staticmethod
+    def of(
+        x: Sequence[int],
+        strides: Sequence[int],
+        size: Sequence[int],
+        step: Sequence[int],
+        start: int,
+    ) -> Layout | None:
+        """None where the operand has gaps or the result lies outside of it."""
+        order = sorted(range(len(x)), key=lambda d: (-strides[d] if x[d] != 1 else 0, d))
+        dense = 1
+        for d in reversed(order):
+            if x[d] != 1 and strides[d] != dense:
+                return None
+            dense *= x[d]
+        wide = [d for d in range(len(size)) if size[d] != 1]
+        last = start + sum((size[d] - 1) * step[d] for d in wide)
+        if start < 0 or last >= dense or any(step[d] < 0 for d in wide):
+            return None
+        left, split, width = sorted(wide, key=lambda d: -step[d]), list[int](), dense
+        while left and size[left[0]] * step[left[0]] == width:
+            rest = start + sum((size[d] - 1) * step[d] for d in left[1:])
+            if rest >= step[left[0]]:
+                break
+            width = step[left[0]]
+            split.append(left.pop(0))
+        sizes = [size[d] for d in split]
+        return Layout(order, sizes, split, left, [step[d] for d in left], start, width)
+
+    @property
+    def line(self) -> list[int]:
+        """The operand's shape, its dims in the order of memory: what is split off, and the rest."""
+        return [*self.sizes, self.width]
+
+    def places(self, emit: Emit, size: Sequence[int], device: torch.device) -> fx.Node:
+        """Where in the rest each element lies of the dims that are left, 1-D."""
+        total = emit(aten.arange.start, self.start, self.start + 1, device=device)
+        for d, step in zip(self.left, self.step, strict=True):
+            dim = emit(aten.arange.default, size[d], device=device)
+            dim = emit(aten.mul.Tensor, dim, step) if step != 1 else dim
+            column = shaped(emit, total, [*total.meta["val"].shape, 1])
+            total = emit(aten.add.Tensor, column, dim)
+        return shaped(emit, total, [math.prod(size[d] for d in self.left)])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the result has each element of the operand once."""
+        return self.width == 1 and not self.left
+
+
+def strided(emit: Emit, node: fx.Node) -> fx.Node:
+    """`as_strided` as a view, or a view and a lookup along its last dim."""
+    given: Any = node.args
+    x, size = given[0], given[1]
+    if 0 in size:
+        val: Tensor = x.meta["val"]
+        return emit(aten.full.default, list(size), 0, dtype=val.dtype, device=val.device)
+    layout = _layout(node, size, given[2], given[3] if len(given) > 3 else None)
+    line = shaped(emit, permuted(emit, x, layout.order), layout.line)
+    if not layout.is_whole:
+        at = layout.places(emit, size, x.meta["val"].device)
+        line = emit(aten.index_select.default, line, len(layout.split), at)
+    dims = [*layout.split, *layout.left]
+    return _as_in(emit, line, dims, size)
+
+
+def strided_scatter(emit: Emit, node: fx.Node) -> fx.Node:
+    """`as_strided_scatter`: the operand with other values at these places."""
+    given: Any = node.args
+    x, values, size = given[:3]
+    if 0 in size:
+        return x
+    layout = _layout(node, size, given[3], given[4] if len(given) > 4 else None)
+    dims = [*layout.split, *layout.left]
+    once = [d for d in range(len(size)) if size[d] == 1]
+    values = permuted(emit, values, [*dims, *once])
+    if layout.is_whole:
+        line = shaped(emit, values, layout.line)
+    else:
+        line = shaped(emit, permuted(emit, x, layout.order), layout.line)
+        at = layout.places(emit, size, x.meta["val"].device)
+        values = shaped(emit, values, [*layout.sizes, *at.meta["val"].shape])
+        indices = [*[None] * len(layout.split), at]
+        line = emit(aten.index_put.default, line, indices, values)
+    shape = list(x.meta["val"].shape)
+    laid = shaped(emit, line, [shape[d] for d in layout.order])
+    return permuted(emit, laid, inverse(layout.order))
+
+
+def _as_in(emit: Emit, line: fx.Node, dims: list[int], size: Sequence[int]) -> fx.Node:
+    """The dims of a line as they stand in the result, with those of size 1."""
+    laid = shaped(emit, line, [size[d] for d in dims])
+    laid = permuted(emit, laid, inverse(dims))
+    return shaped(emit, laid, size)
+
+
+def _layout(node: fx.Node, size: Any, step: Any, start: Any) -> Layout:
+    x: Any = node.args[0]
+    strides, offset = node.meta[LAID_OUT]
+    first = 0 if start is None else int(start) - offset
+    found = Layout.of(x.meta["val"].shape, strides, size, step, first)
+    if found is None:
+        raise CaptureError(
+            "as_strided reads memory that is not its operand's, or an operand with gaps",
+            at=quoted(source_of(node)),
+            why="a captured step has values, and no memory around them",
+            fix="x.contiguous() before it, or a view: unfold, expand, slices",
+        )
+    return found
+
+
+STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default)

@@ -1,0 +1,1 @@
+"""State of a step, lifted by name: models, optimizers and their slots, gradients."""

@@ -1,0 +1,72 @@
+"""Slots whose first values depend on an option that the step itself sets are refused.
+
+Slots are made before a step is captured, by the options of then: ASGD's `eta` and Rprop's `step_size` begin
+as the learning rate. A step that sets that rate before it calls the optimizer would have begun with another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from tutti.capture.state.first_form import first_slots
+from tutti.capture.state.first_step import inner_optimizers
+from tutti.capture.state.lift import SCHEDULED, optimizers_of
+from tutti.errors import CaptureError
+
+
+@contextlib.contextmanager
+def options_watched(optimizer: Any) -> Iterator[dict[Optimizer, str]]:
+    """Gives the optimizers that inside were called with a scheduled option set anew, and which option."""
+    found: dict[Optimizer, str] = {}
+    found_in = (inner for one in optimizers_of(optimizer) for inner in inner_optimizers(one))
+    # One around another (Lookahead) may have no hooks of its own; the inner one has.
+    every = [one for one in found_in if hasattr(one, "_optimizer_step_pre_hooks")]
+    before = {one: [dict(group) for group in one.param_groups] for one in every}
+
+    def look(one: Any, *_given: Any) -> None:
+        for group, kept in zip(one.param_groups, before[one], strict=False):
+            for key, value in kept.items():
+                if key in SCHEDULED and group.get(key) is not value:
+                    found.setdefault(one, key)
+
+    hooks = [one.register_step_pre_hook(look) for one in every]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def refuse_first_options(found: dict[Optimizer, str]) -> None:
+    """Raise for one of these optimizers that has not stepped yet and whose slots depend on its options."""
+    for one, option in found.items():
+        plain, other = first_slots(one), first_slots(one, 1.5)
+        for slots, others in zip(plain, other, strict=True):
+            for key, value in slots.items():
+                if not _is(value, others.get(key)) and _is_there(one, key, value):
+                    kind = type(one).__name__
+                    raise CaptureError(
+                        f'the step sets "{option}" before the first step of {kind}',
+                        why=f'{kind} begins its "{key}" by it, and slots are made before a step is captured',
+                        fix=f"set it before the first call too; or {kind}.step() once before distribute",
+                    )
+
+
+def _is_there(one: Optimizer, key: Any, first: Any) -> bool:
+    """Whether a parameter still has the first value of a slot."""
+    return any(key in slots and _is(slots[key], first) for slots in one.state.values())
+
+
+def _is(a: Any, b: Any) -> bool:
+    """Whether two slots begin with the same value; one without values may."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b) and a == b
+    if type(a) is not Tensor or a.is_meta or not a.numel() or not b.numel():
+        return a.is_meta
+    x, y = (complex(v.detach().flatten()[0].item()) for v in (a, b))
+    return x == y or abs(x - y) <= 1e-6 * abs(y)  # one may be kept in another precision

@@ -1,0 +1,355 @@
+"""State made explicit: every parameter, buffer, optimizer slot and hyper-parameter of a step, by name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tutti.capture.state.first_step import (
+    inner_optimizers,
+    part_from_weights,
+    refuse_kind,
+    take_first_step,
+)
+from tutti.capture.state.first_values import first_values
+from tutti.capture.state.fused import UNCHECKED, as_ops, qualifies
+from tutti.errors import CaptureError, TuttiError
+
+# Hyper-parameters that schedules change: inputs of the graph. Others are constants of one trace.
+SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor that outlives a step.
+
+    `kind` is "parameter", "buffer" or "slot"; a slot names the parameter it belongs to as `owner`.
+    """
+
+    name: str
+    kind: str
+    tensor: Tensor = field(repr=False, compare=False)
+    owner: str = ""
+    slot: str = ""
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """A hyper-parameter that may change between steps: where it stands and what it is now."""
+
+    name: str
+    optimizer: Optimizer = field(repr=False, compare=False)
+    group: int = 0
+    key: str = ""
+    item: int | None = None
+
+    @property
+    def raw(self) -> Any:
+        """What stands in the optimizer now: a number, or while it is traced a symbol."""
+        value = self.optimizer.param_groups[self.group][self.key]
+        return value if self.item is None else value[self.item]
+
+    @property
+    def value(self) -> float:
+        """The value now, read from the optimizer."""
+        return float(self.raw)
+
+
+def optimizers_of(optimizer: Any) -> list[Optimizer]:
+    """The optimizers in `optimizer` (one, a list, a tuple or a dict, or none), and those that they call."""
+    found = [] if optimizer is None else tree_leaves(optimizer)
+    for one in found:
+        if not isinstance(one, Optimizer):
+            raise TuttiError(
+                f"expected a torch.optim.Optimizer, got {type(one).__name__}",
+                fix="tutti.distribute(train_step, model, optimizer)",
+            )
+    every = [inner for one in found for inner in inner_optimizers(one)]
+    return list({id(one): one for one in every}.values())
+
+
+def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
+    """Every state tensor, each once: parameters, then buffers, then slots in the parameters' order."""
+    state = [StateTensor(n, "parameter", p) for n, p in model.named_parameters()]
+    names = {id(s.tensor): s.name for s in state}
+    state += [StateTensor(n, "buffer", b) for n, b in model.named_buffers()]
+    for one in optimizers_of(optimizer):
+        for group in one.param_groups:
+            for param in group["params"]:
+                owner = names.get(id(param))
+                if owner is None:
+                    raise not_of_the_model(one, param)
+                for slot, value in one.state.get(param, {}).items():
+                    if isinstance(value, Tensor):
+                        name = f"optim.{owner}.{slot}"
+                        state.append(StateTensor(name, "slot", value, owner, slot))
+    return state
+
+
+def not_of_the_model(optimizer: Optimizer, param: Tensor) -> CaptureError:
+    """What to raise for a parameter that only the optimizer holds."""
+    kind = type(optimizer).__name__
+    return CaptureError(
+        f"{kind} holds a parameter of shape {list(param.shape)} that the model does not have",
+        why="an optimizer must be made from this model's own parameters, and they must stay its own",
+        fix=f"{kind}(model.parameters(), ...) on the model given here",
+    )
+
+
+def hypers_of(optimizer: Any) -> list[Hyper]:
+    """The scheduled hyper-parameters of every group."""
+    hypers = []
+    for k, one in enumerate(optimizers_of(optimizer)):
+        prefix = f"optim{k}" if k else "optim"
+        for g, group in enumerate(one.param_groups):
+            for key in SCHEDULED:
+                value = group.get(key)
+                name = f"{prefix}.{g}.{key}"
+                if is_number(value):
+                    hypers.append(Hyper(name, one, g, key))
+                elif isinstance(value, list | tuple) and all(map(is_number, value)):
+                    hypers += [Hyper(f"{name}.{i}", one, g, key, i) for i in range(len(value))]
+    return hypers
+
+
+def numbers(
+    optimizer: Any, leaves: Sequence[Any], python: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Every number that is an input of the graph, by name: hyper-parameters, those of the step's own
+    `python`, and floats of the batch."""
+    values = {h.name: h.value for h in hypers_of(optimizer)} | dict(python or {})
+    floats = [x for x in leaves if isinstance(x, float)]
+    return values | {f"number.{k}": x for k, x in enumerate(floats)}
+
+
+def is_scheduled(key: str, value: Any) -> bool:
+    """Whether an option of a group is one number, or a few, that schedules change."""
+    several = isinstance(value, list | tuple) and all(map(is_number, value))
+    return key in SCHEDULED and (several or is_number(value))
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """By id, the name of each parameter."""
+    return {id(p): name for name, p in model.named_parameters()}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a hyper-parameter is one number: a float, an int, or a tensor of one element."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refuse_dampening(optimizer: Optimizer) -> None:
+    """PyTorch's SGD starts its momentum at the first gradient, undamped: no first value does the same."""
+    for group in optimizer.param_groups:
+        if group.get("momentum") and group.get("dampening"):
+            raise CaptureError(
+                f"SGD with momentum and dampening={group['dampening']} takes a first step of another form",
+                why="the captured step is the same at every call; the first momentum would be damped",
+                fix="dampening=0, or take the first step before the model is distributed",
+            )
+
+
+class Undo(TorchDispatchMode):
+    """Keeps the first value of every tensor that an operation overwrites."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for arg, value in zip(func._schema.arguments, args, strict=False):
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                for t in tree_leaves(value):
+                    if isinstance(t, Tensor) and id(t) not in self.first:
+                        self.first[id(t)] = (t, t.detach().clone())
+        return func(*args, **kwargs)
+
+    def undo(self) -> None:
+        with torch.no_grad():
+            for tensor, first in self.first.values():
+                if tensor.shape == first.shape:
+                    tensor.copy_(first)
+                else:  # transposed in place
+                    tensor.data = first
+
+
+def create_slots(optimizer: Any) -> None:
+    """Let each optimizer create its slots as before its first step, with the weights left as they are.
+
+    A step with zero gradients is taken, and every tensor that it overwrote gets its first value back.
+    """
+    for one in optimizers_of(optimizer):
+        refuse_kind(one)
+        fresh = [
+            p
+            for g in one.param_groups
+            for p in g["params"]
+            if not one.state.get(p) and p.requires_grad
+        ]
+        if not fresh:
+            continue
+        _refuse_dampening(one)
+        kept = [(p, p.grad) for g in one.param_groups for p in g["params"]]
+        undo = Undo()
+        try:
+            for p, _ in kept:
+                p.grad = None
+            for p in fresh:
+                p.grad = torch.zeros_like(p)
+            with undo, without_hooks(one), first_values(one, fresh), _at_first(one):
+                take_first_step(one, fresh)
+        finally:
+            for p, grad in kept:
+                p.grad = grad
+            undo.undo()
+        part_from_weights(one, fresh)
+        place_counts(one, fresh)
+
+
+@contextlib.contextmanager
+def _at_first(optimizer: Optimizer) -> Iterator[None]:
+    """Options inside which slots get the values that they have before the first step.
+
+    Weight decay would enter a slot that starts as a copy of the gradient. Fused kernels start with slots
+    that are not set, and refuse the meta device.
+    """
+    plain = {"weight_decay": 0.0, "fused": False}
+    kept = [(g, k, g[k]) for g in optimizer.param_groups for k in plain if g.get(k)]
+    try:
+        for group, key, _ in kept:
+            group[key] = plain[key]
+        yield
+    finally:
+        for group, key, value in kept:
+            group[key] = value
+
+
+def place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
+    """Step counts lie where a fused step, or one without a look at the host, wants them."""
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    for p in fresh:
+        group, slots = groups[id(p)], optimizer.state.get(p, {})
+        count, fused = slots.get("step"), group.get("fused")
+        wanted = fused or ("capturable" in group and p.device.type != "cpu")
+        if wanted and isinstance(count, Tensor):
+            slots["step"] = count.to(p.device, torch.float32 if fused else count.dtype)
+
+
+@contextlib.contextmanager
+def without_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """The step count that schedulers watch, and the users' hooks, do not see this step."""
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    kept = {n: getattr(optimizer, n) for n in names if hasattr(optimizer, n)}
+    called = getattr(optimizer, "_opt_called", None)
+    step = optimizer.__dict__.pop("step", None)
+    try:
+        for n in kept:
+            setattr(optimizer, n, type(kept[n])())
+        yield
+    finally:
+        for n in kept:
+            setattr(optimizer, n, kept[n])
+        if step is not None:
+            optimizer.__dict__["step"] = step
+        if called is not None:
+            optimizer._opt_called = called  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a model or an optimizer holds a tensor, and the one that was put there."""
+
+    now: Callable[[], Any]
+    put: Tensor
+
+
+@contextlib.contextmanager
+def swapped(
+    model: nn.Module, optimizer: Any, tensors: dict[int, Tensor], hypers: dict[str, Any]
+) -> Iterator[list[Place]]:
+    """Model and optimizer hold `tensors` (by id of the tensor they replace) and `hypers` inside.
+
+    Gives all the places where they hold them.
+
+    Inside, optimizers call PyTorch's fused kernels, as ops of the graph, where these suit all of their
+    parameters; else they take their plain path: one tensor at a time, one form of graph.
+    """
+    undo: list[Any] = []
+    places: list[Place] = []
+    try:
+        for module in model.modules():
+            tables: Any = (module._parameters, module._buffers)
+            for table in tables:
+                for name, old in table.items():
+                    if old is not None and id(old) in tensors:
+                        undo.append((table, name, old))
+                        table[name] = tensors[id(old)]
+                        places.append(Place(partial(table.get, name), table[name]))
+        for one in optimizers_of(optimizer):
+            places += _swap_optimizer(one, tensors, undo)
+        for hyper in hypers_of(optimizer):
+            group = hyper.optimizer.param_groups[hyper.group]
+            if hyper.name not in hypers:
+                continue
+            if hyper.item is None:
+                group[hyper.key] = hypers[hyper.name]
+            else:
+                values = list(group[hyper.key])
+                values[hyper.item] = hypers[hyper.name]
+                group[hyper.key] = tuple(values)
+        with as_ops():
+            yield places
+    finally:
+        for entry in reversed(undo):
+            if len(entry) == 3:
+                entry[0][entry[1]] = entry[2]
+            else:
+                vars(entry[0]).pop(UNCHECKED, None)
+                vars(entry[0]).update(entry[1])
+
+
+def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any]) -> list[Place]:
+    kept = ("state", "param_groups", UNCHECKED)
+    undo.append((one, {k: v for k, v in vars(one).items() if k in kept}))
+    fused = qualifies(one)
+    state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    groups = []
+    for group in one.param_groups:
+        params: list[Any] = [tensors.get(id(p), p) for p in group["params"]]
+        plain = {k: v for k, v in (("foreach", False), ("fused", fused)) if k in group}
+        on_cpu = all(p.device.type == "cpu" for p in params)
+        if "capturable" in group:
+            plain["capturable"] = not on_cpu
+        groups.append({**group, **plain, "params": params})
+        for old, new in zip(group["params"], params, strict=True):
+            slots = one.state.get(old, {})
+            state[new] = tree_map(
+                lambda v: tensors.get(id(v), v) if isinstance(v, Tensor) else v, dict(slots)
+            )
+    put = {id(x) for x in tensors.values()}
+    places = [
+        Place(partial(_slot, one, p, key), x)
+        for p, slots in state.items()
+        for key, x in slots.items()
+        if id(x) in put
+    ]
+    state.update({k: v for k, v in one.state.items() if not isinstance(k, Tensor)})
+    one.state, one.param_groups = state, groups
+    return places
+
+
+def _slot(one: Optimizer, p: Tensor, key: str) -> Any:
+    return one.state.get(p, {}).get(key)

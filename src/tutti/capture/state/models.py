@@ -1,0 +1,156 @@
+"""What a user gives as the model: a module, one in a wrapper, or several in a dict, a list or a tuple.
+
+The state has the names of one module: of the module inside the wrappers, so that a checkpoint does not
+depend on them, or of a holder: `{"G": ..., "D": ...}` has `G.weight`. The step is called with what was given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from tutti.capture.state.compiled import plain
+from tutti.capture.substitutes.sparse import refuse_sparse_state
+from tutti.errors import CaptureError, TuttiError
+
+# Wrappers, and the attribute that has the module inside.
+_INSIDE = (
+    (OptimizedModule, "_orig_mod"),
+    (DistributedDataParallel, "module"),
+    (DataParallel, "module"),
+)
+
+
+class Models(nn.Module):
+    """Several modules by name, as one module that is never called."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(modules)
+
+
+# Steps on the same modules share their state, and so their holder.
+_HOLDERS: weakref.WeakValueDictionary[Any, Models] = weakref.WeakValueDictionary()
+
+
+class OnGiven:
+    """The user's step: handed the module that stands for what was given, it is called with the latter.
+
+    `__wrapped__` is the user's function.
+    """
+
+    def __init__(self, train_step: Callable[..., Any], given: Any, module: nn.Module) -> None:
+        functools.update_wrapper(self, train_step)
+        self._given, self._module = given, module
+
+    def __call__(self, module: nn.Module, *args: Any, **options: Any) -> Any:
+        given = self._given if module is self._module else self._copied(module)
+        return self.__wrapped__(given, *args, **options)  # type: ignore[attr-defined]
+
+    def _copied(self, module: nn.Module) -> Any:
+        """The same around a copy of the module."""
+        memo = dict(zip(map(id, self._module.modules()), module.modules(), strict=True))
+        return copy.deepcopy(self._given, memo)
+
+
+def as_one_module(
+    train_step: Callable[..., Any], given: Any
+) -> tuple[Callable[..., Any], nn.Module]:
+    """The step and the module that it trains, whatever is `given` as the model.
+
+    Raises `TuttiError` for a model that is no module, and has none.
+    """
+    train_step, module = plain(train_step), _inside(given)
+    if not isinstance(module, nn.Module):
+        module = _held(given)
+    _refuse_frozen_code(module)
+    _refuse_lazy(module)
+    refuse_sparse_state(module)
+    if module is given:
+        return train_step, module
+    return OnGiven(train_step, given, module), module
+
+
+def _inside(given: Any) -> Any:
+    """The module inside its wrappers."""
+    for kind, name in _INSIDE:
+        if isinstance(given, kind):
+            return _inside(getattr(given, name))
+    return given
+
+
+def _held(given: Any) -> nn.Module:
+    found = {name: _inside(x) for name, x in _leaves(given) if isinstance(x, nn.Module)}
+    if not found:
+        raise TuttiError(
+            f"expected a torch.nn.Module as the model, got {type(given).__name__}",
+            why="the state of a step is that of its modules and optimizers",
+            fix='a module, or a dict, list or tuple of modules: {"G": generator, "D": critic}; '
+            "for a plain function: torch.nn.Identity(), and the function reached by its name",
+        )
+    key = tuple((name, id(module)) for name, module in found.items())
+    holder = _HOLDERS.get(key)
+    if holder is None:
+        holder = _HOLDERS[key] = Models(found)
+    return holder
+
+
+def _leaves(given: Any) -> Iterator[tuple[str, Any]]:
+    """By name what dicts, lists and tuples hold."""
+    if isinstance(given, Mapping):
+        entries = [(str(key), x) for key, x in given.items()]
+    elif isinstance(given, Sequence) and not isinstance(given, str):
+        entries = [(str(i), x) for i, x in enumerate(given)]
+    else:
+        return
+    for name, x in entries:
+        if isinstance(x, nn.Module):
+            yield name, x
+        else:
+            yield from ((f"{name}.{rest}", y) for rest, y in _leaves(x))
+
+
+def _refuse_frozen_code(module: nn.Module) -> None:
+    """A scripted module runs code that is not Python, with its own tables of parameters."""
+    for name, one in module.named_modules():
+        if isinstance(one, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{name or 'the model'} is a torch.jit.ScriptModule ({one.original_name})",
+                why="it keeps its parameters outside of Python, where no other tensor can stand for them",
+                fix="the module before torch.jit.script or torch.jit.trace; scripted functions may stay",
+            )
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    for name, p in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(p):
+            raise CaptureError(
+                f'"{name}" has no shape yet (a lazy module)',
+                why="state and its slots have shapes before the step is captured",
+                fix="call the model on a batch once before tutti.distribute(...)",
+            )
+
+
+@contextlib.contextmanager
+def wrappers_open() -> Iterator[None]:
+    """Inside, `DataParallel` and `DistributedDataParallel` only call the module inside them."""
+
+    def forward(self: Any, *inputs: Any, **options: Any) -> Any:
+        return self.module(*inputs, **options)
+
+    with (
+        mock.patch.object(DataParallel, "forward", forward),
+        mock.patch.object(DistributedDataParallel, "forward", forward),
+    ):
+        yield

@@ -1,0 +1,51 @@
+"""An optimizer copied whole: attributes of its own included, with what it holds of a model as `memo` says.
+
+`copy.deepcopy` takes an optimizer for what its `__getstate__` returns, and drops what a subclass has set.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch.optim import Optimizer
+
+from tutti.capture.state.compiled import plain
+
+Memo = dict[int, Any]
+
+
+@contextmanager
+def optimizers_copied_whole() -> Iterator[None]:
+    """Inside, `copy.deepcopy` copies optimizers so, wherever one is held: by a scheduler, by another one."""
+    with mock.patch.object(Optimizer, "__deepcopy__", _copied_optimizer, create=True):
+        yield
+
+
+def _copied_optimizer(old: Optimizer, memo: Memo) -> Optimizer:
+    new = memo[id(old)] = object.__new__(type(old))
+    for name, value in vars(old).items():
+        if not _steps(old, name, value):
+            vars(new)[name] = copied(value, memo)
+    return new
+
+
+def _steps(old: Optimizer, name: str, value: Any) -> bool:
+    """Whether this is what a scheduler of learning rates, or `torch.compile`, has put around the optimizer's
+    own step: it would step the optimizer that it was made for."""
+    own = getattr(plain(value), "__self__", None) is old
+    return name == "step" and (own or hasattr(value, "_wrapped_by_lr_sched"))
+
+
+def copied(value: Any, memo: Memo) -> Any:
+    """A copy, or what cannot be copied (a lock, a file, a process group) itself."""
+    known = {*memo, id(memo)}  # under its own id the memory keeps alive what it has seen
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # whatever a class's own way to copy itself may raise
+        for key in [k for k in memo if k not in known]:
+            del memo[key]
+        return value

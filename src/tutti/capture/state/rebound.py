@@ -1,0 +1,126 @@
+"""State that a step sets anew instead of writing into it: `self.mean = 0.9 * self.mean + x`, `p.data = y`.
+
+A trace knows a state tensor by the object that stands for it, and would not see that another took its place.
+What a step leaves there is therefore written into the state, as an assignment of values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.capture.state.lift import Place, StateTensor
+from tutti.errors import CaptureError
+from tutti.user_lines import quoted, user_line
+
+_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+
+
+def take_over(
+    places: Sequence[Place], state: Mapping[int, StateTensor], shared: Mapping[int, Tensor]
+) -> list[str]:
+    """Write into each state tensor what the step has put in its place.
+
+    Gives the names of those that share another's memory after the step.
+
+    Args:
+        state: by the id of the tensor that was put in its place.
+        shared: by the id of a tensor, the one that has its memory since (`x.data = value`).
+
+    Raises:
+        CaptureError: for a parameter, and for a value of another shape or dtype.
+    """
+    found: dict[int, list[Any]] = {}
+    for place in places:
+        found.setdefault(id(place.put), []).append(place.now())
+    puts = {id(place.put): place.put for place in places}
+    new: list[tuple[Tensor, Tensor]] = []
+    sharing: list[str] = []
+    with torch.no_grad():
+        for i, values in found.items():
+            if all(value is puts[i] for value in values):
+                continue
+            _refuse_other(state[i], puts[i], values)
+            value = shared.get(id(values[0]), values[0])
+            sharing += [state[i].name] if value is not values[0] else []
+            new.append((puts[i], value.detach().clone()))  # two may have changed places
+        for put, value in new:
+            put.copy_(value)
+    return sharing
+
+
+def refuse_read(placeholders: Mapping[str, fx.Node], sharing: Sequence[str]) -> None:
+    """Raise `CaptureError` for state that has a weight's memory after the step and is read by the next."""
+    for name in (name for name in sharing if placeholders[name].users):
+        raise CaptureError(
+            f'"{name}" is a weight\'s memory after the step (`p.data = value`), and the next one reads it',
+            why="the captured step has a value for each of them",
+            fix="p.copy_(value)",
+        )
+
+
+def _refuse_other(entry: StateTensor, put: Tensor, values: list[Any]) -> None:
+    if entry.kind == "parameter":
+        raise CaptureError(
+            f'the step replaces the parameter "{entry.name}"',
+            why="the optimizer would go on with the one before",
+            fix="with torch.no_grad(): parameter.copy_(value)",
+        )
+    if any(value is not values[0] for value in values):
+        raise CaptureError(
+            f'the step replaces "{entry.name}" in one of the modules that share it',
+            why="from then on these would be two buffers",
+            fix="buffer.copy_(value)",
+        )
+    value = values[0]
+    if not isinstance(value, Tensor):
+        raise CaptureError(
+            f'the step replaces "{entry.name}" by {value!r:.40}',
+            why="state keeps its shape and dtype: the next step is the same",
+            fix="a tensor of the same shape",
+        )
+    _refuse_other_form(f'"{entry.name}"', put, value)
+
+
+def _refuse_other_form(name: str, old: Tensor, new: Tensor, at: str = "") -> None:
+    if old.shape != new.shape or old.dtype != new.dtype:
+        raise CaptureError(
+            f"the step replaces {name}, {list(old.shape)} {old.dtype}, by {list(new.shape)} {new.dtype}",
+            at=at,
+            why="state keeps its shape and dtype: the next step is the same",
+            fix="make it so from the beginning",
+        )
+
+
+@contextlib.contextmanager
+def data_written() -> Iterator[Mapping[int, Tensor]]:
+    """Inside, on this thread, `x.data = value` writes the values into `x`, where a trace sees it.
+
+    Gives by the id of each `value` the `x` that shares its memory from then on.
+    """
+    tracing = threading.get_ident()
+    shared: dict[int, Tensor] = {}
+    last: dict[int, int] = {}  # by id of each `x`, that of its last `value`
+    kept: list[Tensor] = []  # so that no id is used twice
+
+    def write(x: Tensor, value: Tensor) -> None:
+        if threading.get_ident() != tracing:
+            _DATA.__set__(x, value)
+            return
+        _refuse_other_form("a tensor's data", x, value, quoted(user_line()))
+        with torch.no_grad():
+            _DATA.__get__(x).copy_(value)
+        shared.pop(last.get(id(x), 0), None)
+        shared[id(value)], last[id(x)] = x, id(value)
+        kept.append(value)
+
+    torch.Tensor.data = property(_DATA.__get__, write)  # type: ignore[assignment]
+    try:
+        yield shared
+    finally:
+        del torch.Tensor.data  # that of its base is there again

@@ -1,0 +1,1 @@
+"""Ops that a trace calls in another form."""

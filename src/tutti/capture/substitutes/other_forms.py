@@ -1,0 +1,75 @@
+"""What a trace calls in another form: ops whose own shapes depend on values, or that cannot be split.
+
+`OTHER_FORMS` is a table of op to function, in the form of `make_fx`'s decompositions: it is asked below
+autograd, so an op and its backward each have an entry. `in_other_forms` puts functions of ours in the
+place of PyTorch's, above autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tutti.capture.substitutes import bags, ctc_loss, masks, scaler
+
+aten = torch.ops.aten
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def _close(
+    a: Tensor, b: Tensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
+
+
+OTHER_FORMS: dict[Any, Callable[..., Any]] = {
+    aten._ctc_loss.Tensor: ctc_loss.losses,
+    aten._ctc_loss_backward.Tensor: ctc_loss.losses_backward,
+    aten._use_cudnn_ctc_loss.Tensor: ctc_loss.no_cudnn,
+    # What answers by a plain `bool` asks a tensor.
+    aten.equal.default: _equal,
+    aten.allclose.default: _close,
+    **scaler.FORMS,
+}
+_GAUSSIAN_NLL: Any = F.gaussian_nll_loss
+
+
+def _gaussian_nll_loss(*args: Any, **kwargs: Any) -> Tensor:
+    """Without a look whether a variance is negative."""
+    with mock.patch.object(torch, "any", return_value=False):
+        return _GAUSSIAN_NLL(*args, **kwargs)
+
+
+def _unchecked(*_given: Any) -> None:
+    """What a step asserts of values is not looked at, as by Python's `-O`: a trace has none."""
+
+
+# Whose attribute is which function meanwhile.
+_FUNCTIONS = (
+    (torch, "ctc_loss", ctc_loss.loss_of),
+    (torch, "embedding_bag", bags.embedding_bag),
+    (F, "gaussian_nll_loss", _gaussian_nll_loss),
+    (Tensor, "__setitem__", masks.write),
+    (Tensor, "masked_scatter", masks.scattered),
+    (torch, "masked_scatter", masks.scattered),
+    (torch, "_check_tensor_all_with", _unchecked),
+)
+
+
+@contextlib.contextmanager
+def in_other_forms() -> Iterator[None]:
+    """What PyTorch's functions called inside do is done by functions of ours."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, function in _FUNCTIONS:
+            stack.enter_context(mock.patch.object(owner, name, function))
+        stack.enter_context(scaler.branching_scaler())
+        yield

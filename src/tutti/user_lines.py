@@ -1,0 +1,63 @@
+"""The user's own lines: which frames are theirs, where they are, and what an error shows of the others."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tutti.errors import CommError, TuttiError
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+def is_users(path: str) -> bool:
+    """Whether the code of this file belongs neither to torch nor to tutti."""
+    return not path.startswith((_HERE, _TORCH, "<")) and "contextlib" not in path
+
+
+def user_line() -> str:
+    """`file:line` of the innermost Python frame that belongs neither to torch nor to tutti."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def quoted(source: str) -> str:
+    """`train.py:12  the line's text`."""
+    path, _, line = source.rpartition(":")
+    text = linecache.getline(path, int(line)).strip() if line.isdigit() else ""
+    return f"{source}  {text}".strip()
+
+
+class OnlyUsersFrames:
+    """Leaves the user's own lines in the traceback of a `TuttiError`; a tracer adds dozens between them.
+
+    A `CommError` keeps all: the report of a lost rank finds its collective there (`launch.whereabouts`).
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, _: Any, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, TuttiError) and not isinstance(error, CommError):
+            error.__traceback__ = _users(traceback)
+
+
+def _users(traceback: TracebackType | None) -> TracebackType | None:
+    if traceback is None:
+        return None
+    inner = _users(traceback.tb_next)
+    if not is_users(traceback.tb_frame.f_code.co_filename):
+        return inner
+    return TracebackType(inner, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
