@@ -3,6 +3,7 @@
 # make bench               tutti next to its peers, side by side (ARGS="--quick": a minute or two)
 # make test, make lint     the whole suite; ruff and pyright
 # make test-kernels        the tests whose numbers depend on the processor, with the kernels of two others
+# make wheel              build the wheel, check it for publication, import and run it from an empty folder
 # make venv, make clean    the environment that all of them use; remove it and every cache
 
 PYTHON ?= python3
@@ -16,7 +17,7 @@ RANKS ?= 2
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-kernels test-kernels-avx2 test-kernels-plain bench lint style types venv clean
+.PHONY: train test test-kernels test-kernels-avx2 test-kernels-plain bench lint style types wheel venv clean
 
 train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
@@ -55,6 +56,16 @@ style: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/pyright
+
+# As a user gets it: without the source tree, from a folder that holds nothing.
+wheel: $(STAMP)
+	rm -rf build/wheel build/installed build/empty
+	$(BIN)/python -m pip wheel --quiet --no-deps -w build/wheel .
+	$(BIN)/python -m twine check --strict build/wheel/*.whl
+	$(BIN)/python -m pip install --quiet --no-deps --target build/installed build/wheel/*.whl
+	mkdir build/empty && cd build/empty && export PYTHONPATH=$(CURDIR)/build/installed && \
+	    python=$(CURDIR)/$(BIN)/python && $$python -m tutti simulate --help >/dev/null && \
+	    $$python -c "import tutti; assert tutti.__file__.startswith('$(CURDIR)/build/'), tutti.__file__; tutti.distribute"
 
 venv: $(STAMP)
 
