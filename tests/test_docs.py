@@ -63,6 +63,13 @@ def test_every_promise_has_its_test() -> None:
     assert [x for x in rows if "::" not in x and not x.startswith(heads)] == []
 
 
+def test_what_the_index_says_where_it_is_is_there() -> None:
+    rows = (ROOT / "docs/index.md").read_text().split("## Where is ...")[1].split("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`", rows)
+    assert len(named) > 30
+    assert [name for name in named if not (ROOT / "src/tutti" / name).exists()] == []
+
+
 def test_every_package_has_a_page() -> None:
     packages = {p.parent.name for p in (ROOT / "src/tutti").glob("*/*.py")}
     assert packages == {p.stem for p in (ROOT / "docs/concepts").glob("*.md")}
