@@ -6,15 +6,41 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from torch.fx.experimental import symbolic_shapes
 
 from ranks import Ranks, collect_seldom
-from shared_out import FIRST, Waiting
 
+# The longest files, longest first: a worker must not be left with one of them at the end.
+FIRST = (
+    "benchmarks/test_fuzz.py",
+    "state/test_memory.py",
+    "test_examples.py",
+    "verification/test_models.py",
+    "verification/test_pipeline.py",
+    "planner/test_memory.py",
+    "execution/test_training.py",
+    "execution/test_cuda_graph.py",
+    "verification/test_rounding.py",
+    "launch/test_supervise.py",
+    "launch/test_causes.py",
+    "faults/test_faults.py",
+    "launch/test_waits.py",
+    "calls/test_read_values.py",
+    "launch/test_launch.py",
+    "passes/test_remat.py",
+    "execution/test_pipeline.py",
+    "calls/test_python_values.py",
+    "saving/test_checkpoint.py",
+    "execution/test_precision.py",
+    "capture/test_sizes.py",
+    "execution/test_allocator.py",
+    "verification/test_other_forms.py",
+    "verification/test_pipeline_faults.py",
+    "verification/test_servers.py",
+)
 _TESTS = Path(__file__).parent
 
 # pytest listens to every logger, so PyTorch would describe each symbol to it: a twentieth of all.
@@ -28,12 +54,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; the order is otherwise as it was."""
     place = {_TESTS / name: i for i, name in enumerate(FIRST)}
     items.sort(key=lambda item: place.get(item.path, len(FIRST)))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files that wait keep to one worker, where there are more than two."""
-    return Waiting(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import reading_programs as programs
 import tutti
+from in_turn import in_turn
 from ranks import Ranks
 from reading_programs import READING
 
@@ -32,8 +33,9 @@ def on_ranks(name: str, layout: str) -> list[Tensor]:
     return programs.values(name, distributed(layout))
 
 
-@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=1", "data=2 zero=3"])
-@pytest.mark.parametrize("name", READING)
+@pytest.mark.parametrize(
+    ("name", "layout"), in_turn(READING, ["data=2", "data=2 zero=1", "data=2 zero=3"])
+)
 def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
     expected = programs.values(name, programs.eager)
     for found in ranks.run(on_ranks, name, layout, n=2):
