@@ -52,7 +52,7 @@ def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:
     With servers each worker's ranks are a group of their own, and never meet those of another.
     """
     run_dir = RUN_DIR.read()
-    if run_dir is None:
+    if not run_dir:
         return {"init_method": "env://"}
     path = os.path.join(run_dir, f"ranks{group or ''}.store")
     store = dist.FileStore(path, world_size)  # pyright: ignore[reportPrivateImportUsage]
