@@ -1,4 +1,4 @@
-"""Cases that meet layouts in turn: each case under one of them, each layout with as many cases."""
+"""Cases that meet rows of layouts in turn: every row has its share of the cases."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import cycle
 
 
-def in_turn(names: Iterable[str], layouts: Sequence[str]) -> list[tuple[str, str]]:
-    """`in_turn("abc", ["x", "y"])` is [("a", "x"), ("b", "y"), ("c", "x")]."""
-    return list(zip(names, cycle(layouts), strict=False))
+def in_turn(names: Iterable[str], rows: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
+    """Each name with the layouts of one row, the rows in turn."""
+    return [(name, layout) for name, row in zip(names, cycle(rows)) for layout in row]

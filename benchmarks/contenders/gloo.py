@@ -10,14 +10,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.contenders import eager
 from benchmarks.contenders.contender import Place
-
-RUN_DIR = "TUTTI_RUN_DIR"
+from tutti.environment import RUN_DIR
 
 
 def prepare(place: Place) -> None:
     """Join the other ranks on Gloo; they meet in a file of the run's directory, so nothing listens."""
     eager.prepare(place)
-    path = os.path.join(os.environ[RUN_DIR], "peers.store")
+    path = os.path.join(RUN_DIR.read(), "peers.store")
     store = dist.FileStore(path, place.num_ranks)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.num_ranks)
     dist.all_reduce(torch.ones(1))

@@ -38,7 +38,7 @@ def on_ranks(name: str, layout: str) -> list[Any]:
     return programs.values(name, distributed(layout))
 
 
-@pytest.mark.parametrize(("name", "layout"), in_turn(PROGRAMS, ["data=2", "data=2 zero=3"]))
+@pytest.mark.parametrize(("name", "layout"), in_turn(PROGRAMS, [["data=2"], ["data=2 zero=3"]]))
 def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
     expected = programs.values(name, programs.eager)
     for found in ranks.run(on_ranks, name, layout, n=2):
@@ -49,7 +49,9 @@ def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
 COUPLED = ("criterion", "label_smoothing", "tensor_of_a_closure", "first_call_of_its_own")
 
 
-@pytest.mark.parametrize(("name", "layout"), in_turn(PROGRAMS, ["data=2 zero=1", "data=2 micro=2"]))
+@pytest.mark.parametrize(
+    ("name", "layout"), in_turn(PROGRAMS, [["data=2 zero=1"], ["data=2 micro=2"]])
+)
 def test_verify_leaves_python_as_it_is(name: str, layout: str) -> None:
     expected = programs.values(name, programs.eager)
     step, model, optimizer, _ = PROGRAMS[name]()

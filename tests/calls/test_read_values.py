@@ -34,7 +34,7 @@ def on_ranks(name: str, layout: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), in_turn(READING, ["data=2", "data=2 zero=1", "data=2 zero=3"])
+    ("name", "layout"), in_turn(READING, [["data=2"], ["data=2 zero=1"], ["data=2 zero=3"]])
 )
 def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
     expected = programs.values(name, programs.eager)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from itertools import cycle, product
+from itertools import product
 
 import pytest
 
 import tutti
 import zoo
+from in_turn import in_turn
 from subjects import program, subject, verdict
 from tutti.layout import Layout
 from tutti.partition.partition import Program
@@ -31,11 +31,6 @@ VARIANTS = ("data=2", "data=2 zero=1", "data=2 zero=3", "data=2 tensor=2")
 LARGEST = 1e-9
 # An image model has no sequence in its batch: nothing for the axis seq to split.
 NO_SEQUENCE = frozenset({"vit"})
-
-
-def in_turn(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
-    """Each name with the layouts of one row, the rows in turn."""
-    return [(name, layout) for name, row in zip(names, cycle(rows)) for layout in row]
 
 
 def split_over(made: Program, axis: str) -> list[str]:
@@ -92,7 +87,7 @@ def test_optimizers(name: str, layout: str) -> None:
     assert_really_split(name, program(name, layout))
 
 
-@pytest.mark.parametrize(("name", "layout"), in_turn([*zoo.STEPS], (VARIANTS[:2], VARIANTS[2:])))
+@pytest.mark.parametrize(("name", "layout"), in_turn(zoo.STEPS, (VARIANTS[:2], VARIANTS[2:])))
 def test_steps(name: str, layout: str) -> None:
     check(name, layout)
 

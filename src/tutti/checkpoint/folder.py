@@ -21,7 +21,7 @@ _EARLIER = re.compile(r"__\d+_\d+\.distcp")
 
 
 def open_folder(path: Path, seconds: float = 0.0) -> OwnerLock:
-    """Make the folder where it is missing, and lock it; its owner is waited for, so many seconds.
+    """Make the folder where it is missing, and lock it; wait up to `seconds` for another owner.
 
     Raises:
         CheckpointError: another run saves there, or the folder holds a checkpoint that tutti did not write.
@@ -60,7 +60,7 @@ def commit(path: Path, folder: str, manifest: str, index: bytes) -> None:
     """
     sync_folder(path / folder)
     drafts = [_draft(path / MANIFEST, manifest.encode()), _draft(path / INDEX, index)]
-    for draft in drafts:  # a full disk has told by now
+    for draft in drafts:  # a full disk has failed by now: a rename needs no room
         draft.replace(draft.with_name(draft.name.removesuffix(_NEW)))
         sync_folder(path)
     _remove_states(path, keep=folder)
@@ -79,7 +79,7 @@ def abandon(path: Path, folder: str) -> None:
 
 
 def _draft(file: Path, content: bytes) -> Path:
-    """What is to replace `file`, beside it and on the disk."""
+    """Write the new content of `file` beside it, durable; return the draft."""
     new = file.with_name(file.name + _NEW)
     with open(new, "wb") as stream:
         stream.write(content)

@@ -44,11 +44,10 @@ class OwnerLock:
 
 
 def lock_folder(folder: Path, seconds: float = 0.0) -> OwnerLock:
-    """The lock of `folder`, which exists.
+    """The lock of `folder`, which exists; waits up to `seconds` for another owner.
 
     Raises:
-        CheckpointError: another process has it, and still has after so many seconds; names that process,
-            its host and since when.
+        CheckpointError: another process still holds it; names that process, its host and since when.
         OSError: the lock file cannot be made.
     """
     found = os.stat(folder)
@@ -61,10 +60,8 @@ def lock_folder(folder: Path, seconds: float = 0.0) -> OwnerLock:
 
 def _locked(folder: Path, seconds: float) -> int:
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    until = time.monotonic() + seconds
     try:
-        while not _is_free(fd, last=time.monotonic() >= until):
-            time.sleep(_LOOK_SECONDS)
+        _take(fd, seconds)
     except BlockingIOError as error:
         owner = os.pread(fd, 4096, 0).decode(errors="replace")
         os.close(fd)
@@ -86,15 +83,16 @@ def _locked(folder: Path, seconds: float) -> int:
     return fd
 
 
-def _is_free(fd: int, *, last: bool) -> bool:
-    """Take the lock; False, or the last time `BlockingIOError`, where another process has it."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        if last:
-            raise
-        return False
-    return True
+def _take(fd: int, seconds: float) -> None:
+    """Lock the file; `BlockingIOError` where another process still holds it after `seconds`."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+        time.sleep(_LOOK_SECONDS)
 
 
 def _described(owner: str) -> str:

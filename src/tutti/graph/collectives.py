@@ -1,7 +1,7 @@
 """The collectives of a partitioned program, as graph node targets.
 
 A partitioned graph holds calls to the functions below. They are names, not implementations: a
-*player* answers them. `comm.ProcessGroups` does so between real ranks, `graph.virtual_ranks` between the
+*player* answers them. `comm` does so between real ranks, `graph.virtual_ranks` between the
 virtual ranks of one process. Two move nothing and need no player: `positions(sharding, dim, device)`,
 the global indices that a rank holds along a dim (int64, 1-D), and `draw_part(..., sharding)`, its part
 of a random tensor (see `graph.draw`); whoever runs the graph works these out for its rank.

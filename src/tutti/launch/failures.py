@@ -126,15 +126,16 @@ def read_ends(
     return [
         RankEnd(
             rank,
-            exit_codes.get(rank, seen(rank).code),
+            exit_codes.get(rank, found.code),
             read_record(run_dir, Failure, rank),
             read_record(run_dir, Place, rank),
             read_record(run_dir, Exit, rank),
             logs.get(rank),
-            seen(rank),
+            found,
             _text(crash_file(run_dir, rank)),
         )
         for rank in range(num_ranks)
+        for found in (seen(rank),)
     ]
 
 

@@ -210,7 +210,7 @@ class Supervisor:
     def _let_servers_end(self) -> None:
         """Servers of this host end by themselves once the workers of all hosts have left.
 
-        Where every worker of the run has failed here, some may never have come: nobody is waited for.
+        Where every worker of the run has failed here, some may never have joined: servers are not awaited.
         """
         workers = [x for x in self.started if x.role.kind == WORKER]
         if len(workers) == self.layout.num_ranks and not any(self._ended_well(x) for x in workers):

@@ -165,7 +165,7 @@ def _json(extra: dict[str, Any]) -> str:
 _LOCKS: WeakKeyDictionary[Any, dict[Path, OwnerLock]] = WeakKeyDictionary()
 # A run that gives each save a folder of its own does not come back to them.
 _MOST_LOCKS = 8
-# So long the lock of a rank that is lost is waited for: until the launcher has ended it.
+# How long a save waits for the lock of a lost rank: the launcher ends that rank meanwhile.
 _LOST_SECONDS = 15.0
 
 

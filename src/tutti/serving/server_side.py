@@ -105,7 +105,7 @@ def _records(role: Role) -> str | None:
 
 
 def _stop_when_left(service: Service) -> None:
-    """End a server once no worker is there, and those that never came are no longer waited for."""
+    """End a server once no worker is there and the time to wait for the others is over."""
     linger = LINGER.read()
     alone_since: float | None = None
     while True:

@@ -169,17 +169,16 @@ def lost_since(step: Holder, left: Sequence[int]) -> bool:
 
 
 def give_up_lost(step: Holder) -> bool:
-    """Let the launcher end ranks of lost replicas that are stopped; whether there are lost ones.
+    """Let the launcher end stopped ranks of lost replicas; return whether a replica is lost.
 
-    They may hold the lock of a folder, and nothing that they would do counts any more.
+    Such a rank may hold the lock of a folder, and nothing that it would do counts any more.
     """
-    mesh, left = step.layout.mesh, replicas_left(step)
-    if len(left) == step.layout.num_replicas:
-        return False
-    for rank in range(mesh.num_ranks):
-        if mesh.coordinates(rank)["replica"] not in left and (run_dir := RUN_DIR.read()):
+    lost = set(range(step.layout.num_replicas)) - set(replicas_left(step))
+    run_dir, mesh = RUN_DIR.read(), step.layout.mesh
+    for rank in range(mesh.num_ranks) if run_dir and lost else ():
+        if mesh.coordinates(rank)["replica"] in lost:
             write_record(Path(run_dir), GivenUp(rank))
-    return True
+    return bool(lost)
 
 
 def first_left(step: Holder) -> int:
