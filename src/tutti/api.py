@@ -187,7 +187,7 @@ def verify(
     train_step, module = as_one_module(train_step, model)
     refuse_empty(given, batch_dim, train_step, first=2 if optimizer else 1)
     refuse_where_apart(optimizer, laid_out)
-    with OnlyUsersFrames():
+    with rarely_collected(), quickly_written(), OnlyUsersFrames():
         return comparing(
             train_step,
             module,
