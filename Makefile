@@ -72,15 +72,17 @@ wheel: $(STAMP)
 venv: $(STAMP)
 
 # torch first and alone: otherwise another package may choose its build, and that one can be gigabytes.
+# What nobody imports is not compiled: most of transformers, half of the time.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile -c constraints.txt
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[examples,dev]'
+	$(INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) -e '.[examples,dev]'
 	touch $@
 
 # The peers that nothing else needs.
 $(VENV)/.bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
+	$(INSTALL) -e '.[bench]'
 	touch $@
 
 clean:
