@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from torch.fx.experimental import symbolic_shapes
 
 from ranks import Ranks, collect_seldom
+from tutti.graph.quick import quickly_written
 
 # The longest files, longest first: a worker must not be left with one of them at the end.
 FIRST = (
@@ -45,6 +46,9 @@ _TESTS = Path(__file__).parent
 
 # pytest listens to every logger, so PyTorch would describe each symbol to it: a twentieth of all.
 symbolic_shapes.trace_structured = lambda *_, **__: None  # type: ignore[attr-defined]
+# As while a step is compiled: of all captures and graphs that tests make by hand, too, a sixth.
+_quickly = quickly_written()
+_quickly.__enter__()
 # A busy machine is no failure.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")

@@ -18,9 +18,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -28,16 +30,6 @@ CALL_SECONDS = 150.0
 # Graphs are many small objects that stay: with Python's own 700 a fifth of a capture goes to the collector,
 # with 20,000 a tenth of a test.
 COLLECT_AFTER = (100_000, 20, 10)
-# What every rank would import for itself takes most of its start: where a process can be forked safely,
-# one does it for all, and the ranks are its copies. What is missing here a rank imports when it needs it.
-IMPORTED_ONCE = [
-    "torch",
-    "tutti.api",
-    "tutti.launch.launch",
-    "tutti.launch.ranks",
-    "sklearn.datasets",
-    "transformers.models.llama.modeling_llama",
-]
 _ROOT = Path(__file__).parent.parent
 
 
@@ -79,7 +71,11 @@ def context() -> Any:
     if sys.platform != "linux" or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(IMPORTED_ONCE)
+    forking.set_forkserver_preload(["imported_once"])
+    # The server of Python 3.11 looks for it on its own path alone.
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": paths}):
+        forkserver.ensure_running()
     return forking
 
 
