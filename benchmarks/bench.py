@@ -2,7 +2,7 @@
 
     make bench                                         # everything, under 20 minutes
     make bench ARGS="--quick"                          # one small model, a minute or two
-    python -m benchmarks.bench --models gpt-51M --ways "one,ddp,tutti data=2"
+    python -m benchmarks.bench --models gpt-51M --ways one ddp "tutti data=2"
 
 The result is printed and kept in benchmarks/results (that of --quick in runs/bench).
 """
@@ -10,17 +10,15 @@ The result is printed and kept in benchmarks/results (that of --quick in runs/be
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import date
 from functools import reduce
 from pathlib import Path
-from typing import Annotated, TypeVar
 
-import typer
 from rich.console import Console
 
 from benchmarks import machine, report
+from benchmarks.command_line import chosen, parser
 from benchmarks.contenders.contender import Way
 from benchmarks.harness import Entry, Pace, Tell, race
 from benchmarks.models import CASES, Case, fields_of, num_parameters
@@ -29,47 +27,40 @@ from benchmarks.python_share import python_share
 from benchmarks.result import Race, Result
 from benchmarks.ways import WAYS
 
-T = TypeVar("T")
 ROOT = Path(__file__).parent.parent
 WIDTH = 120
-QUICK_MODELS, QUICK_PACE = "gpt-3.7M", Pace(num_rounds=3, turn_seconds=0.2, num_warm=2)
+QUICK_MODELS, QUICK_PACE = ["gpt-3.7M"], Pace(num_rounds=3, turn_seconds=0.2, num_warm=2)
 
 
-def main(
-    *,
-    models: Annotated[
-        str, typer.Option(help="names, with commas between: " + ", ".join(CASES))
-    ] = "",
-    ways: Annotated[str, typer.Option(help="names, with commas between: " + ", ".join(WAYS))] = "",
-    rounds: Annotated[int, typer.Option(min=1, help="how often each way has its turn")] = 7,
-    turn_seconds: Annotated[float, typer.Option(min=0.01, help="how long a turn is, about")] = 0.7,
-    builds: Annotated[
-        int,
-        typer.Option(
-            min=1, help="how often all are built anew: a process has better or worse pages"
-        ),
-    ] = 1,
-    quick: Annotated[bool, typer.Option(help="one model, few rounds: shows that it works")] = False,
-    moves: Annotated[bool, typer.Option(help="measure collectives too")] = True,
-    out: Annotated[Path | None, typer.Option(help="where the result is kept")] = None,
-) -> None:
+def main() -> None:
     """Measure, print, keep."""
+    command = parser(
+        __doc__,
+        **{
+            "models": list(CASES),
+            "ways": list(WAYS),
+            "rounds": 7,
+            "turn_seconds": 0.7,
+            "builds": 1,
+        },
+        **{"quick": False, "no_moves": False, "out": None},
+    )
+    args = command.parse_args()
     console = Console(highlight=False)
     console.width = max(console.width, WIDTH)  # a narrow table would lose columns
-    pace = (
-        QUICK_PACE
-        if quick
-        else Pace(num_rounds=rounds, turn_seconds=turn_seconds, num_builds=builds)
-    )
-    cases = chosen(models or (QUICK_MODELS if quick else ""), CASES, "--models")
-    contenders = chosen(ways, WAYS, "--ways")
+    pace = Pace(num_rounds=args.rounds, turn_seconds=args.turn_seconds, num_builds=args.builds)
+    if args.quick:
+        pace = QUICK_PACE
+        args.models = QUICK_MODELS if args.models == list(CASES) else args.models
+    cases = chosen(command, "models", args.models, CASES)
+    contenders = chosen(command, "ways", args.ways, WAYS)
     result = Result(date.today().isoformat(), machine.describe(), asdict(pace))
-    kept = out or ROOT / ("runs/bench" if quick else "benchmarks/results")
+    kept = args.out or ROOT / ("runs/bench" if args.quick else "benchmarks/results")
     name = f"{result.date}-{machine.slug(result.machine)}"
     page = kept / f"{name}.md"
     _warn_if_busy(console)
     with console.status("") as status:
-        if moves:
+        if not args.no_moves:
             result.collectives = measure_moves(pace.num_rounds, status.update)
         for case in cases:
             result.races.append(run(case, contenders, pace, status.update))
@@ -93,15 +84,6 @@ def run(case: Case, ways: list[Way], pace: Pace, tell: Tell) -> Race:
     return Race(case.name, case.unit, num_parameters(case.model()), fields_of(case), entries)
 
 
-def chosen(names: str, known: Mapping[str, T], option: str) -> list[T]:
-    """The values of names in a list with commas; all for an empty one."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(known)
-    unknown = [name for name in wanted if name not in known]
-    if unknown:
-        raise typer.BadParameter(f"{option}: no {', '.join(unknown)}; there are {', '.join(known)}")
-    return [known[name] for name in wanted]
-
-
 def _warn_if_busy(console: Console) -> None:
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > 0.25 * cores:
@@ -109,4 +91,4 @@ def _warn_if_busy(console: Console) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -1,6 +1,6 @@
 """Collectives between two processes: shared memory against Gloo, side by side.
 
-    python benchmarks/collectives.py
+    python -m benchmarks.collectives
 
 One thread each; the ways alternate, and their medians are compared. `plain` takes a tensor of the
 process's own and returns a new one; `arena` has its tensors in shared memory already, as a step that runs
@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from benchmarks.command_line import parser
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.transport import Distributed, Transport
 from tutti.comm.host.shared_memory import SharedGroup
@@ -114,6 +115,7 @@ def measure() -> None:
 
 def main() -> None:
     """Start the ranks."""
+    parser(__doc__).parse_args()
     print(f"{'collective':<15}{'kB':>10}{'gloo ms':>10}{'plain ms':>10}{'ratio':>7}", end="")
     print(f"{'arena ms':>10}{'ratio':>7}", flush=True)
     context = multiprocessing.get_context("spawn")

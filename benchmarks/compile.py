@@ -1,8 +1,8 @@
 """What making a program takes: each phase, in seconds, for a Llama of the 8B configuration.
 
-    python benchmarks/compile.py                       # 2, 4, 8 and 32 layers
-    python benchmarks/compile.py --layers 2 --profile propagate
-    python benchmarks/compile.py --lengths 64          # what a new length costs a GPT-2 of 12 layers
+    python -m benchmarks.compile                       # 2, 4, 8 and 32 layers
+    python -m benchmarks.compile --layers 2 --profile propagate
+    python -m benchmarks.compile --lengths 64          # what a new length costs a GPT-2 of 12 layers
 
 One process, no process group; model and batch are on the meta device, so nothing is computed. Seconds
 are those of the processor, which a busy machine does not change much. Each number of layers runs in a
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tutti
+from benchmarks.command_line import parser
 from tutti.capture.step import capture, copied
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
@@ -161,17 +162,12 @@ def describe(num_layers: int, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """Each number of layers in a process of its own."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 4, 8, 32])
-    parser.add_argument("--batch", type=int, default=128, help="(%(default)s sequences)")
-    parser.add_argument("--sequence", type=int, default=4096, help="(%(default)s tokens)")
-    parser.add_argument("--profile", default="", help="a phase to profile")
-    parser.add_argument(
-        "--lengths", type=int, default=0, help="instead: so many lengths of a GPT-2 of 12 layers"
+    command = parser(
+        __doc__,
+        **{"layers": [2, 4, 8, 32], "batch": 128, "sequence": 4096, "profile": "", "lengths": 0},
+        **{"layout": "data=1", "width": 768},  # of --lengths
     )
-    parser.add_argument("--layout", default="data=1", help="(%(default)s) of --lengths")
-    parser.add_argument("--width", type=int, default=768, help="(%(default)s) of --lengths")
-    args = parser.parse_args()
+    args = command.parse_args()
     if args.lengths:
         lengths(args.layout, max(args.lengths, 3), args.width)
         return

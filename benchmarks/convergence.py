@@ -33,6 +33,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.asynchronous import Asynchronous
+from benchmarks.command_line import parser
 from tutti.layout.layout import WITH_SERVERS
 from tutti.replicas import replica_rows
 from tutti.replicas.mean import mean_of
@@ -264,16 +265,10 @@ def draw(path: Path, best: Best) -> None:
 
 def options() -> argparse.Namespace:
     """Of the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     sizes = {n: x for n, x in asdict(Run()).items() if n not in ("sync", "lr")} | {"workers": 3}
-    for name, default in sizes.items():
-        word = f"--{name.replace('_', '-')}"
-        parser.add_argument(word, type=type(default), default=default, help=f"({default})")
     every = [s for s in (*OF_REPLICAS, *OF_WORKERS) if s]
-    parser.add_argument("--strategies", nargs="+", default=every, help=f"({' '.join(every)})")
-    parser.add_argument("--lrs", nargs="+", type=float, help="try each; by default what was best")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"without suffix ({OUT})")
-    return parser.parse_args()
+    # `--out` is without a suffix: a table, a plot and every run have it in common.
+    return parser(__doc__, **sizes, strategies=every, lrs=(), out=OUT).parse_args()
 
 
 def main() -> None:

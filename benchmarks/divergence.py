@@ -1,6 +1,6 @@
 """What it costs to see that all ranks are in the same call with the same inputs (`calls/divergence.py`).
 
-    python -m benchmarks.divergence [LAYOUT ...]          # two ranks, the GPT of 29.5 M parameters
+    python -m benchmarks.divergence --layouts "data=2"     # two ranks, the GPT of 29.5 M parameters
 
 Steps with it and without it take turns in one run. Their medians differ by less than a busy machine's noise,
 so the calls themselves are timed as well: what `enter` and `leave` take of the processor's time, and what the
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tutti
+from benchmarks.command_line import parser
 from benchmarks.models import CASES, optimizer
 from tutti.calls.divergence import Divergence, _Watching
 
@@ -55,7 +56,7 @@ def train_step(model: Any, one: Any, inputs: torch.Tensor, targets: torch.Tensor
     return loss
 
 
-def main(layout: str) -> None:
+def measure(layout: str) -> None:
     """On a rank: the medians of both ways, and of what is timed."""
     case = CASES[CASE]
     model = case.model()
@@ -87,22 +88,17 @@ def main(layout: str) -> None:
         )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Start two ranks under each layout."""
+    args = parser(__doc__, layouts=list(LAYOUTS)).parse_args()
     if "RANK" in os.environ:
-        main(sys.argv[1])
-    else:
-        for one in sys.argv[1:] or LAYOUTS:
-            words = [
-                sys.executable,
-                "-m",
-                "tutti",
-                "run",
-                "-n",
-                "2",
-                "--layout",
-                one,
-                __file__,
-                one,
-            ]
-            path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-            subprocess.run(words, check=True, env=os.environ | path)
+        measure(*args.layouts)
+        return
+    for one in args.layouts:
+        ranks = [sys.executable, "-m", "tutti", "run", "-n", "2", "--layout", one, __file__]
+        path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+        subprocess.run([*ranks, "--layouts", one], check=True, env=os.environ | path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """Dropout with a mask that does not depend on the layout, against PyTorch's own, side by side.
 
-    python benchmarks/dropout.py
+    python -m benchmarks.dropout
 
 One thread; the ways alternate, and their medians are compared. `ready` reuses the block's hash
 inputs, as a step that runs many times does; `fresh` computes them at every call.
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.command_line import parser
 from tutti.graph import random
 
 P = 0.1
@@ -48,6 +49,7 @@ def medians(ways: Mapping[str, Callable[[], Tensor]], num_rounds: int) -> dict[s
 
 def main() -> None:
     """Print a line per shape."""
+    parser(__doc__).parse_args()
     torch.set_num_threads(1)
     print(
         f"{'shape':<20}{'F.dropout ms':>13}{'ready ms':>10}{'ratio':>7}{'fresh ms':>10}{'ratio':>7}"

@@ -8,7 +8,6 @@ Faults, layouts and moments follow from seeds, one a run; a broken promise is pr
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+from benchmarks.command_line import parser
 from benchmarks.machine import processor
 from faults.harness import LAYOUTS, BrokenPromise, play
 from faults.injected import FAULTS
@@ -40,19 +40,14 @@ def one(seed: int) -> tuple[int, str, str, str]:
 
 def main() -> int:
     """Play runs; 1 where a promise was broken."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--count", type=int, default=10**9, help="at most so many runs")
-    parser.add_argument("--seed", type=int, default=1000, help="of the first run")
-    parser.add_argument("--processes", type=int, default=2, help="runs at once")
-    parser.add_argument("--write", action="store_true", help="write the table")
-    options = parser.parse_args()
+    sizes = {"minutes": 60.0, "count": 10**9, "seed": 1000, "jobs": 2}
+    options = parser(__doc__, **sizes, write=False).parse_args()
     kept: Counter[tuple[str, str]] = Counter()
     broken: list[tuple[int, str, str, str]] = []
     begin, seed = time.monotonic(), options.seed
-    with ProcessPoolExecutor(options.processes) as pool:
+    with ProcessPoolExecutor(options.jobs) as pool:
         while time.monotonic() - begin < 60 * options.minutes:
-            left = min(4 * options.processes, options.seed + options.count - seed)
+            left = min(4 * options.jobs, options.seed + options.count - seed)
             if left <= 0:
                 break
             for found in pool.map(one, range(seed, seed + left)):

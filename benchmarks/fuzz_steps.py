@@ -1,7 +1,7 @@
 """Random small training steps, each equal to PyTorch's or refused by name, in every way to run it.
 
     python -m benchmarks.fuzz_steps --count 2000 --seed 0       # a summary; failing programs in runs/fuzz
-    python -m benchmarks.fuzz_steps --only 17                   # one seed, its source and its cells
+    python -m benchmarks.fuzz_steps --seed 17 --count 1         # one seed, its source and its cells
     python runs/fuzz/program_17.py                              # a kept program, by itself
 
 A seed is a program as Python source: a small network, one or two optimizers, and one to three habits of
@@ -15,7 +15,6 @@ while it still fails.
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 import sys
@@ -25,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from benchmarks.command_line import parser
 from benchmarks.fuzz.check import ON_RANKS, VERIFIED, Cells, Work, checked
 from benchmarks.fuzz.source import Drawn, draw, source
 
@@ -69,7 +69,7 @@ def shrunk(d: Drawn, columns: Sequence[str]) -> Drawn:
     return d
 
 
-def run(seeds: Sequence[int], workers: int, *, ranks: bool) -> Iterator[tuple[int, Cells]]:
+def run(seeds: Sequence[int], jobs: int, *, ranks: bool) -> Iterator[tuple[int, Cells]]:
     """Seeds and their cells, as they come."""
     chunks = [seeds[i : i + AT_ONCE] for i in range(0, len(seeds), AT_ONCE)]
 
@@ -77,30 +77,21 @@ def run(seeds: Sequence[int], workers: int, *, ranks: bool) -> Iterator[tuple[in
         works = [work_of(draw(seed)) for seed in chunk]
         return [(int(w.key), cells) for w, cells in checked(works, ranks=ranks)]
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         for found in pool.map(one, chunks):
             yield from found
 
 
 def main() -> None:
     """Fuzz, show, keep what fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--only", type=int, help="one seed: its source and its cells")
-    parser.add_argument("--keep", default="runs/fuzz", help="folder for failing programs")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--no-ranks", action="store_true", help="this process's ways alone")
-    parser.add_argument("--shrink", action="store_true", help="make failing programs smaller")
-    args = parser.parse_args()
-    seeds = [args.only] if args.only is not None else range(args.seed, args.seed + args.count)
-    if args.only is not None:
-        print(source(draw(args.only)))
+    options = {"seed": 0, "count": 200, "jobs": 2, "no_ranks": False, "shrink": False}
+    args = parser(__doc__, **options, out=Path("runs/fuzz")).parse_args()
+    seeds, alone = range(args.seed, args.seed + args.count), args.count == 1
+    if alone:
+        print(source(draw(args.seed)))
     start, bad, tally = time.monotonic(), defaultdict(list), Counter()
-    keep = Path(args.keep)
-    for seed, cells in run(seeds, args.workers, ranks=not args.no_ranks):
+    keep: Path = args.out
+    for seed, cells in run(seeds, args.jobs, ranks=not args.no_ranks):
         tally.update(cell.kind for cell in cells.values())
         d = draw(seed)
         if columns := failures(cells):
@@ -109,10 +100,8 @@ def main() -> None:
             d = shrunk(d, columns) if args.shrink else d
             keep.mkdir(parents=True, exist_ok=True)
             (keep / f"program_{seed}.py").write_text(source(d))
-        if columns or args.only is not None:
-            shown = "".join(
-                f"\n    {c:22} {x}" for c, x in cells.items() if x.bad or args.only is not None
-            )
+        if columns or alone:
+            shown = "".join(f"\n    {c:22} {x}" for c, x in cells.items() if x.bad or alone)
             print(f"seed {seed}: {d.name}{shown}", flush=True)
     print(f"\n{len(seeds)} programs in {time.monotonic() - start:.0f} s: {dict(tally)}")
     for kind, found in sorted(bad.items(), key=lambda one: -len(one[1])):

@@ -1,6 +1,6 @@
 """The step of a 350 M GPT in bf16 on one GPU, against `torch.compile`, side by side in one run.
 
-    python -m benchmarks.gpu [--rounds 7] [--steps 10] [--out benchmarks/results]
+    python -m benchmarks.gpu --rounds 7 --steps 10
 
     recorded   the captured step as one CUDA graph (TUTTI_CUDA_GRAPH=1, `precision=bf16`)
     by ops     the same, played op by op
@@ -14,7 +14,6 @@ measured peak of the captured step. Ends with 1 where no GPU is found.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 
 import tutti
 from benchmarks import machine
+from benchmarks.command_line import parser
 from benchmarks.models import Case, GPTCase, optimizer
 from tutti.environment import CUDA_GRAPH
 from tutti.execution.cuda_graph import NUM_WARM_UP
@@ -171,11 +171,8 @@ def result(case: Case, rounds: int, steps: int) -> dict[str, Any]:
 
 def main() -> int:
     """Run, print, and keep the result."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+    out = Path(__file__).parent / "results"
+    options = parser(__doc__, rounds=7, steps=10, out=out).parse_args()
     if not torch.cuda.is_available():
         print("no CUDA device was found", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """Pipelines as they run against what the simulator says, and how evenly stages are cut.
 
-    tutti run -n 2 benchmarks/pipeline.py         # the three GPTs, and a Llama with a large vocabulary
-    tutti run -n 2 benchmarks/pipeline.py --schedule zb
+    python -m benchmarks.pipeline                 # the three GPTs, and a Llama with a large vocabulary
+    python -m benchmarks.pipeline --schedule zb
 
 For each model: the time that each stage's actions take, measured while the pipeline runs; the step that the
 simulator makes of these times, with what lies outside of the loop; and the step as measured. Medians.
@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import typer
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import tutti
+from benchmarks.command_line import chosen, parser
 from benchmarks.contenders.tutti_step import train_step
 from benchmarks.models import CASES, Case, LlamaCase, optimizer
 from tutti.execution import loops
@@ -77,14 +77,21 @@ class Clock:
 CALL, PLAY = loops.Engine.call, play
 
 
-def main(
-    schedule: Annotated[str, typer.Option(help="of the pipeline")] = "1f1b",
-    models: Annotated[str, typer.Option(help="part of the names of models")] = "",
-) -> None:
-    """Measure and print."""
-    for case in MODELS:
-        if models in case.name:
-            _run(case, schedule)
+def main() -> None:
+    """Start two ranks; each measures, the first prints."""
+    known = {case.name: case for case in MODELS}
+    command = parser(__doc__, models=list(known), schedule="1f1b")
+    args = command.parse_args()
+    cases = chosen(command, "models", args.models, known)
+    if "RANK" in os.environ:
+        torch.set_num_threads(1)
+        for case in cases:
+            _run(case, args.schedule)
+        return
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, [root, os.getenv("PYTHONPATH")]))
+    ranks = [sys.executable, "-m", "tutti", "run", "-n", "2", __file__, *sys.argv[1:]]
+    subprocess.run(ranks, check=True, env=os.environ | {"PYTHONPATH": path})
 
 
 def _run(case: Case, schedule: str) -> None:
@@ -148,5 +155,4 @@ def _report(step: tutti.Step, case: Case, layout: str, found: list[Any]) -> None
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    typer.run(main)
+    main()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.command_line import parser
 from tutti.calls.python_values import PythonValues
 
 ROUNDS = 300
@@ -56,6 +57,7 @@ def microseconds(values: PythonValues) -> tuple[float, float]:
 
 def main() -> None:
     """A line for a small trainer, and one for a GPT-2 of 12 layers of Hugging Face."""
+    parser(__doc__).parse_args()
     small = nn.Linear(4, 4)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=12, n_embd=64, n_head=4, vocab_size=100))
     for name, step, model in (

@@ -9,7 +9,6 @@ resident memory at its end.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import statistics
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.command_line import parser
 from benchmarks.soak_servers import Run, free_ports
 
 WARM_PUSHES = 50
@@ -76,11 +76,7 @@ def windows(run: Run, pid: int, count: int, size: int) -> Iterator[Window]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--pushes", type=int, default=10_000)
-    parser.add_argument("--window", type=int, default=500)
-    parser.add_argument("--size", type=int, default=2**14, help="numbers of 8 bytes")
-    options = parser.parse_args()
+    options = parser(__doc__, pushes=10_000, window=500, size=2**14).parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         run = Run(directory, free_ports(1), "async", 1, options.size, log_nbytes=2**30)

@@ -1,16 +1,15 @@
 """Random schedules of workers and servers in a simulated network: so many, from one seed each.
 
-    python -m benchmarks.server_schedules --count 1000000 --processes 2
+    python -m benchmarks.server_schedules --count 1000000 --jobs 2
 
 A seed draws the consistency, how many workers and servers, what the network loses, doubles, delays and cuts
 off, and who is killed when. After each run the records are replayed and checked, as
 `tests/server/protocol/test_simulated.py` does. Prints how far it is, and each seed that fails with its error;
-`--first SEED --count 1` plays it again.
+`--seed SEED --count 1` plays it again.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import random
 import sys
@@ -23,6 +22,7 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
+from benchmarks.command_line import parser
 from server.protocol.test_simulated import ALL, check
 from server.protocol.updaters import ClippedAdam, Sgd
 from server.protocol.world import Faults, World
@@ -127,15 +127,11 @@ def chunks(first: int, count: int) -> Iterator[range]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--count", type=int, default=1_000_000)
-    parser.add_argument("--first", type=int, default=0, help="seed")
-    parser.add_argument("--processes", type=int, default=1)
-    options = parser.parse_args()
+    options = parser(__doc__, count=1_000_000, seed=0, jobs=1).parse_args()
     begin, done, failed = time.monotonic(), 0, 0
     context = multiprocessing.get_context("forkserver")
-    parts = list(chunks(options.first, options.count))
-    with context.Pool(options.processes) as pool:
+    parts = list(chunks(options.seed, options.count))
+    with context.Pool(options.jobs) as pool:
         for number, bad in enumerate(pool.imap(play_some, parts)):
             done += len(parts[number])
             failed += len(bad)

@@ -1,6 +1,6 @@
 """Push and pull of 64 MiB on loopback: a parameter server against sockets, Gloo and torch RPC.
 
-    python benchmarks/servers.py
+    python -m benchmarks.servers
 
 Each way has two processes of its own, one thread each, that wait for their turn; the ways alternate, in
 another order each round, and medians are compared. A turn is one push and one pull of the whole variable,
@@ -11,7 +11,6 @@ it gets. `kept`: it keeps records, in a file system in memory. `shared`: payload
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import multiprocessing
@@ -33,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import rpc
 
+from benchmarks.command_line import parser
 from tutti.environment import SHARED_MEMORY
 from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.update import WEIGHT, Variable
@@ -312,11 +312,8 @@ def ratio(seconds: dict[str, list[float]], name: str, base: str) -> float:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--ways", default=",".join(WAYS))
-    options = parser.parse_args()
-    seconds = measured(options.ways.split(","), options.rounds)
+    options = parser(__doc__, rounds=25, ways=list(WAYS)).parse_args()
+    seconds = measured(options.ways, options.rounds)
     bases = [name for name in ("plain", "tls") if name in seconds]
     print("| way | ms | GB/s " + "".join(f"| to {name} " for name in bases) + "|")
     print("| --- | --- | --- " + "| --- " * len(bases) + "|")

@@ -20,12 +20,11 @@ another fault.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from types import FunctionType, GeneratorType
@@ -34,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import parser
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency, parse
 from tutti.server.protocol.keys import Block, blocks
@@ -699,21 +699,12 @@ def _short(x: Any) -> bytes:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    for field in fields(Bounds):
-        name = f"--{field.name.replace('_', '-')}"
-        if field.name == "coupled":
-            parser.add_argument(name, action="store_true")
-        else:
-            parser.add_argument(name, type=type(field.default), default=field.default)
-    parser.add_argument("--most", type=int, help="states at most")
-    parser.add_argument("--seconds", type=float, help="so long at most")
-    options = vars(parser.parse_args())
-    most, seconds = options.pop("most"), options.pop("seconds")
+    options = vars(parser(__doc__, **asdict(Bounds()), count=None, minutes=None).parse_args())
+    most, minutes = options.pop("count"), options.pop("minutes")
     torch.set_num_threads(1)
     bounds, begin = Bounds(**options), time.monotonic()
     try:
-        found = search(bounds, most=most, seconds=seconds)
+        found = search(bounds, most=most, seconds=minutes and 60 * minutes)
     except Violation as error:
         print(f"{bounds}\n{error}")
         sys.exit(1)

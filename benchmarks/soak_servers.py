@@ -1,6 +1,6 @@
 """Parameter servers and workers that are killed again and again: nothing is lost, nothing counts twice.
 
-    python benchmarks/soak_servers.py --seconds 600
+    python -m benchmarks.soak_servers --minutes 10
 
 Real processes, kill -9 at random moments, each started again at once; a server where it was.
 Each push adds one to every number on every server, and one more to the number of its worker. A worker
@@ -14,7 +14,6 @@ same state, to the bit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -33,6 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import parser
 from tutti.errors import ServerError
 from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.update import WEIGHT, Variable
@@ -281,19 +281,13 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--sync", default="async")
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--size", type=int, default=2**17, help="numbers of 8 bytes")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    sizes = {"minutes": 10.0, "workers": 3, "servers": 2, "size": 2**17}
+    options = parser(__doc__, **sizes, sync="async", seed=0).parse_args()
     with tempfile.TemporaryDirectory() as directory:
         ports = free_ports(options.servers)
         run = Run(directory, ports, options.sync, options.workers, options.size)
-        found = soak(options.seconds, run, random.Random(options.seed))
-    print(json.dumps({"seconds": options.seconds, "sync": options.sync} | found, indent=1))
+        found = soak(60 * options.minutes, run, random.Random(options.seed))
+    print(json.dumps({"minutes": options.minutes, "sync": options.sync} | found, indent=1))
     sys.stdout.flush()
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import parser
 from benchmarks.machine import describe
 from benchmarks.slow_link import INTERFACE
 
@@ -151,9 +152,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure all ways, one after the other."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--way", type=int, help="on a rank: which to measure")
-    args = parser.parse_args()
+    command = parser(__doc__)
+    command.add_argument("--way", type=int, help=argparse.SUPPRESS)  # on a rank: which to measure
+    args = command.parse_args()
     if args.way is not None:
         found = measure(WAYS[args.way])
         if os.environ["RANK"] == "0":

@@ -1,6 +1,6 @@
 """The update of a whole model, as a captured step runs it, against PyTorch's fused AdamW, side by side.
 
-    python benchmarks/update.py
+    python -m benchmarks.update
 
 One thread; gradients are given, so that the optimizer's step is all there is to do. The ways alternate,
 and their medians are compared. `loop` is the step captured as single element-by-element ops (what an
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from benchmarks.command_line import parser
 from tutti.capture.state.lift import hypers_of
 from tutti.capture.step import capture
 from tutti.execution.generate import generate
@@ -103,6 +104,7 @@ def medians(ways: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[s
 
 def main() -> None:
     """Print a line per model and way."""
+    parser(__doc__).parse_args()
     torch.set_num_threads(1)
     for title, sizes in MODELS.items():
         models = [parameters(*sizes) for _ in range(4)]

@@ -1,7 +1,7 @@
 """Architectures of Hugging Face under layouts of every kind, compared with one device in float64.
 
     python -m benchmarks.verify_models                              # all of them, five minutes or so
-    python -m benchmarks.verify_models --models "LLaVA,Swin" --layouts "data=4" --keep runs/models
+    python -m benchmarks.verify_models --models LLaVA Swin --layouts "data=4" --out runs/models
 
 A cell is `verify` of two steps (loss, backward, clipping, AdamW) of a small model with random weights: the
 largest relative difference of any loss or state tensor. An op whose operands are gathered on every rank,
@@ -11,7 +11,6 @@ shown with its reason. Kept as a table and as JSON, written after each cell.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import warnings
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 import tutti
 from benchmarks.architectures import ARCHITECTURES, Architecture
 from benchmarks.cells import Cell, cell, write
+from benchmarks.command_line import chosen, parser
 
 LAYOUTS = ("data=2 zero=3", "data=2 micro=2", "pipe=2 micro=4")
 
@@ -62,25 +62,19 @@ def verified(architecture: Architecture, layout: str) -> tuple[float, list[str]]
 
 def main() -> None:
     """Verify and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", default="", help="names with commas; all by default")
-    parser.add_argument("--layouts", default=";".join(LAYOUTS), help="layouts with semicolons")
-    parser.add_argument(
-        "--keep", default="runs/verify-models", help="path of the results, no suffix"
-    )
-    args = parser.parse_args()
+    options = {"models": list(ARCHITECTURES), "layouts": list(LAYOUTS)}
+    command = parser(__doc__, **options, out=Path("runs/verify-models"))
+    args = command.parse_args()
+    chosen(command, "models", args.models, ARCHITECTURES)
     logging.disable(logging.WARNING)
-    names = [m.strip() for m in args.models.split(",") if m.strip()] or list(ARCHITECTURES)
     found: list[Cell] = []
-    for name in names:
-        for layout in args.layouts.split(";"):
+    for name in args.models:
+        for layout in args.layouts:
             one = cell(name, layout, lambda n=name, at=layout: verified(ARCHITECTURES[n], at))
             found.append(one)
             print(f"{name:18} {layout:18} {one} ({one.seconds:.1f} s)", flush=True)
             note = "small models with random weights, two steps"
-            write(found, Path(args.keep), "Architectures verified in float64", note, rows="model")
+            write(found, args.out, "Architectures verified in float64", note, rows="model")
     sys.exit(any(not c.ok and not c.error for c in found))
 
 

@@ -1,7 +1,7 @@
 """Every model under every schedule of pipelines, compared with one device in float64 on virtual ranks.
 
     python -m benchmarks.verify_pipelines                          # all cells, one process, an hour or so
-    python -m benchmarks.verify_pipelines --models t5,unet --layouts zbv --keep runs/verify
+    python -m benchmarks.verify_pipelines --models t5 unet --layouts zbv --out runs/verify
 
 A cell is `verify` of two steps: the largest relative difference of any loss or state tensor. Each model, one
 of the test suite's, is captured once for all its cells. Kept as a table and as JSON, written after each cell.
@@ -9,7 +9,6 @@ of the test suite's, is captured once for all its cells. Kept as a table and as 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.cells import Cell, cell, write
+from benchmarks.command_line import chosen, parser
 from tutti.layout import Layout
 from tutti.verification.verdict import Subject
 
@@ -76,26 +76,17 @@ def cells(models: Iterable[str], layouts: list[str]) -> Iterator[Cell]:
 
 def main() -> None:
     """Verify and keep."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--models", default="", help="names with commas; all by default")
-    parser.add_argument(
-        "--layouts", default="", help="layouts that hold one of these words, with commas"
-    )
-    parser.add_argument(
-        "--keep", default="runs/verify-pipelines", help="path of the results, no suffix"
-    )
-    args = parser.parse_args()
-    models = [m for m in args.models.split(",") if m] or list(MODELS)
-    words = [w for w in args.layouts.split(",") if w]
-    layouts = [one for one in LAYOUTS if not words or any(w in one for w in words)]
+    options = {"models": list(MODELS), "layouts": list(LAYOUTS)}
+    command = parser(__doc__, **options, out=Path("runs/verify-pipelines"))
+    args = command.parse_args()
+    chosen(command, "models", args.models, MODELS)
+    layouts = [one for one in LAYOUTS if any(word in one for word in args.layouts)]
     found: list[Cell] = []
     note = f"batch of {ROWS}, two steps"
-    for one in cells(models, layouts):
+    for one in cells(args.models, layouts):
         found.append(one)
         print(f"{one.model:6} {one.layout:50} {one} ({one.seconds:.1f} s)", flush=True)
-        write(found, Path(args.keep), "Pipelines verified in float64", note)
+        write(found, args.out, "Pipelines verified in float64", note)
     sys.exit(any(not c.ok for c in found))
 
 

@@ -1,7 +1,7 @@
 """Public training programs under layouts, compared with PyTorch over four calls and what lies between.
 
     python -m benchmarks.verify_programs                             # all of them, a table on the screen
-    python -m benchmarks.verify_programs "nanoGPT" vae --columns one,data=2
+    python -m benchmarks.verify_programs --programs nanoGPT vae --columns one data=2
     python -m benchmarks.verify_programs --write                     # and docs/programs.md
 
 A row is a script of the same shape and idioms as a public one (`benchmarks/programs`), or one that uses a
@@ -13,7 +13,6 @@ at the end. A value that a nudge of the last bits of the weights moves is judged
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.command_line import parser
 from benchmarks.programs import Program, Script, programs
 from benchmarks.programs.isolated import Ended, Isolated, Ranks
 from benchmarks.programs.play import (
@@ -145,10 +145,10 @@ def _worst(cells: list[Cell]) -> Cell:
 def rows(
     chosen: Sequence[Program],
     columns: Sequence[str],
-    workers: int,
+    jobs: int,
     note: Callable[[Program, Row, float], None],
 ) -> dict[str, Row]:
-    """Row by row, `workers` at a time."""
+    """Row by row, `jobs` at a time."""
     found: dict[str, Row] = {}
 
     def one(program: Program) -> None:
@@ -159,44 +159,30 @@ def rows(
             found[program.name] = dict.fromkeys(columns, Cell("RAW", f"table: {error!r}"))
         note(program, found[program.name], time.monotonic() - start)
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, chosen))
     return {p.name: found[p.name] for p in chosen}
 
 
 def main() -> None:
     """Run, show, and keep if asked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", help="parts of names, or of families; all by default")
-    parser.add_argument(
-        "--columns", default="", help="parts of columns with commas; all by default"
-    )
-    parser.add_argument("--workers", type=int, default=2, help="programs at a time")
-    parser.add_argument(
-        "--keep", default="runs/programs.json", help="rows of this and earlier runs"
-    )
-    parser.add_argument(
-        "--write", action="store_true", help="write docs/programs.md from all rows kept"
-    )
-    args = parser.parse_args()
-    words = [w.lower() for w in args.names]
+    options = {"programs": (), "columns": (), "jobs": 2, "write": False}
+    args = parser(__doc__, **options, out=Path("runs/programs.json")).parse_args()
+    words = [w.lower() for w in args.programs]
     known = programs()
     chosen = [
         p
         for p in known.values()
         if not words or p.family in words or any(w in p.name.lower() for w in words)
     ]
-    wanted = [c for c in args.columns.split(",") if c]
-    columns = [c for c in COLUMNS if not wanted or any(w in c for w in wanted)]
+    columns = [c for c in COLUMNS if not args.columns or any(w in c for w in args.columns)]
 
     def note(program: Program, row: Row, seconds: float) -> None:
         print(row_text(program, row, seconds), flush=True)
-        merged(Path(args.keep), {program.name: row}, known)
+        merged(args.out, {program.name: row}, known)
 
-    found = rows(chosen, columns, args.workers, note)
-    everything = merged(Path(args.keep), found, known)
+    found = rows(chosen, columns, args.jobs, note)
+    everything = merged(args.out, found, known)
     print(f"\n{counts(found, known)}")
     if args.write:
         page = document(known, everything, COLUMNS)
