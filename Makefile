@@ -3,7 +3,8 @@
 # make bench               tutti next to its peers, side by side (ARGS="--quick": a minute or two)
 # make test, make lint     the whole suite; ruff and pyright
 # make test-kernels        the tests whose numbers depend on the processor, with the kernels of two others
-# make wheel              build the wheel, check it for publication, import and run it from an empty folder
+# make docs                the documentation as a site in site/, every link checked
+# make wheel               build the wheel, check it for publication, import and run it from an empty folder
 # make venv, make clean    the environment that all of them use; remove it and every cache
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ RANKS ?= 2
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-kernels test-kernels-avx2 test-kernels-plain bench lint style types wheel venv clean
+.PHONY: train test test-kernels test-kernels-avx2 test-kernels-plain bench lint style types docs wheel venv clean
 
 train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
@@ -59,6 +60,10 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
+# Pages open from the disk; the search needs a server, such as `python -m http.server -d site`.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 # As a user gets it: without the source tree, from a folder that holds nothing.
 wheel: $(STAMP)
 	rm -rf build/wheel build/installed build/empty
@@ -85,6 +90,11 @@ $(VENV)/.bench: $(STAMP)
 	$(INSTALL) -e '.[bench]'
 	touch $@
 
+# What the site needs, and nothing else does.
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

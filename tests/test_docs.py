@@ -16,7 +16,11 @@ from tutti.layout.layout import AXES
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(README, ROOT / "SECURITY.md", ROOT / "CONTRIBUTING.md"),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 WORDS = {*AXES, *(f.name for f in fields(Layout) if f.name != "axes")}
 
 
@@ -50,6 +54,12 @@ def test_every_page_is_linked_from_the_index() -> None:
     docs = [p for p in PAGES if p.is_relative_to(ROOT / "docs")]
     pages = [p.relative_to(ROOT / "docs") for p in docs if p.name != "index.md"]
     assert [str(p) for p in pages if f"({p})" not in index] == []
+
+
+def test_every_page_is_on_the_site() -> None:
+    names = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
+    pages = [p.relative_to(ROOT / "docs") for p in (ROOT / "docs").rglob("*.md")]
+    assert [str(p) for p in pages if str(p) not in names] == []
 
 
 def test_every_promise_has_its_test() -> None:
