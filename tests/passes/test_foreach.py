@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor, fx
 
 import subjects
+from pass_rows import replace_row
 from tutti.graph.text import text
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
-from tutti.passes import pass_table
 from tutti.passes.foreach import _LISTS, _PLAIN, foreach
 from tutti.passes.in_place import in_place
 
@@ -166,11 +165,7 @@ def test_a_whole_program_stays_the_same_step(
     def everywhere(graph: fx.Graph, *_: Any) -> None:
         joined.append(foreach(graph, devices=("cpu",)))
 
-    passes = tuple(
-        dataclasses.replace(p, run=everywhere) if p.name == "foreach" else p
-        for p in pass_table.PASSES
-    )
-    monkeypatch.setattr(pass_table, "PASSES", passes)
+    replace_row(monkeypatch, "foreach", on_program=everywhere)
     verdict = subjects.subject(name).verdict(Layout.parse(layout))
     assert verdict.ok, str(verdict)
     assert joined[0] > 0

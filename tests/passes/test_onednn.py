@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import tutti
+from pass_rows import replace_row
 from ranks import Ranks
 from small_programs import Builder, lines
 from small_steps import same_step, squares, step
@@ -15,8 +16,8 @@ from tutti.comm.collectives.groups import Groups
 from tutti.execution import execute
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
-from tutti.passes import pass_table
 from tutti.passes.onednn import onednn
+from tutti.passes.pass_table import Setting
 from tutti.passes.target import Target
 from tutti.verification import verdict
 
@@ -192,11 +193,10 @@ def rewritten(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many products the pass has rewritten, graph by graph."""
     found: list[int] = []
 
-    def counted(graph: fx.Graph, target: Target) -> int:
-        found.append(onednn(graph, target))
-        return found[-1]
+    def counted(graph: fx.Graph, setting: Setting) -> None:
+        found.append(onednn(graph, setting.target))
 
-    monkeypatch.setattr(pass_table, "onednn", counted)
+    replace_row(monkeypatch, "onednn", on_program=counted, on_part=counted)
     return found
 
 

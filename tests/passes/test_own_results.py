@@ -17,7 +17,7 @@ from small_programs import Builder, lines
 from small_steps import step
 from tutti.environment import WITHOUT
 from tutti.passes.own_results import own_results
-from tutti.passes.pass_table import PASSES
+from tutti.passes.pass_table import optional_names
 
 aten = torch.ops.aten
 
@@ -110,7 +110,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 def test_results_stay_on_one_device(
     found: str, optimizer: str, without: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ",".join(p.name for p in PASSES) if without == "all" else without
+    names = ",".join(optional_names()) if without == "all" else without
     monkeypatch.setenv(WITHOUT.name, names)
     assert same(kept(found, optimizer, ""), kept(found, optimizer, None))
 

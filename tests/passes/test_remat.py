@@ -25,7 +25,7 @@ from tutti.graph.text import text
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
-from tutti.passes.pass_table import optimized, rematerialized
+from tutti.passes.pass_table import optimized, ready_to_split
 from tutti.passes.remat import remat
 from tutti.passes.remat_segments import kept_blocks
 from tutti.passes.target import Target
@@ -150,8 +150,8 @@ def test_a_share_counts_what_is_kept_and_not_the_weights_that_it_looks_at() -> N
     """In small slices of the batch, too, where transposed weights are larger than what is kept."""
     for layout in ("remat=0.3", "micro=4 remat=0.3"):
         program = subjects.program("gpt", layout)
-        graph = rematerialized(program, _target(program), ())
-        plain = rematerialized(program, _target(program), ("remat",))
+        graph = ready_to_split(program, _target(program), ())
+        plain = ready_to_split(program, _target(program), ("remat",))
         storages = Storages(plain, program.captured.mode)
         crossing, last = kept_blocks(plain, storages)
         assert not any(storages.is_given(b) for b in crossing | last)

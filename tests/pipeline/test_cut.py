@@ -14,7 +14,7 @@ from tutti.errors import LayoutError
 from tutti.graph.cost import RATES, nbytes_of, seconds_of
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.passes.pass_table import rematerialized
+from tutti.passes.pass_table import ready_to_split
 from tutti.passes.target import Target
 from tutti.pipeline.cut import Stages, _Cutter, cut
 from tutti.pipeline.moments import Moments, moments_of
@@ -23,7 +23,7 @@ from tutti.pipeline.ready import in_time
 
 def moments(made: Program) -> Moments:
     """When each node of a program runs."""
-    graph = rematerialized(made, Target(donated=frozenset()), ())
+    graph = ready_to_split(made, Target(donated=frozenset()), ())
     return moments_of(graph, made.layout.micro, made.layout)
 
 

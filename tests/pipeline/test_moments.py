@@ -12,14 +12,14 @@ from small_programs import Builder, lines
 from subjects import program
 from tutti.graph import collectives
 from tutti.layout import Layout
-from tutti.passes.pass_table import rematerialized
+from tutti.passes.pass_table import ready_to_split
 from tutti.passes.target import Target
 from tutti.pipeline.moments import AFTER, BEFORE, DURING, Moments, moments_of, sums_over_time
 
 
 def moments(name: str, layout: str) -> Moments:
     made = stacks.subject(name).program(Layout.parse(layout))
-    graph = rematerialized(made, Target(donated=frozenset()), ())
+    graph = ready_to_split(made, Target(donated=frozenset()), ())
     return moments_of(graph, made.layout.micro, made.layout)
 
 
@@ -149,7 +149,7 @@ def test_a_scattered_sum_over_time_is_a_sum_and_a_part() -> None:
 
 def test_a_model_of_the_zoo_keeps_its_update_behind_the_micro_batches() -> None:
     made = program("gpt", "micro=4")
-    graph = rematerialized(made, Target(donated=frozenset()), ())
+    graph = ready_to_split(made, Target(donated=frozenset()), ())
     sorted_ = moments_of(graph, 4, made.layout)
     updates = [
         n for n in graph.nodes if n.meta.get("region") == "update" and "adamw" in str(n.target)

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import stacks
+from pass_rows import replace_row
 from subjects import verdict
 from tutti.errors import ShardingError
 from tutti.graph import collectives, playing, virtual_ranks
 from tutti.graph.loop import Body, Do, Part
-from tutti.passes import pass_table
+from tutti.passes.accumulate import accumulate
 from tutti.pipeline import place_graph, tied, timed
 from tutti.pipeline.places import Plan
 from tutti.verification.verdict import IN_TIME, Verdict
@@ -49,7 +50,7 @@ def test_a_sum_that_keeps_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) 
             values[k] = x
 
     monkeypatch.setattr(playing._Called, "gather", last)
-    monkeypatch.setattr(pass_table, "accumulate", lambda body: body)
+    replace_row(monkeypatch, "accumulate", on_loop=lambda body: body)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
 
 
@@ -71,17 +72,15 @@ def test_what_another_micro_batch_has_saved(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_pass_that_adds_twice_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    fused = pass_table.accumulate
-
     def twice(body: Body) -> Body:
-        made = fused(body)
+        made = accumulate(body)
         for part in made.parts.values():
             for node in list(part.adding.nodes) if part.adding else ():
                 if node.target is torch.ops.aten.add_.Tensor:
                     node.kwargs = {"alpha": 2}
         return made
 
-    monkeypatch.setattr(pass_table, "accumulate", twice)
+    replace_row(monkeypatch, "accumulate", on_loop=twice)
     found = stacks.verdict("stack", "pipe=2 micro=4")
     assert not found.ok and found.wrong_pass == "accumulate"
 

@@ -1,21 +1,22 @@
-"""The passes in their order; each has a name by which it can be left out.
+"""The passes in their order: each row says what a pass rewrites, and how the program goes without it.
 
-A pass rewrites the graph of one rank's program in place and keeps its inputs, its outputs and their
-values. Left out by name (`TUTTI_WITHOUT=in_place,bucket`), the program is slower or larger, never
-another one: that is how a pass is measured, and how a wrong one is found.
+A pass keeps the inputs of a graph, its outputs and their values. Left out by name
+(`TUTTI_WITHOUT=in_place,bucket`), the program is slower or larger, never another one: that is how a pass
+is measured, and how a wrong one is found. A needed pass has no such name: without it the program is wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
 from tutti.environment import WITHOUT
 from tutti.errors import LayoutError
 from tutti.graph.liveness import peak_with_given
-from tutti.graph.loop import REDUCE, loop
+from tutti.graph.loop import REDUCE, Body, graphs_of, loop
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.accumulate import accumulate
@@ -45,59 +46,130 @@ from tutti.passes.simplify import simplify
 from tutti.passes.target import Target
 
 
-def _already(graph: fx.Graph, program: Program, target: Target) -> None:
-    """Nothing to do: partition has written it so."""
+@dataclass(frozen=True)
+class Setting:
+    """Where a graph stands that a pass rewrites.
+
+    target: in a part of a loop nothing is donated, since a later micro-batch reads the state again.
+    part: the kind of the part (`F`, `B`, ...); "" for the graph of the whole program.
+    """
+
+    program: Program
+    target: Target
+    part: str = ""
+
+
+Rewrite = Callable[[fx.Graph, Setting], object]
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A named rewrite of a program's graph.
+    """One row of the table.
 
-    taken_back: where partition has done it, what undoes it when it is left out.
+    name: unique; an optional pass is left out by it.
+    needed: the pass cannot be left out.
+    before_split: where the batch is split in time, the pass runs before the split and not after it.
+    on_program: rewrites the graph of the whole program. on_part: rewrites the graph of one part of a loop.
+    on_loop: takes a loop whose parts the passes above have rewritten; returns the loop that replaces it.
+    taken_back: undoes in either kind of graph what partition has written. A pass that has nothing else
+        runs only where it is left out.
     """
 
     name: str
-    run: Callable[[fx.Graph, Program, Target], object] = _already
+    on_program: Rewrite | None = None
+    on_part: Rewrite | None = None
+    on_loop: Callable[[Body], Body] | None = None
     taken_back: Callable[[fx.Graph], object] | None = None
+    needed: bool = False
+    before_split: bool = False
+
+    def apply(self, graph: fx.Graph, setting: Setting) -> None:
+        """Rewrite `graph` and its loops in place."""
+        if self.on_program is not None:
+            self.on_program(graph, setting)
+        only_read = replace(setting.target, donated=frozenset())
+        for node in _loops(graph):
+            for (_, kind), part in _body(node).parts.items():
+                if self.on_part is not None:
+                    self.on_part(part.graph, Setting(setting.program, only_read, kind))
+            if self.on_loop is not None:
+                node.update_arg(0, self.on_loop(_body(node)))  # type: ignore[arg-type]
+
+    def take_back(self, graph: fx.Graph) -> None:
+        """Undo in `graph` and in its loops what partition has written."""
+        for one in graphs_of(graph):
+            if self.taken_back is not None:
+                self.taken_back(one)
 
 
-def _remat(graph: fx.Graph, program: Program, target: Target) -> None:
-    """Its budget is one of the program as it will run, with the passes that follow."""
-
-    if any(node.target is loop for node in graph.nodes):
-        return  # done before the batch was split in time
+def _remat(graph: fx.Graph, setting: Setting) -> None:
+    """Its budget is that of the program as it will run, with the optional passes that follow."""
 
     def peak(candidate: fx.Graph) -> int:
-        later = PASSES[[one.run for one in PASSES].index(_remat) + 1 :]
-        for one in later:
-            if one.name not in left_out_by_environment():
-                one.run(candidate, program, target)
+        for one in PASSES[[one.name for one in PASSES].index("remat") + 1 :]:
+            if not one.needed and one.name not in left_out_by_environment() and one.on_program:
+                one.on_program(candidate, setting)
         return peak_with_given(candidate, mode)
 
-    mode = program.captured.mode
-    remat(graph, mode, Budget.parse(program.layout.remat), peak)
+    mode = setting.program.captured.mode
+    remat(graph, mode, Budget.parse(setting.program.layout.remat), peak)
+
+
+def _over_what_dies(graph: fx.Graph, setting: Setting) -> None:
+    in_place(graph, setting.target.donated)
+
+
+def _buffers_of_part(graph: fx.Graph, setting: Setting) -> None:
+    """The next micro-batch overwrites a buffer: a scattered result is new, a reduced one may be kept."""
+    kinds = ("all_reduce", "reduce_scatter") if setting.part == REDUCE else ("reduce_scatter",)
+    shared_buffers(graph, setting.target, kinds)
+
+
+def _sent_early(body: Body) -> Body:
+    early_sends(body)
+    return body
+
+
+def _alone(rewrite: Callable[[fx.Graph], object]) -> Rewrite:
+    """A rewrite that looks at nothing but the graph."""
+    return lambda graph, setting: rewrite(graph)
+
+
+def _aimed(rewrite: Callable[[fx.Graph, Target], object]) -> Rewrite:
+    """A rewrite that asks where the program will run."""
+    return lambda graph, setting: rewrite(graph, setting.target)
 
 
 PASSES = (
+    Pass("own_results", _alone(own_results), needed=True),
     Pass("reduce_scatter", taken_back=reduced_then_split),
     Pass("regather", taken_back=gathered_once),
-    Pass("remat", _remat),
-    Pass("rows", lambda graph, program, target: rows(graph)),
-    Pass("simplify", lambda graph, program, target: simplify(graph)),
-    Pass("common", lambda graph, program, target: common(graph)),
-    Pass("foreach", lambda graph, program, target: foreach(graph)),
-    Pass("bucket", lambda graph, program, target: bucket(graph, target)),
-    Pass("early_update", lambda graph, program, target: early_update(graph, target)),
-    Pass("fused_update", lambda graph, program, target: fused_update(graph)),
-    Pass("shared_state", shared_state),
-    Pass("shared_buffers", lambda graph, program, target: shared_buffers(graph, target)),
-    Pass("in_buffer", lambda graph, program, target: in_buffer(graph)),
-    Pass("overlap", lambda graph, program, target: overlap(graph, target)),
-    Pass("in_place", lambda graph, program, target: in_place(graph, target.donated)),
-    Pass("linear", lambda graph, program, target: linear(graph)),
-    Pass("onednn", lambda graph, program, target: onednn(graph, target)),
-    Pass("early_sends"),  # of the parts of loops, after the rest
-    Pass("accumulate"),
+    Pass("remat", _remat, before_split=True),
+    Pass("rows", _alone(rows), _alone(rows)),
+    Pass("simplify", _alone(simplify), _alone(simplify)),
+    Pass("common", _alone(common), _alone(common)),
+    Pass("foreach", _alone(foreach)),
+    Pass("bucket", _aimed(bucket), _aimed(bucket)),
+    Pass("early_update", _aimed(early_update)),
+    Pass("fused_update", _alone(fused_update)),
+    Pass(
+        "shared_state",
+        lambda graph, setting: shared_state(graph, setting.program, setting.target),
+        _aimed(viewed_in_part),
+    ),
+    Pass("own_views", _alone(own_results), needed=True),  # gathers have become views of state
+    Pass("shared_buffers", _aimed(shared_buffers), _buffers_of_part),
+    Pass("in_buffer", _alone(in_buffer)),
+    Pass("overlap", _aimed(overlap), _aimed(overlap)),
+    Pass("in_place", _over_what_dies, _over_what_dies),
+    Pass("linear", _alone(linear), _alone(linear)),
+    Pass("onednn", _aimed(onednn), _aimed(onednn)),
+    Pass("early_sends", on_loop=_sent_early),
+    Pass("accumulate", on_loop=accumulate),
+    Pass("copy_parts_given_away", _alone(copy_parts_given_away), needed=True),
+    Pass("wait_for_readers", _alone(wait_for_readers), needed=True),
+    Pass("leave_buffers", _alone(leave_buffers), needed=True),
+    Pass("place_buffers", _alone(place_buffers), needed=True),
 )
 
 
@@ -110,71 +182,30 @@ def optimized(
     """
     left_out = left_out_by_environment() if without is None else frozenset(without)
     refuse_unknown(left_out)
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    own_results(graph)
+    graph = _copied(program.graph)
+    is_split = any(_loops(graph))
     for one in PASSES:
-        if one.name not in left_out:
-            one.run(graph, program, target)
-        elif one.taken_back is not None:
-            one.taken_back(graph)
-        if one.run is shared_state:
-            own_results(graph)
-    for node in graph.nodes:
-        if node.target is loop:
-            body, given = node.args
-            body = body.with_graphs(lambda kind, g: _part(kind, g, target, left_out))
-            if "early_sends" not in left_out:
-                early_sends(body)
-            node.args = (body if "accumulate" in left_out else accumulate(body), given)
-    copy_parts_given_away(graph)
-    wait_for_readers(graph)
-    leave_buffers(graph)
-    place_buffers(graph)
-    graph.lint()
+        if one.name in left_out:
+            one.take_back(graph)
+        elif not (one.before_split and is_split):
+            one.apply(graph, Setting(program, target))
+    for one in graphs_of(graph):
+        one.lint()
     return graph
 
 
-# What lies in buffers is overwritten in the next micro-batch: what is scattered is new, the rest may be kept.
-IN_BUFFERS = {REDUCE: ("all_reduce", "reduce_scatter")}
-SCATTERED = ("reduce_scatter",)
-
-
-def _part(kind: str, graph: fx.Graph, target: Target, left_out: Collection[str]) -> fx.Graph:
-    """A copy of a part's graph with the passes that fit it; the others are about the update.
-
-    All that it is given is read again.
-    """
-    passes: dict[str, Callable[[fx.Graph], object]] = {
-        "rows": rows,
-        "simplify": simplify,
-        "common": common,
-        "bucket": lambda g: bucket(g, target),
-        "shared_state": lambda g: viewed_in_part(g, target),
-        "shared_buffers": lambda g: shared_buffers(g, target, IN_BUFFERS.get(kind, SCATTERED)),
-        "overlap": lambda g: overlap(g, target),
-        "in_place": lambda g: in_place(g, ()),
-        "linear": linear,
-        "onednn": lambda g: onednn(g, target),
-    }
-    copy = fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
+def ready_to_split(program: Program, target: Target, without: Collection[str]) -> fx.Graph:
+    """A copy of the program's graph with the passes that run before the batch is split in time."""
+    graph = _copied(program.graph)
     for one in PASSES:
-        if one.name not in left_out and one.name in passes:
-            passes[one.name](copy)
-        elif one.name in left_out and one.taken_back is not None:
-            one.taken_back(copy)
-    copy.lint()
-    return copy
-
-
-def rematerialized(program: Program, target: Target, without: Collection[str]) -> fx.Graph:
-    """A copy of the program's graph with what the layout's `remat` asks for, unless that is left out."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(program.graph, {}))
-    if "remat" not in without:
-        _remat(graph, program, target)
+        if one.before_split and one.name not in without:
+            one.apply(graph, Setting(program, target))
     return graph
+
+
+def optional_names() -> list[str]:
+    """The names by which passes are left out, in the order in which the passes run."""
+    return [one.name for one in PASSES if not one.needed]
 
 
 def left_out_by_environment() -> frozenset[str]:
@@ -183,7 +214,26 @@ def left_out_by_environment() -> frozenset[str]:
 
 
 def refuse_unknown(names: Collection[str]) -> None:
-    """Raise `LayoutError` for a name that no pass has."""
-    known = [one.name for one in PASSES]
+    """Raise `LayoutError` for a name by which no pass is left out."""
+    known = optional_names()
     for name in sorted(set(names) - set(known)):
         raise LayoutError(f'no pass is called "{name}"', fix=f"the passes are {', '.join(known)}")
+
+
+def _loops(graph: fx.Graph) -> Iterator[fx.Node]:
+    return (node for node in graph.nodes if node.target is loop)
+
+
+def _body(node: fx.Node) -> Body:
+    body: Any = node.args[0]
+    return body
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph; the parts of its loops are copied, too."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    for node in _loops(copy):
+        body = _body(node).with_graphs(lambda _, part: _copied(part))
+        node.update_arg(0, body)  # type: ignore[arg-type]
+    return copy

@@ -8,7 +8,7 @@ from pathlib import Path
 from tutti.errors import ScheduleError
 from tutti.layout import Layout
 from tutti.partition.partition import Program
-from tutti.passes.pass_table import left_out_by_environment, refuse_unknown, rematerialized
+from tutti.passes.pass_table import left_out_by_environment, ready_to_split, refuse_unknown
 from tutti.passes.target import Target
 from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.schedules import schedule
@@ -30,7 +30,7 @@ def in_time(
     left_out = left_out_by_environment() if without is None else frozenset(without)
     refuse_unknown(left_out)
     target = Target(donated=frozenset(program.captured.updated))
-    graph = rematerialized(program, target, left_out)
+    graph = ready_to_split(program, target, left_out)
     rows = schedule_of(program.layout)
     names = cut_at if rows.num_stages > 1 else ()
     return timed(program, graph, rows, cut_at=names, homes=homes)

@@ -21,7 +21,7 @@ from tutti.graph.product import is_faster
 from tutti.graph.promote import Promoted, promoted
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
-from tutti.passes.pass_table import PASSES, left_out_by_environment, optimized
+from tutti.passes.pass_table import left_out_by_environment, optimized, optional_names
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.propagate.batch_dim import Dims
@@ -299,14 +299,14 @@ class Subject:
 
     def _wrong_pass(self, program: Program, cut: Sequence[str]) -> str:
         """The pass after which a program that was right before it is wrong; "" where none is."""
-        chosen = [p.name for p in PASSES if p.name not in left_out_by_environment()]
-        every = {p.name for p in PASSES}
+        every = optional_names()
+        chosen = [name for name in every if name not in left_out_by_environment()]
         if program.layout.in_time:
             flat = self._compared(program, lambda p: Played.of(p, p.graph))
             if not flat.worst <= PARTITION_TOLERANCE:
                 return ""
         for count in range(len(chosen) + 1):
-            without = every - set(chosen[:count])
+            without = set(every) - set(chosen[:count])
             errors = self._compared(program, lambda p, left=without: self.played(p, cut, left))
             if not errors.worst <= PARTITION_TOLERANCE:
                 return chosen[count - 1] if count else IN_TIME if program.layout.in_time else ""

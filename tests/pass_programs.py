@@ -1,0 +1,309 @@
+"""One small program for each row of the table of passes, written by hand: what golden texts are made of.
+
+No capture is involved, so the texts do not depend on the version of PyTorch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from small_programs import Builder
+from tutti.graph import collectives
+from tutti.graph.fused_updates import KERNELS
+from tutti.graph.loop import SEND, Body, Do, Part, Sum, loop
+from tutti.layout import Layout
+from tutti.passes import pass_table
+from tutti.passes.pass_table import Pass, Setting
+from tutti.passes.target import Target
+
+aten = torch.ops.aten
+HERE = ("data",)
+_SGD = next(k for k in KERNELS if k.name == "sgd")
+_NUMBERS = {"weight_decay": 0.0, "momentum": 0.0, "lr": 0.1, "dampening": 0.0}
+_SWITCHES = {"nesterov": False, "maximize": False}
+
+
+@dataclass(frozen=True)
+class Small:
+    """A graph, and where it stands."""
+
+    graph: fx.Graph
+    setting: Setting
+
+    def apply(self, row: Pass) -> None:
+        """Let the pass rewrite the graph, or take back what partition has written."""
+        if row.taken_back is not None:
+            row.take_back(self.graph)
+        else:
+            row.apply(self.graph, self.setting)
+
+
+def _setting(*updated: str, layout: str = "", near: bool = True, onednn: bool = False) -> Setting:
+    captured = SimpleNamespace(updated=list(updated), mode=FakeTensorMode())
+    program: Any = SimpleNamespace(captured=captured, layout=Layout.parse(layout))
+    shared = frozenset({HERE}) if near else frozenset[tuple[str, ...]]()
+    return Setting(program, Target(frozenset(updated), shared, onednn))
+
+
+def _in(region: str, node: fx.Node) -> fx.Node:
+    node.meta["region"] = region
+    return node
+
+
+def _returned() -> fx.Graph:
+    b = Builder()
+    w, x = b.given("w", 4, 4), b.given("batch.0", 4, 4, kind="batch")
+    loss = b.call(aten.sum.default, x, shape=(1,))
+    return b.done([w, loss, loss], [b.call(aten.add.Tensor, w, x)])
+
+
+def _gathered_twice() -> fx.Graph:
+    b = Builder()
+    w = b.given("w", 2)
+    forward, backward = (b.call(collectives.all_gather, w, HERE, 0, 1, shape=(4,)) for _ in "fb")
+    return b.done([b.call(aten.mul.Tensor, forward, backward)], [])
+
+
+def _scattered(nbytes: int = 16) -> fx.Graph:
+    """The sum over ranks of a product, of which each rank needs a part."""
+    b = Builder()
+    n = int((nbytes // 4) ** 0.5)
+    x = b.given("batch.0", n, n, kind="batch")
+    product = b.call(aten.mm.default, x, x)
+    part = b.call(collectives.reduce_scatter, product, HERE, 0, 1, "sum", shape=(n // 2, n))
+    return b.done([b.call(aten.sum.default, part, shape=(1,))], [])
+
+
+def _two_layers() -> fx.Graph:
+    """Two layers and their gradient: what the backward reads of the first may be made again."""
+    b = Builder()
+    x = b.given("batch.0", 3, 4, kind="batch")
+    weights = [b.given("w", 4, 4), b.given("v", 4, 4)]
+    made, inputs = [], [x]
+    for w in weights:
+        made.append(_in("forward", b.call(aten.mm.default, inputs[-1], w, shape=(3, 4))))
+        inputs.append(_in("forward", b.call(aten.gelu.default, made[-1])))
+    gradient = _in("backward", b.call(aten.mul.Tensor, inputs[-1], 2.0))
+    found = []
+    for w, product, given in zip(weights[::-1], made[::-1], inputs[-2::-1], strict=True):
+        gradient = _in("backward", b.call(aten.gelu_backward.default, gradient, product))
+        turned = _in("backward", b.call(aten.permute.default, given, [1, 0], shape=(4, 3)))
+        found.append(_in("backward", b.call(aten.mm.default, turned, gradient, shape=(4, 4))))
+        if w is not weights[0]:
+            gradient = _in("backward", b.call(aten.mm.default, gradient, w, shape=(3, 4)))
+    return b.done(found[::-1], [])
+
+
+def _batched() -> fx.Graph:
+    b = Builder()
+    x, w, v = b.given("x", 6, 4, kind="batch"), b.given("w", 4, 5), b.given("v", 5, 4)
+    up = b.call(aten.mm.default, x, w, shape=(6, 5))
+    whole = b.call(aten.reshape.default, up, [2, 3, 5], shape=(2, 3, 5))
+    acted = b.call(aten.gelu.default, whole)
+    again = b.call(aten.reshape.default, acted, [6, 5], shape=(6, 5))
+    return b.done([b.call(aten.mm.default, again, v, shape=(6, 4))], [])
+
+
+def _by_one() -> fx.Graph:
+    b = Builder()
+    x = b.given("x", 3, kind="batch")
+    power = b.call(aten.pow.Tensor_Scalar, x, 1.0)
+    return b.done([b.call(aten.mul.Tensor, power, 2.0)], [])
+
+
+def _twice() -> fx.Graph:
+    b = Builder()
+    x = b.given("x", 3, kind="batch")
+    both = [b.call(aten.mul.Tensor, x, 2.0) for _ in range(2)]
+    return b.done([b.call(aten.sub.Tensor, *both)], [])
+
+
+def _counts() -> fx.Graph:
+    b = Builder()
+    counts = [b.given(name, kind="slot") for name in ("a", "b")]
+    return b.done([], [_in("update", b.call(aten.add.Tensor, c, 1.0)) for c in counts])
+
+
+def _reductions() -> fx.Graph:
+    b = Builder()
+    x = b.given("batch.0", 4, 4, kind="batch")
+    first = b.call(aten.mul.Tensor, x, 2.0)
+    one = b.call(collectives.reduce_scatter, first, HERE, 0, 1, "sum", shape=(2, 4))
+    second = b.call(aten.add.Tensor, first, 1.0)
+    two = b.call(collectives.reduce_scatter, second, HERE, 0, 1, "sum", shape=(2, 4))
+    return b.done([], [b.call(aten.add.Tensor, one, two)])
+
+
+def _backward() -> fx.Graph:
+    b = Builder()
+    w, v = b.given("w", 4), b.given("v", 4)
+    grad_v = _in("backward", b.call(aten.mul.Tensor, v, 2.0))
+    grad_w = _in("backward", b.call(aten.mul.Tensor, w, 5.0))
+    new_w = _in("update", b.call(aten.sub.Tensor, w, grad_w))
+    return b.done([], [new_w, _in("update", b.call(aten.sub.Tensor, v, grad_v))])
+
+
+def _updates() -> fx.Graph:
+    b = Builder()
+    new = []
+    for weight, gradient in ("wg", "vh"):
+        p, g = b.given(weight, 4), b.given(gradient, 4)
+        made = b.call(_SGD.op, [p], [g], [], shape=(4,))
+        made.kwargs, made.meta["val"] = {**_NUMBERS, **_SWITCHES}, [p.meta["val"]]
+        new.append(b.call(operator.getitem, made, 0, shape=(4,)))
+    return b.done([], new)
+
+
+def _updated_in_parts() -> fx.Graph:
+    b = Builder()
+    w, g = b.given("w", 4, 4), b.given("g", 2, 4, kind="batch")
+    mine = b.call(collectives.shard, w, HERE, 0, 1, shape=(2, 4))
+    new = b.call(aten.add.Tensor, mine, g)
+    return b.done([], [b.call(collectives.all_gather, new, HERE, 0, 1, shape=(4, 4))])
+
+
+def _looked_at() -> fx.Graph:
+    """A gathered weight, as `shared_state` leaves it: read, returned, and its part updated."""
+    b = Builder()
+    w = b.given("w", 2, 4)
+    several = b.call(collectives.together_, "all_gather", [w], HERE, [(0, 1)], "", shape=(4, 4))
+    several.meta["val"] = [torch.empty(4, 4)]
+    whole = b.call(operator.getitem, several, 0, shape=(4, 4))
+    loss = b.call(aten.sum.default, whole, shape=(1,))
+    return b.done([loss, whole], [b.call(aten.mul_.Tensor, w, 0.9)])
+
+
+def _in_buffers() -> fx.Graph:
+    """A sum over ranks in shared memory, as `shared_buffers` leaves it."""
+    graph = _scattered(2**16)
+    _row("shared_buffers").apply(graph, _setting())
+    return graph
+
+
+def _given_out() -> fx.Graph:
+    """Three buffers, of which the first two live at once; the program gives out what lies in the third."""
+    b = Builder()
+    x, filled = b.given("batch.0", 4, 4, kind="batch"), []
+    for factor in (2.0, 3.0, 4.0):
+        memory = b.call(collectives.buffer, HERE, 0, [4, 4], torch.float32, shape=(4, 4))
+        filled.append(b.call(aten.mul.out, x, factor, shape=(4, 4)))
+        filled[-1].kwargs = {"out": memory}
+        if len(filled) == 2:
+            product = b.call(aten.mm.default, *filled)
+    return b.done([product, filled[-1]], [])
+
+
+def _late() -> fx.Graph:
+    b = Builder()
+    x = b.given("batch.0", 4, 4, kind="batch")
+    gradient = b.call(aten.mul.Tensor, x, 2.0)
+    total = b.call(collectives.all_reduce, gradient, HERE, "sum")
+    y = b.call(aten.sin.default, gradient)
+    for _ in range(3):
+        y = b.call(aten.mul.Tensor, y, 3.0)
+    return b.done([], [b.call(aten.add.Tensor, total, y)])
+
+
+def _decayed() -> fx.Graph:
+    b = Builder()
+    w, g = b.given("w", 4), b.given("g", 4, kind="batch")
+    return b.done([], [b.call(aten.add.Tensor, b.call(aten.mul.Tensor, w, 0.99), g)])
+
+
+def _layer() -> fx.Graph:
+    b = Builder()
+    x, w, c = b.given("x", 2, 3, 4, kind="batch"), b.given("w", 5, 4), b.given("b", 5)
+    flat = b.call(aten.reshape.default, x, [6, 4], shape=(6, 4))
+    turned = b.call(aten.permute.default, w, [1, 0], shape=(4, 5))
+    product = b.call(aten.addmm.default, c, flat, turned, shape=(6, 5))
+    return b.done([b.call(aten.reshape.default, product, [2, 3, 5], shape=(2, 3, 5))], [])
+
+
+def _large() -> fx.Graph:
+    b = Builder()
+    x, y = b.given("x", 256, 256, kind="batch"), b.given("y", 256, 512, kind="batch")
+    return b.done([b.call(aten.mm.default, x, y, shape=(256, 512))], [])
+
+
+def _part_given_away() -> fx.Graph:
+    b = Builder()
+    mine = b.call(collectives.part, b.given("w", 4, 4), HERE, 0, 1, shape=(2, 4))
+    return b.done([b.call(collectives.all_gather, mine, HERE, 0, 1, shape=(4, 4))], [])
+
+
+def _with_loop(body: Body, *shape: int) -> fx.Graph:
+    b = Builder()
+    given = [b.given(name, *shape, kind="batch") for name in body.given]
+    node = b.call(loop, body, given, shape=shape)
+    node.meta["val"] = [torch.empty(shape) for _ in body.results]
+    results = [b.call(operator.getitem, node, i, shape=shape) for i in range(len(body.results))]
+    return b.done(results, [])
+
+
+def _sent() -> fx.Graph:
+    """A part that makes `a`, which another place reads, and then something from it."""
+    b = Builder()
+    x = b.given("x", 512, 512, kind="batch")
+    a = b.call(aten.tanh.default, x)
+    parts = {(0, "F"): Part(b.done([a, b.call(aten.mm.default, a, a)], []), ("x",), ("a", "b"))}
+    row = (Do("F", 0, 0), Do("F", 0, 0, SEND, 1))
+    body = Body(1, parts, row, ("x",), (), (), {(0, "F", 1): ("a", "b")})
+    return _with_loop(body, 512, 512)
+
+
+def _summed() -> fx.Graph:
+    """A part that makes a gradient for each of two micro-batches."""
+    b = Builder()
+    g, x = b.given("g", 4, 4, kind="batch"), b.given("x", 4, 4, kind="batch")
+    graph: Any = b.done([], [b.call(aten.mm.default, g, x)])
+    parts = {(0, "B"): Part(graph, ("g", "x"), (), ("w",))}
+    row = tuple(Do("B", 0, k) for k in range(2))
+    return _with_loop(Body(2, parts, row, ("g", "x"), (Sum("w", "sum"),), ("w",)), 4, 4)
+
+
+def _row(name: str) -> Pass:
+    return next(row for row in pass_table.PASSES if row.name == name)
+
+
+# By the name of its pass how a program is made, and where it stands.
+PROGRAMS: dict[str, tuple[Callable[[], fx.Graph], Callable[[], Setting]]] = {
+    "own_results": (_returned, lambda: _setting("w")),
+    "reduce_scatter": (_scattered, _setting),
+    "regather": (_gathered_twice, _setting),
+    "remat": (_two_layers, lambda: _setting(layout="remat=full")),
+    "rows": (_batched, _setting),
+    "simplify": (_by_one, _setting),
+    "common": (_twice, _setting),
+    "foreach": (_counts, lambda: _setting("a", "b")),
+    "bucket": (_reductions, _setting),
+    "early_update": (_backward, lambda: _setting("w", "v")),
+    "fused_update": (_updates, lambda: _setting("w", "v")),
+    "shared_state": (_updated_in_parts, lambda: _setting("w")),
+    "own_views": (_looked_at, lambda: _setting("w")),
+    "shared_buffers": (lambda: _scattered(2**16), _setting),
+    "in_buffer": (_in_buffers, _setting),
+    "overlap": (_late, lambda: _setting(near=False)),
+    "in_place": (_decayed, lambda: _setting("w")),
+    "linear": (_layer, _setting),
+    "onednn": (_large, lambda: _setting(onednn=True)),
+    "early_sends": (_sent, _setting),
+    "accumulate": (_summed, _setting),
+    "copy_parts_given_away": (_part_given_away, lambda: _setting("w")),
+    "wait_for_readers": (_looked_at, lambda: _setting("w")),
+    "leave_buffers": (_given_out, _setting),
+    "place_buffers": (_given_out, _setting),
+}
+
+
+def small(name: str) -> Small:
+    """A fresh program for the pass `name`."""
+    graph, setting = PROGRAMS[name]
+    return Small(graph(), setting())
