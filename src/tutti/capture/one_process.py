@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from tutti.capture.patch_table import DEFAULT_GROUP, PROCESSES
 from tutti.errors import CaptureError
+from tutti.graph.patch import replaced
 from tutti.user_lines import quoted, user_line
 
 # What they say where there is one process.
 _QUERIES = {"get_rank": 0, "get_world_size": 1}
-_COLLECTIVES = (
-    *("all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
-    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
-    *(
-        "gather",
-        "gather_object",
-        "scatter",
-        "scatter_object_list",
-        "all_to_all",
-        "all_to_all_single",
-    ),
-    *("broadcast_object_list", "monitored_barrier", "batch_isend_irecv"),
-    *("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"),
-    *("all_gather_single", "reduce_scatter_single", "new_group", "get_backend"),
-)
 _NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 
 
@@ -83,33 +67,17 @@ def one_process() -> Iterator[None]:
     if not dist.is_initialized():
         yield
         return
-    here, kind = threading.get_ident(), type(distributed_c10d._world)
-    group: Any = kind.default_pg
-
-    def default(world: Any) -> Any:
-        return None if threading.get_ident() == here else group.fget(world)
-
-    def here_only(name: str, instead: Callable[..., Any]) -> Callable[..., Any]:
-        function = getattr(distributed_c10d, name)
-
-        @functools.wraps(function)
-        def chosen(*args: Any, **options: Any) -> Any:
-            return (instead if threading.get_ident() == here else function)(*args, **options)
-
-        return chosen
-
-    with contextlib.ExitStack() as stack:
-        patched = {name: (lambda *_, of=n, **__: of) for name, n in _QUERIES.items()}
-        patched |= {
-            name: functools.partial(_refuse, f"torch.distributed.{name}")
-            for name in _COLLECTIVES
-            if hasattr(distributed_c10d, name)
-        }
-        patched |= {"all_reduce": _all_reduce, "broadcast": _nothing, "barrier": _nothing}
-        for name, instead in patched.items():
-            function = here_only(name, instead)
-            for module in (dist, distributed_c10d):
-                if hasattr(module, name):
-                    stack.enter_context(mock.patch.object(module, name, function))
-        stack.enter_context(mock.patch.object(kind, "default_pg", property(default, group.fset)))
+    group: Any = DEFAULT_GROUP.original
+    nothing = property(lambda _: None, group.fset)
+    with replaced(*((p, _instead(p.name)) for p in PROCESSES), (DEFAULT_GROUP, nothing)):
         yield
+
+
+def _instead(name: str) -> Callable[..., Any]:
+    if name in _QUERIES:
+        return lambda *_, **__: _QUERIES[name]
+    if name == "all_reduce":
+        return _all_reduce
+    if name in ("broadcast", "barrier"):
+        return _nothing
+    return functools.partial(_refuse, f"torch.distributed.{name}")

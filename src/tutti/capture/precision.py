@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tutti.capture.backwards import Engine, around_backward
 from tutti.errors import LayoutError
 
 # What a layout's `precision` computes in; None leaves each op in the dtype that the model gives it.
@@ -38,13 +38,8 @@ def computing(precision: str, model: nn.Module) -> Iterator[None]:
         register_module_forward_pre_hook(forward.on_module),
         register_optimizer_step_pre_hook(forward.on_optimizer),
     ]
-    run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     try:
-        with (
-            _autocast(forward.device_type, dtype),
-            mock.patch.object(torch.autograd, "_engine_run_backward", forward.around(run)),
-            mock.patch.object(torch.autograd.graph, "_engine_run_backward", forward.around(run)),
-        ):
+        with _autocast(forward.device_type, dtype), around_backward(forward.around):
             yield
     finally:
         for hook in hooks:
@@ -59,7 +54,7 @@ class _Forward:
         self.paused = False
         self.num_backwards = 0  # that run now: recomputation calls modules and other backwards
 
-    def around(self, run: Any) -> Any:
+    def around(self, run: Engine) -> Engine:
         """`run`, PyTorch's autograd engine, without autocast: its ops take the dtypes of the forward."""
 
         def backward(*args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,6 @@ import os
 import traceback
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,13 +15,13 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
-from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.nn.modules import transformer
 from torch.optim import Optimizer
 
+from tutti.capture.patch_table import IS_CAUSAL, VALIDATE_ARGS
 from tutti.capture.python.ways_out import of_error
 from tutti.errors import CaptureError, TuttiError
+from tutti.graph.patch import replaced
 from tutti.user_lines import quoted, user_line
 
 
@@ -62,12 +61,9 @@ def _is_said_to_be_causal(
 def explained() -> Iterator[None]:
     """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
     try:
-        # Distributions look at the values of their arguments, of which there are none while tracing;
-        # transformers at whether a mask is causal, to leave it out in favour of a kernel that knows.
         with (
             _without_onednn(),
-            mock.patch.object(Distribution, "_validate_args", False),
-            mock.patch.object(transformer, "_detect_is_causal_mask", _is_said_to_be_causal),
+            replaced((VALIDATE_ARGS, False), (IS_CAUSAL, _is_said_to_be_causal)),
         ):
             yield
     except TuttiError:

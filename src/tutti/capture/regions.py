@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,8 +21,11 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from tutti.capture.backwards import Engine, around_backward
+from tutti.capture.patch_table import NODE_NOTED
 from tutti.capture.second_trace.constant_writes import refuse_real_write
 from tutti.capture.second_trace.random_ops import RANDOM_OPS, rewinding
+from tutti.graph.patch import replaced
 from tutti.user_lines import user_line
 
 
@@ -101,7 +103,7 @@ def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator
         register_module_forward_hook(leave, always_call=True),
     ]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(PythonKeyTracer, "create_node", noted))
+        stack.enter_context(replaced((NODE_NOTED, noted)))
         stack.enter_context(_regions(watch))
         stack.enter_context(rewinding(watch))
         stack.callback(lambda: [h.remove() for h in hooks])
@@ -111,14 +113,16 @@ def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator
 @contextlib.contextmanager
 def _regions(watch: Watch) -> Iterator[None]:
     """`backward` while autograd runs and after, `update` while an optimizer steps."""
-    run_backward = torch.autograd.graph._engine_run_backward
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        before, watch.region = watch.region, "backward"
-        try:
-            return run_backward(*args, **kwargs)
-        finally:
-            watch.region = before
+    def noted(run: Engine) -> Engine:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            before, watch.region = watch.region, "backward"
+            try:
+                return run(*args, **kwargs)
+            finally:
+                watch.region = before
+
+        return backward
 
     def entering(_opt: Optimizer, _args: Any, _kwargs: Any) -> None:
         watch.in_update += 1
@@ -129,10 +133,7 @@ def _regions(watch: Watch) -> Iterator[None]:
     pre = register_optimizer_step_pre_hook(entering)
     post = register_optimizer_step_post_hook(leaving)
     try:
-        with (
-            mock.patch.object(torch.autograd, "_engine_run_backward", backward),
-            mock.patch.object(torch.autograd.graph, "_engine_run_backward", backward),
-        ):
+        with around_backward(noted):
             yield
     finally:
         pre.remove()

@@ -6,12 +6,17 @@ import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from torch.fx import graph as fx_graph
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree
 
+from tutti.graph.patch import Patch, replaced
+
+PATCHES = (
+    Patch(fx_graph, "pytree", "a new node's arguments are not searched for symbols to warn of"),
+    Patch(proxy_tensor, "_extract_tensor_metadata", "a value is described once, as `val`"),
+)
 _NOTHING: Any = SimpleNamespace(**(vars(_pytree) | {"tree_iter": lambda *_: ()}))
 
 
@@ -23,8 +28,5 @@ def quickly_written() -> Iterator[None]:
     if getattr(fx_graph, "pytree", None) is not _pytree:  # another PyTorch, or inside already
         yield
         return
-    with (
-        mock.patch.object(fx_graph, "pytree", _NOTHING),
-        mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda _: None),
-    ):
+    with replaced(*zip(PATCHES, (_NOTHING, lambda _: None), strict=True)):
         yield

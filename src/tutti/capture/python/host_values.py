@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from tutti.capture.patch_table import (
+    ANOMALY,
+    DLPACK,
+    FAKE_LOG,
+    FORMAT,
+    MANUAL_SEED,
+    NUMPY,
+    REDUCE,
+    TENSOR_OF_TENSORS,
+)
 from tutti.errors import CaptureError
+from tutti.graph.patch import replaced
 from tutti.user_lines import quoted, user_line
-
-_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # tells each error of a trace once more
-
 
 _RAISED: ContextVar[list[CaptureError]] = ContextVar("raised")
 
@@ -94,6 +99,16 @@ _SEED = _refuse(
 )
 
 
+_REFUSED = (
+    *((patch, _NUMPY) for patch in NUMPY.values()),
+    *((patch, _MEMORY) for patch in DLPACK),
+    (REDUCE, _reduced),
+    (MANUAL_SEED, _SEED),
+    (ANOMALY, lambda *_: None),
+    (FORMAT, _format),
+)
+
+
 @contextlib.contextmanager
 def values_unknown() -> Iterator[None]:
     """Inside, to read values into NumPy, or into a text, raises `CaptureError` with the user's line.
@@ -104,27 +119,11 @@ def values_unknown() -> Iterator[None]:
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
     torch.set_anomaly_enabled(False)
     try:
-        with _patched():
+        made = _tensor(TENSOR_OF_TENSORS.original)
+        with replaced(*_REFUSED, (TENSOR_OF_TENSORS, made), (FAKE_LOG, True)):
             yield
         for error in _RAISED.get():
             raise error
     finally:
         torch.set_anomaly_enabled(*anomaly)
         _RAISED.reset(raised)
-
-
-@contextlib.contextmanager
-def _patched() -> Iterator[None]:
-    with (
-        mock.patch.object(FakeTensor, "numpy", _NUMPY),
-        mock.patch.object(FakeTensor, "__array__", _NUMPY),
-        mock.patch.object(FakeTensor, "__dlpack__", _MEMORY),
-        mock.patch.object(FakeTensor, "__reduce_ex__", _reduced),
-        mock.patch.object(torch.utils.dlpack, "to_dlpack", _MEMORY),
-        mock.patch.object(torch, "manual_seed", _SEED),
-        mock.patch.object(torch, "set_anomaly_enabled", lambda *_: None),
-        mock.patch.object(FakeTensor, "__format__", _format),
-        mock.patch.object(torch, "tensor", _tensor(torch.tensor)),
-        mock.patch.object(_LOG, "disabled", True),
-    ):
-        yield

@@ -15,19 +15,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import sympy
 import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+from tutti.capture.patch_table import CONVERSIONS, FAKE_CONVERSIONS, ITEM_MEMO
 from tutti.capture.python.host_values import noted
 from tutti.capture.python.ways_out import of_stack
 from tutti.errors import CaptureError
+from tutti.graph.patch import Patch, replaced
 from tutti.user_lines import is_users, quoted
 
 aten = torch.ops.aten
@@ -192,17 +192,18 @@ def _symbol_of(node: fx.Node) -> Any:
 def symbols_stay(symbols: Symbols) -> Iterator[None]:
     """Inside, what a step reads from a tensor is no plain number and no text: these would be of this call."""
 
-    def guarded(kind: Any, name: str, does: str) -> Any:
-        plain = getattr(kind, name)
+    def guarded(patch: Patch) -> Callable[..., Any]:
+        plain = patch.original
+        does = _WRITES if patch.name in ("__format__", "__str__", "__repr__") else _CONVERTS
 
         def checked(x: Any, *rest: Any) -> Any:
             if is_users(sys._getframe(1).f_code.co_filename) and symbols.is_read(x):
                 _refuse(does)
             return plain(x, *rest)
 
-        return mock.patch.object(kind, name, checked)
+        return checked
 
-    def of_tensor(name: str) -> Any:
+    def of_tensor(name: str) -> Callable[..., Any]:
         plain: Callable[..., Any] = getattr(Tensor, name)
 
         def checked(x: Any) -> Any:
@@ -210,27 +211,16 @@ def symbols_stay(symbols: Symbols) -> Iterator[None]:
                 _refuse(_CONVERTS)
             return plain(x)
 
-        return mock.patch.object(FakeTensor, name, checked, create=True)
+        return checked
 
-    with contextlib.ExitStack() as stack:
-        for kind, names in _CONVERSIONS.items():
-            for name in names:
-                does = _WRITES if name in ("__format__", "__str__", "__repr__") else _CONVERTS
-                stack.enter_context(guarded(kind, name, does))
-        for name in ("__float__", "__int__", "__index__"):
-            stack.enter_context(of_tensor(name))
-        # PyTorch takes a number that it has read once for the value of a tensor that was written since.
-        set_memo = vars(FakeTensor)["item_memo"].__set__
-        forgetful = property(lambda _: None, set_memo)
-        stack.enter_context(mock.patch.object(FakeTensor, "item_memo", forgetful))
+    with replaced(
+        *((patch, guarded(patch)) for patch in CONVERSIONS),
+        *((patch, of_tensor(name)) for name, patch in FAKE_CONVERSIONS.items()),
+        (ITEM_MEMO, property(lambda _: None, ITEM_MEMO.original.__set__)),
+    ):
         yield
 
 
-_CONVERSIONS: dict[Any, tuple[str, ...]] = {
-    torch.SymFloat: ("__float__", "__int__", "__format__", "__str__", "__repr__"),
-    torch.SymInt: ("__int__", "__index__", "__format__", "__str__", "__repr__"),
-    torch.SymBool: ("__int__", "__format__", "__str__", "__repr__"),
-}
 _WRITES = "writes a tensor's value into a text"
 _CONVERTS = "makes a plain number of a tensor's value (float(), int(), an index)"
 

@@ -6,13 +6,19 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
-from torch.optim import lr_scheduler
 
+from tutti.capture.patch_table import (
+    EQUALITY,
+    MATH,
+    POWERS,
+    SCHEDULER_FLOAT,
+    TENSOR_OF_SYMBOLS,
+)
 from tutti.capture.python.read_values import ITEM, Symbols
+from tutti.graph.patch import replaced
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _torch: Any = torch
@@ -69,7 +75,7 @@ def _compared(name: str) -> Any:
             return _ask("isnan", x) is (name == "__ne__")
         return plain(x, y)
 
-    return mock.patch.object(torch.SymFloat, name, compared)
+    return compared
 
 
 # Of `math`, what a symbol is given to: PyTorch has these functions for symbols, or their parts.
@@ -90,18 +96,14 @@ _OF_MATH: dict[str, Callable[..., Any]] = {
 @contextlib.contextmanager
 def on_symbols() -> Iterator[None]:
     """Inside, functions of `math` and what makes a tensor of a number take symbols as they are."""
-    with contextlib.ExitStack() as stack:
-        for name, symbolic in _OF_MATH.items():
-            plain = getattr(math, name)
-            stack.enter_context(mock.patch.object(math, name, _choose(plain, symbolic)))
-        stack.enter_context(_compared("__eq__"))
-        stack.enter_context(_compared("__ne__"))
-        stack.enter_context(mock.patch.object(torch.SymFloat, "__pow__", _pow))
-        stack.enter_context(mock.patch.object(torch.SymFloat, "__rpow__", _rpow))
-        stack.enter_context(mock.patch.object(lr_scheduler, "float", _float_of, create=True))
-        for name in ("tensor", "as_tensor"):
-            made = _tensor_of(getattr(torch, name))
-            stack.enter_context(mock.patch.object(torch, name, made))
+    with replaced(
+        *((MATH[name], _choose(MATH[name].original, f)) for name, f in _OF_MATH.items()),
+        *((patch, _compared(name)) for name, patch in EQUALITY.items()),
+        (POWERS["__pow__"], _pow),
+        (POWERS["__rpow__"], _rpow),
+        (SCHEDULER_FLOAT, _float_of),
+        *((patch, _tensor_of(patch.original)) for patch in TENSOR_OF_SYMBOLS.values()),
+    ):
         yield
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -12,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
+from tutti.capture.patch_table import NODE_CARRIED
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
 from tutti.capture.second_trace.overwrites import overwrites
 from tutti.capture.second_trace.random_ops import RANDOM_OPS, answer
@@ -21,6 +21,7 @@ from tutti.errors import CaptureError
 from tutti.graph.draw import draw
 from tutti.graph.edit import NOTES
 from tutti.graph.fused_updates import BY_RECORDED, Kernel
+from tutti.graph.patch import replaced
 
 aten = torch.ops.aten
 _CARRIED = (*NOTES, "output_of")
@@ -170,6 +171,6 @@ def functional_graph(
         replay.write_back()
         return found
 
-    with mode, torch.no_grad(), mock.patch.object(PythonKeyTracer, "create_node", noted):
+    with mode, torch.no_grad(), replaced((NODE_CARRIED, noted)):
         plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
         return make_fx(functionalize(run, remove="mutations"), tracing_mode="real")(*plain)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tutti.capture.patch_table import RNG_STATES
 from tutti.graph import random
 from tutti.graph.draw import drawn
+from tutti.graph.patch import replaced
 
 aten = torch.ops.aten
 # draw(kind, shape, params, dtype, device)
@@ -116,10 +117,8 @@ def rewinding(counter: Counter) -> Iterator[None]:
     def set_state(state: Any) -> None:
         counter.num_streams = state
 
-    with contextlib.ExitStack() as stack:
-        for owner in (torch, torch.random):
-            stack.enter_context(mock.patch.object(owner, "get_rng_state", get_state))
-            stack.enter_context(mock.patch.object(owner, "set_rng_state", set_state))
+    both = get_state, set_state
+    with replaced(*(pair for row in RNG_STATES for pair in zip(row, both, strict=True))):
         yield
 
 

@@ -6,15 +6,16 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
+from tutti.capture.patch_table import FUSED
 from tutti.errors import CaptureError
 from tutti.graph.faulty_kernels import is_faulty
 from tutti.graph.fused_updates import KERNELS, Kernel
+from tutti.graph.patch import replaced
 
 UNCHECKED = "_need_device_dtype_check_for_fused"  # a fused step notes it on its optimizer
 _BY_NAME = {k.name: k for k in KERNELS}
@@ -59,9 +60,7 @@ def _run_device() -> torch.device:
 @contextlib.contextmanager
 def as_ops() -> Iterator[None]:
     """PyTorch's fused functions called inside become ops of ours, whose numbers may be symbols."""
-    with contextlib.ExitStack() as stack:
-        for kernel in KERNELS:
-            stack.enter_context(mock.patch.object(torch, kernel.fused_name, _recording(kernel)))
+    with replaced(*((FUSED[kernel.fused_name], _recording(kernel)) for kernel in KERNELS)):
         yield
 
 

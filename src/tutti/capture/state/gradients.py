@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,8 +20,11 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from tutti.capture.backwards import Engine, around_backward
+from tutti.capture.patch_table import GRAD, MODULE_ZERO_GRAD, OPTIMIZER_ZERO_GRAD, ZERO
 from tutti.capture.state.lift import StateTensor, optimizers_of
 from tutti.errors import CaptureError
+from tutti.graph.patch import replaced
 from tutti.user_lines import quoted, user_line
 
 _GRAD: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
@@ -344,12 +346,14 @@ def watched_gradients(
     ]
     params = {s.name: x for s, x in pairs}
     grads = Gradients(params, {s.name: s.tensor for s, _ in pairs}, left, there, optimizer)
-    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        result = run_backward(*args, **kwargs)
-        grads.after_backward()
-        return result
+    def looking(run: Engine) -> Engine:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            result = run(*args, **kwargs)
+            grads.after_backward()
+            return result
+
+        return backward
 
     def optimizer_zero(self: Optimizer, set_to_none: bool = True) -> None:
         for p in [p for group in self.param_groups for p in group["params"]]:
@@ -360,17 +364,18 @@ def watched_gradients(
             grads.clear(p, set_to_none)
 
     hook = register_optimizer_step_pre_hook(grads.before_update)
-    torch.Tensor.grad = property(grads.get, grads.set, lambda x: grads.set(x, None))  # type: ignore[assignment]
     try:
         with (
-            mock.patch.object(torch.autograd, "_engine_run_backward", backward),
-            mock.patch.object(Optimizer, "zero_grad", optimizer_zero),
-            mock.patch.object(nn.Module, "zero_grad", module_zero),
-            mock.patch.object(Tensor, "zero_", lambda x: grads.zero(x)),
+            around_backward(looking),
+            replaced(
+                (GRAD, property(grads.get, grads.set, lambda x: grads.set(x, None))),
+                (OPTIMIZER_ZERO_GRAD, optimizer_zero),
+                (MODULE_ZERO_GRAD, module_zero),
+                (ZERO, lambda x: grads.zero(x)),
+            ),
         ):
             yield grads
     finally:
-        del torch.Tensor.grad  # that of its base is there again
         hook.remove()
         for p in params.values():
             p.grad = None

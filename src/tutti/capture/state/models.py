@@ -12,7 +12,6 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -20,9 +19,11 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from tutti.capture.patch_table import WRAPPERS
 from tutti.capture.state.compiled import plain
 from tutti.capture.substitutes.sparse import refuse_sparse_state
 from tutti.errors import CaptureError, TuttiError
+from tutti.graph.patch import replaced
 
 # Wrappers, and the attribute that has the module inside.
 _INSIDE = (
@@ -149,8 +150,5 @@ def wrappers_open() -> Iterator[None]:
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
         return self.module(*inputs, **options)
 
-    with (
-        mock.patch.object(DataParallel, "forward", forward),
-        mock.patch.object(DistributedDataParallel, "forward", forward),
-    ):
+    with replaced(*((patch, forward) for patch in WRAPPERS)):
         yield

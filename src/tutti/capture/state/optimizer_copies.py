@@ -9,11 +9,12 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from torch.optim import Optimizer
 
+from tutti.capture.patch_table import DEEPCOPY
 from tutti.capture.state.compiled import plain
+from tutti.graph.patch import replaced
 
 Memo = dict[int, Any]
 
@@ -21,7 +22,7 @@ Memo = dict[int, Any]
 @contextmanager
 def optimizers_copied_whole() -> Iterator[None]:
     """Inside, `copy.deepcopy` copies optimizers so, wherever one is held: by a scheduler, by another one."""
-    with mock.patch.object(Optimizer, "__deepcopy__", _copied_optimizer, create=True):
+    with replaced((DEEPCOPY, _copied_optimizer)):
         yield
 
 

@@ -7,15 +7,16 @@ What a step leaves there is therefore written into the state, as an assignment o
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from tutti.capture.patch_table import DATA
 from tutti.capture.state.lift import Place, StateTensor
 from tutti.errors import CaptureError
+from tutti.graph.patch import replaced
 from tutti.user_lines import quoted, user_line
 
 _DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
@@ -103,15 +104,11 @@ def data_written() -> Iterator[Mapping[int, Tensor]]:
 
     Gives by the id of each `value` the `x` that shares its memory from then on.
     """
-    tracing = threading.get_ident()
     shared: dict[int, Tensor] = {}
     last: dict[int, int] = {}  # by id of each `x`, that of its last `value`
     kept: list[Tensor] = []  # so that no id is used twice
 
     def write(x: Tensor, value: Tensor) -> None:
-        if threading.get_ident() != tracing:
-            _DATA.__set__(x, value)
-            return
         _refuse_other_form("a tensor's data", x, value, quoted(user_line()))
         with torch.no_grad():
             _DATA.__get__(x).copy_(value)
@@ -119,8 +116,5 @@ def data_written() -> Iterator[Mapping[int, Tensor]]:
         shared[id(value)], last[id(x)] = x, id(value)
         kept.append(value)
 
-    torch.Tensor.data = property(_DATA.__get__, write)  # type: ignore[assignment]
-    try:
+    with replaced((DATA, property(_DATA.__get__, write))):
         yield shared
-    finally:
-        del torch.Tensor.data  # that of its base is there again

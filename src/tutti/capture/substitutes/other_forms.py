@@ -10,13 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tutti.capture.patch_table import (
+    ANY,
+    CHECK_TENSOR,
+    CTC_LOSS,
+    EMBEDDING_BAG,
+    GAUSSIAN_NLL,
+    MASKED_SCATTER,
+    SETITEM,
+)
 from tutti.capture.substitutes import bags, ctc_loss, masks, scaler
+from tutti.graph.patch import replaced
 
 aten = torch.ops.aten
 
@@ -45,7 +54,7 @@ _GAUSSIAN_NLL: Any = F.gaussian_nll_loss
 
 def _gaussian_nll_loss(*args: Any, **kwargs: Any) -> Tensor:
     """Without a look whether a variance is negative."""
-    with mock.patch.object(torch, "any", return_value=False):
+    with replaced((ANY, lambda *_, **__: False)):
         return _GAUSSIAN_NLL(*args, **kwargs)
 
 
@@ -53,23 +62,18 @@ def _unchecked(*_given: Any) -> None:
     """What a step asserts of values is not looked at, as by Python's `-O`: a trace has none."""
 
 
-# Whose attribute is which function meanwhile.
 _FUNCTIONS = (
-    (torch, "ctc_loss", ctc_loss.loss_of),
-    (torch, "embedding_bag", bags.embedding_bag),
-    (F, "gaussian_nll_loss", _gaussian_nll_loss),
-    (Tensor, "__setitem__", masks.write),
-    (Tensor, "masked_scatter", masks.scattered),
-    (torch, "masked_scatter", masks.scattered),
-    (torch, "_check_tensor_all_with", _unchecked),
+    (CTC_LOSS, ctc_loss.loss_of),
+    (EMBEDDING_BAG, bags.embedding_bag),
+    (GAUSSIAN_NLL, _gaussian_nll_loss),
+    (SETITEM, masks.write),
+    *((patch, masks.scattered) for patch in MASKED_SCATTER),
+    (CHECK_TENSOR, _unchecked),
 )
 
 
 @contextlib.contextmanager
 def in_other_forms() -> Iterator[None]:
     """What PyTorch's functions called inside do is done by functions of ours."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, function in _FUNCTIONS:
-            stack.enter_context(mock.patch.object(owner, name, function))
-        stack.enter_context(scaler.branching_scaler())
+    with replaced(*_FUNCTIONS), scaler.branching_scaler():
         yield

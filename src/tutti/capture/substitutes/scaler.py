@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+
+from tutti.capture.patch_table import SCALED_UPDATE, SCALER_SKIPS, SCALER_STEP
+from tutti.graph.patch import replaced
 
 aten = torch.ops.aten
 _STEP: Any = GradScaler.step
@@ -61,15 +63,12 @@ def _step(scaler: GradScaler, optimizer: Any, *args: Any, **options: Any) -> Any
     """Without the kernels that skip an update by themselves: the branch does."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return _STEP(scaler, optimizer, *args, **options)
-    with mock.patch.object(optimizer, "_step_supports_amp_scaling", False):
+    with replaced((SCALED_UPDATE.of(optimizer), False)):
         return _STEP(scaler, optimizer, *args, **options)
 
 
 @contextlib.contextmanager
 def branching_scaler() -> Iterator[None]:
     """Inside, a scaler asks by a branch whether to skip an update."""
-    with (
-        mock.patch.object(GradScaler, "_maybe_opt_step", _maybe_step),
-        mock.patch.object(GradScaler, "step", _step),
-    ):
+    with replaced((SCALER_SKIPS, _maybe_step), (SCALER_STEP, _step)):
         yield

@@ -10,15 +10,16 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import SGD, Adagrad, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tutti.capture.patch_table import DENSE_BAG, DENSE_EMBEDDING
 from tutti.capture.substitutes import bags
 from tutti.errors import CaptureError
+from tutti.graph.patch import replaced
 from tutti.user_lines import quoted, user_line
 
 # Optimizers that give the same numbers for a sparse gradient and a dense one: what is not looked up has none.
@@ -128,8 +129,5 @@ def dense_gradients(optimizers: Sequence[Optimizer]) -> Iterator[None]:
             rest = (*rest[:4], False, *rest[5:])
         return bags.embedding_bag(weight, *rest, **named)
 
-    with (
-        mock.patch.object(torch, "embedding", embedding),
-        mock.patch.object(torch, "embedding_bag", embedding_bag),
-    ):
+    with replaced((DENSE_EMBEDDING, embedding), (DENSE_BAG, embedding_bag)):
         yield

@@ -1,0 +1,221 @@
+"""Every attribute of PyTorch, `time` and `math` that a capture replaces while it traces, with the reason.
+
+What stands there meanwhile is in the file of its concept, which enters a row with `graph.patch.replaced`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.dlpack
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed import distributed_c10d
+from torch.distributions import Distribution
+from torch.fx.experimental.proxy_tensor import PythonKeyTracer
+from torch.nn.modules import transformer
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer, lr_scheduler
+
+from tutti.graph import quick
+from tutti.graph.fused_updates import KERNELS
+from tutti.graph.patch import Patch, each
+
+# What is noted on nodes: `regions.py`, `second_trace/functional.py`.
+NODE_NOTED = Patch(PythonKeyTracer, "create_node", "a new node gets its region, line and module")
+NODE_CARRIED = Patch(
+    PythonKeyTracer, "create_node", "a node of the second trace gets what the first one noted"
+)
+
+# Backward: `backwards.py`, `state/gradients.py`, `state/rebound.py`.
+_OBSERVED = "observers see where a backward begins and ends"
+BACKWARD = (
+    Patch(torch.autograd, "_engine_run_backward", _OBSERVED),
+    Patch(torch.autograd.graph, "_engine_run_backward", _OBSERVED),
+)
+_GRADIENTS = "gradients that an earlier call left are told from those of this one"
+GRAD = Patch(Tensor, "grad", _GRADIENTS)
+OPTIMIZER_ZERO_GRAD = Patch(Optimizer, "zero_grad", _GRADIENTS)
+MODULE_ZERO_GRAD = Patch(nn.Module, "zero_grad", _GRADIENTS)
+ZERO = Patch(Tensor, "zero_", _GRADIENTS)
+DATA = Patch(
+    Tensor, "data", "`x.data = value` becomes a write that the trace sees", this_thread=True
+)
+
+# Optimizers and models: `state/fused.py`, `state/optimizer_copies.py`, `state/models.py`.
+FUSED = each(
+    torch,
+    (kernel.fused_name for kernel in KERNELS),
+    "a fused update is recorded as one op, whose numbers may be symbols",
+)
+DEEPCOPY = Patch(
+    Optimizer, "__deepcopy__", "a copy keeps an optimizer's own attributes", create=True
+)
+WRAPPERS = tuple(
+    Patch(kind, "forward", "a wrapper only calls the module inside it")
+    for kind in (DataParallel, DistributedDataParallel)
+)
+
+# Other forms of ops: `substitutes/`.
+_LOOKUPS = "lookups have dense gradients"
+DENSE_EMBEDDING = Patch(torch, "embedding", _LOOKUPS)
+DENSE_BAG = Patch(torch, "embedding_bag", _LOOKUPS)
+CTC_LOSS = Patch(torch, "ctc_loss", "its backward has shapes that depend on values")
+EMBEDDING_BAG = Patch(torch, "embedding_bag", "it is a lookup and a reduction, which can be split")
+GAUSSIAN_NLL = Patch(F, "gaussian_nll_loss", "it looks at the values of variances")
+ANY = Patch(torch, "any", "`gaussian_nll_loss` is told that no variance is negative")
+SETITEM = Patch(Tensor, "__setitem__", "`x[mask] = value` is a choice for each element")
+_SCATTERED = "a masked scatter is a choice for each element"
+MASKED_SCATTER = (
+    Patch(Tensor, "masked_scatter", _SCATTERED),
+    Patch(torch, "masked_scatter", _SCATTERED),
+)
+CHECK_TENSOR = Patch(torch, "_check_tensor_all_with", "a trace has no values to check")
+SCALER_SKIPS = Patch(
+    GradScaler, "_maybe_opt_step", "a scaler asks by a branch whether to skip an update"
+)
+SCALER_STEP = Patch(
+    GradScaler, "step", "an update that a scaler scales runs without its own skipping"
+)
+SCALED_UPDATE = Patch(
+    Optimizer,
+    "_step_supports_amp_scaling",
+    "of the optimizer that a scaler steps: the branch skips",
+)
+VALIDATE_ARGS = Patch(
+    Distribution, "_validate_args", "distributions look at values of their arguments"
+)
+IS_CAUSAL = Patch(
+    transformer, "_detect_is_causal_mask", "transformers look at a mask to see whether it is causal"
+)
+
+# Random numbers: `second_trace/random_ops.py`.
+RNG_STATES = tuple(
+    (
+        Patch(owner, "get_rng_state", "checkpointing saves the count of random streams"),
+        Patch(owner, "set_rng_state", "checkpointing rewinds the count of random streams"),
+    )
+    for owner in (torch, torch.random)
+)
+
+# Values in Python: `python/host_values.py`, `python/read_values.py`.
+NUMPY = each(
+    FakeTensor, ("numpy", "__array__"), "a value that NumPy reads is refused with its line"
+)
+_MEMORY = "memory that another library reads is refused with its line"
+DLPACK = (
+    Patch(FakeTensor, "__dlpack__", _MEMORY),
+    Patch(torch.utils.dlpack, "to_dlpack", _MEMORY),
+)
+REDUCE = Patch(FakeTensor, "__reduce_ex__", "a value in a pickle is refused with its line")
+FORMAT = Patch(FakeTensor, "__format__", "a value in a text is refused with its line")
+MANUAL_SEED = Patch(torch, "manual_seed", "a step that seeds is refused with its line")
+ANOMALY = Patch(torch, "set_anomaly_enabled", "a trace has no values to search for NaN")
+TENSOR_OF_TENSORS = Patch(
+    torch, "tensor", "a tensor made of a list of tensors is refused with its line"
+)
+FAKE_LOG = Patch(
+    logging.getLogger("torch._subclasses.fake_tensor"),
+    "disabled",
+    "it tells each error of a trace once more",
+)
+_CONVERTED = "a number that is read from a tensor stays a symbol, or is refused with its line"
+CONVERSIONS = (
+    *each(
+        torch.SymFloat, ("__float__", "__int__", "__format__", "__str__", "__repr__"), _CONVERTED
+    ).values(),
+    *each(
+        torch.SymInt, ("__int__", "__index__", "__format__", "__str__", "__repr__"), _CONVERTED
+    ).values(),
+    *each(torch.SymBool, ("__int__", "__format__", "__str__", "__repr__"), _CONVERTED).values(),
+)
+FAKE_CONVERSIONS = each(FakeTensor, ("__float__", "__int__", "__index__"), _CONVERTED, create=True)
+ITEM_MEMO = Patch(
+    FakeTensor, "item_memo", "a tensor may be written after a number was read from it"
+)
+
+# Numbers as symbols: `python/symbols.py`.
+MATH = each(
+    math,
+    (
+        *("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan", "log2"),
+        *("exp", "log", "log10", "pow", "fabs", "hypot", "isfinite", "isnan", "isinf"),
+    ),
+    "functions of `math` take symbols",
+)
+EQUALITY = each(
+    torch.SymFloat, ("__eq__", "__ne__"), "a number compared with itself is asked for NaN"
+)
+POWERS = each(
+    torch.SymFloat, ("__pow__", "__rpow__"), "a power adds no guard that its base is positive"
+)
+SCHEDULER_FLOAT = Patch(lr_scheduler, "float", "a scheduler's metric may be a symbol", create=True)
+TENSOR_OF_SYMBOLS = each(torch, ("tensor", "as_tensor"), "a tensor may be made of symbols")
+
+# The clock and other processes: `python/clock.py`, `one_process.py`.
+_CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+CLOCKS = each(
+    time,
+    (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS)),
+    "a user's line that reads the clock is warned of",
+    this_thread=True,
+)
+_QUERIES = ("get_rank", "get_world_size")
+_COLLECTIVES = (
+    *("all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object"),
+    *("gather", "gather_object", "scatter", "scatter_object_list"),
+    *("all_to_all", "all_to_all_single"),
+    *("broadcast_object_list", "monitored_barrier", "batch_isend_irecv"),
+    *("send", "recv", "isend", "irecv", "send_object_list", "recv_object_list"),
+    *("all_gather_single", "reduce_scatter_single", "new_group", "get_backend"),
+)
+
+
+def _of_processes() -> Iterator[Patch]:
+    for name in (*_QUERIES, *_COLLECTIVES, "all_reduce", "broadcast", "barrier"):
+        answer = (
+            "the answer is that of one process" if name in _QUERIES else "a collective is refused"
+        )
+        if name in ("all_reduce", "broadcast", "barrier"):
+            answer = "of one process it is nothing, or refused"
+        for module in (dist, distributed_c10d):
+            if hasattr(distributed_c10d, name) and hasattr(module, name):
+                yield Patch(module, name, answer, this_thread=True)
+
+
+PROCESSES = tuple(_of_processes())
+DEFAULT_GROUP = Patch(
+    type(distributed_c10d._world), "default_pg", "the step sees no process group", this_thread=True
+)
+
+
+def _flat(*rows: Patch | dict[str, Patch] | tuple[Patch, ...]) -> tuple[Patch, ...]:
+    found: list[Patch] = []
+    for row in rows:
+        found += (
+            (row,) if isinstance(row, Patch) else row.values() if isinstance(row, dict) else row
+        )
+    return tuple(found)
+
+
+PATCHES = _flat(
+    *quick.PATCHES,
+    *(NODE_NOTED, NODE_CARRIED),
+    *(BACKWARD, GRAD, OPTIMIZER_ZERO_GRAD, MODULE_ZERO_GRAD, ZERO, DATA),
+    *(FUSED, DEEPCOPY, WRAPPERS),
+    *(DENSE_EMBEDDING, DENSE_BAG, CTC_LOSS, EMBEDDING_BAG, GAUSSIAN_NLL, ANY),
+    *(SETITEM, MASKED_SCATTER, CHECK_TENSOR, SCALER_SKIPS, SCALER_STEP, SCALED_UPDATE),
+    *(VALIDATE_ARGS, IS_CAUSAL, *RNG_STATES),
+    *(NUMPY, DLPACK, REDUCE, FORMAT, MANUAL_SEED, ANOMALY, TENSOR_OF_TENSORS, FAKE_LOG),
+    *(CONVERSIONS, FAKE_CONVERSIONS, ITEM_MEMO),
+    *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, TENSOR_OF_SYMBOLS),
+    *(CLOCKS, PROCESSES, DEFAULT_GROUP),
+)
