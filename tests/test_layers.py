@@ -19,6 +19,7 @@ LAYERS = (
     ("graph",),  # text form, grammar, virtual ranks
     ("rules", "capture"),
     ("propagate",),
+    ("job",),  # what a user gives: a step, what it trains, its layout
     ("partition",),
     ("passes",),
     ("pipeline",),

@@ -38,7 +38,6 @@ from tutti.capture.python.read_values import Seen
 from tutti.capture.python.sizes import FreeSizes
 from tutti.capture.state.first_form import FirstStepAhead, awaiting, first_step_ahead, make_slots
 from tutti.capture.state.lift import optimizers_of, state_of
-from tutti.capture.state.models import as_one_module
 from tutti.capture.step import Captured, capture, copied
 from tutti.capture.substitutes.sparse import dense
 from tutti.comm.collectives.agree import check_order
@@ -50,14 +49,13 @@ from tutti.execution.cuda_graph import op_by_op
 from tutti.execution.execute import Execution
 from tutti.execution.measure import peak_nbytes
 from tutti.graph.quick import quickly_written
-from tutti.graph.seed import checked_seed
+from tutti.job import Job
 from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import SERVER
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.timed import Timed
-from tutti.propagate.batch_dim import BatchDim, Dims, dims_of
-from tutti.propagate.empty_batch import refuse_empty
+from tutti.propagate.batch_dim import BatchDim
 from tutti.propagate.plan import plan
 from tutti.replicas import replica_rows, strategies
 from tutti.report.collective_records import Record, records
@@ -180,27 +178,15 @@ def verify(
     Returns:
         A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
     """
-    laid_out = layout_now(layout)
-    agreeing = compare_servers if laid_out.server else compare_replicas
-    comparing: Any = agreeing if laid_out.num_replicas > 1 else compare
-    seed, given = checked_seed(seed), taken(batch)
-    train_step, module = as_one_module(train_step, model)
-    refuse_empty(given, batch_dim, train_step, first=2 if optimizer else 1)
-    refuse_where_apart(optimizer, laid_out)
+    options: Any = {"place": place, "cut": cut, "batch_dim": batch_dim, "seed": seed}
+    job = Job.of(train_step, model, optimizer, layout_now(layout), **options)
+    given = taken(batch)
+    agreeing = compare_servers if job.layout.server else compare_replicas
+    comparing: Any = agreeing if job.layout.num_replicas > 1 else compare
+    job.refuse_empty(given)
+    refuse_where_apart(optimizer, job.layout)
     with rarely_collected(), quickly_written(), OnlyUsersFrames():
-        return comparing(
-            train_step,
-            module,
-            optimizer,
-            given,
-            laid_out,
-            place=place,
-            steps=steps,
-            dtype=dtype,
-            seed=seed,
-            cut=_names(cut),
-            **_told(batch_dim, laid_out, train_step, optimizer, given),
-        )
+        return comparing(job, given, steps=steps, dtype=dtype)
 
 
 # What a command that only looks at a script (verify, explain) does with a step instead of running it.
@@ -253,12 +239,11 @@ class Step:
         batch_dim: BatchDim = None,
         seed: int = 0,
     ) -> None:
-        _refuse_batch_dim(batch_dim, layout)
-        self.batch_dim = batch_dim
-        self.train_step, self.model = as_one_module(train_step, model)
-        self.optimizer = optimizer
-        self.layout, self.place, self.seed = layout, dict(place or {}), checked_seed(seed)
-        self.cut = _names(cut)
+        options: Any = {"place": place, "cut": cut, "batch_dim": batch_dim, "seed": seed}
+        self.job = job = Job.of(train_step, model, optimizer, layout, **options)
+        self.train_step, self.model, self.optimizer = job.trained
+        self.layout, self.place, self.cut = job.layout, job.place, job.cut
+        self.batch_dim, self.seed = job.batch_dim, job.seed
         self.num_steps = 0
         self._compiled: dict[Any, list[_Compiled]] = {}
         self._num_programs = self._num_traces = self._num_forgotten = 0
@@ -353,7 +338,7 @@ class Step:
         if self.served is None:
             refresh(self.model)
         elif self.served.role.kind == SERVER:
-            self._refuse_empty(batch)
+            self.job.refuse_empty(batch)
             serve(self, self.served.role, tree_map_only(Tensor, whole_of, batch))
             raise SystemExit(0)
 
@@ -620,15 +605,15 @@ class Step:
         else:
             captured = self._captures.of(*known, batch, renewed, captured_with)
         refuse_other_layouts(captured, self.layout)
-        told = _told(self.batch_dim, self.layout, self.train_step, self.optimizer, batch)
+        dims = self.job.dims(batch)
         guard, own = guard_of(captured), copied(captured)
-        made = plan(own, self.layout, self.place, known=home.compute, **told)
+        made = plan(own, self.layout, self.place, known=home.compute, dims=dims)
         home.compute.update(made.compute)
         return partition(made, strict=STRICT.read()), guard
 
     def program_of(self, batch: Sequence[Any]) -> Program:
         """The program that a call with `batch` would run, without running anything."""
-        self._refuse_empty(taken(batch))
+        self.job.refuse_empty(taken(batch))
         if self.served is not None:
             return self.served.parts_of(taken(batch))[1]
         refuse_where_apart(self.optimizer, self.layout)
@@ -654,11 +639,7 @@ class Step:
             refuse_unlike(replicas, run_device(self.model))
             self._check_same_batch(batch)
             self.begun = True
-        self._refuse_empty(batch)
-
-    def _refuse_empty(self, batch: tuple[Any, ...]) -> None:
-        first = 2 if self.optimizer else 1
-        refuse_empty(batch, self.batch_dim, self.train_step, first=first)
+        self.job.refuse_empty(batch)
 
     def _check_same_batch(self, batch: tuple[Any, ...]) -> None:
         """All ranks must be given the same global batch, and say so before the first step."""
@@ -831,27 +812,3 @@ def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
     if all(type(x) is Tensor for x in batch):
         return list(batch), len(batch)
     return tree_flatten(batch)
-
-
-def _refuse_batch_dim(told: BatchDim, layout: Layout) -> None:
-    """Replicas take their rows of dim 0 before the step is captured."""
-    if told is not None and layout.num_replicas > 1:
-        raise LayoutError(
-            f'batch_dim cannot be told under layout "{layout}"',
-            why="each replica takes its rows of dim 0 of the batch",
-            fix="leave batch_dim out, and the replicas, or give the step the samples as dim 0",
-        )
-
-
-def _told(
-    told: BatchDim, layout: Layout, step: Callable[..., Any], optimizer: Any, batch: Sequence[Any]
-) -> dict[str, Dims]:
-    """What `batch_dim` says of the inputs of a step, for `plan`; nothing where it was not told."""
-    _refuse_batch_dim(told, layout)
-    if told is None:
-        return {}
-    return {"dims": dims_of(told, step, batch, first=2 if optimizer else 1)}
-
-
-def _names(cut: str | Sequence[str]) -> tuple[str, ...]:
-    return (cut,) if isinstance(cut, str) else tuple(cut)

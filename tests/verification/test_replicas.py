@@ -10,6 +10,7 @@ from torch import nn
 
 import replicas_train as training
 import tutti
+from tutti.job import Job
 from tutti.layout import Layout
 from tutti.replicas.member import Member
 from tutti.replicas.strategies import parse
@@ -89,15 +90,10 @@ def test_ranks_that_agree_otherwise_are_caught(sync: str, other: str) -> None:
     model, optimizer = training.make("adamw")
     laid_out = Layout.parse(f"replica=4 sync={sync}")
     found = compare_replicas(
-        training.train_step,
-        model,
-        optimizer,
+        Job.of(training.train_step, model, optimizer, laid_out),
         training.batch_at(0),
-        laid_out,
-        place=None,
         steps=2,
         dtype=torch.float64,
-        seed=0,
         strategy=parse(other),
     )
     assert not found.ok and found.max_error > 1e-6

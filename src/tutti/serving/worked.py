@@ -38,7 +38,7 @@ class Holder(Protocol):
     model: nn.Module
     optimizer: Any
     layout: Layout
-    place: dict[str, str]
+    place: Mapping[str, str]
     seed: int
     num_steps: int
 

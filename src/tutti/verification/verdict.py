@@ -19,6 +19,7 @@ from tutti.execution.execute import axes_used
 from tutti.graph.loop import graphs_of
 from tutti.graph.product import is_faster
 from tutti.graph.promote import Promoted, promoted
+from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import left_out_by_environment, optimized, optional_names
@@ -110,26 +111,12 @@ class Verdict:
         return self.ok
 
 
-def compare(
-    train_step: Callable[..., Any],
-    model: nn.Module,
-    optimizer: Any,
-    batch: tuple[Any, ...],
-    layout: Layout,
-    *,
-    place: Mapping[str, str] | None,
-    steps: int,
-    dtype: torch.dtype,
-    seed: int,
-    cut: Sequence[str] = (),
-    dims: Dims | None = None,
-) -> Verdict:
-    """Both comparisons for one layout."""
+def compare(job: Job, batch: tuple[Any, ...], *, steps: int, dtype: torch.dtype) -> Verdict:
+    """Both comparisons for the layout of one job."""
     check_dtype(dtype)
-    subject = Subject(
-        train_step, model, optimizer, batch, steps=steps, seed=seed, precision=layout.precision
-    )
-    return subject.verdict(layout, place, subject.program(layout, place, dims), cut=cut)
+    subject, layout = Subject.of(job, batch, steps), job.layout
+    program = subject.program(layout, job.place, job.dims(batch))
+    return subject.verdict(layout, job.place, program, cut=job.cut)
 
 
 class Subject:
@@ -158,6 +145,12 @@ class Subject:
             rest = batch, seed, precision
             with first_call_undone(step, own, optimizers, *rest):
                 self._begin(step, own, optimizers, *rest)
+
+    @classmethod
+    def of(cls, job: Job, batch: tuple[Any, ...], steps: int) -> Subject:
+        """The subject of a job, for its layout and others of the same `precision`."""
+        options = {"seed": job.seed, "precision": job.layout.precision}
+        return cls(*job.trained, batch, steps=steps, **options)
 
     def _begin(
         self,

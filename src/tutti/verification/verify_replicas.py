@@ -15,18 +15,19 @@ for every round of a period to have landed, and no fewer than asked for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tutti.capture.step import Captured, capture
 from tutti.comm.collectives.coding import CODINGS
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks
-from tutti.layout import Layout, Mesh, assemble
+from tutti.job import Job
+from tutti.layout import Mesh, assemble
 from tutti.partition.partition import Program
 from tutti.replicas import replica_rows, strategies
 from tutti.replicas.average import Average
@@ -51,40 +52,31 @@ Feed = dict[str, Any]
 
 
 def compare_replicas(
-    train_step: Callable[..., Any],
-    model: nn.Module,
-    optimizer: Any,
+    job: Job,
     batch: tuple[Any, ...],
-    layout: Layout,
     *,
-    place: Mapping[str, str] | None,
     steps: int,
     dtype: torch.dtype,
-    seed: int,
-    cut: Sequence[str] = (),
     strategy: Strategy | None = None,
 ) -> Verdict:
     """Both comparisons for a layout with replicas; `strategy` replaces the layout's on the virtual ranks
     (to inject faults)."""
     check_dtype(dtype)
+    layout, count = job.layout, job.layout.num_replicas
     due = strategies.parse(layout.sync)
-    agreed = {s.name: s.tensor for s in trained(model, optimizer)}
+    agreed = {s.name: s.tensor for s in trained(job.model, job.optimizer)}
     check_dtypes(due, agreed)
-    batches = [
-        replica_rows.of_batch(batch, r, layout.num_replicas) for r in range(layout.num_replicas)
-    ]
-    subject = Subject(
-        train_step, model, optimizer, batches[0], steps=steps, seed=seed, precision=layout.precision
-    )
-    feeds = [feed_of(subject.captured, optimizer, own) for own in batches]
-    program = subject.program(layout, place)
-    given = subject, program, feeds, list(agreed), due, strategy or due, cut
+    batches = [replica_rows.of_batch(batch, r, count) for r in range(count)]
+    subject = Subject.of(job, batches[0], steps)
+    feeds = [feed_of(subject.captured, job.optimizer, own) for own in batches]
+    program = subject.program(layout, job.place)
+    given = subject, program, feeds, list(agreed), due, strategy or due, job.cut
     comparison = ReplicaComparison(*given)
     if isinstance(due, Average) and due.every == 1:
-        with copies_in_place(train_step, model, optimizer) as copies:
+        with copies_in_place(*job.trained) as copies:
             whole = capture(*copies, batch, precision=layout.precision)
             feed = feed_of(whole, copies[-1], batch)
-        comparison.data = _OneDevice(whole, subject.start, feed, seed)
+        comparison.data = _OneDevice(whole, subject.start, feed, job.seed)
     comparison.run(steps)
     if not comparison.errors.worst <= PARTITION_TOLERANCE:
         closer = ReplicaComparison(*given, aligned=True)

@@ -25,6 +25,7 @@ from tutti.capture.step import Captured
 from tutti.comm.collectives.coding import CODINGS
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.job import Job
 from tutti.layout import Layout, Mesh
 from tutti.partition.partition import Program
 from tutti.replicas import replica_rows
@@ -58,36 +59,17 @@ Feed = dict[str, Any]
 Phase = tuple[Subject, list[Feed]]
 
 
-def compare_servers(
-    train_step: Callable[..., Any],
-    model: nn.Module,
-    optimizer: Any,
-    batch: tuple[Any, ...],
-    layout: Layout,
-    *,
-    place: Mapping[str, str] | None,
-    steps: int,
-    dtype: torch.dtype,
-    seed: int,
-    cut: Sequence[str] = (),
-) -> Verdict:
+def compare_servers(job: Job, batch: tuple[Any, ...], *, steps: int, dtype: torch.dtype) -> Verdict:
     """Both comparisons for a layout with servers; workers have no stages to `cut`."""
     check_dtype(dtype)
+    layout = job.layout
     due, count = consistency.parse(layout.sync), layout.num_replicas
     own = [replica_rows.of_batch(batch, w, count) for w in range(count)]
     rest: list[Phase] = []
     for batches in [own] if due.alone(0) else [[batch], own] if due.apart else [[batch]]:
-        subject = Subject(
-            train_step,
-            model,
-            optimizer,
-            batches[0],
-            steps=steps,
-            seed=seed,
-            precision=layout.precision,
-        )
-        rest.append((subject, [feed_of(subject.captured, optimizer, one) for one in batches]))
-    return verdict_of(*rest[0], layout, then=rest[1] if due.both else None, place=place)
+        subject = Subject.of(job, batches[0], steps)
+        rest.append((subject, [feed_of(subject.captured, job.optimizer, one) for one in batches]))
+    return verdict_of(*rest[0], layout, then=rest[1] if due.both else None, place=job.place)
 
 
 def verdict_of(

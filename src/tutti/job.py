@@ -1,0 +1,100 @@
+"""What `tutti.distribute` and `tutti.verify` are given: a step, what it trains, and its layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tutti.capture.state.models import as_one_module
+from tutti.errors import LayoutError
+from tutti.graph.seed import checked_seed
+from tutti.layout import Layout
+from tutti.propagate.batch_dim import BatchDim, Dims, dims_of
+from tutti.propagate.empty_batch import refuse_empty
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A training step to be played under a layout.
+
+    Args:
+        train_step: called as `train_step(model, optimizer, *batch)`; without an optimizer as
+            `train_step(model, *batch)`.
+        model: one module, which stands for all that the user gave as the model.
+        optimizer: an optimizer, a list, tuple or dict of them, or None.
+        layout: such as `data=2 tensor=2`.
+        place: compute shardings by parameter-name pattern.
+        cut: names of modules at which the stages of a pipeline begin.
+        batch_dim: the dims that hold the samples, as the user told them.
+        seed: of dropout masks and the like; 64 bits.
+    """
+
+    train_step: Callable[..., Any]
+    model: nn.Module
+    optimizer: Any
+    layout: Layout
+    place: Mapping[str, str]
+    cut: tuple[str, ...]
+    batch_dim: BatchDim
+    seed: int
+
+    @classmethod
+    def of(
+        cls,
+        train_step: Callable[..., Any],
+        model: Any,
+        optimizer: Any,
+        layout: Layout,
+        *,
+        place: Mapping[str, str] | None = None,
+        cut: str | Sequence[str] = (),
+        batch_dim: BatchDim = None,
+        seed: int = 0,
+    ) -> Job:
+        """The job of what a user gives.
+
+        Raises:
+            LayoutError: for a `batch_dim` under a layout with replicas.
+            TuttiError: for a model that is no module and has none, or a seed that is no integer of 64 bits.
+        """
+        _refuse_batch_dim(batch_dim, layout)
+        train_step, module = as_one_module(train_step, model)
+        names = (cut,) if isinstance(cut, str) else tuple(cut)
+        numbers = batch_dim, checked_seed(seed)
+        return cls(train_step, module, optimizer, layout, dict(place or {}), names, *numbers)
+
+    @property
+    def trained(self) -> tuple[Callable[..., Any], nn.Module, Any]:
+        """The step, the model and the optimizer."""
+        return self.train_step, self.model, self.optimizer
+
+    def dims(self, batch: Sequence[Any]) -> Dims | None:
+        """What `batch_dim` says of the tensors of a batch; None where the user did not tell it.
+
+        Raises `ShardingError` for an argument that there is not, or a dim that a tensor has not.
+        """
+        if self.batch_dim is None:
+            return None
+        return dims_of(self.batch_dim, self.train_step, batch, first=self._num_before)
+
+    def refuse_empty(self, batch: Sequence[Any]) -> None:
+        """Raise `ShardingError` for a batch of 0 samples."""
+        refuse_empty(batch, self.batch_dim, self.train_step, first=self._num_before)
+
+    @property
+    def _num_before(self) -> int:
+        """How many arguments of the step stand before the batch."""
+        return 2 if self.optimizer else 1
+
+
+def _refuse_batch_dim(told: BatchDim, layout: Layout) -> None:
+    """Replicas take their rows of dim 0 before the step is captured."""
+    if told is not None and layout.num_replicas > 1:
+        raise LayoutError(
+            f'batch_dim cannot be told under layout "{layout}"',
+            why="each replica takes its rows of dim 0 of the batch",
+            fix="leave batch_dim out, and the replicas, or give the step the samples as dim 0",
+        )
