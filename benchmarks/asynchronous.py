@@ -65,11 +65,10 @@ class Asynchronous:
         program = worker_program(self.part, Layout())
         self.worked = Worked(made, self.part, program, self.updater, None, None, {}, apart=True)
         names = {v.name for v in self.updater.variables}
-        holder: Any = self
         self.servers = VirtualServers(
             self.updater,
             blocks(self.updater.variables, 1),
-            whole_state(holder, names),
+            whole_state(model, optimizer, names),
             consistency.parse(sync),
             num_workers=num_workers,
             num_servers=1,

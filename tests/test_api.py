@@ -122,16 +122,16 @@ def test_inputs_may_be_sharded_already(ranks: Ranks) -> None:
 
 
 def count_captures(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    from tutti import api
+    from tutti.modes import plain
 
     calls: list[int] = []
-    capture = api.capture
+    capture = plain.capture
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(1)
         return capture(*args, **options)
 
-    monkeypatch.setattr(api, "capture", counted)
+    monkeypatch.setattr(plain, "capture", counted)
     return calls
 
 

@@ -31,6 +31,8 @@ LAYERS = (
     ("calls", "execution"),  # what a trace depends on; generated code
     ("saving", "verification", "serving"),
     ("report",),
+    ("modes",),  # the ways to run a job
+    ("distributed_step",),  # what a user calls
     ("api",),
     ("__init__",),  # the public names
     ("cli",),
@@ -138,6 +140,27 @@ def test_rooms_of_a_package_keep_apart(package: str) -> None:
 def test_no_two_files_have_one_name() -> None:
     names = [name.split(".")[-1] for name in find_modules(SOURCE)]
     assert sorted({n for n in names if names.count(n) > 1}) == ["__init__"]
+
+
+def kinds_of_runs() -> set[str]:
+    """The classes of `modes` and what they bind to a rank."""
+    paths = [*(SOURCE / "modes").glob("*.py"), SOURCE / "execution/execute.py"]
+    paths.append(SOURCE / "serving/worked.py")
+    trees = [ast.parse(path.read_text()) for path in paths]
+    return {n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("name", ["api.py", "distributed_step.py", "modes/programs.py"])
+def test_a_step_asks_for_no_kind_of_run(name: str) -> None:
+    """What depends on the kind is a method of the mode or of its programs; the files stay short."""
+    text = (SOURCE / name).read_text()
+    assert len(text.splitlines()) < 300
+    calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
+    asked = [c.args[1] for c in calls if isinstance(c.func, ast.Name) and c.func.id == "isinstance"]
+    named = {n.id for x in asked for n in ast.walk(x) if isinstance(n, ast.Name)}
+    kinds = kinds_of_runs()
+    assert {"Plain", "Replicated", "Served", "Execution", "Worked"} <= kinds
+    assert named & kinds == set()
 
 
 def test_layers_name_each_package_once() -> None:

@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tutti.api import Step, distribute, verify
+    from tutti.api import distribute, verify
+    from tutti.distributed_step import Step
     from tutti.errors import (
         CaptureError,
         CheckpointError,
@@ -49,7 +50,7 @@ __all__ = [
 # Where each public name comes from, imported when it is first asked for: the launcher and other
 # processes that capture nothing start twice as fast.
 _HOMES = {
-    "Step": "tutti.api",
+    "Step": "tutti.distributed_step",
     "Verdict": "tutti.verification.verdict",
     "distribute": "tutti.api",
     "rule": "tutti.rules",

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import tutti
 from small_steps import trained
-from tutti import api
 from tutti.calls import captures
+from tutti.modes import plain as one_program
 
 LENGTHS = (8, 12, 16, 10, 1, 14, 8, 40)
 Step = Callable[..., Any]
@@ -42,7 +42,7 @@ def losses_of(
     step, model = step_of()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     called = tutti.distribute(step, model, optimizer, "") if not plain else None
-    with mock.patch.object(api, "capture", wraps=api.capture) as traced:
+    with mock.patch.object(one_program, "capture", wraps=one_program.capture) as traced:
         found = [called(x) if called else step(model, optimizer, x) for x in batches_of(lengths)]
     free = [bool(call.kwargs["free"]) for call in traced.mock_calls]
     return [float(x) for x in found], free.count(False), free.count(True)

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 import tutti
-import tutti.api
 import zoo
 from subjects import subject
 from tutti.capture.state.lift import create_slots, hypers_of, state_of
 from tutti.errors import CaptureError, TuttiError
+from tutti.modes import plain
 from zoo_models import GPT, MLP
 from zoo_steps import plain_step, vector_batch
 
@@ -172,8 +172,8 @@ SCHEDULES: dict[str, tuple[Any, Callable[[Any], LRScheduler]]] = {
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedules_change_inputs_and_trace_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traces: list[int] = []
-    capture = tutti.api.capture
-    monkeypatch.setattr(tutti.api, "capture", lambda *a, **k: traces.append(1) or capture(*a, **k))
+    capture = plain.capture
+    monkeypatch.setattr(plain, "capture", lambda *a, **k: traces.append(1) or capture(*a, **k))
     make, schedule = SCHEDULES[name]
     model, twin = mlp(), mlp()
     ours, theirs = make(model), make(twin)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from tutti.capture.state.first_form import awaiting, note_step
 from tutti.capture.state.lift import Undo, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.errors import CaptureError
+from tutti.job import Job
 from tutti.layout import Layout
 from tutti.state.deferred import is_deferred
 from tutti.state.residence import (
@@ -36,18 +37,6 @@ from tutti.state.residence import (
 )
 from tutti.state.shards import StateShard
 from tutti.state.whole import Whole
-
-
-class Holder(Protocol):
-    """A `tutti.Step`."""
-
-    train_step: Callable[..., Any]
-    model: nn.Module
-    optimizer: Any
-    layout: Layout
-    seed: int
-    num_steps: int
-    python: PythonValues
 
 
 def refuse_where_apart(optimizer: Any, layout: Layout) -> None:
@@ -81,31 +70,29 @@ def _in_shards(model: nn.Module) -> bool:
 class FirstCall:
     """One call of a step, taken eagerly. All ranks make it together."""
 
-    def __init__(self, step: Holder) -> None:
-        self._step = step
-        self._home = known_residence(step.model)
+    def __init__(self, job: Job, python: PythonValues) -> None:
+        self._job, self._python = job, python
+        self._home = known_residence(job.model)
         self._gradients_lost = False
 
-    def take(self, batch: tuple[Any, ...]) -> list[Any]:
-        """The leaves that it returns, and their form."""
-        step, python = self._step, self._step.python
+    def take(self, batch: tuple[Any, ...], num_steps: int) -> list[Any]:
+        """The leaves that it returns, and their form; there were `num_steps` steps before."""
+        job, python = self._job, self._python
         self._refuse()
-        adopt(step.model, step.optimizer)
-        before, cut = _versions(python), _in_shards(step.model)
+        adopt(job.model, job.optimizer)
+        before, cut = _versions(python), _in_shards(job.model)
         with self._whole():
             self._agree()
             result = eagerly(
-                step.train_step,
-                step.model,
-                step.optimizer,
+                *job.trained,
                 tree_map_only(Tensor, whole_of, batch),
-                seed=step.seed,
-                step=step.num_steps,
-                precision=step.layout.precision,
+                seed=job.seed,
+                step=num_steps,
+                precision=job.layout.precision,
             )
             if cut:
-                self._gradients_lost = any(p.grad is not None for p in step.model.parameters())
-            note_step(step.optimizer)
+                self._gradients_lost = any(p.grad is not None for p in job.model.parameters())
+            note_step(job.optimizer)
         after = _versions(python)
         python.changed |= {name for name, one in after.items() if before.get(name) != one}
         leaves, spec = flattened(returnable(result))
@@ -114,7 +101,7 @@ class FirstCall:
     def not_over(self) -> None:
         """The next call takes first steps, too; raises where it would miss gradients of this one."""
         if self._gradients_lost:
-            one = optimizers_of(self._step.optimizer)[0]
+            one = optimizers_of(self._job.optimizer)[0]
             raise CaptureError(
                 f"{type(one).__name__} steps for the first time with gradients of several calls",
                 why="weights lie in shards already, and the gradients of this call were of whole ones",
@@ -123,39 +110,39 @@ class FirstCall:
 
     def over(self) -> None:
         """What comes next is captured, and reads none of the gradients that are left."""
-        for p in self._step.model.parameters():
+        for p in self._job.model.parameters():
             p.grad = None
 
     def _refuse(self) -> None:
-        step = self._step
-        refuse_open(step.model)
-        refuse_where_apart(step.optimizer, step.layout)
-        if not is_deferred(step.model):
+        job = self._job
+        refuse_open(job.model)
+        refuse_where_apart(job.optimizer, job.layout)
+        if not is_deferred(job.model):
             return
-        if step.layout.num_ranks > 1:
-            one = awaiting(step.optimizer) or optimizers_of(step.optimizer)[0]
+        if job.layout.num_ranks > 1:
+            one = awaiting(job.optimizer) or optimizers_of(job.optimizer)[0]
             raise CaptureError(
                 f"{type(one).__name__} takes a first step of another form, and the model has no values yet",
                 why="it is taken eagerly, with whole weights on each rank",
                 fix="build the model on a real device",
             )
-        settle(step.model, None, Residence(Layout()), run_device(step.model), step.seed)
-        adopt(step.model, step.optimizer)
+        settle(job.model, None, Residence(Layout()), run_device(job.model), job.seed)
+        adopt(job.model, job.optimizer)
 
     def _whole(self) -> contextlib.AbstractContextManager[Any]:
         """Weights in shards are whole inside: another step has cut them."""
         if self._home is None:
             return contextlib.nullcontext()
-        self._home.optimizers.update(optimizers_of(self._step.optimizer))
-        return Whole(self._step.model, slots=True)
+        self._home.optimizers.update(optimizers_of(self._job.optimizer))
+        return Whole(self._job.model, slots=True)
 
     def _agree(self) -> None:
         """Rank 0's values count."""
-        if self._step.layout.num_ranks == 1:
+        if self._job.layout.num_ranks == 1:
             return
-        state = state_of(self._step.model, self._step.optimizer)
+        state = state_of(self._job.model, self._job.optimizer)
         check_order([f"state {s.name}: {list(s.tensor.shape)} {s.tensor.dtype}" for s in state])
-        device = run_device(self._step.model)
+        device = run_device(self._job.model)
         for s in state:
             own = s.tensor.detach()
             sent = own.to(device).contiguous()

@@ -23,19 +23,10 @@ def explain(
     from tutti.layout import Layout
 
     Layout.parse(layout).check_available()
-    from tutti import api
     from tutti.cli.look import look
-    from tutti.pipeline.ready import in_time
-    from tutti.report.explanation import explain as explain_program
-    from tutti.report.servers import explain_servers
+    from tutti.distributed_step import Step
 
-    def seen(step: api.Step, batch: tuple[Any, ...]) -> None:
-        if step.served is not None:
-            made, program = step.served.parts_of(batch)
-            print(explain_servers(made, program, step.layout, graph=graph), flush=True)
-            return
-        program = step.program_of(batch)
-        made = in_time(program, cut_at=step.cut) if program.layout.in_time else None
-        print(explain_program(program, tensor=tensor, graph=graph, made=made), flush=True)
+    def seen(step: Step, batch: tuple[Any, ...]) -> None:
+        print(step.mode.explain_call(batch, tensor=tensor, graph=graph), flush=True)
 
     look(script, script_args or [], layout, seen)

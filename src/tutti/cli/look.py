@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tutti.api import LOOK, Step
 from tutti.capture.batch import called
+from tutti.distributed_step import LOOK, Step
 from tutti.environment import LAYOUT
 from tutti.errors import CaptureError
 

@@ -22,11 +22,12 @@ def verify(
     Layout.parse(layout).check_available()
     from tutti import api
     from tutti.cli.look import look
+    from tutti.distributed_step import Step
     from tutti.verification.verdict import Verdict
 
     verdicts: list[Verdict] = []
 
-    def seen(step: api.Step, batch: tuple[Any, ...]) -> None:
+    def seen(step: Step, batch: tuple[Any, ...]) -> None:
         verdict = api.verify(
             step.train_step,
             step.model,

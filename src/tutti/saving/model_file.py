@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tutti.calls.running import Running
 from tutti.capture.state.lift import state_of
 from tutti.checkpoint.folder import sync_folder
 from tutti.checkpoint.manifest import USE_EARLIER
@@ -24,22 +25,23 @@ from tutti.checkpoint.unanimous import Unanimous
 from tutti.comm.collectives.payload import octets
 from tutti.errors import CheckpointError
 from tutti.saving.local_part import part_of
-from tutti.state.agreeing import first_left
+from tutti.saving.replica_checkpoint import first_left
 from tutti.state.residence import is_here, local_of, refuse_open, residence_of, set_local
 
 _CHECKSUM = "tutti.sha256"
 
 
-def save(step: Any, path: Path, ranks: Unanimous) -> None:
+def save(running: Running, path: Path, ranks: Unanimous) -> None:
     """Parameters and buffers, whole, by name; tied ones once. The file appears by one rename.
 
     Raises:
         CheckpointError: on every rank, it cannot be written; a file of that name stays as it was.
     """
-    refuse_open(step.model)
+    model = running.job.model
+    refuse_open(model)
     whole: dict[str, Tensor] = {}
-    first = residence_of(step.model, step.layout).replica == first_left(step)
-    for s in state_of(step.model, None) if first else ():
+    first = residence_of(model, running.job.layout).replica == first_left(running)
+    for s in state_of(model, None) if first else ():
         full = _at_first_rank(s.tensor.detach(), ranks)
         if full is not None:
             whole[s.name] = full.cpu().contiguous().clone()
@@ -95,17 +97,17 @@ def _at_first_rank(x: Tensor, ranks: Unanimous) -> Tensor | None:
     return full if ranks.leads else None
 
 
-def load(step: Any, path: Path, ranks: Unanimous) -> None:
+def load(model: nn.Module, path: Path, ranks: Unanimous) -> None:
     """Parameters and buffers by name; a file may leave out buffers and tied names.
 
     Raises:
         CheckpointError: on every rank, the file cannot be read, is damaged, or is of another model.
     """
-    mine = {s.name: s.tensor for s in state_of(step.model, None)}
+    mine = {s.name: s.tensor for s in state_of(model, None)}
     what = f"cannot read {path}"
     ranks.lead(what, lambda: _verify(path))
     parts: dict[str, Tensor] = {}
-    ranks.each(what, lambda: _read(step, path, mine, parts))
+    ranks.each(what, lambda: _read(model, path, mine, parts))
     for name, part in parts.items():
         set_local(mine[name], part)
 
@@ -125,13 +127,13 @@ def _verify(path: Path) -> str:
     return ""
 
 
-def _read(step: Any, path: Path, mine: dict[str, Tensor], parts: dict[str, Tensor]) -> str:
-    kinds = {s.name: s.kind for s in state_of(step.model, None)}
+def _read(model: nn.Module, path: Path, mine: dict[str, Tensor], parts: dict[str, Tensor]) -> str:
+    kinds = {s.name: s.kind for s in state_of(model, None)}
     with _opened(path) as file:
         names = set(file.keys())
         shapes = {n: tuple(file.get_slice(n).get_shape()) for n in names}
         needed = {n: x for n, x in mine.items() if kinds[n] == "parameter" or n in names}
-        tied = {n for n, _ in step.model.named_parameters(remove_duplicate=False)}
+        tied = {n for n, _ in model.named_parameters(remove_duplicate=False)}
         found = {n: s for n, s in shapes.items() if n in mine or n not in tied}
         check_names(found, needed, str(path))
         for name, tensor in needed.items():

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tutti.calls.first_call import refuse_in_shards
-from tutti.calls.python_values import PythonValues
+from tutti.calls.running import Running
 from tutti.capture.state.first_form import awaiting, make_places, make_slots
 from tutti.capture.state.lift import StateTensor, state_of
 from tutti.checkpoint.files import Reading, write_checkpoint
@@ -24,10 +24,8 @@ from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
-from tutti.layout import Layout
-from tutti.saving import model_file, saved_values
+from tutti.saving import model_file, replica_checkpoint, saved_values
 from tutti.saving.local_part import part_of
-from tutti.state import agreeing
 from tutti.state.residence import adopt, is_here, local_of, refuse_open, set_local
 from tutti.state.shards import plain_dtensor, unguarded
 
@@ -37,39 +35,27 @@ _SLOTS = ("optim.", saved_values.PREFIX + "optim.")
 _MOST_TRIES = 3
 
 
-class Holder(Protocol):
-    """What holds the state: a `tutti.Step`."""
-
-    model: nn.Module
-    optimizer: Any
-    layout: Layout
-    num_steps: int
-    agreeing: agreeing.Agreeing | None
-    python: PythonValues
-    begun: bool  # whether all ranks have made a call
-
-
-def _state(step: Holder, found: Iterable[str] = ()) -> list[StateTensor]:
+def _state(running: Running, found: Iterable[str] = ()) -> list[StateTensor]:
     """The state of now, with places for what was `found` in a checkpoint."""
-    refuse_open(step.model)
-    if any(n.startswith(_SLOTS) for n in found) and awaiting(step.optimizer) is not None:
-        refuse_in_shards(step.model, step.optimizer)
-        make_places(step.optimizer)
+    refuse_open(running.job.model)
+    if any(n.startswith(_SLOTS) for n in found) and awaiting(running.job.optimizer) is not None:
+        refuse_in_shards(running.job.model, running.job.optimizer)
+        make_places(running.job.optimizer)
     with unguarded():
-        make_slots(step.optimizer)
-    adopt(step.model, step.optimizer)
-    return state_of(step.model, step.optimizer)
+        make_slots(running.job.optimizer)
+    adopt(running.job.model, running.job.optimizer)
+    return state_of(running.job.model, running.job.optimizer)
 
 
-def state_dict(step: Holder) -> dict[str, Any]:
+def state_dict(running: Running) -> dict[str, Any]:
     """Every state tensor that this rank keeps, by name, without autograd; and the step count."""
-    return _as_dict(step, _state(step))
+    return _as_dict(running, _state(running))
 
 
-def _as_dict(step: Holder, every: list[StateTensor]) -> dict[str, Any]:
+def _as_dict(running: Running, every: list[StateTensor]) -> dict[str, Any]:
     state: dict[str, Any] = {n: plain_dtensor(x) for n, x in _kept(every).items()}
-    state[COUNT] = torch.tensor(step.num_steps)
-    return state | saved_values.to_save(step.python)
+    state[COUNT] = torch.tensor(running.num_steps)
+    return state | saved_values.to_save(running.python)
 
 
 def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
@@ -77,72 +63,73 @@ def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
     return {s.name: s.tensor for s in state if is_here(s.tensor)}
 
 
-def load_state_dict(step: Holder, state: Mapping[str, Any]) -> None:
+def load_state_dict(running: Running, state: Mapping[str, Any]) -> None:
     """Take over what this rank keeps; all names and shapes are checked first."""
-    every = _state(step, state)
+    every = _state(running, state)
     mine = _kept(every)
     python = {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
     found = {n: tuple(v.shape) for n, v in state.items() if n != COUNT and n not in python}
     elsewhere = {s.name: tuple(s.tensor.shape) for s in every if s.name not in mine}
     check_names(elsewhere | found, {s.name: s.tensor for s in every}, "the state given")
-    saved_values.check(step.python, python, "the state given")
+    saved_values.check(running.python, python, "the state given")
     for name, tensor in mine.items():
         set_local(tensor, part_of(state[name], tensor))
-    saved_values.put(step.python, python)
+    saved_values.put(running.python, python)
     if COUNT in state:
-        step.num_steps = int(state[COUNT])
-    _restart(step)
+        running.num_steps = int(state[COUNT])
+    _restart(running)
 
 
-def _restart(step: Holder) -> None:
+def _restart(running: Running) -> None:
     """What a strategy of replicas remembers is about other weights."""
-    if step.agreeing is not None:
-        step.agreeing.restart(step)
+    if running.agreeing is not None:
+        running.agreeing.restart()
 
 
-def save(step: Holder, path: Path, extra: Mapping[str, Any] | None) -> None:
+def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
     """Save all of the state; it becomes visible, whole, by one rename.
 
     Where a replica is lost meanwhile, those that are left begin again.
     """
     ensure_process_group()
     while True:
-        left = agreeing.replicas_left(step)
+        left = replica_checkpoint.replicas_left(running)
         try:
-            _save_among(step, path, dict(extra or {}), ranks_of(agreeing.group_of(step, left)))
+            ranks = ranks_of(replica_checkpoint.group_of(running, left))
+            _save_among(running, path, dict(extra or {}), ranks)
             return
         except CommError:
-            if not agreeing.lost_since(step, left):
+            if not replica_checkpoint.lost_since(running, left):
                 raise
-            agreeing.drop_group(step)
+            replica_checkpoint.drop_group(running)
 
 
-def _save_among(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
+def _save_among(running: Running, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
     if path.suffix == ".safetensors":
-        model_file.save(step, path, ranks)
+        model_file.save(running, path, ranks)
     else:
-        _save(step, path, extra, ranks)
+        _save(running, path, extra, ranks)
 
 
-def _save(step: Holder, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
+def _save(running: Running, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
     what = f"cannot write the checkpoint {path}"
     ranks.each(what, lambda: _json(extra))
-    found = _state(step)
-    state = _as_dict(step, found)
-    ranks.lead(what, lambda: _own(step, path))
+    found = _state(running)
+    state = _as_dict(running, found)
+    ranks.lead(what, lambda: _own(running, path))
     every = {s.name: s.tensor for s in found} | {COUNT: state[COUNT]}
     every |= {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
     manifest = Manifest(
-        layout=str(step.layout),
-        replicas=agreeing.saved_as(step),
+        layout=str(running.job.layout),
+        replicas=replica_checkpoint.saved_as(running),
         tensors={n: TensorForm(tuple(v.shape), v.dtype) for n, v in every.items()},
         folder="",
         files={},
         extra=extra,
     )
-    mine = agreeing.to_save(step, state)
+    mine = replica_checkpoint.to_save(running, state)
     if (
-        not step.begun and not ranks.leads
+        not running.begun and not ranks.leads
     ):  # until the first call rank 0's values are those of the run
         mine = {n: x for n, x in mine.items() if isinstance(x, DTensor)}
     write_checkpoint(path, mine, manifest, ranks)
@@ -169,9 +156,9 @@ _MOST_LOCKS = 8
 _LOST_SECONDS = 15.0
 
 
-def _own(step: Holder, path: Path) -> str:
-    seconds = _LOST_SECONDS if agreeing.give_up_lost(step) else 0.0
-    lock, locks = open_folder(path, seconds), _LOCKS.setdefault(step, {})
+def _own(running: Running, path: Path) -> str:
+    seconds = _LOST_SECONDS if replica_checkpoint.give_up_lost(running) else 0.0
+    lock, locks = open_folder(path, seconds), _LOCKS.setdefault(running, {})
     locks.pop(path.resolve(), None)
     locks[path.resolve()] = lock
     while len(locks) > _MOST_LOCKS:
@@ -179,35 +166,35 @@ def _own(step: Holder, path: Path) -> str:
     return ""
 
 
-def load(step: Holder, path: Path) -> dict[str, Any]:
+def load(running: Running, path: Path) -> dict[str, Any]:
     """Read a checkpoint into the step; what is wrong with it is said before anything changes."""
     ensure_process_group()
     ranks = ranks_of()
     if path.suffix == ".safetensors":
-        model_file.load(step, path, ranks)
-        _restart(step)
+        model_file.load(running.job.model, path, ranks)
+        _restart(running)
         return {}
     reading = Reading(path, ranks)
     for _ in range(_MOST_TRIES):
         try:
-            return _load(step, reading, ranks)
+            return _load(running, reading, ranks)
         except CheckpointError:
             if not reading.is_replaced():
                 raise
             reading = Reading(path, ranks)
-    return _load(step, reading, ranks)
+    return _load(running, reading, ranks)
 
 
-def _load(step: Holder, reading: Reading, ranks: Unanimous) -> dict[str, Any]:
+def _load(running: Running, reading: Reading, ranks: Unanimous) -> dict[str, Any]:
     saved, path = reading.manifest.tensors, str(reading.path)
-    every = _state(step, saved)
+    every = _state(running, saved)
     mine = _kept(every)
     python = {n: form for n, form in saved.items() if n.startswith(saved_values.PREFIX)}
 
     def check() -> str:
         shapes = {n: form.shape for n, form in saved.items() if n != COUNT and n not in python}
         check_names(shapes, {s.name: s.tensor for s in every}, path)
-        saved_values.check(step.python, python, path)
+        saved_values.check(running.python, python, path)
         return ""
 
     ranks.each(f"cannot read the checkpoint {path}", check)
@@ -215,10 +202,10 @@ def _load(step: Holder, reading: Reading, ranks: Unanimous) -> dict[str, Any]:
     fresh[COUNT] = torch.tensor(0)
     fresh |= {n: torch.empty(form.shape, dtype=form.dtype) for n, form in python.items()}
     reading.fill(fresh)
-    remembered = agreeing.read(step, reading, int(fresh[COUNT]))
+    remembered = replica_checkpoint.read(running, reading, int(fresh[COUNT]))
     for name, tensor in mine.items():
         set_local(tensor, local_of(fresh[name]))
-    saved_values.put(step.python, {n: fresh[n] for n in python})
-    step.num_steps = int(fresh[COUNT])
-    agreeing.take_over(step, reading, remembered)
+    saved_values.put(running.python, {n: fresh[n] for n in python})
+    running.num_steps = int(fresh[COUNT])
+    replica_checkpoint.take_over(running, reading, remembered)
     return reading.manifest.extra

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,6 +15,7 @@ from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.lift import state_of
 from tutti.capture.step import Captured, capture
 from tutti.environment import LINGER, LISTEN, RECORDS, REPAIR
+from tutti.job import Job
 from tutti.launch import roles
 from tutti.launch.roles import Role
 from tutti.layout import Layout
@@ -29,48 +30,37 @@ from tutti.state.residence import Residence, adopt, run_device, settle, whole_of
 _LOOK_SECONDS = 0.2
 
 
-class Holder(Protocol):
-    """What holds the state: a `tutti.Step`."""
-
-    train_step: Any
-    model: nn.Module
-    optimizer: Any
-    layout: Layout
-    seed: int
-    num_steps: int
-
-
-def captured_for(step: Holder, batch: tuple[Any, ...], *, apart: bool) -> Captured:
+def captured_for(job: Job, batch: tuple[Any, ...], *, apart: bool) -> Captured:
     """The step as every worker and server captures it: with the rows of one worker while workers are `apart`
     (each push is one update), else with the whole batch."""
-    refuse_where_apart(step.optimizer, step.layout)
-    make_slots(step.optimizer)
-    adopt(step.model, step.optimizer)
-    settle(step.model, step.optimizer, Residence(Layout()), run_device(step.model), step.seed)
+    model, optimizer, layout = job.model, job.optimizer, job.layout
+    refuse_where_apart(optimizer, layout)
+    make_slots(optimizer)
+    adopt(model, optimizer)
+    settle(model, optimizer, Residence(Layout()), run_device(model), job.seed)
     if apart:
-        batch = replica_rows.of_batch(batch, 0, step.layout.num_replicas)
-    captured = capture(
-        step.train_step, step.model, step.optimizer, batch, precision=step.layout.precision
-    )
-    refuse_other_layouts(captured, step.layout)
+        batch = replica_rows.of_batch(batch, 0, layout.num_replicas)
+    captured = capture(*job.trained, batch, precision=layout.precision)
+    refuse_other_layouts(captured, layout)
     return captured
 
 
-def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
+def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
     """Own some of the variables until the workers have left.
 
-    The first weights are those of this process's model, or of the checkpoint that its script has loaded.
+    The first weights are those of this process's model, or of the checkpoint that its script has loaded,
+    after `num_steps` steps.
     """
-    layout = step.layout
+    layout = job.layout
     due = consistency.parse(layout.sync)
-    made = split(captured_for(step, batch, apart=due.alone(0)))
+    made = split(captured_for(job, batch, apart=due.alone(0)))
     updater = GraphUpdater(made)
     service = Service(
         updater,
-        whole_state(step, {v.name for v in updater.variables}),
+        whole_state(job.model, job.optimizer, {v.name for v in updater.variables}),
         _address(role),
         consistency=due,
-        version=step.num_steps if due.both else 0,
+        version=num_steps if due.both else 0,
         num_workers=layout.num_replicas,
         server=role.number,
         num_servers=layout.server,
@@ -84,10 +74,10 @@ def serve(step: Holder, role: Role, batch: tuple[Any, ...]) -> None:
     service.run()
 
 
-def whole_state(step: Holder, names: set[str]) -> dict[str, dict[str, Tensor]]:
+def whole_state(model: nn.Module, optimizer: Any, names: set[str]) -> dict[str, dict[str, Tensor]]:
     """Variables with their slots, whole, by name and slot; all ranks of a worker ask together."""
     found: dict[str, dict[str, Tensor]] = {}
-    for s in state_of(step.model, step.optimizer):
+    for s in state_of(model, optimizer):
         if (s.owner or s.name) in names:
             own = found.setdefault(s.owner or s.name, {})
             own[s.slot or WEIGHT] = whole_of(s.tensor).cpu()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from tutti.environment import STRICT
 from tutti.execution.allocator import give_back_now
@@ -17,7 +17,7 @@ from tutti.execution.generate import generate
 from tutti.execution.loops import Loops
 from tutti.graph import random
 from tutti.graph.collectives import Player
-from tutti.layout import Layout
+from tutti.job import Job
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.server.split.program import in_slices, played, worker_layout, worker_program
@@ -27,20 +27,6 @@ from tutti.server.split.updater import GraphUpdater
 from tutti.server.split.worker_part import WorkerPart, alone, together
 from tutti.serving.server_side import captured_for
 from tutti.state.residence import residence_of
-
-# Set to anything, an op without a rule is an error instead of a warning.
-
-
-class Holder(Protocol):
-    """What holds the state: a `tutti.Step`."""
-
-    train_step: Any
-    model: nn.Module
-    optimizer: Any
-    layout: Layout
-    place: Mapping[str, str]
-    seed: int
-    num_steps: int
 
 
 @dataclass
@@ -98,7 +84,7 @@ class Worked:
 
 
 def parts_of(
-    step: Holder,
+    job: Job,
     batch: tuple[Any, ...],
     tables: frozenset[str] | None = None,
     *,
@@ -106,9 +92,9 @@ def parts_of(
 ) -> tuple[Split, WorkerPart, Program]:
     """A step taken apart (of `tables` only rows travel), the worker's part of it, and that as a program;
     `apart`: for a worker whose pushes are updates of their own."""
-    made = split(captured_for(step, batch, apart=apart), tables=tables)
+    made = split(captured_for(job, batch, apart=apart), tables=tables)
     part = (alone if apart else together)(made)
-    known = residence_of(step.model, step.layout).compute
+    known = residence_of(job.model, job.layout).compute
     strict = STRICT.read()
-    laid_out = worker_layout(step.layout, alone=apart)
-    return made, part, worker_program(part, laid_out, step.place, known=known, strict=strict)
+    laid_out = worker_layout(job.layout, alone=apart)
+    return made, part, worker_program(part, laid_out, job.place, known=known, strict=strict)

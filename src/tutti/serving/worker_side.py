@@ -17,6 +17,7 @@ from tutti.errors import ServerError
 from tutti.execution.allocator import keep_freed_memory
 from tutti.execution.execute import between_ranks, describe
 from tutti.graph.collectives import Player
+from tutti.job import Job
 from tutti.launch import roles
 from tutti.launch.roles import Role
 from tutti.partition.partition import Program
@@ -31,7 +32,7 @@ from tutti.server.split.updater import GraphUpdater, check_same
 from tutti.server.wire.client import Client
 from tutti.server.wire.crew import Crew
 from tutti.serving.server_side import whole_state
-from tutti.serving.worked import Holder, Worked, parts_of
+from tutti.serving.worked import Worked, parts_of
 from tutti.serving.worker_weights import WorkerWeights
 from tutti.state.residence import (
     forget_values,
@@ -43,15 +44,15 @@ from tutti.state.residence import (
 
 
 class WorkerSide:
-    """What a `Step` does on a worker; joins the servers at its first call and leaves them at exit.
+    """A job on a worker; joins the servers at its first call and leaves them at exit.
 
     Weights lie in the model as this worker pulled them last; the optimizer holds no slots. Of a worker of
     several ranks the first alone has a `client`; all of them call together.
     """
 
-    def __init__(self, step: Holder, role: Role) -> None:
-        self.step, self.role = step, role
-        self.consistency = consistency.parse(step.layout.sync)
+    def __init__(self, job: Job, role: Role) -> None:
+        self.job, self.role = job, role
+        self.consistency = consistency.parse(job.layout.sync)
         self.client: Client | None = None
         self._updater: GraphUpdater | None = None
         self._numbers: Mapping[str, float] | None = None
@@ -66,19 +67,19 @@ class WorkerSide:
     @cached_property
     def crew(self) -> Crew:
         """The ranks of this worker, who must have met."""
-        return Crew(self.step.layout.worker_size)
+        return Crew(self.job.layout.worker_size)
 
     @cached_property
     def weights(self) -> WorkerWeights:
         """The weights on this rank."""
-        return WorkerWeights(self.step, self.crew)
+        return WorkerWeights(self.job, self.crew)
 
     def compiled(self, batch: tuple[Any, ...]) -> Worked:
         """The step for a batch like this one, as it runs now; joins the servers if that is to be done."""
         apart = self.apart
         if self._updater is not None:
             self.weights.make_slots(self._updater.variables)  # capture looks for them
-        made, part, program = parts_of(self.step, batch, self._tables, apart=apart)
+        made, part, program = parts_of(self.job, batch, self._tables, apart=apart)
         check_order([describe(n) for n in program.collectives])
         updater = GraphUpdater(made)
         self._join(updater)
@@ -86,7 +87,7 @@ class WorkerSide:
         self.weights.settle(program)
         if apart != self.apart:  # the others are apart already
             return self.compiled(batch)
-        own = own_memory(state_of(self.step.model, None)) & set(program.captured.updated)
+        own = own_memory(state_of(self.job.model, None)) & set(program.captured.updated)
         for captured in (made.captured, program.captured):
             forget_values(captured.state)
         sums, player, place = self._players(program)
@@ -111,12 +112,18 @@ class WorkerSide:
         return sums, TwoLevels(inside, sums, program.layout.mesh, place), place
 
     def call(
-        self, worked: Worked, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
+        self,
+        worked: Worked,
+        given: Mapping[str, float],
+        tensors: list[Tensor],
+        num_steps: int,
+        *,
+        checked: bool,
     ) -> list[Any]:
-        """One step; the leaves that it returns."""
+        """One step after `num_steps` others; the leaves that it returns."""
         state = self.weights.state
         if worked.apart:
-            tensors = replica_rows.rows(tensors, self.role.number, self.step.layout.num_replicas)
+            tensors = replica_rows.rows(tensors, self.role.number, self.job.layout.num_replicas)
         tables = {x.table: x.unique(_named(tensors)) for x in worked.part.lookups}
         read = {x.table: _room(x, state[x.table]) for x in worked.part.lookups}
         wanted = {n: Rows(rows, read[n][: len(rows)]) for n, (rows, _) in tables.items()}
@@ -128,10 +135,10 @@ class WorkerSide:
         inputs += [*given.values(), *tensors]
         for name, (_, places) in tables.items():
             inputs += [read[name], places]
-        seed = self.step.seed
+        seed = self.job.seed
         if worked.apart:
             seed = replica_rows.seed_of(seed, self.role.number)
-        returned, new = worked.run(inputs, seed, self.step.num_steps, checked=checked)
+        returned, new = worked.run(inputs, seed, num_steps, checked=checked)
         for name, value in zip(captured.updated, new, strict=True):
             set_local(state[name], value)
         mine, gradients, extra = worked.part.parts(returned)
@@ -177,7 +184,7 @@ class WorkerSide:
                 if self.client is None:
                     held.setdefault(v.name, {})[slot] = torch.empty(shape, dtype=dtype)
                 self.crew.share(held[v.name][slot])
-        for s in state_of(self.step.model, self.step.optimizer):
+        for s in state_of(self.job.model, self.job.optimizer):
             own = held.get(s.owner or s.name)
             if own is not None:
                 self.weights.put(s, own[s.slot or WEIGHT])
@@ -191,7 +198,9 @@ class WorkerSide:
         """Give the servers the state that the model and the optimizer hold; one worker does so for all."""
         self._numbers = None
         if self._updater is not None and self.role.number == 0:
-            held = whole_state(self.step, {v.name for v in self._updater.variables})
+            held = whole_state(
+                self.job.model, self.job.optimizer, {v.name for v in self._updater.variables}
+            )
             if self.client is not None:
                 self.client.push_state(held)
 
@@ -200,14 +209,14 @@ class WorkerSide:
             check_same(updater, self._updater)
             return
         self._updater = updater
-        residence_of(self.step.model, self.step.layout).fetch = self.refresh
+        residence_of(self.job.model, self.job.layout).fetch = self.refresh
         if self.crew.speaks:
             self._connect(updater)
         self._told({})
 
     def _connect(self, updater: GraphUpdater) -> None:
         client = Client(
-            roles.addresses(self.step.layout),
+            roles.addresses(self.job.layout),
             updater,
             worker=self.role.number,
             consistency=self.consistency,

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tutti.capture.state.lift import StateTensor, create_slots, optimizers_of, state_of
+from tutti.job import Job
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.propagate.storage_sharding import slot_like
 from tutti.server.protocol.update import Variable
 from tutti.server.wire.crew import Crew
-from tutti.serving.worked import Holder
 from tutti.state.residence import (
     Residence,
     as_shard,
@@ -35,13 +35,13 @@ from tutti.state.residence import (
 class WorkerWeights:
     """The weights of a worker on one of its ranks; all ranks of `crew` call together."""
 
-    def __init__(self, step: Holder, crew: Crew) -> None:
-        self.step, self.crew = step, crew
+    def __init__(self, job: Job, crew: Crew) -> None:
+        self.job, self.crew = job, crew
 
     @cached_property
     def home(self) -> Residence:
         """How the worker's state is kept."""
-        return residence_of(self.step.model, self.step.layout)
+        return residence_of(self.job.model, self.job.layout)
 
     @cached_property
     def place(self) -> dict[str, int]:
@@ -51,17 +51,17 @@ class WorkerWeights:
     @property
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers by name."""
-        return {s.name: s.tensor for s in state_of(self.step.model, None)}
+        return {s.name: s.tensor for s in state_of(self.job.model, None)}
 
     def settle(self, program: Program) -> None:
         """Cut weights and buffers down to this rank's parts; what the program does not name stays whole."""
         home = self.home
-        home.device = run_device(self.step.model)
+        home.device = run_device(self.job.model)
         home.compute.update(program.plan.compute)
         for name, x in self.state.items():
             whole = Sharding.whole(tuple(x.shape))
             home.storage.setdefault(name, program.storage.get(name, whole))
-        settle(self.step.model, self.step.optimizer, home, home.device, self.step.seed)
+        settle(self.job.model, self.job.optimizer, home, home.device, self.job.seed)
 
     def rooms(self, state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
         """Where whole weights of `state` come: in the model itself, where this rank has all of one."""
@@ -92,10 +92,10 @@ class WorkerWeights:
     def make_slots(self, variables: Iterable[Variable]) -> None:
         """The optimizer's slots, with no values yet; on several ranks each its part."""
         if self.crew.size == 1:
-            return create_slots(self.step.optimizer)
+            return create_slots(self.job.optimizer)
         names = {id(x): name for name, x in self.state.items()}
         slots = {v.name: v.slots for v in variables}
-        for one in optimizers_of(self.step.optimizer):
+        for one in optimizers_of(self.job.optimizer):
             for p in (p for g in one.param_groups for p in g["params"]):
                 owner = names[id(p)]
                 for slot, (shape, dtype) in slots.get(owner, {}).items():
@@ -111,5 +111,5 @@ class WorkerWeights:
 
     def forget_slots(self) -> None:
         """The servers have the optimizer's slots; here they would only grow old."""
-        for one in optimizers_of(self.step.optimizer):
+        for one in optimizers_of(self.job.optimizer):
             one.state.clear()

@@ -1,0 +1,264 @@
+"""The captured step that a user calls: `Step`."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tutti.calls.first_call import FirstCall
+from tutti.capture.batch import taken
+from tutti.capture.substitutes.sparse import dense
+from tutti.environment import CHECK_NAN
+from tutti.errors import LayoutError
+from tutti.execution.cuda_graph import op_by_op
+from tutti.execution.measure import peak_nbytes
+from tutti.job import Job
+from tutti.layout import Layout
+from tutti.modes.choice import mode_of
+from tutti.modes.compiled_program import Compiled
+from tutti.modes.programs import Programs
+from tutti.partition.partition import Program
+from tutti.pipeline.timed import Timed
+from tutti.propagate.batch_dim import BatchDim
+from tutti.report.collective_records import Record, records
+from tutti.saving import step_checkpoint
+from tutti.state.residence import run_device
+from tutti.state.whole import Whole, model_state
+from tutti.user_lines import OnlyUsersFrames
+
+# What a command that only looks at a script (verify, explain) does with a step instead of running it.
+Look = Callable[["Step", tuple[Any, ...]], Any]
+LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
+
+
+class Step:
+    """A captured training step, called with the *global* batch.
+
+    Made by `tutti.distribute`. The first call captures, partitions and compiles; a call with other
+    shapes does so again and is cached.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[..., Any],
+        model: Any,
+        optimizer: Any,
+        layout: Layout,
+        *,
+        place: Mapping[str, str] | None = None,
+        cut: str | Sequence[str] = (),
+        batch_dim: BatchDim = None,
+        seed: int = 0,
+    ) -> None:
+        options: Any = {"place": place, "cut": cut, "batch_dim": batch_dim, "seed": seed}
+        self.mode = mode_of(Job.of(train_step, model, optimizer, layout, **options))
+        self._running = running = self.mode.running
+        job = running.job
+        self.train_step, self.model, self.optimizer = job.trained
+        self.layout, self.place, self.cut = job.layout, job.place, job.cut
+        self.batch_dim, self.seed = job.batch_dim, job.seed
+        self.python, self.agreeing, self.served = running.python, running.agreeing, self.mode.served
+        self._programs = Programs(self.mode)
+        self._compiled = self._programs.known
+
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """One step on the global batch; returns what the training step returns, global values.
+
+        With replicas: what this rank's replica returns for its rows of the batch.
+        """
+        batch = dense(taken(batch, named))
+        look = LOOK.get()
+        if look is not None:
+            return look(self, batch)
+        mode, running, programs = self.mode, self._running, self._programs
+        mode.before(batch)
+        leaves, form = _flattened(batch)
+        found = programs.found(leaves, form, batch)
+        if found is None:
+            return self._first_call(leaves, form, batch)
+        compiled, given = found
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        checked = CHECK_NAN.read()
+        returned = compiled.play(given, tensors, checked=checked)
+        if compiled.reads is not None:
+            call = leaves, form, batch
+            compiled, returned = programs.on_its_way(
+                compiled, given, call, returned, checked=checked
+            )
+        programs.last = compiled
+        compiled.last_call = running.num_steps
+        captured = compiled.program.captured
+        for one in running.optimizers:
+            one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it stepped
+        running.num_steps += 1
+        mode.after()
+        if captured.effects:
+            self.python.apply(captured.effects, returned[captured.num_returned :])
+        returned = returned[: captured.num_returned]
+        self._warn_of_nan(returned)
+        return tree_unflatten(returned, captured.returned)
+
+    def _first_call(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Any:
+        """One step as PyTorch takes it, and a program for the next call like it."""
+        running = self._running
+        running.begin_together(batch)
+        call = FirstCall(running.job, self.python)
+        with OnlyUsersFrames():
+            returned, spec = call.take(batch, running.num_steps)
+        running.num_steps += 1
+        self._warn_of_nan(returned)
+        found = self._programs.found(leaves, form, batch)
+        if found is None:
+            call.not_over()
+        else:
+            self._programs.last = found[0]
+            call.over()
+        return tree_unflatten(returned, spec)
+
+    def _warn_of_nan(self, returned: Sequence[Any]) -> None:
+        for x in returned:
+            scalar = isinstance(x, Tensor) and not x.dim() and x.is_floating_point()
+            if scalar and x.is_cpu and not math.isfinite(x.item()):
+                warnings.warn(
+                    f"step {self.num_steps - 1} returned {x.item()}; run again with {CHECK_NAN}=1 to "
+                    "stop at the first node that makes it",
+                    stacklevel=3,
+                )
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps have been taken; a checkpoint that is loaded sets it."""
+        return self._running.num_steps
+
+    @num_steps.setter
+    def num_steps(self, count: int) -> None:
+        self._running.num_steps = count
+
+    def program_of(self, batch: Sequence[Any]) -> Program:
+        """The program that a call with `batch` would run, without running anything."""
+        given = taken(batch)
+        self._running.job.refuse_empty(given)
+        return self.mode.program_of(given)
+
+    @property
+    def program(self) -> Program:
+        """The program of the last call."""
+        return self._last_call.program
+
+    @property
+    def graph(self) -> Any:
+        """The partitioned `torch.fx` graph of the last call; with `micro` or `pipe`, that of this rank's
+        place, in which all that runs once a micro-batch is one node `loop`."""
+        made = self._timed
+        return made.programs[self._place].graph if made else self.program.graph
+
+    @property
+    def collectives(self) -> list[Record]:
+        """A record for every collective that this rank takes part in at a call like the last one.
+
+        One that runs once a micro-batch is one record, with `times`. What places of a pipeline send each
+        other is no collective: `explain` shows it.
+        """
+        return [r for r in records(self.program, self._timed) if r.place == self._place]
+
+    @property
+    def _timed(self) -> Timed | None:
+        return self._last.execution.timed if self._last else None
+
+    @property
+    def _place(self) -> int:
+        return self._last.execution.place if self._last else 0
+
+    @property
+    def _last(self) -> Compiled[Any] | None:
+        return self._programs.last
+
+    @property
+    def _num_traces(self) -> int:
+        return self._programs.num_traces
+
+    @property
+    def _last_call(self) -> Compiled[Any]:
+        if self._programs.last is None:
+            raise LayoutError("the step has not been called yet", fix="call it with a batch first")
+        return self._programs.last
+
+    def explain(self, *, tensor: str | None = None, graph: bool = False) -> str:
+        """Where every tensor lives, the predicted memory, every collective and why, as text.
+
+        After `measure`, the measured memory stands beside the predicted one.
+        """
+        return self._last_call.explain(tensor=tensor, graph=graph)
+
+    def measure(self, *batch: Any, **named: Any) -> Any:
+        """One step, as a call, that notes the most memory it takes (bytes above what was held before it).
+
+        Call it after a first plain step: a first call captures. On a CPU it runs under PyTorch's profiler.
+        """
+        with op_by_op():
+            nbytes, result = peak_nbytes(lambda: self(*batch, **named), run_device(self.model))
+        if self._last is not None:
+            self._last.measured = nbytes
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s.
+
+        In a pipeline, the tensors that this rank keeps: those of other places are in their ranks' dicts.
+        """
+        with self.mode.state_here():
+            return step_checkpoint.state_dict(self._running)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over tensors by name; whole ones are cut, `DTensor`s re-sharded as needed.
+
+        In a pipeline `state` may leave out what other places keep. Raises `CheckpointError` for other names
+        or shapes, before anything changes.
+        """
+        with self.mode.state_replaced():
+            step_checkpoint.load_state_dict(self._running, state)
+
+    def whole(self, *, rank: int | None = None, slots: bool = False) -> Whole:
+        """A block in which the model's weights are whole, ordinary tensors, to read or write.
+
+            with step.whole():
+                text = model.generate(prompt)
+
+        As `tutti.whole(self.model)`: all ranks enter and leave together, and write the same values; or
+        `rank` alone has them (`with step.whole(rank=0) as here:`). `step.whole().nbytes` is the memory that
+        it takes. `slots` makes the optimizer's whole too.
+        """
+        return Whole(self.model, rank=rank, slots=slots)
+
+    def model_state(self, *, rank: int | None = None) -> dict[str, Any]:
+        """`model.state_dict()` as on one device, under every layout: whole plain tensors on the CPU.
+
+        They are copies, one shard after the other gathered; tied weights share memory. All ranks call
+        together; with `rank` that one alone gets them, and the others an empty dict.
+        """
+        return model_state(self.model, rank=rank)
+
+    def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Write a checkpoint directory, or the model alone where `path` ends in `.safetensors`."""
+        with self.mode.state_here():
+            if self.mode.writes():
+                step_checkpoint.save(self._running, Path(path), extra)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Read what `save` wrote, under any layout; returns its `extra`."""
+        with self.mode.state_replaced():
+            return step_checkpoint.load(self._running, Path(path))
+
+
+def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    """The leaves of a batch, and what it is made of beside them; most batches are a few tensors."""
+    if all(type(x) is Tensor for x in batch):
+        return list(batch), len(batch)
+    return tree_flatten(batch)

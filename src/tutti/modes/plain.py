@@ -1,0 +1,286 @@
+"""One program on all ranks of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, repeat
+from operator import is_
+from typing import Any
+
+from torch import Tensor
+
+from tutti.calls.first_call import first_call_undone, refuse_where_apart
+from tutti.calls.guards import Guard, ReadGuard, guard_of, refuse_other_layouts
+from tutti.calls.holders import Holders
+from tutti.calls.outside_state import Outside
+from tutti.calls.running import Running
+from tutti.calls.tables import are_same
+from tutti.calls.weight_samples import Samples
+from tutti.capture.python.python_state import Findings
+from tutti.capture.python.read_values import Seen
+from tutti.capture.python.sizes import FreeSizes
+from tutti.capture.state.first_form import awaiting, first_step_ahead, make_slots
+from tutti.capture.state.lift import state_of
+from tutti.capture.step import Captured, capture, copied
+from tutti.environment import STRICT
+from tutti.errors import ShardingError
+from tutti.execution.execute import Execution
+from tutti.job import Job
+from tutti.modes.compiled_program import Compiled
+from tutti.partition.partition import Program, partition
+from tutti.pipeline.ready import in_time
+from tutti.propagate.plan import plan
+from tutti.replicas import replica_rows
+from tutti.report.explanation import explain as explain_program
+from tutti.state.agreeing import Agreeing
+from tutti.state.residence import (
+    Residence,
+    adopt,
+    forget_values,
+    own_memory,
+    refuse_open,
+    refuse_shared_memory,
+    residence_of,
+    run_device,
+    set_local,
+    settle,
+    whole_of,
+)
+from tutti.state.shards import StateShard, unguarded
+from tutti.state.taken import take_over
+from tutti.user_lines import quoted, user_line
+from tutti.verification.copies import copies_in_place
+from tutti.verification.verdict import compare
+
+
+class Plain:
+    """Every rank plays its part of one program, and the ranks have the state."""
+
+    served = None
+    compare = staticmethod(compare)
+
+    def __init__(self, job: Job, agreeing: Agreeing | None = None) -> None:
+        self.job = job
+        self.running = Running(job, agreeing)
+
+    def before(self, batch: tuple[Any, ...]) -> None:
+        """Nothing is due."""
+
+    def after(self) -> None:
+        """Nothing is due."""
+
+    def signature(self, made: Any) -> Any:
+        """`made`: nothing else tells programs apart."""
+        return made
+
+    def rows(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What the program takes of the tensors of a batch: all of them whole."""
+        return [whole_of(x) for x in tensors]
+
+    def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the program is captured with."""
+        return batch
+
+    def refuse_first_step(self) -> None:
+        """Raise what has this call taken eagerly, where an optimizer's first step has another form."""
+        if (one := awaiting(self.job.optimizer)) is not None:
+            raise first_step_ahead(one)
+
+    def compile(
+        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], seen: Seen | None
+    ) -> Compiled[Any]:
+        """The program for a batch like this one; the state is laid out for it."""
+        job, running = self.job, self.running
+        refuse_open(job.model)
+        self.refuse_first_step()
+        running.begin_together(batch)
+        home = residence_of(job.model, job.layout)
+        home.device = run_device(job.model)
+        with unguarded():
+            make_slots(job.optimizer)
+        adopt(job.model, job.optimizer)
+        try:
+            program, holds = self._program(batch, home, (kind, given), seen)
+        except ShardingError as error:
+            if not error.at.startswith("batch"):
+                raise
+            where = f"{quoted(user_line())}, {error.at}"
+            raise ShardingError(error.what, at=where, why=error.why, fix=error.fix) from None
+        refuse_shared_memory(program.captured.state, program.captured.updated)
+        for name, sharding in program.storage.items():
+            home.storage.setdefault(name, sharding)
+        # Compares the ranks' programs, before anything is cut.
+        seed = replica_rows.seed_of(job.seed, home.replica)
+        was_traced = not running.captures.is_resized  # else all of Python is as it was
+        execution = Execution(program, seed, home, cut=job.cut, gives_back=was_traced)
+        settle(job.model, job.optimizer, home, run_device(job.model), job.seed)
+        if was_traced:
+            running.python.walk()
+        Outside(program.captured, running.python).agree(job.layout)
+        running.python.note_changed(program.captured)
+        reads = ReadGuard(program.captured) if program.captured.reads else None
+        if reads is None:  # else the old state may be needed once more
+            own = own_memory(state_of(job.model, job.optimizer))
+            execution.donated = own & set(execution.program.captured.updated)
+        forget_values(program.captured.state)  # the whole tensors would outlive their shards
+        self.start()
+        samples = Samples.of_program(program, home.owners)
+        return OnRanks(program, execution, holds, reads, mode=self, samples=samples)
+
+    def start(self) -> None:
+        """The state is laid out for a program."""
+
+    def _program(
+        self,
+        batch: tuple[Any, ...],
+        home: Residence,
+        known: tuple[Any, Mapping[str, float]] | None = None,
+        seen: Seen | None = None,
+    ) -> tuple[Program, Guard]:
+        """The partitioned program for a batch like this one, and the guard of its capture."""
+        job, running = self.job, self.running
+        batch = self.batch(batch)
+        renewed = {i: new for i, (old, new) in home.renewed.items() if old() is not None}
+
+        def captured_with(free: FreeSizes | None, findings: Findings) -> Captured:
+            return capture(
+                *job.trained,
+                batch,
+                precision=job.layout.precision,
+                findings=findings,
+                renewed=renewed,
+                free=free,
+                seen=seen,
+            )
+
+        if known is None or seen is not None:
+            captured = captured_with(None, running.python.findings)
+            running.captures.is_resized = False
+        else:
+            captured = running.captures.of(*known, batch, renewed, captured_with)
+        refuse_other_layouts(captured, job.layout)
+        dims = job.dims(batch)
+        guard, own = guard_of(captured), copied(captured)
+        made = plan(own, job.layout, job.place, known=home.compute, dims=dims)
+        home.compute.update(made.compute)
+        return partition(made, strict=STRICT.read()), guard
+
+    def program_of(self, batch: tuple[Any, ...]) -> Program:
+        """The program for `batch`; a first step of another form is taken by copies first."""
+        job = self.job
+        refuse_where_apart(job.optimizer, job.layout)
+        if awaiting(job.optimizer) is None:
+            return self._program(batch, Residence(job.layout))[0]
+        with copies_in_place(*job.trained) as (step, model, optimizer):
+            copy = type(self)(replace(job, train_step=step, model=model, optimizer=optimizer))
+            with first_call_undone(*copy.job.trained, batch, job.seed, job.layout.precision):
+                return copy._program(batch, Residence(job.layout))[0]
+
+    def explain_call(self, batch: tuple[Any, ...], *, tensor: str | None, graph: bool) -> str:
+        """The text for the program of `batch`."""
+        program = self.program_of(batch)
+        made = in_time(program, cut_at=self.job.cut) if program.layout.in_time else None
+        return explain_program(program, tensor=tensor, graph=graph, made=made)
+
+    def state_here(self) -> AbstractContextManager[None]:
+        """The ranks have the state at any time."""
+        return nullcontext()
+
+    def state_replaced(self) -> AbstractContextManager[None]:
+        """The ranks have the state at any time."""
+        return nullcontext()
+
+    def writes(self) -> bool:
+        """All ranks do."""
+        return True
+
+
+@dataclass(eq=False)
+class OnRanks(Compiled[Execution]):
+    """A program of `Plain` on this rank, and where its state hangs.
+
+    Args:
+        mode: gives each call its rows of the batch.
+        samples: of the state, compared between ranks.
+        holders, outside: where the state is found; None before the first call.
+        lie: which of the state lay in shards at the last call.
+    """
+
+    mode: Plain = field(kw_only=True)
+    samples: Samples | None = field(default=None, kw_only=True)
+    holders: Holders | None = field(default=None, kw_only=True)
+    outside: Outside | None = field(default=None, kw_only=True)
+    lie: list[bool] | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def updated(self) -> list[int]:
+        """Where each tensor that a step updates stands among the state."""
+        places = {entry.name: k for k, entry in enumerate(self.program.captured.state)}
+        return [places[name] for name in self.execution.program.captured.updated]
+
+    def play(
+        self, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
+    ) -> list[Any]:
+        """The new state takes the place of the old one, if the call counts."""
+        state, running, execution = self._state(), self.mode.running, self.execution
+        own: list[Any] = [*state]
+        if self.lie is not None and any(self.lie):
+            lie = chain(self.lie, repeat(False))  # those outside are whole
+            both = zip(state, lie, strict=False)
+            own = [t._local_tensor if lies else t for t, lies in both]  # type: ignore[attr-defined]
+        inputs = [*own, *given.values(), *self.mode.rows(tensors)]
+        run = execution.run_checked if checked else execution.run
+        with running.divergence.watching(self.number, self.samples, own):
+            returned, updates = run(inputs, running.num_steps)
+        if checked:  # node by node, as the graph is: values, not memory
+            returned = [x.clone() if isinstance(x, Tensor) else x for x in returned]
+        if self.reads is not None:
+            values = self.reads.values(returned)
+            if not self.reads.holds(given, values):
+                return returned
+        # Most are overwritten where they lie.
+        if not are_same(updates, [own[at] for at in self.updated]):
+            both = zip(self.updated, updates, strict=True)
+            # What is new of one may be the tensor that held another.
+            for at, new in [(at, new.detach()) for at, new in both if new is not own[at]]:
+                set_local(state[at], new)
+        # A state tensor that the step returns is no parameter to whoever reads it.
+        return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in returned]
+
+    def _state(self) -> list[Tensor]:
+        """The tensors that hold the state now, in the captured order."""
+        job = self.mode.job
+        now = self.holders.tensors() if self.holders is not None else None
+        if now is None:
+            captured = self.program.captured
+            wanted = [x for x in captured.state if x.name not in captured.outside]
+            self.outside = Outside(captured, self.mode.running.python)
+            if job.layout.num_ranks == 1:
+                make_slots(job.optimizer)  # where the user has cleared them
+            self.holders = Holders(job.model, self.mode.running.optimizers, wanted)
+            now = self.holders.tensors()
+            assert now is not None
+        if job.layout.num_ranks > 1:
+            refuse_open(job.model)
+            lie = list(map(is_, map(type, now), repeat(StateShard)))
+            if lie != self.lie:
+                state = self.program.captured.state[: len(now)]
+                if take_over(job.model, job.optimizer, state, now):
+                    return self._state()
+                self.lie = lie
+        assert self.outside is not None
+        return [*now, *self.outside.tensors()] if self.outside else now
+
+    def explain(self, *, tensor: str | None, graph: bool) -> str:
+        """Where every tensor lives, memory, every collective and why."""
+        return explain_program(
+            self.program,
+            tensor=tensor,
+            graph=graph,
+            measured=self.measured,
+            run=self.execution.graph,
+            made=self.execution.timed,
+        )

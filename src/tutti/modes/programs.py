@@ -1,0 +1,164 @@
+"""The programs of one step: which of them plays a call, and when another one is made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from tutti.calls.guards import MOST_WAYS, no_way
+from tutti.calls.numbers import Numbers
+from tutti.calls.signature import Signatures
+from tutti.capture.python.read_values import Seen
+from tutti.capture.state.first_form import FirstStepAhead
+from tutti.environment import MOST_PROGRAMS
+from tutti.execution.collector import rarely_collected
+from tutti.graph.quick import quickly_written
+from tutti.modes.compiled_program import Compiled
+from tutti.modes.mode import Mode
+from tutti.user_lines import OnlyUsersFrames
+
+# A program, and the numbers that a call gives it.
+Found = tuple[Compiled[Any], dict[str, float]]
+
+
+class Programs:
+    """What `mode` has compiled for one step, by the signature of calls.
+
+    A call is told by the `leaves` of its batch, their `form`, and the `batch` itself.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self._mode, self._running = mode, mode.running
+        job = mode.running.job
+        self._signatures = Signatures(job.model, mode.running.optimizers)
+        self._numbers = Numbers(job.optimizer)
+        self._most = MOST_PROGRAMS.read()
+        self._num_made = self._num_forgotten = 0
+        self.num_traces = 0
+        self.known: dict[Any, list[Compiled[Any]]] = {}
+        self.last: Compiled[Any] | None = None  # that has played a call
+
+    def found(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Found | None:
+        """What plays this call, and the numbers that it is given; None for a call to be taken eagerly."""
+        try:
+            return self._find(leaves, form, batch)
+        except FirstStepAhead:
+            return None
+
+    def on_its_way(
+        self,
+        compiled: Compiled[Any],
+        given: Mapping[str, float],
+        call: tuple[list[Any], Any, tuple[Any, ...]],
+        returned: list[Any],
+        *,
+        checked: bool,
+    ) -> tuple[Compiled[Any], list[Any]]:
+        """The program that goes the ways of this `call`, and what it returns: where the one that has run does
+        not, by the values that the step reads from tensors, another one runs. Nothing of the first counts."""
+        tensors = [x for x in call[0] if isinstance(x, Tensor)]
+        values: Seen = {}
+        for _ in range(MOST_WAYS):
+            assert compiled.reads is not None
+            values = compiled.reads.values(returned)
+            if compiled.reads.holds(given, values):
+                return compiled, returned
+            compiled, given = self._find(*call, seen=values)
+            returned = compiled.play(given, tensors, checked=checked)
+            if compiled.reads is None:
+                return compiled, returned
+        raise no_way(compiled.program.captured, values)
+
+    def _find(
+        self, leaves: list[Any], form: Any, batch: tuple[Any, ...], seen: Seen | None = None
+    ) -> Found:
+        """What plays this call, compiled where there is nothing.
+
+        `seen` is what the step has read from tensors in a run that went another way.
+        """
+        running = self._running
+        python, numbers = running.python.now()
+        key = self._mode.signature(self._signatures.of(leaves, form, python))
+        given = self._numbers.of(leaves, numbers)
+        running.divergence.given(leaves, given, running.num_steps)
+        found = self.known.get(key, ())
+        if len(found) > 1:
+            found = sorted(found, key=lambda one: one is not self.last)
+        for compiled in found:
+            if compiled.holds(given) and (seen is None or compiled.may_hold(given, seen)):
+                for module, training in compiled.modes:
+                    module.training = training
+                return compiled, given
+        modes = [(module, module.training) for module in self._signatures.modules]
+        with rarely_collected(), quickly_written(), OnlyUsersFrames():
+            made = self._mode.compile(batch, self._kind(leaves, form, python), given, seen)
+        made.modes = [(m, m.training) for m, before in modes if m.training != before]
+        self._num_made += 1
+        made.number = self._num_made
+        # A step that calls `model.train()` or `eval()` is found again from either mode.
+        for module, before in [(m, b) for m, b in modes if m.training != b]:
+            module.training = before
+        was_traced = not running.captures.is_resized  # else all of Python is as it was
+        self._enter(made, leaves, form, walk=was_traced)
+        for module, training in made.modes:
+            module.training = training
+        numbers = self._enter(made, leaves, form, walk=was_traced)
+        if was_traced:
+            self._warn_of_retraces()
+        self._forget(made)
+        return made, self._numbers.of(leaves, numbers)
+
+    def _enter(
+        self, made: Compiled[Any], leaves: list[Any], form: Any, *, walk: bool
+    ) -> dict[str, float]:
+        """Let a call like this one find what was made for it; gives the numbers of now."""
+        if walk:
+            self._running.python.walk()
+        python, numbers = self._running.python.now()
+        self._running.captures.enter(self._kind(leaves, form, python))
+        key = self._mode.signature(self._signatures.of(leaves, form, python))
+        entered = self.known.setdefault(key, [])
+        if made not in entered:
+            entered.append(made)
+        return numbers
+
+    def _kind(self, leaves: list[Any], form: Any, python: int) -> Any:
+        """What calls have in common that differ in nothing but sizes and inputs."""
+        return self._signatures.of(leaves, form, python, sized=False)
+
+    def _forget(self, made: Compiled[Any]) -> None:
+        """Keep no more than are asked for; all ranks make the same calls, and forget the same ones."""
+        known = {id(one): one for found in self.known.values() for one in found}
+        known.pop(id(made), None)
+        while len(known) >= self._most:
+            oldest = min(known.values(), key=lambda one: one.last_call)
+            del known[id(oldest)]
+            for key, found in list(self.known.items()):
+                self.known[key] = [one for one in found if one is not oldest]
+                if not self.known[key]:
+                    del self.known[key]
+            self._note_forgotten()
+
+    def _note_forgotten(self) -> None:
+        self._num_forgotten += 1
+        if self._num_forgotten == 1:
+            warnings.warn(
+                f"the step has more than {self._most} programs, one for each batch of other sizes: "
+                "the one that was not called for longest is dropped, and made again when it is needed; "
+                f"{MOST_PROGRAMS.name} says how many are kept",
+                stacklevel=5,
+            )
+
+    def _warn_of_retraces(self) -> None:
+        """Something that changes at every call (a switch of a module) would trace for ever."""
+        self.num_traces += 1
+        count = self.num_traces
+        if count in (8, 64):
+            warnings.warn(
+                f"the step has been traced {count} times: shapes, options of the optimizer or plain "
+                "attributes of a module keep changing",
+                stacklevel=4,
+            )

@@ -1,0 +1,152 @@
+"""A step whose variables servers keep, on whichever side of them this process is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from tutti.calls.guards import guard_of
+from tutti.calls.outside_state import refuse_where_served
+from tutti.calls.running import Running
+from tutti.capture.python.read_values import Seen
+from tutti.environment import ROLE
+from tutti.job import Job
+from tutti.launch.roles import SERVER, WORKER, Role, role_now
+from tutti.modes.compiled_program import Compiled
+from tutti.partition.partition import Program
+from tutti.report.servers import explain_servers
+from tutti.server.protocol import consistency
+from tutti.server.split.three_parts import Split
+from tutti.serving.server_side import serve
+from tutti.serving.worked import Worked, parts_of
+from tutti.serving.worker_side import WorkerSide
+from tutti.state.residence import whole_of
+from tutti.verification.verify_servers import compare_servers
+
+
+class Served:
+    """A server serves from its first call to its end; a worker pulls, computes and pushes at each call."""
+
+    compare = staticmethod(compare_servers)
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.running = Running(job)
+
+    @property
+    def served(self) -> Served:
+        """This mode."""
+        return self
+
+    @cached_property
+    def role(self) -> Role:
+        """What this process is. Raises `LayoutError` where it is neither worker nor server."""
+        return role_now(self.job.layout)
+
+    @cached_property
+    def worker(self) -> WorkerSide:
+        """The side of a worker."""
+        return WorkerSide(self.job, self.role)
+
+    def before(self, batch: tuple[Any, ...]) -> None:
+        """A server serves here; `SystemExit` ends it."""
+        if self.role.kind == SERVER:
+            self.job.refuse_empty(batch)
+            whole = tree_map_only(Tensor, whole_of, batch)
+            serve(self.job, self.role, whole, self.running.num_steps)
+            raise SystemExit(0)
+
+    def after(self) -> None:
+        """Nothing is due: the push was part of the call."""
+
+    def signature(self, made: Any) -> Any:
+        """`made`, and whether this worker's next push is an update of its own."""
+        return made, self.worker.apart
+
+    def compile(
+        self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], seen: Seen | None
+    ) -> Compiled[Any]:
+        """A worker's program, as it runs now; joins the servers at the first call."""
+        self.running.begin_together(batch)
+        worked = self.worker.compiled(tree_map_only(Tensor, whole_of, batch))
+        refuse_where_served(worked.split.captured)
+        return OnWorker(worked.program, worked, guard_of(worked.split.captured), mode=self)
+
+    def parts_of(self, batch: tuple[Any, ...]) -> tuple[Split, Program]:
+        """The step taken apart, and the program of a worker, without running anything."""
+        apart = consistency.parse(self.job.layout.sync).alone(0)
+        made, _, program = parts_of(self.job, batch, apart=apart)
+        return made, program
+
+    def program_of(self, batch: tuple[Any, ...]) -> Program:
+        """The program of a worker's first call."""
+        return self.parts_of(batch)[1]
+
+    def explain_call(self, batch: tuple[Any, ...], *, tensor: str | None, graph: bool) -> str:
+        """The variables, their servers, and what a worker's first call moves."""
+        return explain_servers(*self.parts_of(batch), self.job.layout, graph=graph)
+
+    @property
+    def _joined(self) -> WorkerSide | None:
+        """The side of a worker that servers know already."""
+        side: WorkerSide | None = self.__dict__.get("worker")
+        return side if side is not None and side.has_joined else None
+
+    @contextmanager
+    def state_here(self) -> Iterator[None]:
+        """Inside, the model and the optimizer hold what the servers have."""
+        side = self._joined
+        if side is not None:
+            side.bring()
+        yield
+        if side is not None:
+            side.weights.forget_slots()
+
+    @contextmanager
+    def state_replaced(self) -> Iterator[None]:
+        """The servers take over what the model and the optimizer hold at the end."""
+        with self.state_here():
+            yield
+            if self._joined is not None:
+                self._joined.hand_over()
+
+    def writes(self) -> bool:
+        """Of workers and servers the ranks of the first worker do."""
+        role = Role.parse(ROLE.read() or f"{WORKER} 0")
+        return (role.kind, role.number) == (WORKER, 0)
+
+
+@dataclass(eq=False)
+class OnWorker(Compiled[Worked]):
+    """A program of `Served` on one rank of a worker."""
+
+    mode: Served = field(kw_only=True)
+
+    def play(
+        self, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
+    ) -> list[Any]:
+        """Pull, forward and backward, push."""
+        running, whole = self.mode.running, [whole_of(x) for x in tensors]
+        with running.divergence.watching(self.number, None, ()):
+            return self.mode.worker.call(
+                self.execution, given, whole, running.num_steps, checked=checked
+            )
+
+    def explain(self, *, tensor: str | None, graph: bool) -> str:
+        """The variables, their servers, the memory of a worker, and what each step moves."""
+        return explain_servers(
+            self.execution.split,
+            self.program,
+            self.mode.job.layout,
+            graph=graph,
+            measured=self.measured,
+            run=self.execution.graph,
+            timed=self.execution.timed,
+            apart=self.execution.apart,
+        )
