@@ -92,7 +92,7 @@ $(VENV)/.bench: $(STAMP)
 
 # What the site needs, and nothing else does.
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 clean:
