@@ -3,6 +3,7 @@
 # make bench               tutti next to its peers, side by side (ARGS="--quick": a minute or two)
 # make test, make lint     the whole suite; ruff and pyright
 # make test-kernels        the tests whose numbers depend on the processor, with the kernels of two others
+# make test-oldest         the contracts with PyTorch and a core of the suite, with the oldest PyTorch supported
 # make docs                the documentation as a site in site/, every link checked
 # make wheel               build the wheel, check it for publication, import and run it from an empty folder
 # make venv, make clean    the environment that all of them use; remove it and every cache
@@ -18,7 +19,7 @@ RANKS ?= 2
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-kernels test-kernels-avx2 test-kernels-plain bench lint style types docs wheel venv clean
+.PHONY: train test test-oldest test-kernels test-kernels-avx2 test-kernels-plain bench lint style types docs wheel venv clean
 
 train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
@@ -47,6 +48,27 @@ test-kernels-avx2: $(STAMP)
 
 test-kernels-plain: $(STAMP)
 	$(TESTS) $(PLAIN) $(BIN)/python -m pytest $(CHOOSING_TESTS) $(ARGS)
+
+# The oldest PyTorch that pyproject.toml allows, in an environment of its own. On x86 the package index has builds
+# with CUDA alone, which take 4.5 GB there; the index of PyTorch has one for CPUs:
+#
+#     make test-oldest OLDEST_TORCH="torch==2.11.0 --index-url https://download.pytorch.org/whl/cpu"
+OLDEST_TORCH ?= torch==2.11.0
+OLDEST := .venv-oldest
+OLDEST_TESTS := tests/torch_private tests/test_api.py tests/state/test_shards.py tests/state/test_whole.py \
+    tests/saving/test_checkpoint.py tests/checkpoint/test_allow_list.py tests/capture/test_step.py \
+    tests/capture/test_compounds.py tests/calls/test_read_values.py tests/calls/test_signature.py \
+    tests/graph/test_text.py tests/execution/test_direct.py
+
+test-oldest: $(OLDEST)/.installed
+	$(TESTS) $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(OLDEST_TESTS) $(ARGS)
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	grep -v '^torch==' constraints.txt >$(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet $(OLDEST_TORCH)
+	$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt -e '.[examples,dev]'
+	touch $@
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.bench $(ARGS)
@@ -96,5 +118,5 @@ $(VENV)/.docs: $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(OLDEST) build dist site .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "tutti"
 LAYERS = (
     ("errors",),
     ("environment", "user_lines"),  # the variables that users set; which lines are theirs
+    ("torch_private",),  # the private names of PyTorch
     ("layout",),  # mesh, sharding, layout, shards, topology
     ("graph",),  # text form, grammar, virtual ranks
     ("rules", "capture"),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tutti.calls.first_call import FirstCall
 from tutti.capture.batch import taken
@@ -31,6 +30,8 @@ from tutti.report.collective_records import Record, records
 from tutti.saving import step_checkpoint
 from tutti.state.residence import run_device
 from tutti.state.whole import Whole, model_state
+from tutti.torch_private.optimizer_marks import mark_stepped
+from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import OnlyUsersFrames
 
 # What a command that only looks at a script (verify, explain) does with a step instead of running it.
@@ -96,7 +97,7 @@ class Step:
         compiled.last_call = running.num_steps
         captured = compiled.program.captured
         for one in running.optimizers:
-            one._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether it stepped
+            mark_stepped(one)  # schedulers ask
         running.num_steps += 1
         mode.after()
         if captured.effects:

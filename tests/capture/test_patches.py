@@ -22,6 +22,7 @@ from tutti.capture.patch_table import PATCHES
 from tutti.capture.step import capture
 from tutti.errors import CaptureError
 from tutti.graph.patch import Patch, replaced
+from tutti.torch_private.value_checks import CHECK_OF_ARGUMENTS
 
 ROOT = Path(__file__).parents[2]
 # Replaced in the middle of a step only, in the second trace, where programs are written, or on ranks.
@@ -90,7 +91,8 @@ def test_everything_is_as_before(raised: type[BaseException] | None, precision: 
     assert changed == []
 
 
-def test_each_row_is_in_use() -> None:
+def test_each_row_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*CHECK_OF_ARGUMENTS, True)  # `torch.compile` leaves it off
     captured()
     before, during = state(), SimpleQueue[list[Any]]()
     captured(lambda: during.put(state()))

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from tutti.calls.guards import guard_of
 from tutti.calls.python_values import PythonValues
@@ -27,6 +26,7 @@ from tutti.capture.state.lift import StateTensor, state_of
 from tutti.capture.step import Captured
 from tutti.capture.substitutes.sparse import dense
 from tutti.state.residence import forget_values
+from tutti.torch_private.pytrees import tree_leaves
 
 # How many traces serve batches that differ in nothing but sizes, how many may fail to, and for how many kinds
 # of batches traces are kept: the one that has not been used for longest goes first.

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from tutti.calls.eager import eagerly
 from tutti.calls.python_values import PythonValues
@@ -37,6 +36,8 @@ from tutti.state.residence import (
 )
 from tutti.state.shards import StateShard
 from tutti.state.whole import Whole
+from tutti.torch_private.autograd_engine import version_of
+from tutti.torch_private.pytrees import tree_map_only
 
 
 def refuse_where_apart(optimizer: Any, layout: Layout) -> None:
@@ -193,5 +194,5 @@ def _is_activation(state: Any, place: Place, value: Any) -> bool:
 
 def _version(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     return value if isinstance(value, bool | int | float) else id(value)

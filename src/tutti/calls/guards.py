@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._sympy.printers import PythonPrinter
 
 from tutti.capture.python.read_values import Seen
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
 from tutti.layout import Layout
+from tutti.torch_private.autograd_engine import are_unwritten, version_of
+from tutti.torch_private.symbolic import PythonPrinter, expression_of
 from tutti.user_lines import quoted
 
 # Whether a trace holds for numbers by name.
@@ -32,7 +33,7 @@ def guard_of(captured: Captured) -> Guard:
     of_numbers, constants = _of_numbers(captured), _constants(captured)
     if not constants:
         return of_numbers
-    return lambda given: of_numbers(given) and all(x._version == v for x, v in constants)
+    return lambda given: of_numbers(given) and are_unwritten(constants)
 
 
 def _constants(captured: Captured) -> list[tuple[Tensor, int]]:
@@ -40,7 +41,7 @@ def _constants(captured: Captured) -> list[tuple[Tensor, int]]:
     nodes = (n for n in captured.graph.nodes if n.op == "get_attr")
     held = [getattr(captured.owner, str(n.target)) for n in nodes]
     plain = [x for x in held if isinstance(x, Tensor) and not x.is_inference()]
-    return [(x, x._version) for x in {id(x): x for x in plain}.values()]
+    return [(x, version_of(x)) for x in {id(x): x for x in plain}.values()]
 
 
 def _of_numbers(captured: Captured) -> Guard:
@@ -120,9 +121,8 @@ def refuse_other_layouts(captured: Captured, layout: Layout) -> None:
 
 def _symbols(captured: Captured) -> dict[Any, str]:
     """The names of the numbers that are inputs, by their symbols."""
-    # `_expr`: to PyTorch a symbol that a branch has compared with a number is that number from then on.
     vals = {name: node.meta.get("val") for name, node in captured.placeholders.items()}
-    return {x.node._expr: name for name, x in vals.items() if isinstance(x, SYMBOLS)}
+    return {expression_of(x): name for name, x in vals.items() if isinstance(x, SYMBOLS)}
 
 
 def _conditions(captured: Captured) -> list[tuple[str, Any]]:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from tutti.calls.tables import Table, are_same, read, reader, values_of
 from tutti.capture.state.lift import StateTensor, not_of_the_model
 from tutti.errors import CaptureError
+from tutti.torch_private.module_tables import buffers_of, children_of, parameters_of
 
 
 class Holders:
@@ -33,7 +34,7 @@ class Holders:
     ) -> None:
         self._optimizers = [(one, one.state) for one in optimizers]
         modules = dict(model.named_modules())
-        above = [t for m in modules.values() for t in (m._modules, m._parameters) if t]
+        above = [t for m in modules.values() for t in (children_of(m), parameters_of(m)) if t]
         self._fixed: list[Table] = [*above, *(one.state for one in optimizers)]
         self._held = values_of(self._fixed)
         places = _places(modules, optimizers)
@@ -82,12 +83,12 @@ def _places(
     found: dict[str, tuple[Table, str]] = {}
     names: dict[int, str] = {}
     for prefix, module in modules.items():
-        for key, p in module._parameters.items():
+        for key, p in parameters_of(module).items():
             if p is not None and id(p) not in names:
                 names[id(p)] = name = f"{prefix}.{key}".removeprefix(".")
-                found[name] = module._parameters, key
-        for key in module._buffers:
-            found[f"{prefix}.{key}".removeprefix(".")] = module._buffers, key
+                found[name] = parameters_of(module), key
+        for key in buffers_of(module):
+            found[f"{prefix}.{key}".removeprefix(".")] = buffers_of(module), key
     for one in optimizers:
         for p in (p for group in one.param_groups for p in group["params"]):
             if id(p) not in names:

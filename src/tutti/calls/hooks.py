@@ -10,24 +10,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as of_all
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-_OF_MODULES = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
+from tutti.torch_private.module_tables import (
+    hooks_of_all_modules,
+    hooks_of_module,
+    hooks_of_tensor,
+    parameters_of,
 )
-_OF_PARAMETERS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_OF_ALL = (
-    "_global_forward_pre_hooks",
-    "_global_forward_hooks",
-    "_global_backward_pre_hooks",
-    "_global_backward_hooks",
-)
+from tutti.torch_private.optimizer_marks import hooks_of_optimizer
 
 
 class Hooks:
@@ -52,10 +44,10 @@ class Hooks:
         return self._now
 
     def _all(self) -> Iterator[Any]:
-        yield from (getattr(of_all, name) for name in _OF_ALL)
+        yield from hooks_of_all_modules()
         for module in self._modules:
-            yield from (getattr(module, name) for name in _OF_MODULES)
-            for p in module._parameters.values():
-                yield from (getattr(p, name, None) for name in _OF_PARAMETERS)
+            yield from hooks_of_module(module)
+            for p in parameters_of(module).values():
+                yield from hooks_of_tensor(p)
         for one in self._optimizers:
-            yield from (getattr(one, name, None) for name in _OF_OPTIMIZERS)
+            yield from hooks_of_optimizer(one)

@@ -7,7 +7,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
 
 from tutti.calls.captures import Captures
 from tutti.calls.divergence import Divergence
@@ -21,6 +20,7 @@ from tutti.job import Job
 from tutti.launch.ranks import ensure_process_group
 from tutti.state.agreeing import Agreeing
 from tutti.state.residence import run_device
+from tutti.torch_private.pytrees import tree_flatten
 
 
 class Running:

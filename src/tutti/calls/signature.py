@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from tutti.calls.hooks import Hooks
 from tutti.calls.tables import are_same, values_of
 from tutti.errors import CaptureError
+from tutti.torch_private.module_tables import children_of, parameters_of
 
 
 class Signatures:
@@ -43,9 +44,9 @@ class Signatures:
     def _walk(self) -> None:
         """Find the modules that there are now, and the tables in which they hold each other."""
         self.modules = list(self._model.modules())
-        self._children = [m._modules for m in self.modules if m._modules]
+        self._children = [children_of(m) for m in self.modules if children_of(m)]
         self._below = values_of(self._children)
-        self._parameters = [m._parameters for m in self.modules if m._parameters]
+        self._parameters = [parameters_of(m) for m in self.modules if parameters_of(m)]
         self._hooks = Hooks(self.modules, self._optimizers)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import TreeSpec
 
 from tutti.capture.step import Captured
 from tutti.graph.edit import NOTES
+from tutti.torch_private.pytrees import TreeSpec
 
 
 def difference(one: Captured, other: Captured) -> str:

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import register_pytree_node, tree_unflatten
 
 from tutti.capture.forms import flattened
 from tutti.errors import CaptureError
+from tutti.torch_private.pytrees import register_pytree_node, tree_unflatten
 
 _PLAIN = frozenset({Tensor, float, int, bool, str, type(None)})
 

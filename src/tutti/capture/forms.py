@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import (
+from torch.utils.data import DataLoader
+
+from tutti.errors import CaptureError
+from tutti.torch_private.pytrees import (
     SUPPORTED_NODES,
     TreeSpec,
     register_pytree_node,
     tree_flatten,
     tree_unflatten,
 )
-from torch.utils.data import DataLoader
-
-from tutti.errors import CaptureError
 
 # What is never taken apart.
 _WHOLE = (

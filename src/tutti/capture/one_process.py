@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tutti.capture.patch_table import DEFAULT_GROUP, PROCESSES
 from tutti.errors import CaptureError
 from tutti.graph.patch import replaced
+from tutti.torch_private.op_tables import all_op_names
 from tutti.user_lines import quoted, user_line
 
 # What they say where there is one process.
@@ -47,7 +48,7 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 def communicating_ops() -> dict[Any, Callable[..., Any]]:
     """PyTorch's ops that communicate, each with its refusal, in the form of `make_fx`'s decompositions."""
     found: dict[Any, Callable[..., Any]] = {}
-    for full in torch._C._dispatch_get_all_op_names():
+    for full in all_op_names():
         name, _, overload = full.partition(".")
         if name.startswith(_NAMESPACES):
             space, _, op = name.partition("::")

@@ -5,7 +5,6 @@ What stands there meanwhile is in the file of its concept, which enters a row wi
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Iterator
@@ -15,18 +14,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.dlpack
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import distributed_c10d
-from torch.distributions import Distribution
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer
-from torch.nn.modules import transformer
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer, lr_scheduler
 
 from tutti.graph import quick
 from tutti.graph.fused_updates import KERNELS
 from tutti.graph.patch import Patch, each
+from tutti.torch_private import default_group
+from tutti.torch_private.autograd_engine import ENGINE_RUNS
+from tutti.torch_private.fake_tensors import LOG, FakeTensor
+from tutti.torch_private.optimizer_marks import CHOICE_OF_SCALER, SCALED_BY_KERNEL
+from tutti.torch_private.tracing import PythonKeyTracer
+from tutti.torch_private.value_checks import (
+    CHECK_OF_ARGUMENTS,
+    CHECK_OF_CAUSAL_MASKS,
+    CHECK_OF_VALUES,
+)
 
 # What is noted on nodes: `regions.py`, `second_trace/functional.py`.
 NODE_NOTED = Patch(PythonKeyTracer, "create_node", "a new node gets its region, line and module")
@@ -36,10 +41,7 @@ NODE_CARRIED = Patch(
 
 # Backward: `backwards.py`, `state/gradients.py`, `state/rebound.py`.
 _OBSERVED = "observers see where a backward begins and ends"
-BACKWARD = (
-    Patch(torch.autograd, "_engine_run_backward", _OBSERVED),
-    Patch(torch.autograd.graph, "_engine_run_backward", _OBSERVED),
-)
+BACKWARD = tuple(Patch(*run, _OBSERVED) for run in ENGINE_RUNS)
 _GRADIENTS = "gradients that an earlier call left are told from those of this one"
 GRAD = Patch(Tensor, "grad", _GRADIENTS)
 OPTIMIZER_ZERO_GRAD = Patch(Optimizer, "zero_grad", _GRADIENTS)
@@ -77,24 +79,17 @@ MASKED_SCATTER = (
     Patch(Tensor, "masked_scatter", _SCATTERED),
     Patch(torch, "masked_scatter", _SCATTERED),
 )
-CHECK_TENSOR = Patch(torch, "_check_tensor_all_with", "a trace has no values to check")
-SCALER_SKIPS = Patch(
-    GradScaler, "_maybe_opt_step", "a scaler asks by a branch whether to skip an update"
-)
+CHECK_TENSOR = Patch(*CHECK_OF_VALUES, "a trace has no values to check")
+SCALER_SKIPS = Patch(*CHOICE_OF_SCALER, "a scaler asks by a branch whether to skip an update")
 SCALER_STEP = Patch(
     GradScaler, "step", "an update that a scaler scales runs without its own skipping"
 )
 SCALED_UPDATE = Patch(
-    Optimizer,
-    "_step_supports_amp_scaling",
+    *SCALED_BY_KERNEL,
     "of the optimizer that a scaler steps: the branch skips",
 )
-VALIDATE_ARGS = Patch(
-    Distribution, "_validate_args", "distributions look at values of their arguments"
-)
-IS_CAUSAL = Patch(
-    transformer, "_detect_is_causal_mask", "transformers look at a mask to see whether it is causal"
-)
+VALIDATE_ARGS = Patch(*CHECK_OF_ARGUMENTS, "distributions look at values of their arguments")
+IS_CAUSAL = Patch(*CHECK_OF_CAUSAL_MASKS, "transformers look at a mask to see whether it is causal")
 
 # Random numbers: `second_trace/random_ops.py`.
 RNG_STATES = tuple(
@@ -122,7 +117,7 @@ TENSOR_OF_TENSORS = Patch(
     torch, "tensor", "a tensor made of a list of tensors is refused with its line"
 )
 FAKE_LOG = Patch(
-    logging.getLogger("torch._subclasses.fake_tensor"),
+    LOG,
     "disabled",
     "it tells each error of a trace once more",
 )
@@ -193,7 +188,7 @@ def _of_processes() -> Iterator[Patch]:
 
 PROCESSES = tuple(_of_processes())
 DEFAULT_GROUP = Patch(
-    type(distributed_c10d._world), "default_pg", "the step sees no process group", this_thread=True
+    *default_group.DEFAULT_GROUP, "the step sees no process group", this_thread=True
 )
 
 

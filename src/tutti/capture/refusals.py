@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-)
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
 
 from tutti.capture.patch_table import IS_CAUSAL, VALIDATE_ARGS
 from tutti.capture.python.ways_out import of_error
 from tutti.errors import CaptureError, TuttiError
 from tutti.graph.patch import replaced
+from tutti.torch_private.fake_tensors import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from tutti.torch_private.symbolic import GuardOnDataDependentSymNode
 from tutti.user_lines import quoted, user_line
 
 
@@ -42,12 +42,12 @@ REFUSED_OPS = {torch.ops.aten._grouped_mm.default: _refuse_grouped_product}
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
     """oneDNN's fused LSTM has a backward that cannot be replayed; its plain form can."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    onednn: Any = torch.backends.mkldnn
+    before, onednn.enabled = onednn.enabled, False
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        onednn.enabled = before
 
 
 def _is_said_to_be_causal(

@@ -7,9 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, get_proxy_mode, get_proxy_slot
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -19,13 +17,19 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves
 
 from tutti.capture.backwards import Engine, around_backward
 from tutti.capture.patch_table import NODE_NOTED
 from tutti.capture.second_trace.constant_writes import refuse_real_write
 from tutti.capture.second_trace.random_ops import RANDOM_OPS, rewinding
 from tutti.graph.patch import replaced
+from tutti.torch_private.autograd_engine import (
+    next_node_number,
+    running_node_number,
+)
+from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.pytrees import tree_leaves
+from tutti.torch_private.tracing import PythonKeyTracer, get_proxy_mode, get_proxy_slot
 from tutti.user_lines import user_line
 
 
@@ -44,12 +48,12 @@ class Watch:
         """Write what is known now onto a fresh node; `root` has the constants of the trace."""
         source = user_line()
         module = self.modules[-1] if self.modules else ""
-        autograd = torch._C._current_autograd_node() if self.region == "backward" else None
-        if autograd is not None:
-            line, owner = self.forward.get(autograd._sequence_nr(), (source, module))
+        number = running_node_number() if self.region == "backward" else None
+        if number is not None:
+            line, owner = self.forward.get(number, (source, module))
             node.meta["forward_source"], module = line, owner or module
         elif self.region == "forward" and _gives_tensors(node):
-            self.forward[_sequence_number() - 1] = (source, module)
+            self.forward[next_node_number() - 1] = (source, module)
         node.meta["source"], node.meta["module"] = source, module
         node.meta["region"] = "update" if self.in_update else self.region
         refuse_real_write(node, root)
@@ -60,8 +64,8 @@ class Watch:
 
 def _gives_tensors(node: fx.Node) -> bool:
     """Whether a node is an op that autograd may have numbered: what asks for a size may come much later."""
-    is_op = isinstance(node.target, torch._ops.OpOverload)
-    return is_op and not node.target._schema.name.startswith("aten::sym_")  # type: ignore[union-attr]
+    is_op = isinstance(node.target, OpOverload)
+    return is_op and not schema_of(node.target).name.startswith("aten::sym_")
 
 
 def _name_outputs(module: str, out: Any) -> None:
@@ -73,11 +77,6 @@ def _name_outputs(module: str, out: Any) -> None:
         slot = get_proxy_slot(x, mode.tracer, None) if isinstance(x, Tensor) else None
         if slot is not None:
             slot.proxy.node.meta.setdefault("output_of", []).append(module)
-
-
-def _sequence_number() -> int:
-    """The number that autograd gives to the next node."""
-    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 @contextlib.contextmanager

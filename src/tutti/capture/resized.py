@@ -9,9 +9,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map
 
 from tutti.capture.python.read_values import ITEM
 from tutti.capture.python.sizes import FreeSizes, Shapes
@@ -19,6 +17,9 @@ from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.spelling.canonical import canonicalize, canonicalize_but
 from tutti.capture.state.lift import StateTensor
 from tutti.capture.step import Captured
+from tutti.torch_private.fake_tensors import FakeTensor
+from tutti.torch_private.pytrees import tree_map
+from tutti.torch_private.symbolic import expression_of
 
 aten = torch.ops.aten
 # What asks a tensor for a size: known without the tensor.
@@ -106,7 +107,7 @@ class Resizable:
         numbers = (*value.shape, *value.stride(), value.storage_offset())
         if all(type(n) is int for n in numbers):
             return None
-        exprs = tuple(n.node._expr if isinstance(n, torch.SymInt) else n for n in numbers)
+        exprs = tuple(expression_of(n) if isinstance(n, torch.SymInt) else n for n in numbers)
         return exprs, value.dtype, value.device, value.requires_grad
 
 
@@ -167,14 +168,14 @@ class _Copy:
         if node.op != "call_function" or not callable(target):
             return self._copy(graph, node)
         if target in _ASKS:
-            return self._sizes_of.number(value.node._expr)
+            return self._sizes_of.number(expression_of(value))
         args, kwargs = self._put(node.args), self._put(node.kwargs)
         left: list[fx.Node] = []
         map_arg((args, kwargs), left.append)
         if not left:  # as Python works it out where there are no symbols
             return target(*args, **kwargs)
         new = self._copy(graph, node)
-        if isinstance(value, SYMBOLS) and value.node._expr.free_symbols & self._trace.symbols:
+        if isinstance(value, SYMBOLS) and expression_of(value).free_symbols & self._trace.symbols:
             given = tree_map(_value_of, (args, kwargs))
             new.meta["val"] = target(*given[0], **given[1])
         return new

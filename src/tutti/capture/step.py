@@ -12,11 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
-from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from tutti.capture.batch import called, taken
 from tutti.capture.forms import flattened, returnable
@@ -69,6 +65,9 @@ from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
 from tutti.errors import CaptureError, TuttiError
+from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
+from tutti.torch_private.tracing import make_fx, without_code
 
 aten = torch.ops.aten
 _MOST_WAYS = 8
@@ -167,7 +166,7 @@ def capture(
         return made
 
     findings.expect(walked)
-    with _use_lazy_graph_module(True):  # only the graphs are used: no code is made for them
+    with without_code():  # only the graphs are used: no code is made for them
         lifted, traced = _traced(prepared, findings)
         refuse_sparse_constants(traced)
         functional = functional_graph(traced, lifted.inputs, lifted.mode)

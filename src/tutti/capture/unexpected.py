@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from torch import fx
-from torch._subclasses import FakeTensor
 
 from tutti.capture.batch import called
 from tutti.errors import CaptureError, TuttiError
+from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.user_lines import is_users, quoted, user_line
 
 _RAISES = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}

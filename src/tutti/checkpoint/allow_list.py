@@ -13,9 +13,8 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -24,10 +23,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.serialization import _get_layout
 
 from tutti.checkpoint.folder import INDEX
 from tutti.errors import CheckpointError
+from tutti.torch_private.checkpoint_parts import MEMORY_FORMATS, StorageInfo, layout_by_name
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     (found.__module__, found.__qualname__): found
@@ -38,9 +37,9 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         ChunkStorageMetadata,
         TensorProperties,
         MetadataIndex,
-        _MEM_FORMAT_ENCODING,
-        _StorageInfo,
-        _get_layout,
+        MEMORY_FORMATS,
+        StorageInfo,
+        layout_by_name,
     )
 } | {("torch", "Size"): torch.Size}
 # An index names the folder that it was saved in.

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -25,6 +24,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tutti.checkpoint.manifest import dtype_name
+from tutti.torch_private.checkpoint_parts import StorageInfo
 
 
 def plan_text(plan: SavePlan) -> str:
@@ -82,7 +82,7 @@ def results_text(results: list[WriteResult]) -> str:
 def results_of(text: str) -> list[WriteResult]:
     """The results again."""
     return [
-        WriteResult(MetadataIndex(name, at, index), nbytes, _StorageInfo(file, begin, length))
+        WriteResult(MetadataIndex(name, at, index), nbytes, StorageInfo(file, begin, length))
         for name, at, index, nbytes, file, begin, length in json.loads(text)
     ]
 

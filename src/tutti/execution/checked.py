@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 
 from tutti.errors import TuttiError
 from tutti.execution.generate import generate
@@ -20,6 +19,7 @@ from tutti.graph.loop import Body, loop
 from tutti.graph.playing import Row
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
+from tutti.torch_private.pytrees import tree_leaves
 
 
 class Checked:

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Iterator
 
-from torch._subclasses import FakeTensorMode
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 # New objects between two of its looks. Graphs are many small objects that stay: with Python's own 700 up to
 # a fifth of a compilation goes to looking at them.

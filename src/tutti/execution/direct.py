@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from tutti.torch_private.op_tables import NN_BINDINGS, OpOverload, boxed_call
+
 aten = torch.ops.aten
-_BINDINGS: Any = torch._C
 # Names of overloads under the function of `torch` that they are.
 _FUNCTIONS = (
     "mm.default mm.out addmm.default addmm.out bmm.default bmm.out baddbmm.default reshape.default "
@@ -44,7 +44,7 @@ def _listed(names: str, home: Any) -> Iterator[tuple[Any, Callable[..., Any]]]:
 DIRECT: dict[Any, Callable[..., Any]] = {
     **dict(_listed(_FUNCTIONS, torch)),
     **dict(_listed(_METHODS, Tensor)),
-    **dict(_listed(_NN, torch._C._nn)),  # type: ignore[attr-defined]
+    **dict(_listed(_NN, NN_BINDINGS)),
 }
 
 
@@ -56,17 +56,9 @@ def direct(function: Any) -> tuple[Any, ...]:
     """
     if function in DIRECT:
         return (DIRECT[function],)
-    if not isinstance(function, torch._ops.OpOverload):
+    if not isinstance(function, OpOverload):
         return (function,)
-    if not hasattr(_BINDINGS, "_dispatch_call_boxed"):
-        return (function._op,)
-    return _BINDINGS._dispatch_call_boxed, _handle(function)
-
-
-@cache
-def _handle(op: torch._ops.OpOverload) -> Any:
-    schema = op._schema
-    return _BINDINGS._dispatch_find_schema_or_throw(schema.name, schema.overload_name)
+    return boxed_call(function)
 
 
 def shorter(node: fx.Node) -> str | None:

@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,8 +41,7 @@ from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast
 from tutti.state.residence import Residence
 from tutti.state.shared_storage import Lodger
-
-_set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+from tutti.torch_private.autograd_engine import set_grad_enabled
 
 
 class Execution:
@@ -178,7 +177,7 @@ class Execution:
             return random.key(self.seed, stream, step)
 
         gradients = torch.is_grad_enabled()
-        _set_grad_enabled(
+        set_grad_enabled(
             False
         )  # `torch.no_grad` runs 60 us of Python around a step that begins cold
         try:
@@ -195,7 +194,7 @@ class Execution:
             named = error if error.at else with_line(error, self._line())
             raise named.with_traceback(error.__traceback__) from None
         finally:
-            _set_grad_enabled(gradients)
+            set_grad_enabled(gradients)
 
     def _line(self) -> str:
         """The user's line that the generated code was at when it failed."""

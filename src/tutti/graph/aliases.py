@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph import collectives
+from tutti.torch_private.op_tables import OpOverload, schema_of
 
 aten = torch.ops.aten
 
@@ -69,7 +70,7 @@ def marked(node: fx.Node, *, writes: bool) -> list[fx.Node]:
     """The operands, those in lists too, that the schema of PyTorch's op marks: as written, or as what results
     may share memory with."""
     target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(target, OpOverload):
         return []
     names = _marked_arguments(target, writes)
     if not names:
@@ -81,24 +82,24 @@ def marked(node: fx.Node, *, writes: bool) -> list[fx.Node]:
 
 
 @cache
-def _marked_arguments(target: torch._ops.OpOverload, writes: bool) -> list[tuple[int, str]]:
+def _marked_arguments(target: OpOverload, writes: bool) -> list[tuple[int, str]]:
     return [
         (i, a.name)
-        for i, a in enumerate(target._schema.arguments)
+        for i, a in enumerate(schema_of(target).arguments)
         if a.alias_info is not None and (a.alias_info.is_write or not writes)
     ]
 
 
 def is_function(node: fx.Node) -> bool:
     """Whether `node` is an op whose values depend on its operands only, and that changes none of them."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return not written(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def is_pointwise(target: Any) -> bool:
     """Whether `target` is an op that works element by element."""
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def is_overwritten(node: fx.Node) -> bool:
@@ -121,6 +122,6 @@ def _part_of_several(node: fx.Node) -> fx.Node | None:
 def _is_view(target: Any) -> bool:
     if target in (collectives.partialize, collectives.part, aten.reshape.default):
         return True
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
-    return any(r.alias_info is not None for r in target._schema.returns)
+    return any(r.alias_info is not None for r in schema_of(target).returns)

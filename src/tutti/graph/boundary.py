@@ -47,6 +47,6 @@ def shard_as(x: Tensor, sharding: str) -> Tensor:
 
     Outside a captured step it returns `x` itself. Axes that the layout lacks are ignored.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
+    from tutti.torch_private.fake_tensors import FakeTensor
 
     return _ShardAs.apply(x, sharding) if isinstance(x, FakeTensor) else x

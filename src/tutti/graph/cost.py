@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from tutti.graph.aliases import aliased
 from tutti.graph.edit import value_of
 from tutti.graph.product import product
+from tutti.torch_private.pytrees import tree_leaves
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
+
+from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from tutti.torch_private.op_tables import OpOverload, schema_of
 
 aten = torch.ops.aten
 NOTES = ("source", "forward_source", "module", "region", "stream")
@@ -41,7 +43,7 @@ class _Unlike(Exception):
 
 def _call_form(target: Any, args: Any, kwargs: Any) -> Any:
     """What the form of a call's value depends on; None for a call whose value may be one of its operands."""
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return None
     try:
         return target, _form(args), tuple((k, _form(v)) for k, v in kwargs.items())

@@ -11,9 +11,9 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tutti.graph.fused_updates import Kernel
+from tutti.torch_private.dispatch_modes import no_modes
 
 # Two of the longest vectors (512 bits of 16-bit numbers), and some entries that are left.
 _NUM_ENTRIES = 2 * 32 + 3
@@ -27,7 +27,7 @@ def is_faulty(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
     Runs the kernel once with and once without the lists that may be empty. It takes well under a
     millisecond, once in a process.
     """
-    with _disable_current_modes(), torch.no_grad():
+    with no_modes(), torch.no_grad():
         return not all(
             _is_even(x) and _has_moved(x)
             for optional in (True, False)

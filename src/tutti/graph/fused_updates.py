@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.torch_private.op_tables import OpOverload, has_kernel
+
 Lists = Sequence[Sequence[Tensor]]
 
 
@@ -45,12 +47,12 @@ class Kernel:
         return f"_fused_{self.name}_"
 
     @property
-    def op(self) -> torch._ops.OpOverload:
+    def op(self) -> OpOverload:
         """The functional op."""
         return getattr(torch.ops.tutti, self.name).default
 
     @property
-    def recorded(self) -> torch._ops.OpOverload:
+    def recorded(self) -> OpOverload:
         """The op that overwrites and returns nothing."""
         return getattr(torch.ops.tutti, f"{self.name}_").default
 
@@ -93,7 +95,7 @@ class Kernel:
         key = {"cpu": "CPU", "cuda": "CUDA"}.get(device.type)
         if key is None or dtype not in _DTYPES:
             return False
-        return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{self.fused_name}", key)
+        return has_kernel(f"aten::{self.fused_name}", key)
 
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

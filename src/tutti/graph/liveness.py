@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from tutti.graph.aliases import roots_of
 from tutti.graph.loop import Body, Part, loop
@@ -15,6 +14,7 @@ from tutti.graph.order import positions_of
 from tutti.graph.part_memory import PartMemory
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Block, Storages
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 
 def last_uses(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from tutti.graph.loop import Part
 from tutti.graph.storage import Block, Storages
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.torch_private.op_tables import OpOverload
+
 _LIBRARY = torch.library.Library("tutti", "FRAGMENT")
 _LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _ONEDNN: Any = torch.ops.mkldnn
@@ -41,7 +43,7 @@ torch.library.register_fake("tutti::product", _fake_product, lib=_LIBRARY)
 product = torch.ops.tutti.product.default
 
 
-def onednn_linear() -> torch._ops.OpOverload:
+def onednn_linear() -> OpOverload:
     """The op behind it; takes `(x, weight, bias, "none", (), None)`: all float32, the bias contiguous."""
     return _ONEDNN._linear_pointwise.default
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
 
 from tutti.graph import collectives
 from tutti.graph.aliases import IN_PLACE
 from tutti.graph.draw import draw
 from tutti.graph.loop import loop
+from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.pytrees import tree_leaves
+from tutti.torch_private.storages import storage_id
 
 # There before the call and after it: worked out when the code is written, or memory that is kept.
 _CONSTANTS = (collectives.positions, collectives.buffer)
@@ -62,8 +63,9 @@ class Storages:
                     if isinstance(x, Tensor):
                         memory = x.untyped_storage()
                         nbytes = 0 if _is_look(node) else memory.nbytes()
-                        block = known.get(memory._cdata) or Block(node, nbytes)
-                        blocks[known.setdefault(memory._cdata, block)] = None
+                        number = storage_id(memory)
+                        block = known.get(number) or Block(node, nbytes)
+                        blocks[known.setdefault(number, block)] = None
                 self.of[node] = tuple(blocks)
 
     @staticmethod

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from tutti.graph.loop import loop
 from tutti.layout import Sharding
+from tutti.torch_private.op_tables import OpOverload, overload_name, schema_of
 
 SHORT = {
     torch.float64: "f64",
@@ -63,9 +64,9 @@ def op_name(node: fx.Node) -> str:
     if node.op == "placeholder":
         return "input"
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.partition("::")[2]
-        return name if target._overloadname == "default" else f"{name}.{target._overloadname}"
+    if isinstance(target, OpOverload):
+        name = schema_of(target).name.partition("::")[2]
+        return name if overload_name(target) == "default" else f"{name}.{overload_name(target)}"
     if target is operator.getitem:
         return "item"
     return str(getattr(target, "__name__", target))

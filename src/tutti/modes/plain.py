@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain, repeat
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -51,6 +51,7 @@ from tutti.state.residence import (
 )
 from tutti.state.shards import StateShard, unguarded
 from tutti.state.taken import take_over
+from tutti.torch_private.dtensors import local_parts
 from tutti.user_lines import quoted, user_line
 from tutti.verification.copies import copies_in_place
 from tutti.verification.verdict import compare
@@ -228,9 +229,7 @@ class OnRanks(Compiled[Execution]):
         state, running, execution = self._state(), self.mode.running, self.execution
         own: list[Any] = [*state]
         if self.lie is not None and any(self.lie):
-            lie = chain(self.lie, repeat(False))  # those outside are whole
-            both = zip(state, lie, strict=False)
-            own = [t._local_tensor if lies else t for t, lies in both]  # type: ignore[attr-defined]
+            own = local_parts(state, self.lie)  # those outside are whole
         inputs = [*own, *given.values(), *self.mode.rows(tensors)]
         run = execution.run_checked if checked else execution.run
         with running.divergence.watching(self.number, self.samples, own):

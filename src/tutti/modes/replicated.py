@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from tutti.calls.first_call import refuse_where_apart
 from tutti.job import Job
@@ -13,6 +12,7 @@ from tutti.modes.plain import Plain
 from tutti.saving import replica_checkpoint
 from tutti.state.agreeing import Agreeing
 from tutti.state.residence import whole_of
+from tutti.torch_private.pytrees import tree_map_only
 from tutti.verification.verify_replicas import compare_replicas
 
 

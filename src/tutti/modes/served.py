@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from tutti.calls.guards import guard_of
 from tutti.calls.outside_state import refuse_where_served
@@ -27,6 +26,7 @@ from tutti.serving.server_side import serve
 from tutti.serving.worked import Worked, parts_of
 from tutti.serving.worker_side import WorkerSide
 from tutti.state.residence import whole_of
+from tutti.torch_private.pytrees import tree_map_only
 from tutti.verification.verify_servers import compare_servers
 
 

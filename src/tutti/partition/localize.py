@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 
 from tutti.graph import collectives
 from tutti.graph.draw import draw
@@ -16,6 +15,7 @@ from tutti.graph.edit import NOTES, value_of
 from tutti.layout import Mesh, Sharding
 from tutti.partition.choose import Choice
 from tutti.rules import Rule
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 
 class Local:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tutti.graph.fused_updates import BY_OP
 from tutti.graph.overloads import counterpart, name_of
+from tutti.torch_private.op_tables import OpOverload, schema_of
 
 FOREACH = "aten::_foreach_"
 
@@ -40,9 +40,9 @@ def overwriting_lists(target: Any) -> Lists | None:
     if target in BY_OP:
         kernel = BY_OP[target]
         return Lists(kernel.written, kernel.overwriting, True)
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return None
-    if not target._schema.name.startswith(FOREACH):
+    if not schema_of(target).name.startswith(FOREACH):
         return None
     found = counterpart(target, f"{name_of(target)}_")
     return None if found is None else Lists((0,), _returning(found), False)

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from torch import fx
-from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
 from tutti.errors import LayoutError
@@ -24,6 +23,7 @@ from tutti.graph.storage import Block, Storages
 from tutti.layout.budget import Budget, nbytes_text
 from tutti.passes.remake import is_forward, is_remakeable, remake, sources
 from tutti.passes.remat_segments import kept_blocks
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 # Work of an element that an op makes, in floating-point operations: most ops wait for memory, and
 # random bits are hashed.

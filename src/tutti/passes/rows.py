@@ -24,6 +24,7 @@ from tutti.graph import collectives
 from tutti.graph.aliases import is_pointwise, written
 from tutti.graph.edit import NOTES
 from tutti.layout import Segment, Sharding
+from tutti.torch_private.op_tables import OpOverload
 
 aten = torch.ops.aten
 _NORMS = (aten.native_layer_norm.default, aten.native_layer_norm_backward.default)
@@ -54,7 +55,7 @@ def _lead(node: fx.Node) -> Lead | None:
     if node.target is operator.getitem:
         several: Any = node.args[0]
         return _lead(several)
-    is_op = isinstance(node.target, torch._ops.OpOverload) and not written(node)
+    is_op = isinstance(node.target, OpOverload) and not written(node)
     if not (is_op or node.target in _ELEMENTWISE) or "out" in node.kwargs:
         return None
     found = _lead_of_values(node)

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten
 
 from tutti.capture.step import Captured
 from tutti.errors import ShardingError
 from tutti.graph.cost import seconds_of
 from tutti.layout import Layout, Mesh, Sharding
+from tutti.torch_private.pytrees import tree_flatten
 
 # What the samples are split over, major to minor; `replica` where workers share a program.
 BATCH_AXES = ("replica", "data", "micro")

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from tutti.errors import ShardingError
 from tutti.propagate.batch_dim import BatchDim, Dims, dims_of
+from tutti.torch_private.pytrees import tree_leaves
 
 
 def refuse_empty(

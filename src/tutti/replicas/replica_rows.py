@@ -7,11 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tutti.errors import ShardingError
 from tutti.graph import random
 from tutti.layout import Mesh
+from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 
 _STREAM = 0x7265706C69636173  # of no random op of a program
 

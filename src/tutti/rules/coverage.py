@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from tutti.rules.decompositions import DECOMPOSITIONS
 from tutti.rules.families.pointwise import LINEAR, UNTAGGED
@@ -19,6 +18,7 @@ from tutti.rules.samples.op_samples import FAMILIES
 from tutti.rules.samples.pointwise_samples import pointwise_ops, pointwise_samples
 from tutti.rules.samples.sample import Operand, Sample
 from tutti.rules.table import rule_of
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 COMMAND = "python -m tutti.rules.coverage > docs/rules.md"
 # Which ops there are, and which are tagged pointwise, changes with PyTorch.

@@ -5,16 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tutti.torch_private.dtensors import local_part
+
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
     """`value`, whole or sharded, as the local part that `like` has; a new tensor."""
     if isinstance(value, DTensor) and isinstance(like, DTensor):
         same = value.device_mesh == like.device_mesh and value.placements == like.placements
-        return (value if same else _resharded(value.full_tensor(), like))._local_tensor.clone()
+        return local_part(value if same else _resharded(value.full_tensor(), like)).clone()
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     whole = whole.detach().to(dtype=like.dtype, device=like.device)
     if isinstance(like, DTensor):
-        return _resharded(whole, like)._local_tensor.clone()
+        return local_part(_resharded(whole, like)).clone()
     return whole.clone()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tutti.capture.second_trace.random_ops import OurRandomness
 from tutti.capture.state.lift import create_slots, optimizers_of
 from tutti.errors import TuttiError
+from tutti.torch_private.module_tables import buffers_of, parameters_of
 
 # Initial weights are drawn as by a step that no run reaches.
 INITIAL_STEP = 2**63 - 1
@@ -37,7 +38,7 @@ def initial_values(
     randomness = OurRandomness(seed, INITIAL_STEP)
     done: set[int] = set()
     for name, module in model.named_modules():
-        tables: Any = (module._parameters, module._buffers)
+        tables: Any = (parameters_of(module), buffers_of(module))
         meta = [
             (table, key, x)
             for table in tables

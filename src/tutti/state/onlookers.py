@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from tutti.capture.state.lift import StateTensor
+from tutti.torch_private.storages import memory_id, num_uses, storage_id
 
 
 def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> None:
     """One line for the first of the state tensors `leaving` whose memory another tensor looks at."""
     plain = [s for s in state if type(s.tensor) in (Tensor, torch.nn.Parameter)]
     held = [s for s in plain if s.tensor.device.type != "meta" and s.tensor.numel()]
-    own = Counter(_storage(s.tensor) for s in held)
+    own = Counter(memory_id(s.tensor) for s in held)
     wanted = {*leaving}
     for s in held:
         storage = s.tensor.untyped_storage()
         # the state's own, and the one just made to ask
-        count = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
-        if s.name in wanted and count > own[storage._cdata] + 1:
+        if s.name in wanted and num_uses(storage) > own[storage_id(storage)] + 1:
             warnings.warn(
                 f'another tensor looks at the memory of "{s.name}" (a flat view, a state_dict() that is '
                 "kept): it stays as it is now, while steps change the weight; step.model_state() gives the "
@@ -36,7 +36,3 @@ def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> N
                 stacklevel=2,
             )
             return
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata

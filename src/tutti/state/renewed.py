@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+
+from tutti.torch_private.pytrees import tree_map
 
 
 class _Renewed(Tensor):

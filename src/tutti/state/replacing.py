@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.capture.state.lift import optimizers_of
+from tutti.torch_private.module_tables import buffers_of, parameters_of, renew_flat_weights
 
 
 def put_in_place(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> None:
@@ -17,21 +18,12 @@ def put_in_place(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) 
         return
     _replace(model, optimizer, replaced)
     for module in model.modules():
-        # An LSTM keeps a list of its weights beside the table.
-        if names := getattr(module, "_flat_weights_names", None):
-            module._flat_weights = [getattr(module, n, None) for n in names]  # type: ignore[assignment]
-
-
-def share_hooks(old: Any, new: Any) -> None:
-    """The gradient hooks on a tensor are those of the one in its place; their handles remove them still."""
-    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if getattr(old, table):
-            setattr(new, table, getattr(old, table))
+        renew_flat_weights(module)
 
 
 def _replace(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> None:
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        for table in (parameters_of(module), buffers_of(module)):
             for name, old in table.items():
                 if old is not None and id(old) in replaced:
                     table[name] = replaced[id(old)]  # type: ignore[assignment]

@@ -24,9 +24,11 @@ from tutti.replicas.replica_rows import replica_here
 from tutti.state.deferred import initial_slots, initial_values, is_deferred
 from tutti.state.onlookers import warn_of_onlookers
 from tutti.state.renewed import now_of, renew
-from tutti.state.replacing import put_in_place, replace_in_optimizer, share_hooks
+from tutti.state.replacing import put_in_place, replace_in_optimizer
 from tutti.state.shards import Origin, StateShard, as_parameter, wrap
 from tutti.state.shared_storage import SharedState
+from tutti.torch_private.dtensors import local_part, set_local_part, spec_of
+from tutti.torch_private.module_tables import share_tensor_hooks
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def local_of(x: Tensor) -> Tensor:
 
 def held_by(x: Tensor) -> Tensor:
     """This rank's part of a state tensor as it is, for use where gradients are off."""
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return local_part(x) if isinstance(x, DTensor) else x
 
 
 def whole_of(x: Tensor) -> Tensor:
@@ -207,7 +209,7 @@ def whole_of(x: Tensor) -> Tensor:
 def set_local(x: Tensor, value: Tensor) -> None:
     """Let state tensor `x` hold `value` from now on."""
     if isinstance(x, DTensor):
-        x._local_tensor = value
+        set_local_part(x, value)
     else:
         x.data = value
 
@@ -305,7 +307,7 @@ def take_the_place(
     put_in_place(model, optimizer, replaced)
     for old in before:
         new = replaced[id(old)]
-        share_hooks(old, new)
+        share_tensor_hooks(old, new)
         for key in old.__dict__.keys() - new.__dict__.keys():  # what the user has noted on it
             setattr(new, key, getattr(old, key))
         home.renewed[id(old)] = weakref.ref(old), new
@@ -389,7 +391,7 @@ def as_shard(
         shape=torch.Size(sharding.shape),
         stride=_stride(sharding.shape),
     )
-    shard = wrap(local, x._spec)
+    shard = wrap(local, spec_of(x))
     return as_parameter(shard, like.requires_grad) if isinstance(like, nn.Parameter) else shard
 
 

@@ -16,9 +16,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tutti.errors import TuttiError
+from tutti.torch_private.dtensors import (
+    AnsweringDTensor,
+    local_part,
+    made_of,
+    set_local_part,
+    spec_of,
+    spec_with_dtype,
+)
+from tutti.torch_private.op_tables import schema_of
+from tutti.torch_private.pytrees import tree_leaves, tree_map
 from tutti.user_lines import quoted, user_line
 
 # Of one operand and without a value that another part could change; all else must be elementwise.
@@ -39,12 +48,11 @@ class Origin:
     nbytes: int
 
 
-class StateShard(DTensor):
+class StateShard(AnsweringDTensor):
     """This rank's part of a state tensor."""
 
     __slots__ = ()
     origin: Origin  # of what was computed there is none
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -65,13 +73,13 @@ class StateShard(DTensor):
         given = value.detach()
         if tuple(given.shape) != tuple(self.shape):
             refuse(self, "data = ... of another shape")
-        self._local_tensor = _operand(given, self, "data = ...").contiguous().clone()
+        set_local_part(self, _operand(given, self, "data = ...").contiguous().clone())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateShard:
         if id(self) in memo:
             return memo[id(self)]
-        local = self._local_tensor.detach().clone()
-        made: Any = wrap(local, self._spec, origin_of(self))
+        local = local_part(self).detach().clone()
+        made: Any = wrap(local, spec_of(self), origin_of(self))
         if isinstance(self, nn.Parameter):
             made = as_parameter(made, self.requires_grad)
         made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in made.__dict__})
@@ -105,11 +113,11 @@ class StateShard(DTensor):
 
     def data_ptr(self) -> int:
         """Where this rank's part lies."""
-        return self._local_tensor.data_ptr()
+        return local_part(self).data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The memory of this rank's part."""
-        return self._local_tensor.untyped_storage()
+        return local_part(self).untyped_storage()
 
     def share_memory_(self) -> NoReturn:
         """Refused, as `numpy`."""
@@ -119,7 +127,7 @@ class StateShard(DTensor):
         refuse(self, "numpy")
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(this rank's {list(self._local_tensor.shape)} of {list(self.shape)})"
+        return f"{type(self).__name__}(this rank's {list(local_part(self).shape)} of {list(self.shape)})"
 
 
 _unguarded = False
@@ -138,7 +146,7 @@ def unguarded() -> Iterator[None]:
 
 def wrap(local: Tensor, spec: Any, origin: Origin | None = None) -> StateShard:
     """`local` as this rank's part of what `spec` describes."""
-    made: Any = StateShard(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    made: Any = made_of(StateShard, local, spec)
     if origin is not None:
         made.origin = origin
     return made
@@ -161,7 +169,7 @@ def plain_dtensor(x: Tensor) -> Tensor:
     """A shard as an ordinary `DTensor` of the same memory, without autograd; any other tensor as it is."""
     if not isinstance(x, StateShard):
         return x.detach()
-    return DTensor(x._local_tensor.detach(), x._spec, requires_grad=False)  # type: ignore[call-arg]
+    return made_of(DTensor, local_part(x).detach(), spec_of(x))
 
 
 def refuse(x: Tensor, wanted: str) -> NoReturn:
@@ -169,7 +177,7 @@ def refuse(x: Tensor, wanted: str) -> NoReturn:
     origin = origin_of(x)
     name = f'"{origin.name}"' if origin is not None else "what is computed of shards"
     block = "whole(slots=True)" if name.startswith('"optim.') else "whole()"
-    local = x._local_tensor if isinstance(x, DTensor) else x
+    local = local_part(x) if isinstance(x, DTensor) else x
     more = f"; {origin.nbytes / 1e6:.3g} MB more on this rank" if origin is not None else ""
     part = f"this rank has {list(local.shape)} of {list(x.shape)}"
     if local.shape == x.shape:
@@ -187,7 +195,7 @@ def cut(whole: Tensor, like: DTensor) -> Tensor:
     """The part of a whole tensor that `like` has of its own; its dims divide."""
     place = like.device_mesh.get_coordinate()
     if place is None:  # another place of a pipeline has it
-        return whole.new_empty(like._local_tensor.shape)
+        return whole.new_empty(local_part(like).shape)
     for at, placement, size in zip(place, like.placements, like.device_mesh.shape, strict=True):
         if isinstance(placement, Shard):
             part = whole.shape[placement.dim] // size
@@ -204,15 +212,15 @@ def _on_parts(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(args[0], Sequence):
         return _on_lists(func, args, kwargs, name)
     like = _like([x for x in tree_leaves((args, kwargs)) if isinstance(x, StateShard)], name)
-    if func._schema.is_mutable and not isinstance(args[0], StateShard):
+    if schema_of(func).is_mutable and not isinstance(args[0], StateShard):
         refuse(shard, f"{name} into a whole tensor")
     given, options = tree_map(
         lambda x: _operand(x, like, name) if isinstance(x, Tensor) else x, (args, kwargs)
     )
     found = func(*given, **options)
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return args[0]
-    if not isinstance(found, Tensor) or found.shape != like._local_tensor.shape:
+    if not isinstance(found, Tensor) or found.shape != local_part(like).shape:
         refuse(shard, name)
     return wrap(found, _spec_of(like, found), origin_of(like) if name == "detach" else None)
 
@@ -230,7 +238,7 @@ def _on_lists(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     likes = _likes(args)
     given, options = ([_of_list(x, likes, name) for x in xs] for xs in (args, kwargs.values()))
     found = func(*given, **dict(zip(kwargs, options, strict=True)))
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return None
     both = zip(found, likes, strict=True)
     return [x if like is None else wrap(x, _spec_of(like, x)) for x, like in both]
@@ -274,7 +282,7 @@ def _operand(x: Tensor, like: StateShard, name: str) -> Tensor:
         same = x.device_mesh == like.device_mesh and x.placements == like.placements
         if not same or x.shape != like.shape or any(isinstance(p, Partial) for p in x.placements):
             refuse(like, f"{name} with a tensor that lies otherwise")
-        return x._local_tensor
+        return local_part(x)
     if not x.dim():
         return x
     try:
@@ -286,10 +294,8 @@ def _operand(x: Tensor, like: StateShard, name: str) -> Tensor:
 def _spec_of(like: StateShard, local: Tensor) -> Any:
     """The spec of a result that lies as `like`."""
     if local.dtype == like.dtype:
-        return like._spec
-    spec: Any = like._spec
-    meta = spec.tensor_meta._replace(dtype=local.dtype)
-    return type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+        return spec_of(like)
+    return spec_with_dtype(spec_of(like), local.dtype)
 
 
 def _as_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
@@ -298,12 +304,12 @@ def _as_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
     def plain(x: Any) -> Any:
         if not isinstance(x, StateShard):
             return x
-        return DTensor(x._local_tensor, x._spec, requires_grad=x.requires_grad)  # type: ignore[call-arg]
+        return made_of(DTensor, local_part(x), spec_of(x), requires_grad=x.requires_grad)
 
     given, options = tree_map(plain, (args, kwargs))
     found = func(*given, **options)
-    if func._schema.is_mutable and args and found is given[0]:
+    if schema_of(func).is_mutable and args and found is given[0]:
         return args[0]
     return tree_map(
-        lambda x: wrap(x._local_tensor, x._spec) if isinstance(x, DTensor) else x, found
+        lambda x: wrap(local_part(x), spec_of(x)) if isinstance(x, DTensor) else x, found
     )

@@ -23,9 +23,11 @@ from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
 from tutti.errors import LayoutError, TuttiError
-from tutti.state.replacing import put_in_place, share_hooks
+from tutti.state.replacing import put_in_place
 from tutti.state.residence import Block, Residence, is_here, known_residence
 from tutti.state.shards import StateShard, cut
+from tutti.torch_private.dtensors import local_part
+from tutti.torch_private.module_tables import share_tensor_hooks
 from tutti.user_lines import quoted, user_line
 
 
@@ -95,7 +97,7 @@ class Whole:
             known = digest(whole) if whole is not None and self._rank is not None else ""
             self._opened.append(_Opened(s.name, s.tensor, whole, known))  # type: ignore[arg-type]
             if whole is not None:
-                share_hooks(s.tensor, whole)
+                share_tensor_hooks(s.tensor, whole)
                 replaced[id(s.tensor)] = whole
         put_in_place(self._model, list(home.optimizers), replaced)
         return replaced
@@ -193,7 +195,7 @@ def gathered(x: Tensor, home: Residence, *, only: int | None = None) -> Tensor |
     """A copy of all of a tensor in shards, on every rank that holds the model, or on `only` (else None)."""
     assert isinstance(x, DTensor)
     full = x.full_tensor().detach() if is_here(x) else None
-    if full is not None and full.data_ptr() == x._local_tensor.data_ptr():
+    if full is not None and full.data_ptr() == local_part(x).data_ptr():
         full = full.clone()  # all of it lies on each rank of this place
     if "pipe" in home.layout.mesh:
         full = _from_its_place(x, full, home)
@@ -204,7 +206,7 @@ def _from_its_place(x: DTensor, full: Tensor | None, home: Residence) -> Tensor:
     """What the ranks of one place have, on those of all places."""
     group, source = group_of(home), int(x.device_mesh.mesh.flatten()[0])
     if full is None:
-        full = torch.empty(x.shape, dtype=x.dtype, device=x._local_tensor.device)
+        full = torch.empty(x.shape, dtype=x.dtype, device=local_part(x).device)
     full = full.contiguous()
     dist.broadcast(full, source, group=group.handle)
     return full
@@ -266,7 +268,7 @@ def _written_by_one(opened: list[_Opened], home: Residence, rank: int | None) ->
         if isinstance(x.shard, nn.Parameter):
             x.shard.requires_grad_(x.name not in frozen)
         if x.name in changed:
-            device = x.shard._local_tensor.device
+            device = local_part(x.shard).device
             room = torch.empty(x.shard.shape, dtype=x.shard.dtype, device=device)
             value = room if x.whole is None else x.whole.detach().contiguous()
             dist.broadcast(value, rank or 0, group=group.handle)
@@ -274,4 +276,4 @@ def _written_by_one(opened: list[_Opened], home: Residence, rank: int | None) ->
 
 
 def _take(x: _Opened, value: Tensor) -> None:
-    x.shard._local_tensor.copy_(cut(value.detach(), x.shard))
+    local_part(x.shard).copy_(cut(value.detach(), x.shard))

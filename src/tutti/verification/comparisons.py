@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from tutti.calls.eager import eagerly
 from tutti.calls.guards import MOST_WAYS, ReadGuard, no_way
@@ -26,6 +25,7 @@ from tutti.graph.promote import Promoted, promoted, promoted_value
 from tutti.graph.virtual_ranks import Post, VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
+from tutti.torch_private.pytrees import tree_leaves
 from tutti.verification.following import following, plays_again
 
 # The largest relative difference that rounding explains, in float64 and against the eager step.

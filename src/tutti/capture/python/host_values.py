@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from tutti.capture.patch_table import (
     ANOMALY,
@@ -25,6 +23,8 @@ from tutti.capture.patch_table import (
 )
 from tutti.errors import CaptureError
 from tutti.graph.patch import replaced
+from tutti.torch_private.fake_tensors import FakeTensor
+from tutti.torch_private.pytrees import tree_leaves
 from tutti.user_lines import quoted, user_line
 
 _RAISED: ContextVar[list[CaptureError]] = ContextVar("raised")

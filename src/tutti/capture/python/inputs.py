@@ -7,40 +7,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from tutti.capture.python.read_values import Seen, Symbols
 from tutti.capture.python.sizes import FreeSizes
-
-
-class _SizedFakes(FakeTensorMode):
-    """Fakes whose sizes may be symbols.
-
-    An op that has no code of its own for fakes is worked out by one that reads sizes as whole numbers, which
-    makes constants of them: there PyTorch's Python code for it is asked.
-    """
-
-    def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not _is_composite(func):
-            return super()._dispatch_impl(func, types, args, kwargs)
-        guard = torch._C._EnablePythonDispatcher()
-        try:
-            return super()._dispatch_impl(func, types, args, kwargs)
-        finally:
-            del guard
-
-
-def _is_composite(func: Any) -> bool:
-    has: Any = torch._C._dispatch_has_kernel_for_dispatch_key
-    name = func.name()
-    return has(name, "CompositeExplicitAutograd") and not has(name, "Meta")
+from tutti.torch_private.fake_tensors import FakeTensorMode, SizedFakeMode
+from tutti.torch_private.symbolic import ConstantSource, DimDynamic
 
 
 def fake_mode(seen: Seen, *, sized: bool) -> FakeTensorMode:
     """What makes fakes for a trace with the ways of what was `seen`; with `sized`, sizes are symbols."""
-    kind = _SizedFakes if sized else FakeTensorMode
+    kind = SizedFakeMode if sized else FakeTensorMode
     return kind(shape_env=Symbols(seen), static_shapes=True, allow_non_fake_inputs=True)
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 
 from tutti.capture.python.held_values import Place
 from tutti.capture.python.inputs import fake
 from tutti.capture.state.lift import StateTensor
 from tutti.errors import CaptureError
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 
 def lift_outside(

@@ -19,10 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from tutti.capture.python.contents import contents, refused_change
 from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Place, Table, named
@@ -32,6 +29,9 @@ from tutti.capture.python.reach import PLAIN, reach
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.state.lift import is_scheduled
 from tutti.errors import CaptureError
+from tutti.torch_private.dispatch_modes import no_modes
+from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from tutti.torch_private.pytrees import TreeSpec, tree_flatten, tree_unflatten
 from tutti.user_lines import quoted, user_line
 
 
@@ -356,7 +356,7 @@ def _expression(value: Any) -> Any:
 def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake of the same form, which is a view of nothing and has no history."""
     device = torch.device("cpu") if x.is_meta else x.device
-    with _disable_current_modes(), mode:  # to the trace that runs it is no op of the step
+    with no_modes(), mode:  # to the trace that runs it is no op of the step
         fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
         if isinstance(x, nn.Parameter):
             return nn.Parameter(fake, x.requires_grad)

@@ -30,7 +30,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tutti import errors
 from tutti.capture.python.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table
-from tutti.capture.state.fused import UNCHECKED
+from tutti.torch_private.module_tables import (
+    buffers_of,
+    children_of,
+    hooks_of_module,
+    hooks_of_tensor,
+    parameters_of,
+)
+from tutti.torch_private.optimizer_marks import MARKS, hooks_of_optimizer
 
 # Values that are compared, and never looked into.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device)
@@ -238,7 +245,7 @@ class _Walk:
                 continue
             prefix = f"{path}.{name}." if name else f"{path}."
             self._module(one, prefix)
-            for table in (one._modules, one._parameters, one._buffers):
+            for table in (children_of(one), parameters_of(one), buffers_of(one)):
                 self.tables.append(Table(prefix, MEMBER, _is(table), None))
 
     def _optimizer(self, one: Optimizer, prefix: str) -> None:
@@ -321,7 +328,7 @@ class _Walk:
 
 # Of an optimizer, tables that are looked at by their own rules, and what is its own business.
 _OF_ALL_OPTIMIZERS = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__) | frozenset(
-    {"_opt_called", "step", "profile_hook_step", "_warned_capturable_if_run_uncaptured", UNCHECKED}
+    {"step", "profile_hook_step", *MARKS}
 )
 # What Python, or PyTorch, calls on an object; not what makes one or shows it.
 _MAKES = ("init", "new", "repr", "str", "reduce", "getstate", "setstate", "deepcopy", "copy", "del")
@@ -340,21 +347,11 @@ def counts(key: str, value: Any) -> bool:
 
 def _hooks(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Any]:
     """What runs when modules are called, gradients come, and optimizers step."""
-    holders: list[Any] = [*model.modules(), *model.parameters(), *optimizers]
-    for holder in holders:
-        for name in _HOOKS:
-            yield from (getattr(holder, name, None) or {}).values()
-
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_post_accumulate_grad_hooks",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-)
+    tables = [table for one in model.modules() for table in hooks_of_module(one)]
+    tables += [table for one in model.parameters() for table in hooks_of_tensor(one)]
+    tables += [table for one in optimizers for table in hooks_of_optimizer(one)]
+    for table in tables:
+        yield from (table or {}).values()
 
 
 def _is(held: Any) -> Callable[[], Any]:

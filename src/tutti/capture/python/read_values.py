@@ -13,21 +13,24 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from tutti.capture.patch_table import CONVERSIONS, FAKE_CONVERSIONS, ITEM_MEMO
 from tutti.capture.python.host_values import noted
 from tutti.capture.python.ways_out import of_stack
 from tutti.errors import CaptureError
 from tutti.graph.patch import Patch, replaced
+from tutti.torch_private.symbolic import (
+    ConstantSource,
+    DimDynamic,
+    NumberEnv,
+    SymNode,
+    expression_of,
+)
 from tutti.user_lines import is_users, quoted
 
 aten = torch.ops.aten
@@ -40,7 +43,7 @@ _GUESS: dict[type, float] = {bool: False, int: 1, float: 1.0}
 _GENERIC, _OF_ALL = 0.7310585786, -1
 
 
-class Symbols(ShapeEnv):
+class Symbols(NumberEnv):
     """The numbers of a trace: those that it is given, and those that it reads from tensors.
 
     PyTorch notes for its own log which line asked for each guard, and imports its exporter and compiler to
@@ -58,9 +61,6 @@ class Symbols(ShapeEnv):
         self._every: set[sympy.Symbol] = set()  # of this trace and of others
         # Questions of `math` about a number that is read, which no symbol can answer: with their answers.
         self.asked: list[tuple[str, Any, bool]] = []
-
-    def _get_user_frame(self) -> FrameType:
-        return sys._getframe()  # any one: to an error of PyTorch 2.11 it must be a frame
 
     def begin(self) -> None:
         """A trace begins: its first read is read 0."""
@@ -121,7 +121,7 @@ class Symbols(ShapeEnv):
 
     def ask(self, name: str, x: Any) -> bool | None:
         """The answer of `math.isnan` and its like for a number that is read; None for one that is not."""
-        expr = x.node._expr
+        expr = expression_of(x)
         if not expr.free_symbols & {*self.reads}:
             return None
         seen = self.seen.get(self.reads.index(expr), 1.0) if expr in self.reads else 1.0
@@ -131,7 +131,7 @@ class Symbols(ShapeEnv):
 
     def is_read(self, x: Any) -> bool:
         """Whether a number is made of one that was read."""
-        return bool(x.node._expr.free_symbols & {*self.reads})
+        return bool(expression_of(x).free_symbols & {*self.reads})
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def held(traced: fx.GraphModule, symbols: Symbols) -> Reads:
 
 
 def _symbol_of(node: fx.Node) -> Any:
-    (symbol,) = node.meta["val"].node._expr.free_symbols
+    (symbol,) = expression_of(node.meta["val"]).free_symbols
     return symbol
 
 

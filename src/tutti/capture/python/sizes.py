@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch._dynamo.source import ConstantSource
-from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic
+from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.symbolic import ConstantSource, DimDynamic
 
 # A tensor of the batch by its number, and a dim of it.
 Dim = tuple[int, int]

@@ -19,9 +19,11 @@ from tutti.capture.patch_table import (
 )
 from tutti.capture.python.read_values import ITEM, Symbols
 from tutti.graph.patch import replaced
+from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.symbolic import expression_of, function_of_symbol
 
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_torch: Any = torch
+_log2, _sqrt = function_of_symbol("log2"), function_of_symbol("sqrt")
 _FLOATS = ("sqrt", "cos", "sin", "tan", "cosh", "sinh", "tanh", "acos", "asin", "atan", "log2")
 
 
@@ -44,8 +46,8 @@ def _power(x: Any, y: Any) -> Any:
 
 
 def _log(x: Any, base: Any = math.e) -> Any:
-    log2 = math.log2(base) if not isinstance(base, SYMBOLS) else _torch._sym_log2(_float(base))
-    return (_torch._sym_log2(_float(x)) if isinstance(x, SYMBOLS) else math.log2(x)) / log2
+    log2 = math.log2(base) if not isinstance(base, SYMBOLS) else _log2(_float(base))
+    return (_log2(_float(x)) if isinstance(x, SYMBOLS) else math.log2(x)) / log2
 
 
 def _ask(name: str, x: Any) -> bool:
@@ -71,7 +73,7 @@ def _compared(name: str) -> Any:
     plain = getattr(torch.SymFloat, name)
 
     def compared(x: Any, y: Any) -> Any:
-        if isinstance(y, torch.SymFloat) and x.node._expr == y.node._expr:
+        if isinstance(y, torch.SymFloat) and expression_of(x) == expression_of(y):
             return _ask("isnan", x) is (name == "__ne__")
         return plain(x, y)
 
@@ -80,13 +82,13 @@ def _compared(name: str) -> Any:
 
 # Of `math`, what a symbol is given to: PyTorch has these functions for symbols, or their parts.
 _OF_MATH: dict[str, Callable[..., Any]] = {
-    **{name: _of_float(getattr(_torch, f"_sym_{name}")) for name in _FLOATS},
+    **{name: _of_float(function_of_symbol(name)) for name in _FLOATS},
     "exp": lambda x: _power(math.e, x),
     "log": _log,
     "log10": lambda x: _log(x, 10),
     "pow": _power,
     "fabs": lambda x: abs(_float(x)),
-    "hypot": lambda *x: _torch._sym_sqrt(sum(_float(one) ** 2 for one in x)),
+    "hypot": lambda *x: _sqrt(sum(_float(one) ** 2 for one in x)),
     "isfinite": lambda x: _ask("isfinite", x),
     "isnan": lambda x: _ask("isnan", x),
     "isinf": lambda x: _ask("isinf", x),
@@ -180,18 +182,19 @@ def looked_at_by_ops(
 def _is_symbolic(node: fx.Node, sizes: Collection[Any]) -> bool:
     val = node.meta.get("val")
     return isinstance(val, Tensor) and not all(
-        type(n) is int or (isinstance(n, torch.SymInt) and n.node._expr.free_symbols <= {*sizes})
+        type(n) is int
+        or (isinstance(n, torch.SymInt) and expression_of(n).free_symbols <= {*sizes})
         for n in val.shape
     )
 
 
 def _sizes_of(node: fx.Node) -> list[Any]:
     """The arguments of an op that are sizes, dims or places."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
-    named = zip(node.target._schema.arguments, node.args, strict=False)
+    named = zip(schema_of(node.target).arguments, node.args, strict=False)
     found = [value for argument, value in named if "int" in str(argument.type).lower()]
-    kinds = {a.name: str(a.type).lower() for a in node.target._schema.arguments}
+    kinds = {a.name: str(a.type).lower() for a in schema_of(node.target).arguments}
     return found + [v for k, v in node.kwargs.items() if "int" in kinds.get(k, "")]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, fx
-from torch._subclasses import FakeTensor
 
 from tutti.capture.second_trace.sharing import Memory, Writers, written
 from tutti.errors import CaptureError
 from tutti.graph.edit import source_of
+from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.user_lines import quoted
 
 

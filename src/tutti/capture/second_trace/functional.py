@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 
 from tutti.capture.patch_table import NODE_CARRIED
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
@@ -22,6 +20,9 @@ from tutti.graph.draw import draw
 from tutti.graph.edit import NOTES
 from tutti.graph.fused_updates import BY_RECORDED, Kernel
 from tutti.graph.patch import replaced
+from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.tracing import PythonKeyTracer, make_fx
 
 aten = torch.ops.aten
 _CARRIED = (*NOTES, "output_of")
@@ -62,9 +63,7 @@ class _Replay(Copying):
                 why="its numbers would depend on how the step is sharded",
                 fix="build it from torch.rand, randn, randint, bernoulli or dropout",
             )
-        if isinstance(target, torch._ops.OpOverload) and target._schema.name.startswith(
-            "aten::_foreach_"
-        ):
+        if isinstance(target, OpOverload) and schema_of(target).name.startswith("aten::_foreach_"):
             return apart(target, args, kwargs)
         if target in BY_RECORDED:
             return _one_by_one(BY_RECORDED[target], args, kwargs)
@@ -110,15 +109,15 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: A
 
 def _attention_dropout(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
     """The dropout probability given to a fused attention."""
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema_of(target).arguments):
         if argument.name == "dropout_p":
             return args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
     return 0.0
 
 
-def apart(target: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def apart(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A `_foreach_` op as one op a tensor."""
-    name = target._schema.name.removeprefix("aten::_foreach_")
+    name = schema_of(target).name.removeprefix("aten::_foreach_")
     if name == "norm":
         return [torch.linalg.vector_norm(x, *args[1:], **kwargs) for x in args[0]]
     single: Callable[..., Any] = getattr(torch.Tensor, name, None) or getattr(torch, name)

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.fx.node import map_arg
 
 from tutti.capture.second_trace.sharing import Memory, Writers, is_tensor, written
 from tutti.graph.fused_updates import BY_RECORDED
 from tutti.graph.overloads import counterpart, name_of
+from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.storages import memory_id
 
 aten = torch.ops.aten
 _WHOLE = (aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor)
@@ -114,7 +116,7 @@ def _covered(node: fx.Node) -> list[fx.Node]:
     target = node.target
     if target in BY_RECORDED:
         return [x for _, old in BY_RECORDED[target].one_by_one(node.args) for x in old]
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.name.endswith("_"):
+    if not isinstance(target, OpOverload) or not schema_of(target).name.endswith("_"):
         return []
     tags = target.tags
     if torch.Tag.inplace_view in tags or not (torch.Tag.pointwise in tags or target in _WHOLE):
@@ -123,7 +125,7 @@ def _covered(node: fx.Node) -> list[fx.Node]:
     return changed if _functional(target) is not None and changed == [node.args[0]] else []
 
 
-def _functional(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def _functional(target: OpOverload) -> OpOverload | None:
     """The op that gives what an op whose name ends with `_` writes."""
     return counterpart(target, name_of(target).removesuffix("_"))
 
@@ -147,7 +149,7 @@ def _is_same(a: fx.Node, b: fx.Node) -> bool:
         return False
     x, y = a.meta["val"], b.meta["val"]
     return (
-        x.untyped_storage()._cdata == y.untyped_storage()._cdata
+        memory_id(x) == memory_id(y)
         and x.dtype == y.dtype
         and x.shape == y.shape
         and x.stride() == y.stride()
@@ -164,7 +166,7 @@ def rewritten(
 
     def call(target: Any, *args: Any, val: Any, **kwargs: Any) -> fx.Node:
         packet = getattr(target, "overloadpacket", target)
-        name = graph._target_to_str(packet.__name__)
+        name = packet.__name__
         made = graph.create_node("call_function", target, args, kwargs, name=name)
         made.meta = {k: x for k, x in node.meta.items() if k != "tensor_meta"} | {"val": val}
         return made

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tutti.capture.patch_table import RNG_STATES
 from tutti.graph import random
 from tutti.graph.draw import drawn
 from tutti.graph.patch import replaced
+from tutti.torch_private.dispatch_modes import TorchDispatchMode
 
 aten = torch.ops.aten
 # draw(kind, shape, params, dtype, device)

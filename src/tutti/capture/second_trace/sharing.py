@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph.aliases import marked
+from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.storages import memory_id
 
 # Ops whose schema does not say, or not for every call, what they write into: at which positions a call does.
 Writers = Mapping[Any, Callable[[fx.Node], Sequence[int]]]
@@ -46,7 +48,7 @@ def written(node: fx.Node, writers: Writers) -> Iterator[fx.Node]:
     """The operands that a node writes into; of what is no op of PyTorch's, all."""
     if node.op != "call_function" or node.target is operator.getitem:
         return
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         yield from node.all_input_nodes
         return
     if node.target in writers:
@@ -65,7 +67,7 @@ def _aliased(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that results of a node may be views of."""
     if node.target is operator.getitem:
         yield from (x for x in node.all_input_nodes if not _makes_several(x))
-    elif isinstance(node.target, torch._ops.OpOverload) and node.target._schema.returns:
+    elif isinstance(node.target, OpOverload) and schema_of(node.target).returns:
         yield from marked(node, writes=False)
 
 
@@ -73,13 +75,13 @@ def _makes_several(node: fx.Node) -> bool:
     """Whether a node gives new tensors, each in memory of its own."""
     target, val = node.target, node.meta.get("val")
     return (
-        isinstance(target, torch._ops.OpOverload)
+        isinstance(target, OpOverload)
         and isinstance(val, list | tuple)
-        and all(argument.alias_info is None for argument in target._schema.arguments)
+        and all(argument.alias_info is None for argument in schema_of(target).arguments)
     )
 
 
 def _storages(val: Any) -> Iterator[int]:
     for x in val if isinstance(val, list | tuple) else [val]:
         if isinstance(x, Tensor) and x.layout == torch.strided:
-            yield x.untyped_storage()._cdata
+            yield memory_id(x)

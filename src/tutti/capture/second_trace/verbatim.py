@@ -19,17 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import (
-    get_proxy_mode,
-    get_proxy_slot,
-    track_tensor_tree,
-)
 
 from tutti.capture.second_trace.overwrites import Overwrites, rewritten
 from tutti.capture.second_trace.sharing import Memory, Writers, is_tensor, written
+from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.tracing import (
+    get_proxy_mode,
+    get_proxy_slot,
+    plain_of_functional,
+    track_tensor_tree,
+    wrapped_functional,
+)
 
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_torch: Any = torch  # what `torch.func.functionalize` itself is written with
 
 
 class Copying(fx.Interpreter):
@@ -88,7 +90,7 @@ def _is_default(target: Any, name: str, value: Any) -> bool:
     """Whether an argument says nothing, as the dispatcher sees it: it passes such arguments on to nobody."""
     if value is not None:
         return False
-    given = (a for a in target._schema.arguments if a.name == name)
+    given = (a for a in schema_of(target).arguments if a.name == name)
     return any(a.has_default_value() and a.default_value is None for a in given)
 
 
@@ -106,18 +108,14 @@ def _node_of(value: Any) -> Any:
         return get_proxy_slot(value, _tracer()).force().node
     if not isinstance(value, Tensor):
         return value
-    if _torch._is_functional_tensor(value):
-        _torch._sync(value)
-        value = _torch._from_functional_tensor(value)
-    return get_proxy_slot(value, _tracer()).proxy.node
+    return get_proxy_slot(plain_of_functional(value), _tracer()).proxy.node
 
 
 def _value_of(node: fx.Node) -> Tensor:
     """A functional tensor that the trace knows as `node`."""
     tracer, fake = _tracer(), node.meta["val"]
     track_tensor_tree(fake, fx.Proxy(node, tracer), constant=None, tracer=tracer)
-    functorch = _torch._C._functorch
-    return functorch._wrap_functional_tensor(fake, functorch.maybe_current_level())
+    return wrapped_functional(fake)
 
 
 def copyable(
@@ -159,7 +157,7 @@ def copyable(
 
 def _is_plain(node: fx.Node) -> bool:
     """Whether a node is an op that gives tensors and writes nothing."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+    if not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable:
         return False
     val = node.meta.get("val")
     values = val if isinstance(val, list | tuple) else [val]

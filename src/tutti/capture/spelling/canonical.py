@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses import FakeTensorMode
 
 from tutti.capture.spelling.compounds import COMPOUNDS
 from tutti.capture.spelling.rewrites import AGAIN, REWRITES, SAME, shape_list
 from tutti.capture.spelling.strided import STRIDED, note_layout
 from tutti.graph.edit import Editor
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
 # On a node of a trace with symbols for sizes that is in its last form already.

@@ -11,6 +11,7 @@ from torch import fx
 
 from tutti.capture.spelling.rewrites import Rewrite, shape_list
 from tutti.graph.edit import Emit
+from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten
 
@@ -197,7 +198,7 @@ def _num_samples(x: Any) -> float:
 
 
 def _reduction_at(node: fx.Node) -> int:
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    names = [a.name for a in schema_of(node.target).arguments]
     return names.index("reduction")
 
 
@@ -211,7 +212,7 @@ def _summed(emit: Emit, node: fx.Node, args: Any) -> fx.Node | None:
     """The loss, or its gradient, of `args` as a sum; None where it was no mean."""
     if not _is_mean(node):
         return None
-    defaults = [a.default_value for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    defaults = [a.default_value for a in schema_of(node.target).arguments]
     full = [*args, *defaults[len(args) :]]
     full[_reduction_at(node)] = 2
     return emit(node.target, *full)

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from tutti.graph.edit import Emit, inverse, permuted, shaped, stretched
 from tutti.graph.lookup import Lookup
 from tutti.graph.order import ancestors
+from tutti.torch_private.op_tables import OpOverload
 
 aten = torch.ops.aten
 # How large a tensor may be that is worked out to see whether it counts.
@@ -157,7 +158,7 @@ def _known(node: fx.Node) -> Tensor | None:
 
 def _is_plain(node: fx.Node) -> bool:
     target, val = node.target, node.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(val, Tensor):
+    if not isinstance(target, OpOverload) or not isinstance(val, Tensor):
         return False
     random = torch.Tag.nondeterministic_seeded in target.tags
     return target.namespace == "aten" and not random and val.numel() <= MOST_ELEMENTS

@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from tutti.capture.spelling import lookups, strided
 from tutti.graph.edit import Emit
+from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten
 # Views as they are spelled after their rewrites.
@@ -265,7 +266,7 @@ def _pixels(emit: Emit, x: Any) -> fx.Node:
 
 def _like(emit: Emit, node: fx.Node) -> fx.Node:
     """`ones_like(x)` and the like do not depend on the values of x: `full` of its shape."""
-    name = node.target._schema.name.removeprefix("aten::").removeprefix("new_")  # type: ignore[union-attr]
+    name = schema_of(node.target).name.removeprefix("aten::").removeprefix("new_")
     fill: Any = {
         "ones": 1,
         "zeros": 0,

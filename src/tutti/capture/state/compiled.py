@@ -8,19 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch._dynamo import config
 from torch.compiler import set_stance
 
-
-def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The user's own function inside the wrappers of `torch.compile`."""
-    while inner := getattr(function, "_torchdynamo_orig_callable", None):
-        function = inner
-    return function
+from tutti.torch_private.compiled_code import nested_traces_allowed
 
 
 @contextlib.contextmanager
@@ -30,7 +23,7 @@ def nothing_compiled() -> Iterator[None]:
         yield
         return
     with (
-        config.patch(error_on_nested_fx_trace=False),
+        nested_traces_allowed(),
         set_stance("force_eager"),
         warnings.catch_warnings(),
     ):

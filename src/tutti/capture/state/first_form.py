@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.utils._pytree import tree_leaves
 
 from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.capture.state.first_step import inner_optimizers, part_from_weights, refuse_kind
@@ -39,6 +38,7 @@ from tutti.capture.state.lift import (
 from tutti.capture.state.slots_by_form import make_slots_by_form
 from tutti.capture.state.stand_ins import SEED, StandIns, step_with, values_like
 from tutti.errors import CaptureError, TuttiError
+from tutti.torch_private.pytrees import tree_leaves
 
 TOLERANCE = 8  # in units of the last place of a tensor's largest element
 

@@ -17,6 +17,7 @@ from tutti.capture.state.first_form import first_slots
 from tutti.capture.state.first_step import inner_optimizers
 from tutti.capture.state.lift import SCHEDULED, optimizers_of
 from tutti.errors import CaptureError
+from tutti.torch_private.optimizer_marks import has_hooks
 
 
 @contextlib.contextmanager
@@ -25,7 +26,7 @@ def options_watched(optimizer: Any) -> Iterator[dict[Optimizer, str]]:
     found: dict[Optimizer, str] = {}
     found_in = (inner for one in optimizers_of(optimizer) for inner in inner_optimizers(one))
     # One around another (Lookahead) may have no hooks of its own; the inner one has.
-    every = [one for one in found_in if hasattr(one, "_optimizer_step_pre_hooks")]
+    every = [one for one in found_in if has_hooks(one)]
     before = {one: [dict(group) for group in one.param_groups] for one in every}
 
     def look(one: Any, *_given: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from tutti.errors import CaptureError, TuttiError
+from tutti.torch_private.storages import memory_id
 
 # By kind: why it cannot be captured, and what to do.
 _REFUSED = (
@@ -85,4 +86,4 @@ def part_from_weights(optimizer: Optimizer, fresh: list[Tensor]) -> None:
 
 
 def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+    return memory_id(x) if x.layout == torch.strided else id(x)

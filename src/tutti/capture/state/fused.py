@@ -17,7 +17,6 @@ from tutti.graph.faulty_kernels import is_faulty
 from tutti.graph.fused_updates import KERNELS, Kernel
 from tutti.graph.patch import replaced
 
-UNCHECKED = "_need_device_dtype_check_for_fused"  # a fused step notes it on its optimizer
 _BY_NAME = {k.name: k for k in KERNELS}
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -25,10 +24,14 @@ from tutti.capture.patch_table import GRAD, MODULE_ZERO_GRAD, OPTIMIZER_ZERO_GRA
 from tutti.capture.state.lift import StateTensor, optimizers_of
 from tutti.errors import CaptureError
 from tutti.graph.patch import replaced
+from tutti.torch_private.autograd_engine import version_of
+from tutti.torch_private.dispatch_modes import no_torch_function
+from tutti.torch_private.fake_tensors import FakeTensor
+from tutti.torch_private.module_tables import hooks_of_tensor, parameters_of
+from tutti.torch_private.storages import memory_id
 from tutti.user_lines import quoted, user_line
 
-_GRAD: Any = torch._C.TensorBase.grad  # type: ignore[attr-defined]
-_no_modes: Any = torch._C.DisableTorchFunction  # to a mode it would be the step that reads
+_GRAD: Any = Tensor.grad
 _ZERO: Any = Tensor.zero_
 _FIX = (
     "clear all gradients that the backward reaches at the top of the step: model.zero_grad(); "
@@ -50,7 +53,7 @@ _left_gradient = torch.ops.tutti.left_gradient.default
 
 
 def _read(x: Tensor) -> Tensor | None:
-    with _no_modes():
+    with no_torch_function():
         return _GRAD.__get__(x)
 
 
@@ -58,7 +61,7 @@ plain_gradient = _read  # without a look at it counting as the step's own
 
 
 def _write(x: Tensor, value: Tensor | None) -> None:
-    with _no_modes():
+    with no_torch_function():
         _GRAD.__set__(x, value)
 
 
@@ -114,7 +117,7 @@ class Gradient:
             self.cleared = True
         now = self.now
         assert now is not None
-        self.zeros = now, now._version
+        self.zeros = now, version_of(now)
         return grad if grad is not self.left else now
 
     @property
@@ -123,7 +126,7 @@ class Gradient:
         now = self.now
         if now is None:
             return self.as_zeros
-        return self.zeros is not None and self.zeros[0] is now and self.zeros[1] == now._version
+        return self.zeros is not None and self.zeros[0] is now and self.zeros[1] == version_of(now)
 
     @property
     def stays(self) -> bool:
@@ -184,7 +187,7 @@ class Gradients:
             return _read(x)
         grad = one.get()
         if grad is not None:
-            self._storages[grad.untyped_storage()._cdata] = one
+            self._storages[memory_id(grad)] = one
         return grad
 
     def set(self, x: Tensor, value: Tensor | None) -> None:
@@ -195,11 +198,11 @@ class Gradients:
             one.set(value)
 
     def zero(self, x: Tensor) -> Tensor:
-        one = self._storages.get(x.untyped_storage()._cdata) if type(x) is FakeTensor else None
+        one = self._storages.get(memory_id(x)) if type(x) is FakeTensor else None
         now = None if one is None else one.now
         if one is None or now is None or now.numel() != x.numel():
             return _ZERO(x)
-        same = now.untyped_storage()._cdata == x.untyped_storage()._cdata
+        same = memory_id(now) == memory_id(x)
         return one.zero(x) if same else _ZERO(x)
 
     def clear(self, x: Tensor, set_to_none: bool) -> None:
@@ -212,7 +215,7 @@ class Gradients:
     def after_backward(self) -> None:
         for one in self._all.values():
             now = one.now
-            changed = now is not None and (now is not one.left or now._version > 0)
+            changed = now is not None and (now is not one.left or version_of(now) > 0)
             if changed and not one.cleared and one.added is None:
                 one.added = user_line()
 
@@ -292,14 +295,14 @@ def holders_of(model: nn.Module, state: Sequence[StateTensor]) -> dict[str, Hold
     names = {id(s.tensor): s.name for s in state if s.kind == "parameter"}
     found: dict[str, Holder] = {}
     for module in model.modules():
-        for key, p in module._parameters.items():
+        for key, p in parameters_of(module).items():
             if p is not None and id(p) in names:
                 found.setdefault(names[id(p)], (module, key))
     return found
 
 
 def _grad_of(module: nn.Module, key: str) -> Tensor | None:
-    p = module._parameters[key]
+    p = parameters_of(module)[key]
     return None if p is None else p.grad
 
 
@@ -383,8 +386,8 @@ def watched_gradients(
 
 def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]]:
     """What runs on a parameter's gradient, and what runs once it is added."""
-    after: Any = p._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    return list((p._backward_hooks or {}).values()), list((after or {}).values())
+    on, after = hooks_of_tensor(p)
+    return list((on or {}).values()), list((after or {}).values())
 
 
 @contextlib.contextmanager

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from tutti.errors import CaptureError
+from tutti.torch_private.fake_tensors import FakeTensor
+from tutti.torch_private.module_tables import buffers_of
+from tutti.torch_private.storages import memory_id
+from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
 
 # Tables that every module has: of state, of modules and of hooks.
 OF_ALL_MODULES = frozenset(nn.Module().__dict__)
@@ -38,7 +40,7 @@ class Attributes:
             prefix = f"{path}." if path else ""
             tables = {k: v for k, v in vars(module).items() if type(v) in (dict, list)}
             own = [(f"{prefix}{k}.", v) for k, v in tables.items() if k not in OF_ALL_MODULES]
-            for name, table in [(prefix, vars(module)), (prefix, module._buffers), *own]:
+            for name, table in [(prefix, vars(module)), (prefix, buffers_of(module)), *own]:
                 self._held.append((name, table, table.copy()))
 
     def left(self, stand_ins: Mapping[int, Tensor]) -> list[Left]:
@@ -100,7 +102,7 @@ def _storages(traced: fx.GraphModule) -> set[int]:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+    return memory_id(x)
 
 
 def _entries(table: Any) -> list[tuple[Any, Any]]:

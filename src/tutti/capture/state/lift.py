@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tutti.capture.state.first_step import (
     inner_optimizers,
@@ -22,8 +20,13 @@ from tutti.capture.state.first_step import (
     take_first_step,
 )
 from tutti.capture.state.first_values import first_values
-from tutti.capture.state.fused import UNCHECKED, as_ops, qualifies
+from tutti.capture.state.fused import as_ops, qualifies
 from tutti.errors import CaptureError, TuttiError
+from tutti.torch_private.dispatch_modes import TorchDispatchMode
+from tutti.torch_private.module_tables import buffers_of, parameters_of
+from tutti.torch_private.op_tables import schema_of
+from tutti.torch_private.optimizer_marks import UNCHECKED, hooks_off, stepped_mark_kept
+from tutti.torch_private.pytrees import tree_leaves, tree_map
 
 # Hyper-parameters that schedules change: inputs of the graph. Others are constants of one trace.
 SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
@@ -170,7 +173,7 @@ class Undo(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for arg, value in zip(func._schema.arguments, args, strict=False):
+        for arg, value in zip(schema_of(func).arguments, args, strict=False):
             if arg.alias_info is not None and arg.alias_info.is_write:
                 for t in tree_leaves(value):
                     if isinstance(t, Tensor) and id(t) not in self.first:
@@ -251,21 +254,13 @@ def place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
 @contextlib.contextmanager
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
     """The step count that schedulers watch, and the users' hooks, do not see this step."""
-    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    kept = {n: getattr(optimizer, n) for n in names if hasattr(optimizer, n)}
-    called = getattr(optimizer, "_opt_called", None)
     step = optimizer.__dict__.pop("step", None)
     try:
-        for n in kept:
-            setattr(optimizer, n, type(kept[n])())
-        yield
+        with stepped_mark_kept(optimizer), hooks_off(optimizer):
+            yield
     finally:
-        for n in kept:
-            setattr(optimizer, n, kept[n])
         if step is not None:
             optimizer.__dict__["step"] = step
-        if called is not None:
-            optimizer._opt_called = called  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -291,7 +286,7 @@ def swapped(
     places: list[Place] = []
     try:
         for module in model.modules():
-            tables: Any = (module._parameters, module._buffers)
+            tables: Any = (parameters_of(module), buffers_of(module))
             for table in tables:
                 for name, old in table.items():
                     if old is not None and id(old) in tensors:

@@ -15,22 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from tutti.capture.patch_table import WRAPPERS
-from tutti.capture.state.compiled import plain
 from tutti.capture.substitutes.sparse import refuse_sparse_state
 from tutti.errors import CaptureError, TuttiError
 from tutti.graph.patch import replaced
-
-# Wrappers, and the attribute that has the module inside.
-_INSIDE = (
-    (OptimizedModule, "_orig_mod"),
-    (DistributedDataParallel, "module"),
-    (DataParallel, "module"),
-)
+from tutti.torch_private.compiled_code import OptimizedModule, plain, plain_module
+from tutti.torch_private.module_tables import children_of
 
 
 class Models(nn.Module):
@@ -38,7 +31,7 @@ class Models(nn.Module):
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._modules.update(modules)
+        children_of(self).update(modules)
 
 
 # Steps on the same modules share their state, and so their holder.
@@ -85,9 +78,10 @@ def as_one_module(
 
 def _inside(given: Any) -> Any:
     """The module inside its wrappers."""
-    for kind, name in _INSIDE:
-        if isinstance(given, kind):
-            return _inside(getattr(given, name))
+    if isinstance(given, OptimizedModule):
+        return _inside(plain_module(given))
+    if isinstance(given, DistributedDataParallel | DataParallel):
+        return _inside(given.module)
     return given
 
 

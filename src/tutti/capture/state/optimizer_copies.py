@@ -13,8 +13,9 @@ from typing import Any
 from torch.optim import Optimizer
 
 from tutti.capture.patch_table import DEEPCOPY
-from tutti.capture.state.compiled import plain
 from tutti.graph.patch import replaced
+from tutti.torch_private.compiled_code import plain
+from tutti.torch_private.optimizer_marks import is_wrapped_by_scheduler
 
 Memo = dict[int, Any]
 
@@ -38,7 +39,7 @@ def _steps(old: Optimizer, name: str, value: Any) -> bool:
     """Whether this is what a scheduler of learning rates, or `torch.compile`, has put around the optimizer's
     own step: it would step the optimizer that it was made for."""
     own = getattr(plain(value), "__self__", None) is old
-    return name == "step" and (own or hasattr(value, "_wrapped_by_lr_sched"))
+    return name == "step" and (own or is_wrapped_by_scheduler(value))
 
 
 def copied(value: Any, memo: Memo) -> Any:

@@ -19,7 +19,7 @@ from tutti.errors import CaptureError
 from tutti.graph.patch import replaced
 from tutti.user_lines import quoted, user_line
 
-_DATA: Any = torch._C.TensorBase.data  # type: ignore[attr-defined]
+_DATA: Any = Tensor.data
 
 
 def take_over(

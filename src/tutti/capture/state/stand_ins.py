@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.capture.state.first_step import inner_optimizers
 from tutti.capture.state.lift import create_slots
 from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole
+from tutti.torch_private.optimizer_marks import remove_hooks
 
 NUM_STEPS = 3
 # Of a parameter with more elements no dim is longer than this in the copies.
@@ -44,8 +45,7 @@ class StandIns:
             }
             self.optimizer: Any = copy.deepcopy(one, memo)
         for inner in inner_optimizers(self.optimizer):
-            inner._optimizer_step_pre_hooks = OrderedDict()
-            inner._optimizer_step_post_hooks = OrderedDict()
+            remove_hooks(inner)
             for group in inner.param_groups:
                 group["params"][:] = list({id(p): p for p in group["params"]}.values())
 

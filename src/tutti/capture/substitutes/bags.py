@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
 
 aten = torch.ops.aten
 _PLAIN: Any = torch.embedding_bag

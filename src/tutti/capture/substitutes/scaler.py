@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from tutti.capture.patch_table import SCALED_UPDATE, SCALER_SKIPS, SCALER_STEP
 from tutti.graph.patch import replaced
+from tutti.torch_private.optimizer_marks import is_scaled_by_kernel
 
 aten = torch.ops.aten
 _STEP: Any = GradScaler.step
@@ -61,7 +62,7 @@ def _maybe_step(
 
 def _step(scaler: GradScaler, optimizer: Any, *args: Any, **options: Any) -> Any:
     """Without the kernels that skip an update by themselves: the branch does."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not is_scaled_by_kernel(optimizer):
         return _STEP(scaler, optimizer, *args, **options)
     with replaced((SCALED_UPDATE.of(optimizer), False)):
         return _STEP(scaler, optimizer, *args, **options)

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.optim import SGD, Adagrad, Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tutti.capture.patch_table import DENSE_BAG, DENSE_EMBEDDING
 from tutti.capture.substitutes import bags
 from tutti.errors import CaptureError
 from tutti.graph.patch import replaced
+from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.user_lines import quoted, user_line
 
 # Optimizers that give the same numbers for a sparse gradient and a dense one: what is not looked up has none.

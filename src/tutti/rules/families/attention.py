@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from tutti.rules.families.part_ops import causal_backward_part, causal_forward_part
 from tutti.rules.rule import Rule, groups, operands_of, parse_rule, results_of, shape
+from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten
 # The memory-efficient kernel rounds the length of its log-sum-exp up to blocks of so many queries.
@@ -26,7 +27,7 @@ def _mask(dims: tuple[int, ...], q: tuple[int, ...], t: int, queries: str) -> st
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for position, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == name:
             if position < len(node.args):
                 return node.args[position]
@@ -44,7 +45,7 @@ def _bind(
     terms = {"query": f"b (g r) {queries} d!", "key": "b g t! d!", "value": "b g t! e!"}
     terms |= {"out": out, "grad_out": out, "grad_out_": out, "logsumexp": f"b (g r) {lse}"}
     spelled: list[str] = []
-    for argument in node.target._schema.arguments:  # type: ignore[union-attr]
+    for argument in schema_of(node.target).arguments:
         value = _argument(node, argument.name)
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], Tensor):
             continue

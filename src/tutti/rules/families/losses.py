@@ -20,6 +20,7 @@ from tutti.rules.rule import (
     shape,
     spelled,
 )
+from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -27,7 +28,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 def _reduction(node: fx.Node) -> tuple[int, int]:
     """Which argument says how the loss is reduced, and what it says."""
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+    for i, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == "reduction":
             default = node.kwargs.get("reduction", argument.default_value)
             return i, int(node.args[i] if len(node.args) > i else default)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.rules.rule import Rule, broadcast_rule, groups, operands_of, results_of, shape
+from tutti.torch_private.op_tables import OpOverload
 
 aten = torch.ops.aten
 
@@ -93,9 +94,7 @@ UNTAGGED = {
 
 def is_pointwise(op: Any) -> bool:
     """Whether each element of the result depends on one place of the operands only."""
-    return isinstance(op, torch._ops.OpOverload) and (
-        torch.Tag.pointwise in op.tags or op in UNTAGGED
-    )
+    return isinstance(op, OpOverload) and (torch.Tag.pointwise in op.tags or op in UNTAGGED)
 
 
 def derived_pointwise(node: fx.Node) -> Rule | None:

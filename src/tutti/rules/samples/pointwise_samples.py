@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
 
 from tutti.rules.families.pointwise import LINEAR, is_pointwise
 from tutti.rules.samples.sample import (
@@ -20,6 +19,8 @@ from tutti.rules.samples.sample import (
     positive,
     sample,
 )
+from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.op_tables import all_op_names, schema_of
 
 SAME = ((4, 6, 12),) * 4
 STRETCHED = ((4, 6, 12), (6, 1), (1, 1, 12), ())
@@ -72,7 +73,7 @@ def pointwise_ops() -> list[Any]:
         packet = getattr(aten, name)
         for which in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, which)
-            schema = op._schema
+            schema = schema_of(op)
             out = any(a.is_out for a in schema.arguments)
             tensors = all("Tensor" in str(r.type) for r in schema.returns)
             if is_pointwise(op) and not schema.is_mutable and not out and tensors:
@@ -82,7 +83,7 @@ def pointwise_ops() -> list[Any]:
 
 def _names() -> list[str]:
     """Every ATen op; `dir(torch.ops.aten)` would list those that somebody has used already."""
-    found = torch._C._dispatch_get_all_op_names()
+    found = all_op_names()
     names = {n.removeprefix("aten::").partition(".")[0] for n in found if n.startswith("aten::")}
     return sorted(n for n in names if hasattr(aten, n))
 
@@ -118,7 +119,7 @@ def _sampled(op: Any, shapes: tuple[tuple[int, ...], ...]) -> Sample:
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     given = iter(shapes)
-    for argument in op._schema.arguments:
+    for argument in schema_of(op).arguments:
         if argument.has_default_value() and str(argument.type) not in (
             "Tensor",
             "Optional[Tensor]",

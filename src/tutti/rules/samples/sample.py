@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
+
+from tutti.torch_private.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
 

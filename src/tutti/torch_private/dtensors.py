@@ -1,0 +1,102 @@
+"""The inside of a `DTensor`: this rank's part and the spec, without autograd and without copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tutti.torch_private.dispatch_modes import (
+    TorchDispatchMode,
+    no_torch_function,
+    not_overridden,
+)
+from tutti.torch_private.pytrees import tree_leaves
+
+# `local_part(x)`: the tensor that a `DTensor` holds on this rank. Why: each call of a step reads it.
+# Public: `to_local`, which is a node of autograd and a new view at each call.
+local_part: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+
+# `spec_of(x)`: mesh, placements, and global shape, stride and dtype. Why: shards are made from shards at no
+# cost. Public: `DTensor.from_local`, which is a node of autograd and works all of them out again.
+spec_of: Callable[[Any], Any] = attrgetter("_spec")
+
+
+def local_parts(tensors: Sequence[Tensor], lie: Sequence[bool]) -> list[Tensor]:
+    """The tensors, with the `local_part` of those that `lie` marks; more tensors than marks stay as they are.
+
+    Why: as `local_part`, in a loop without calls. Public: as there.
+    """
+    marked = zip(tensors, chain(lie, repeat(False)), strict=False)
+    return [x._local_tensor if lies else x for x, lies in marked]  # type: ignore[attr-defined]
+
+
+def set_local_part(x: Any, part: Tensor) -> None:
+    """Let a `DTensor` hold another tensor on this rank.
+
+    Why: state moves while its tensor, which users hold, stays. Public: none.
+    """
+    x._local_tensor = part
+
+
+def made_of(kind: type, part: Tensor, spec: Any, *, requires_grad: bool = False) -> Any:
+    """A `DTensor`, or one of a subclass, around this rank's part, without a check or a copy.
+
+    Why: as `spec_of`. Public: as there.
+    """
+    return kind(part, spec, requires_grad=requires_grad)
+
+
+def spec_with_dtype(spec: Any, dtype: torch.dtype) -> Any:
+    """The same spec of a tensor of another dtype.
+
+    Why: as `spec_of`. Public: as there.
+    """
+    meta = spec.tensor_meta._replace(dtype=dtype)
+    return type(spec)(spec.mesh, spec.placements, tensor_meta=meta)
+
+
+class _AskingClass(TorchDispatchMode):
+    """Asks the class of an `AnsweringDTensor` for each op on one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = tree_leaves((args, kwargs))
+        found = next((type(x) for x in given if isinstance(x, AnsweringDTensor)), None)
+        if found is None:
+            return func(*args, **(kwargs or {}))
+        return found.__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_asked() -> bool:
+    """Whether PyTorch asks the class of a `DTensor` for each op; 2.11 does not, and its `DTensor` says so."""
+    try:
+        DTensor.__torch_dispatch__(lambda: None, ())
+    except NotImplementedError:
+        return False
+    return True
+
+
+class AnsweringDTensor(DTensor):
+    """A `DTensor` whose class answers each op by its `__torch_dispatch__`; functions are not overridden.
+
+    Why: PyTorch 2.11 plays the ops of every `DTensor` in C++, and asks no subclass. There each function that
+    is called with one runs in a mode that asks. Public: `__torch_dispatch__` alone, as PyTorch 2.13 reads it.
+    """
+
+    __slots__ = ()
+
+    if _is_asked():
+        __torch_function__ = not_overridden
+    else:
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            with no_torch_function(), _AskingClass():
+                return func(*args, **(kwargs or {}))

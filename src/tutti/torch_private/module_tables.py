@@ -1,0 +1,72 @@
+"""The tables of modules: parameters, buffers, children and hooks by name, as dicts that modules look in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+
+Table = dict[str, Any]
+
+# `parameters_of(module)`, `buffers_of(module)`, `children_of(module)`: the dicts themselves, entries that are
+# None among them. Why: each call compares what the tables hold, and state takes another tensor's place in
+# them. Public: `named_parameters(recurse=False)` and its like, which are slower, and leave out None.
+parameters_of: Callable[[nn.Module], Table] = attrgetter("_parameters")
+buffers_of: Callable[[nn.Module], Table] = attrgetter("_buffers")
+children_of: Callable[[nn.Module], Table] = attrgetter("_modules")
+
+_MODULE_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
+
+
+def hooks_of_module(module: nn.Module) -> Iterator[Table]:
+    """The tables of a module's hooks on its forward and its backward, four.
+
+    Why: a hook added after a trace makes another trace due. Public: none.
+    """
+    return (getattr(module, name) for name in _MODULE_HOOKS)
+
+
+def hooks_of_all_modules() -> Iterator[Table]:
+    """The tables of the hooks that run for every module, four.
+
+    Why: as `hooks_of_module`. Public: none.
+    """
+    return (getattr(nn_module, name) for name in _GLOBAL_HOOKS)
+
+
+def hooks_of_tensor(x: Tensor) -> tuple[Table | None, Table | None]:
+    """The tables of hooks on a tensor's gradient: before it is accumulated, and after; None without any.
+
+    Why: as `hooks_of_module`; and stand-ins of a trace need them. Public: none.
+    """
+    on, after = (getattr(x, name, None) for name in _TENSOR_HOOKS)
+    return on, after
+
+
+def share_tensor_hooks(old: Any, new: Any) -> None:
+    """The gradient hooks on a tensor are those of the one in its place; their handles remove them still.
+
+    Why: state takes another tensor's place. Public: none.
+    """
+    for table in _TENSOR_HOOKS:
+        if getattr(old, table):
+            setattr(new, table, getattr(old, table))
+
+
+def renew_flat_weights(module: nn.Module) -> None:
+    """Let an LSTM, GRU or RNN read the parameters that its table has now; nothing for other modules.
+
+    Why: it keeps a list of its weights beside the table. Public: none.
+    """
+    if names := getattr(module, "_flat_weights_names", None):
+        module._flat_weights = [getattr(module, n, None) for n in names]  # type: ignore[assignment]

@@ -1,0 +1,31 @@
+"""Which memory a tensor lies in, and how many look at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+_BINDINGS: Any = torch._C
+
+
+def storage_id(storage: UntypedStorage) -> int:
+    """A number for a storage that is alive: equal for two views of the same memory, of fakes too.
+
+    Why: aliasing. Public: `data_ptr()`, which is 0 for each fake and each empty tensor.
+    """
+    return storage._cdata
+
+
+def memory_id(x: Tensor) -> int:
+    """The `storage_id` of a tensor's storage."""
+    return x.untyped_storage()._cdata
+
+
+def num_uses(storage: UntypedStorage) -> int:
+    """How many tensors and Python objects hold a storage, this one included.
+
+    Why: a warning where another tensor looks at a weight's memory. Public: none.
+    """
+    return _BINDINGS._storage_Use_Count(storage._cdata)

@@ -1,0 +1,55 @@
+"""Numbers as symbols of a trace: `torch.fx.experimental.symbolic_shapes`, and `torch._dynamo.source`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from operator import attrgetter
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+)
+from torch.utils._sympy.printers import PythonPrinter
+
+__all__ = [
+    "ConstantSource",  # the name under which a symbol is made; public: none
+    "DimDynamic",  # says that a symbol never becomes a number; public: none
+    "GuardOnDataDependentSymNode",  # a branch on a number that has no value; public: none
+    "NumberEnv",
+    "PythonPrinter",  # a condition on symbols as Python code; public: none
+    "SymNode",  # what a `torch.SymBool` is made of; public: none
+    "expression_of",
+    "function_of_symbol",
+]
+
+# `expression_of(x)`: the sympy expression of a `SymInt`, `SymFloat` or `SymBool`, as it was made: to
+# `x.node.expr` a symbol that a branch has compared with a number is that number from then on.
+# Why: inputs and guards of a program are named by symbols. Public: none.
+expression_of: Callable[[Any], Any] = attrgetter("node._expr")
+
+
+class NumberEnv(ShapeEnv):
+    """Keeps the symbols of a trace, and the conditions that its branches asked of them.
+
+    Why: `_get_user_frame` is None where the stack has PyTorch's frames only, which fails an error's text.
+    Public: none.
+    """
+
+    def _get_user_frame(self) -> FrameType:
+        return sys._getframe()  # any one: to an error of PyTorch 2.11 it must be a frame
+
+
+def function_of_symbol(name: str) -> Callable[[Any], Any]:
+    """The function `name` of `math`, as "log2", of a `SymFloat`.
+
+    Why: a step may call `math` with a number that is an input. Public: `torch.sym_sqrt` and its like, once
+    they are documented.
+    """
+    return getattr(torch, f"_sym_{name}")

@@ -1,0 +1,65 @@
+"""Tracing to an `fx` graph: `torch.fx.experimental.proxy_tensor`, which PyTorch may change at any release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    track_tensor_tree,
+)
+
+__all__ = [
+    "METADATA_OF_NODES",
+    "PythonKeyTracer",  # whose nodes get their line and region; public: a hook for new nodes
+    "get_proxy_mode",  # the trace that runs now; public: none
+    "get_proxy_slot",  # the node of a traced value; public: none
+    "make_fx",  # a step as one graph; public: none, `torch.export` has no backward
+    "plain_of_functional",
+    "track_tensor_tree",  # makes a value known to the trace as a node's; public: none
+    "without_code",
+    "wrapped_functional",
+]
+
+_torch: Any = torch
+
+
+def without_code() -> Any:
+    """A block in which a `GraphModule` makes no code before it is called.
+
+    Why: of a trace only the graph is used. Public: none.
+    """
+    return _use_lazy_graph_module(True)
+
+
+# The function that describes a traced value a second time, as `meta["tensor_meta"]` beside `meta["val"]`: its
+# module and its name, to patch.
+# Why: time. Public: an option of `make_fx`.
+METADATA_OF_NODES: tuple[Any, str] = (proxy_tensor, "_extract_tensor_metadata")
+
+
+def plain_of_functional(x: Tensor) -> Tensor:
+    """The tensor inside of one that `torch.func.functionalize` follows, after all writes; any other as it is.
+
+    Why: nodes that the second trace copies stand beside nodes that it replays. Public: none.
+    """
+    if not _torch._is_functional_tensor(x):
+        return x
+    _torch._sync(x)
+    return _torch._from_functional_tensor(x)
+
+
+def wrapped_functional(x: Tensor) -> Tensor:
+    """A tensor as `torch.func.functionalize`, inside of which this is called, follows it.
+
+    Why: as `plain_of_functional`. Public: none.
+    """
+    functorch = _torch._C._functorch
+    return functorch._wrap_functional_tensor(x, functorch.maybe_current_level())
