@@ -2,6 +2,7 @@
 # make train ARGS=--resume ... and go on where it stopped
 # make bench               tutti next to its peers, side by side (ARGS="--quick": a minute or two)
 # make test, make lint     the whole suite; ruff and pyright
+# make test-fast           the part of it to run before each commit, in about a minute
 # make test-kernels        the tests whose numbers depend on the processor, with the kernels of two others
 # make test-oldest         the contracts with PyTorch and a core of the suite, with the oldest PyTorch supported
 # make docs                the documentation as a site in site/, every link checked
@@ -19,7 +20,7 @@ RANKS ?= 2
 ARGS ?=
 
 .DELETE_ON_ERROR:
-.PHONY: train test test-oldest test-kernels test-kernels-avx2 test-kernels-plain bench lint style types docs wheel venv clean
+.PHONY: train test test-oldest test-fast test-kernels test-kernels-avx2 test-kernels-plain bench lint style types docs wheel venv clean
 
 train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
@@ -27,6 +28,12 @@ train: $(STAMP)
 
 test: $(STAMP)
 	$(TESTS) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# Before each commit: the structure, layouts, graphs, errors, small steps under every layout, and real ranks.
+FAST_TESTS := $(addprefix tests/,test_layers.py test_docs.py test_environment.py test_errors.py test_api.py \
+    test_zoo.py torch_private layout graph cli checkpoint serving verification/test_small_steps.py)
+test-fast: $(STAMP)
+	$(TESTS) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(FAST_TESTS) $(ARGS)
 
 # One processor plays others: an x86 of 2013, and one without vectors. What chooses kernels, and whole steps
 # in float32 and bf16: in float64 no kernel is chosen, and all of them agree to more digits than a test asks.
