@@ -98,7 +98,8 @@ def hf(model: str, config: str, **sizes: Any) -> nn.Module:
     return getattr(transformers, model)(getattr(transformers, config)(**sizes))
 
 
-SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+# llama and gpt have two layers: what layers do to each other; others one, as all of their layers are alike.
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 GQA = SMALL | {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -106,27 +107,27 @@ GQA = SMALL | {
     "intermediate_size": 64,
     "max_position_embeddings": SEQ,
 }
-LLAMA = partial(hf, "LlamaForCausalLM", "LlamaConfig", **GQA)
+LLAMA = partial(hf, "LlamaForCausalLM", "LlamaConfig", **GQA | {"num_hidden_layers": 2})
 QWEN3 = partial(hf, "Qwen3ForCausalLM", "Qwen3Config", **GQA)
 GPT2 = partial(
-    hf, "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4,
+    hf, "GPT2LMHeadModel", "GPT2Config", vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4,
     n_positions=SEQ, bos_token_id=0, eos_token_id=0,
 )  # fmt: skip
 BERT = partial(
     hf, "BertForMaskedLM", "BertConfig", **SMALL, intermediate_size=64, max_position_embeddings=SEQ
 )
 VIT = partial(
-    hf, "ViTForImageClassification", "ViTConfig", hidden_size=32, num_hidden_layers=2,
+    hf, "ViTForImageClassification", "ViTConfig", hidden_size=32, num_hidden_layers=1,
     num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4,
     num_labels=NUM_CLASSES,
 )  # fmt: skip
 T5 = partial(
     hf, "T5ForConditionalGeneration", "T5Config", vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=64,
-    num_layers=2, num_heads=4, decoder_start_token_id=0,
+    num_layers=2, num_decoder_layers=1, num_heads=4, decoder_start_token_id=0,
 )  # fmt: skip
 MAMBA = partial(
     hf, "MambaForCausalLM", "MambaConfig", vocab_size=VOCAB, hidden_size=32, state_size=4,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
 )  # fmt: skip
 RESNET = partial(
     hf, "ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8, 16],
@@ -185,7 +186,7 @@ def _models() -> list[Case]:
         Case("transformer", lambda: build(Translator, decoder_batch), PLACE_TRANSFORMER,
              **lm, **random),
         Case("mamba", lambda: build(MAMBA, step=labels_step)),
-        Case("lstm", lambda: build(LSTMLM)),
+        Case("lstm", lambda: build(LSTMLM, partial(token_batch, seq=SEQ // 2))),
         Case("resnet", lambda: build(RESNET, image_batch, labels_step, sgd), micro_ok=False),
         Case("unet", lambda: build(UNet, image_batch)),
         Case("mlp_muon", lambda: build(muon_mlp, vector_batch, optimizer=muon), PLACE_MUON),

@@ -86,7 +86,7 @@ class Translator(nn.Module):
         super().__init__()
         self.source, self.target = nn.Embedding(vocab, dim), nn.Embedding(vocab, dim)
         self.body = nn.Transformer(
-            dim, 4, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=64,
+            dim, 4, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=64,
             dropout=0.1, batch_first=True,
         )  # fmt: skip
         self.head = nn.Linear(dim, vocab)

@@ -118,19 +118,27 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
     step = tutti.distribute(train_step, model, optimizer, layout, place=place)
     for _ in range(2):
         step(*batch)
-    with (
-        released_here()
-    ):  # on a busy host one call in thousands is counted wrong: the middle of three
-        measured = sorted(peak_nbytes(lambda: step(*batch))[0] for _ in range(3))[1]
     assert step._last is not None
     execution = step._last.execution
-    return predict(execution.program, execution.graph).call_nbytes, measured
+    predicted = predict(execution.program, execution.graph).call_nbytes
+    with released_here():
+        measured = peak_nbytes(lambda: step(*batch))[0]
+    return predicted, measured
+
+
+def check(measure: Callable[[], list[tuple[int, int]]]) -> None:
+    """Of every rank. On a busy host one call in thousands is counted wrong: the middle of three counts then."""
+    found = [measure()]
+    if any(predicted != pytest.approx(measured, rel=TOLERANCE) for predicted, measured in found[0]):
+        found += [measure(), measure()]
+    for of_rank in zip(*found, strict=True):
+        predicted, measured = sorted(of_rank, key=lambda one: one[1])[len(found) // 2]
+        assert predicted == pytest.approx(measured, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_on_one_device(name: str) -> None:
-    predicted, measured = predicted_and_measured(name, "")
-    assert predicted == pytest.approx(measured, rel=TOLERANCE)
+    check(lambda: [predicted_and_measured(name, "")])
 
 
 LAYOUTS = [f"data=2 zero={level}" for level in range(4)]
@@ -147,8 +155,7 @@ LAYOUTS = [f"data=2 zero={level}" for level in range(4)]
     ],
 )
 def test_on_two_ranks(ranks: Ranks, name: str, layout: str) -> None:
-    for predicted, measured in ranks.run(predicted_and_measured, name, layout, n=2):
-        assert predicted == pytest.approx(measured, rel=TOLERANCE)
+    check(lambda: ranks.run(predicted_and_measured, name, layout, n=2))
 
 
 TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 schedule=zb"]
@@ -158,8 +165,7 @@ TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 sche
     ("name", "layout"), [*itertools.product(["gpt"], TIMED), ("llama", TIMED[0])]
 )
 def test_at_each_place_of_a_pipeline(ranks: Ranks, name: str, layout: str) -> None:
-    for predicted, measured in ranks.run(predicted_and_measured, name, layout, n=2):
-        assert predicted == pytest.approx(measured, rel=TOLERANCE)
+    check(lambda: ranks.run(predicted_and_measured, name, layout, n=2))
 
 
 # Whole gradients, and parts of them, in the parts of a loop and after them.
@@ -172,14 +178,11 @@ SHARDED = [
 
 @pytest.mark.parametrize(("layout", "num_ranks"), SHARDED)
 def test_sharded_state_in_micro_batches(ranks: Ranks, layout: str, num_ranks: int) -> None:
-    measurements = ranks.run(predicted_and_measured, "wide in time", layout, n=num_ranks)
-    for predicted, measured in measurements:
-        assert predicted == pytest.approx(measured, rel=TOLERANCE)
+    check(lambda: ranks.run(predicted_and_measured, "wide in time", layout, n=num_ranks))
 
 
 def test_in_micro_batches() -> None:
-    predicted, measured = predicted_and_measured("gpt", "micro=4")
-    assert predicted == pytest.approx(measured, rel=TOLERANCE)
+    check(lambda: [predicted_and_measured("gpt", "micro=4")])
 
 
 def test_places_keep_all_state_once_and_the_schedule_says_what_is_under_way() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from tutti.errors import LayoutError
@@ -50,10 +51,27 @@ class Mesh:
         """How many ranks the mesh has."""
         return math.prod(size for _, size in self.axes)
 
+    # A key of every table of what was worked out before, as a sharding is: its hash is taken once.
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.axes)
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[object, ...]]:
+        return Mesh, (self.axes,)  # another process hashes text otherwise
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
     def size(self, axes: str | Iterable[str]) -> int:
         """The product of the sizes of `axes`."""
-        sizes = dict(self.axes)
-        return math.prod(sizes[a] for a in ([axes] if isinstance(axes, str) else axes))
+        if isinstance(axes, str):
+            axes = (axes,)
+        sizes = self._sizes
+        return math.prod([sizes[a] for a in axes])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands along each axis."""

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -52,8 +52,13 @@ def canonical(segments: Iterable[Segment], mesh: Mesh) -> Dim:
     return tuple(joined)
 
 
-def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Dim] | None:
+def split_dim(dim: Dim, sizes: Iterable[int], mesh: Mesh) -> tuple[Dim, ...] | None:
     """Cut a dim into consecutive factors of `sizes`; None where a split would straddle a cut."""
+    return _split_dim(dim, tuple(sizes), mesh)
+
+
+@lru_cache(maxsize=65536)
+def _split_dim(dim: Dim, sizes: tuple[int, ...], mesh: Mesh) -> tuple[Dim, ...] | None:
     parts: list[list[Segment]] = [[]]
     rest = list(reversed(dim))
     for position, size in enumerate(sizes):
@@ -78,7 +83,7 @@ def split_dim(dim: Dim, sizes: Sequence[int], mesh: Mesh) -> list[Dim] | None:
             parts.append([])
     if any(seg.size > 1 for seg in rest):
         return None
-    return [canonical(p, mesh) or (Segment(1),) for p in parts]
+    return tuple(canonical(p, mesh) or (Segment(1),) for p in parts)
 
 
 def refines(fine: Dim, coarse: Dim, mesh: Mesh) -> bool:
@@ -191,11 +196,21 @@ class Sharding:
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape that each rank holds."""
-        return tuple(math.prod(seg.size // mesh.size(seg.axes) for seg in dim) for dim in self.dims)
+        return _local_shape(self, mesh)
 
     def divides(self, mesh: Mesh) -> bool:
         """Whether every segment is a multiple of the ranks that split it."""
-        return all(seg.size % mesh.size(seg.axes) == 0 for dim in self.dims for seg in dim)
+        return _divides(self, mesh)
+
+    def within(self, whole: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
+        """The part of a contiguous `whole` that the rank at `coordinates` holds: a view, a dim a segment."""
+        segments = [seg for dim in self.dims for seg in dim]
+        part = whole.view([seg.size for seg in segments])
+        for dim, seg in enumerate(segments):
+            if seg.axes:
+                size = seg.size // mesh.size(seg.axes)
+                part = part.narrow(dim, mesh.index(seg.axes, coordinates) * size, size)
+        return part
 
     def index(self, dim: int, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
         """The global indices along `dim` that the rank at `coordinates` holds, int64, 1-D."""
@@ -217,6 +232,18 @@ class Sharding:
             elif any(seg.axes for seg in segments):
                 x = x.index_select(dim, self.index(dim, mesh, coordinates).to(x.device))
         return x
+
+
+@lru_cache(maxsize=65536)
+def _local_shape(sharding: Sharding, mesh: Mesh) -> tuple[int, ...]:
+    return tuple(
+        math.prod([seg.size // mesh.size(seg.axes) for seg in dim]) for dim in sharding.dims
+    )
+
+
+@lru_cache(maxsize=65536)
+def _divides(sharding: Sharding, mesh: Mesh) -> bool:
+    return all(seg.size % mesh.size(seg.axes) == 0 for dim in sharding.dims for seg in dim)
 
 
 def _parse_dim(entry: str, size: int | None) -> Dim:
@@ -249,13 +276,9 @@ def assemble(parts: Sequence[Tensor], sharding: Sharding, mesh: Mesh) -> Tensor:
         key = tuple(tuple(mesh.index(seg.axes, place) for seg in dim) for dim in sharding.dims)
         pieces.setdefault(key, (rank, []))[1].append(part)
     for rank, values in pieces.values():
-        value = _reduce(values, sharding.partial)
-        place = mesh.coordinates(rank)
-        index = [sharding.index(d, mesh, place).to(whole.device) for d in range(len(sharding.dims))]
-        if index:
-            whole[torch.meshgrid(*index, indexing="ij")] = value
-        else:
-            whole = value.clone()
+        value = _reduce(values, sharding.partial) if len(values) > 1 else values[0]
+        here = sharding.within(whole, mesh, mesh.coordinates(rank))
+        here.copy_(value.reshape(here.shape))
     return whole
 
 

@@ -210,9 +210,7 @@ class Subject:
         `cut` names the modules at which the stages of a pipeline begin, as for `tutti.distribute`.
         """
         program = program or self.program(layout, place)
-        parts = self._compared(program, lambda p: self.played(p, cut))
-        if parts.apart is None:
-            parts.take(self._gradients(program))
+        parts = self.errors(program, cut)
         same = parts.worst <= PARTITION_TOLERANCE
         captured = self.capture_errors
         first, wrong = None, ""
@@ -233,6 +231,13 @@ class Subject:
             wrong_pass=wrong,
             **rounding_of(parts, captured, same),
         )
+
+    def errors(self, program: Program, cut: Sequence[str] = ()) -> Errors:
+        """The errors of `program`, as it would run, to one device: a verdict without a search for the cause."""
+        parts = self._compared(program, lambda p: self.played(p, cut))
+        if parts.apart is None:
+            parts.take(self._gradients(program))
+        return parts
 
     def played(
         self, program: Program, cut: Sequence[str] = (), without: Collection[str] | None = None
