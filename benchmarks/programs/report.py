@@ -14,16 +14,16 @@ HEAD = """# Programs
 
 {counts}
 
-Each row is a small training script (`benchmarks/programs/scripts`) with the idioms of a public one,
-rewritten, or one that uses the named package as it is. It runs for four calls, with what its users do in
-between: evaluations, schedules, averages of weights, numbers that change. `one` (one device) and `ranks`
-(two real ranks) are compared in float64 with the script as PyTorch runs it: everything returned,
-everything done in between, and weights, buffers, optimizer state and counters at the end; a cell is the
-largest relative difference. `verify` is `tutti.verify` of the first step. A value that is rounding itself
-(it moves as far when the last bits of the weights are changed) is judged by that. *Changes* counts the
-lines that had to change beside `step = tutti.distribute(...)`; with *whole*, weights are read or written
-between the calls, in a block `with tutti.whole(model):` where ranks keep shards of them. `n/a`: nothing
-there to split.
+Each row is a small training script (`benchmarks/programs/scripts`), rewritten with the idioms of a
+public one, or a user of the unmodified named package. It runs four calls and its usual code between them:
+evaluations, schedules, averages of weights, changing numbers. `one` (one device) and `ranks`
+(two real ranks) compare it in float64 with eager PyTorch: results, the code between calls, and weights,
+buffers, optimizer state and counters at the end; a cell is the
+largest relative difference. `verify` is `tutti.verify` of the first step. A value of pure rounding may differ
+by its movement under changes of the last bits of the weights. *Changes* counts the changed
+lines beside `step = tutti.distribute(...)`; with *whole*, the script reads or writes weights
+between the calls, in a block `with tutti.whole(model):` if ranks keep shards of them. `n/a`: nothing
+to split.
 """
 
 

@@ -33,15 +33,14 @@ wrote this page (PyTorch {version}) from the samples that `tests/rules` plays on
 the op on one device: every factor on every axis, pairs of factors, pending sums in every linear group.
 
 {num_tabled} ops have a rule of their own; {num_pointwise} more are element by element, and theirs is
-derived. An op without a rule gets its operands whole on every rank, with a warning that names it.
+derived. Every rank gathers the operands of an op without a rule, with a warning that names it.
 
-- *rule*: one word per dim. `k!` stays whole; `(h d)` is a product; `1` has no factor; a factor of the
-  operands that a result lacks is reduced, and when it is split the result is partial.
+- *rule*: one word per dim. `k!` stays whole; `(h d)` is a product; `1` has no factor; the op reduces a factor
+  that a result lacks, and a split of it makes the result partial.
 - *linear in*: groups of operands, from 0; a pending sum may pass through when exactly one group has it.
 - *whole*: the factors that must stay whole.
-- *taken apart*: there is a decomposition for when a whole factor is wanted split.
-- *own part*: the factors whose split is played by code of its own, where the plain op on local tensors
-  would not do.
+- *taken apart*: the op has a decomposition, for a split of a whole factor.
+- *own part*: the factors whose split needs its own code, since the plain op on local tensors would be wrong.
 """
 
 
