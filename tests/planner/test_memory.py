@@ -127,7 +127,7 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
 
 
 def check(measure: Callable[[], list[tuple[int, int]]]) -> None:
-    """Of every rank. On a busy host one call in thousands is counted wrong: the middle of three counts then."""
+    """Of every rank. A busy host counts one call in thousands wrong: then the middle of three counts."""
     found = [measure()]
     if any(predicted != pytest.approx(measured, rel=TOLERANCE) for predicted, measured in found[0]):
         found += [measure(), measure()]

@@ -233,7 +233,7 @@ class Subject:
         )
 
     def errors(self, program: Program, cut: Sequence[str] = ()) -> Errors:
-        """The errors of `program`, as it would run, to one device: a verdict without a search for the cause."""
+        """The errors of `program`, as it would run, to one device; nothing searches for their cause."""
         parts = self._compared(program, lambda p: self.played(p, cut))
         if parts.apart is None:
             parts.take(self._gradients(program))
