@@ -14,7 +14,7 @@ from rich.console import Console
 from benchmarks.harness import Entry
 from benchmarks.result import Race, Result
 from benchmarks.targets import verdicts
-from tutti.comm.collectives.failure import format_nbytes
+from tutti.quantities import format_nbytes
 
 # What `python_share` measures, as it is called in the table.
 SHARES = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.result import Race, Result
-from tutti.comm.collectives.failure import format_nbytes
+from tutti.quantities import format_nbytes
 
 SMALL, LARGE = ("gpt-3.7M",), ("gpt-29.5M", "gpt-51M")
 GPTS = SMALL + LARGE

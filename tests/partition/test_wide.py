@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
 from subjects import program
-from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import capture
 from tutti.graph import collectives
+from tutti.graph.edit import erase_dead
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.localize import Local

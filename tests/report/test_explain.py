@@ -10,7 +10,8 @@ import tutti
 import zoo
 from subjects import program
 from tutti.planner.memory import predict
-from tutti.report.explanation import explain, format_nbytes, records
+from tutti.quantities import format_nbytes
+from tutti.report.explanation import explain, records
 
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
@@ -112,14 +113,6 @@ def test_the_graph_is_printed_on_demand() -> None:
     made = program("gpt", "data=2")
     assert "= all_reduce(" not in explain(made)
     assert explain(made, graph=True).count("= all_reduce(") == len(made.collectives)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (4100, "4.1 kB"), (4.2e6, "4.2 MB"), (1.5e12, "1.5 TB")],
-)
-def test_format_nbytes(nbytes: float, text: str) -> None:
-    assert format_nbytes(nbytes) == text
 
 
 def test_the_predicted_memory_is_shown_with_its_kinds_and_the_measured_beside_it() -> None:

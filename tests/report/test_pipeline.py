@@ -13,9 +13,9 @@ from tutti.graph import text
 from tutti.layout import Layout
 from tutti.pipeline.ready import in_time
 from tutti.planner.stages import forecast
+from tutti.quantities import format_nbytes, format_seconds
 from tutti.report.collective_records import records
-from tutti.report.explanation import explain, format_nbytes
-from tutti.report.pipeline import format_seconds
+from tutti.report.explanation import explain
 from tutti.verification.verdict import Subject
 
 PIPE = "pipe=2 micro=4"

@@ -156,3 +156,10 @@ def permuted(emit: Emit, x: Any, order: Sequence[int]) -> fx.Node:
 def inverse(order: Sequence[int]) -> list[int]:
     """The order that puts dims back that `order` has moved."""
     return sorted(range(len(order)), key=order.__getitem__)
+
+
+def erase_dead(graph: fx.Graph) -> None:
+    """Erase what nobody uses, random and profiler ops included; placeholders stay."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)

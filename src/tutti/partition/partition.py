@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import Captured
 from tutti.errors import ShardingError
 from tutti.graph import collectives
 from tutti.graph.boundary import IDENTITIES, boundary
-from tutti.graph.edit import source_of
+from tutti.graph.edit import erase_dead, source_of
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.choose import Choice, Chooser, Offer

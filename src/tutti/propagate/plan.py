@@ -9,11 +9,10 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, fx
 
-from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import Captured, copied
 from tutti.errors import ShardingError
 from tutti.graph.boundary import shard_as_op
-from tutti.graph.edit import Editor
+from tutti.graph.edit import Editor, erase_dead
 from tutti.layout import AXES, Layout, Mesh, Segment, Sharding, split_order
 from tutti.propagate.batch_dim import (
     MOST_WHOLE,

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-from tutti.comm.collectives.failure import format_nbytes
 from tutti.graph import text
 from tutti.graph.boundary import boundary
 from tutti.graph.edit import source_of
@@ -17,6 +16,7 @@ from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.planner.memory import predict, predict_places
+from tutti.quantities import format_nbytes
 from tutti.report.collective_records import Record, dtype_text, records
 from tutti.report.memory_table import memory_text
 from tutti.report.pipeline import pipeline_text

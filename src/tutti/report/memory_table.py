@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from tutti.comm.collectives.failure import format_nbytes
 from tutti.planner.memory import Memory
+from tutti.quantities import format_nbytes
 from tutti.report.text_table import columns
 
 

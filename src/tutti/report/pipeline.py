@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-from tutti.comm.collectives.failure import format_nbytes
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulator import Timeline
 from tutti.planner.stages import Forecast, Stage, forecast
+from tutti.quantities import format_nbytes, format_seconds
 from tutti.report.text_table import columns
 from tutti.report.timeline import staircase
 
@@ -30,14 +30,6 @@ def pipeline_text(made: Timed) -> str:
         blocks.append(_schedule_text(made, found.timeline))
     blocks += [f"WARNING: {text}" for text in found.dear_cuts()]
     return "\n\n".join(blocks)
-
-
-def format_seconds(seconds: float) -> str:
-    """`seconds` with three digits: 12 us, 4.2 ms, 1.5 s."""
-    for unit, factor in (("us", 1e6), ("ms", 1e3)):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def _stages_table(found: Forecast) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from tutti.comm.collectives.coding import NBYTES
-from tutti.comm.collectives.failure import format_nbytes
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
+from tutti.quantities import format_nbytes
 from tutti.replicas import strategies
 from tutti.replicas.member import Member
 from tutti.replicas.strategy import AVERAGED, CENTRE, MEAN, PAIR, PUSH, Round, Strategy

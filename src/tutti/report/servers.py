@@ -8,12 +8,12 @@ from collections import Counter
 from torch import fx
 
 from tutti.comm.collectives.coding import NBYTES
-from tutti.comm.collectives.failure import format_nbytes
 from tutti.graph.text import text
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.planner.memory import predict
+from tutti.quantities import format_nbytes
 from tutti.report.collective_records import Record, records
 from tutti.report.memory_table import memory_text
 from tutti.report.pipeline import pipeline_text

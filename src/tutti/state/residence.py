@@ -19,6 +19,7 @@ from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.groups import Groups
 from tutti.errors import CaptureError, LayoutError, TuttiError
+from tutti.graph.device import device_of
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.replicas.replica_rows import replica_here
 from tutti.state.deferred import initial_slots, initial_values, is_deferred
@@ -173,11 +174,8 @@ def dtensor_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def run_device(model: nn.Module) -> torch.device:
-    """Where the run computes: where the model lies; for a model on the meta device, a GPU if any."""
-    for p in model.parameters():
-        if p.device.type != "meta":
-            return p.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The device of the run: the first that a parameter has, for a model on the meta device a GPU if any."""
+    return device_of(next((p for p in model.parameters() if not p.is_meta), None))
 
 
 def placements(sharding: Sharding, mesh: Mesh) -> list[Any]:

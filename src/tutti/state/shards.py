@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from tutti.errors import TuttiError
+from tutti.quantities import format_nbytes
 from tutti.torch_private.dtensors import (
     AnsweringDTensor,
     local_part,
@@ -178,7 +179,7 @@ def refuse(x: Tensor, wanted: str) -> NoReturn:
     name = f'"{origin.name}"' if origin is not None else "what is computed of shards"
     block = "whole(slots=True)" if name.startswith('"optim.') else "whole()"
     local = local_part(x) if isinstance(x, DTensor) else x
-    more = f"; {origin.nbytes / 1e6:.3g} MB more on this rank" if origin is not None else ""
+    more = f"; {format_nbytes(origin.nbytes)} more on this rank" if origin is not None else ""
     part = f"this rank has {list(local.shape)} of {list(x.shape)}"
     if local.shape == x.shape:
         part = "each rank has some of the weights"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tutti.capture.python.read_values import Seen, Symbols
 from tutti.capture.python.sizes import FreeSizes
+from tutti.graph.device import device_of
 from tutti.torch_private.fake_tensors import FakeTensorMode, SizedFakeMode
 from tutti.torch_private.symbolic import ConstantSource, DimDynamic
 
@@ -22,11 +23,9 @@ def fake_mode(seen: Seen, *, sized: bool) -> FakeTensorMode:
 
 def fake(x: Tensor, mode: FakeTensorMode, shape: Sequence[Any] | None = None) -> Tensor:
     """A fake of the same global shape (or of `shape`), dtype and device; strides are plain."""
-    device = x.device
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = tuple(x.shape if shape is None else shape)
     with mode:
-        made = torch.empty(tuple(x.shape if shape is None else shape), dtype=x.dtype, device=device)
+        made = torch.empty(sizes, dtype=x.dtype, device=device_of(x))
     return made.requires_grad_(x.requires_grad)
 
 

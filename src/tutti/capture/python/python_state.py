@@ -29,6 +29,7 @@ from tutti.capture.python.reach import PLAIN, reach
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.state.lift import is_scheduled
 from tutti.errors import CaptureError
+from tutti.graph.device import device_of
 from tutti.torch_private.dispatch_modes import no_modes
 from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from tutti.torch_private.pytrees import TreeSpec, tree_flatten, tree_unflatten
@@ -355,9 +356,8 @@ def _expression(value: Any) -> Any:
 
 def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake of the same form, which is a view of nothing and has no history."""
-    device = torch.device("cpu") if x.is_meta else x.device
     with no_modes(), mode:  # to the trace that runs it is no op of the step
-        fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device)
+        fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device_of(x))
         if isinstance(x, nn.Parameter):
             return nn.Parameter(fake, x.requires_grad)
         return fake.requires_grad_(x.requires_grad and x.is_leaf)

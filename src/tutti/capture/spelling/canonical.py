@@ -11,7 +11,7 @@ from torch import fx, nn
 from tutti.capture.spelling.compounds import COMPOUNDS
 from tutti.capture.spelling.rewrites import AGAIN, REWRITES, SAME, shape_list
 from tutti.capture.spelling.strided import STRIDED, note_layout
-from tutti.graph.edit import Editor
+from tutti.graph.edit import Editor, erase_dead
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
@@ -77,13 +77,6 @@ def _rewrite(editor: Editor, node: fx.Node) -> None:
         if last.target in AGAIN:
             _rewrite(editor, last)
         last = earlier
-
-
-def erase_dead(graph: fx.Graph) -> None:
-    """Erase what nobody uses, random and profiler ops included; placeholders stay."""
-    for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            graph.erase_node(node)
 
 
 def _share(editor: Editor) -> None:

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from tutti.capture.patch_table import FUSED
 from tutti.errors import CaptureError
+from tutti.graph.device import device_of
 from tutti.graph.faulty_kernels import is_faulty
 from tutti.graph.fused_updates import KERNELS, Kernel
 from tutti.graph.patch import replaced
@@ -45,15 +46,11 @@ def qualifies(optimizer: Optimizer) -> bool:
 def _fits(kernel: Kernel, p: Tensor, slots: list[Tensor]) -> bool:
     """Whether the kernel takes a parameter: what is on the meta device will lie where the run does."""
     here = all(x.device == p.device or "meta" in (x.device.type, p.device.type) for x in slots)
-    device = _run_device() if p.device.type == "meta" else p.device
+    device = device_of(p)
     counted = torch.float32 if device.type == "cuda" else None  # a GPU reads the counts as they lie
     same = all(x.dtype in ((p.dtype,) if x.dim() else (counted or x.dtype,)) for x in slots)
     fits = here and same and p.layout == torch.strided and kernel.has(device, p.dtype)
     return fits and not is_faulty(kernel, device, p.dtype)
-
-
-def _run_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextlib.contextmanager

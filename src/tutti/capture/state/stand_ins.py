@@ -17,6 +17,7 @@ from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.capture.state.first_step import inner_optimizers
 from tutti.capture.state.lift import create_slots
 from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole
+from tutti.graph.device import device_of
 from tutti.torch_private.optimizer_marks import remove_hooks
 
 NUM_STEPS = 3
@@ -103,7 +104,7 @@ class StandIns:
 
 def values_like(shape: list[int], like: Tensor, draw: torch.Generator) -> Tensor:
     """Random values of the dtype of `like`, where it lies."""
-    device = "cpu" if like.is_meta else like.device
+    device = device_of(like)
     if not (like.is_floating_point() or like.is_complex()):
         return torch.ones(shape, dtype=like.dtype, device=device)
     wide = torch.complex64 if like.is_complex() else torch.float32

@@ -19,6 +19,7 @@ from tutti.capture.patch_table import DENSE_BAG, DENSE_EMBEDDING
 from tutti.capture.substitutes import bags
 from tutti.errors import CaptureError
 from tutti.graph.patch import replaced
+from tutti.quantities import format_nbytes
 from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.user_lines import quoted, user_line
 
@@ -57,7 +58,7 @@ def _dense(x: Tensor) -> Tensor:
     nbytes = x.numel() * x.element_size()
     if nbytes > _ROOM:
         raise CaptureError(
-            f"the batch holds a sparse tensor {list(x.shape)}, {nbytes / 1e9:.1f} GB as a dense one",
+            f"the batch holds a sparse tensor {list(x.shape)}, {format_nbytes(nbytes)} as a dense one",
             why="a step computes with dense tensors: a rank's part of a sparse one has no fixed size",
             fix="its rows, columns and values: out.index_add(0, rows, values[:, None] * x[columns])",
         )

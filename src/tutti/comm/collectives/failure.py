@@ -13,6 +13,7 @@ import torch
 from tutti.comm.collectives.group import Group, collective_timeout
 from tutti.comm.host.signals import PeerDiffers, PeerLate, PeerLost
 from tutti.errors import CommError
+from tutti.quantities import format_nbytes
 
 _PEER_LEFT = re.compile(
     r"closed by peer|reset by peer|broken pipe|socket closed|connection (was )?closed"
@@ -33,16 +34,6 @@ class Wait(NamedTuple):
     def __str__(self) -> str:
         axes = ", ".join(self.axes)
         return f"{self.name} over {axes} ({format_nbytes(self.nbytes)})" if axes else self.name
-
-
-def format_nbytes(nbytes: int) -> str:
-    """`nbytes` with three digits: 12 B, 4.2 kB, 1.5 GB."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
 
 
 def waiting(name: str, edge: tuple[int, int], nbytes: int) -> Wait:

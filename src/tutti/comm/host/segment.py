@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tutti.environment import SHARED_MEMORY
+from tutti.quantities import format_nbytes
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ def _said(error: OSError, nbytes: int) -> str:
     """What is wrong with the directory, in a few words."""
     where = directory()
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
-        return f"{where} has no room for {nbytes / 1e6:.1f} MB"
+        return f"{where} has no room for {format_nbytes(nbytes)}"
     return f"{where}: {error.strerror or error}"
 
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import copied
 from tutti.graph import collectives
+from tutti.graph.edit import erase_dead
 from tutti.graph.product import is_faster
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import Program, partition

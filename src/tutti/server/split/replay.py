@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import Captured, copied
+from tutti.graph.edit import erase_dead
 
 STALE, GIVEN = "stale/", "gradient/"
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.spelling.canonical import erase_dead
 from tutti.capture.step import Captured
+from tutti.graph.edit import erase_dead
 from tutti.server.split.sparse_tables import Lookup, by_rows
 from tutti.server.split.three_parts import Split
 
