@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from small_programs import Builder, lines
-from tutti.graph.edit import REMADE
+from tutti.graph.edit import RECOMPUTED
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes import common as module
@@ -56,11 +56,11 @@ def test_large_values_are_made_twice_and_views_of_them_once() -> None:
     assert common(b.done(turned, [])) == 1
 
 
-def test_what_is_made_again_to_save_memory_stays() -> None:
+def test_what_is_recomputed_to_save_memory_stays() -> None:
     graph = _twice(3)
     again = [node for node in graph.nodes if node.op == "call_function"][2:4]
     for node in again:
-        node.meta[REMADE] = "mul"
+        node.meta[RECOMPUTED] = "mul"
     assert common(graph) == 0
 
 

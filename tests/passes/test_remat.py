@@ -76,7 +76,7 @@ def rewritten(program: Program, budget: Budget) -> str:
     return "\n".join(" ".join(words) for words in lines if "input()" not in words)
 
 
-# What crosses the cut is kept (%8), what the backward reads before it is made again (%19 for %7).
+# What crosses the cut is kept (%8), what the backward reads before it is recomputed (%19 for %7).
 GOLDEN = """\
 %6: f32[4, 4] = permute(%0.weight, [1, 0])
 %7: f32[3, 4] = mm(%batch.0, %6)
@@ -212,7 +212,7 @@ def test_reductions_over_ranks_are_not_repeated_and_weights_gathered_once_for_th
         assert 0 <= more <= num_biases
 
 
-def test_evaluation_has_nothing_to_make_again() -> None:
+def test_evaluation_has_nothing_to_recompute() -> None:
     program = subjects.program("eval", "remat=full")
     graph = optimized(program, Target())
     assert len(graph.nodes) == len(optimized(program, Target(), without={"remat"}).nodes)

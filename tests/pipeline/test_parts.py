@@ -15,7 +15,7 @@ import stacks
 import subjects
 from tutti.graph import collectives
 from tutti.graph.cost import nbytes_of
-from tutti.graph.edit import REMADE
+from tutti.graph.edit import RECOMPUTED
 from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, WHOLE, Body, loop
 from tutti.layout import Layout
 from tutti.pipeline import places
@@ -158,15 +158,15 @@ def _node(made: Timed, name: str) -> Any:
     return next(n for n in made.stages.forward if n.name == name)
 
 
-def test_what_is_made_again_is_made_where_it_was_at_first() -> None:
-    """Segments of `remat` need not end where stages do; nothing of another stage is made again."""
+def test_what_is_recomputed_is_computed_where_it_was_at_first() -> None:
+    """Segments of `remat` need not end where stages do; nothing of another stage is recomputed."""
     for layout in ("pipe=3 micro=4 remat=full", "pipe=3 micro=4"):
         made = in_time(deep().program(Layout.parse(layout)))
         stage = {n.name: s for n, s in made.stages.stage.items()}
-        again = [n for n in made.stages.stage if REMADE in n.meta]
+        again = [n for n in made.stages.stage if RECOMPUTED in n.meta]
         assert bool(again) == ("remat" in layout)
         for node in again:
-            assert stage[node.name] == stage.get(node.meta[REMADE], stage[node.name])
+            assert stage[node.name] == stage.get(node.meta[RECOMPUTED], stage[node.name])
         for program in made.programs:  # no weight goes to another place to be read there
             before = takewhile(lambda n: n.target is not loop, program.graph.nodes)
             assert all(n.target is not collectives.send for n in before)

@@ -16,8 +16,8 @@ from tutti.torch_private.op_tables import OpOverload, schema_of
 
 aten = torch.ops.aten
 NOTES = ("source", "forward_source", "module", "region", "stream")
-# On a node that computes again what the forward has computed: the name of the node that did at first.
-REMADE = "remade"
+# On a recomputed node: the name of the node of the forward that computed the same value.
+RECOMPUTED = "recomputed"
 # On a node that an optimizer finds in `.grad`: of which parameters, each as "call of the step/name".
 GRADIENT_OF = "gradient_of"
 # Notes that a node hands on to the one that takes its place; each is a list.

@@ -34,7 +34,7 @@ class Layout:
     Axes: `replica pipe data expert seq tensor`, each with its number of ranks. Options: `zero=0..3`
     (how much state is sharded over `data`), `precision=fp32|bf16` (what the forward and its gradients
     compute in; weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (what the
-    backward makes again: nothing, all that can be, or as much as a budget asks for; see
+    backward recomputes: nothing, all that can be, or as much as a budget asks for; see
     `layout.budget`), `micro=K` (the batch goes through in K slices, one after the other),
     `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (in which order the stages of `pipe` take them;
     1f1b by default), `sync=average(...)|diloco(...)|gossip(...)|pairs(...)|elastic(...)` (how

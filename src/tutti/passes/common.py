@@ -8,7 +8,7 @@
 
 Rules write an op out for the forward and for the backward, each with what it needs: the same index is looked
 up twice. A value that is kept for that takes memory in between, so only small ones are; a view takes none.
-What `remat` makes again is meant to be made again. Runs while nothing is overwritten yet.
+What `remat` recomputes is meant to be recomputed. Runs while nothing is overwritten yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from tutti.graph import collectives
 from tutti.graph.aliases import aliased, is_function
-from tutti.graph.edit import REMADE
+from tutti.graph.edit import RECOMPUTED
 
 aten = torch.ops.aten
 # A value of more bytes is made twice.
@@ -46,8 +46,8 @@ def common(graph: fx.Graph) -> int:
 
 def _is_made_once(node: fx.Node) -> bool:
     """Whether another node with the operands of `node` has its values."""
-    if REMADE in node.meta or node.target is aten.clone.default:  # two clones are meant to be two
-        return False
+    if RECOMPUTED in node.meta or node.target is aten.clone.default:
+        return False  # two clones are meant to be two
     return is_function(node) or node.target in _CALLS
 
 

@@ -1,8 +1,8 @@
-"""`remat`: activations are made again in the backward instead of being kept since the forward.
+"""`remat`: activations are recomputed in the backward instead of being kept since the forward.
 
 What may be dropped is ordered by bytes saved per unit of work; `full` drops all of it, a budget as little
 from the front as it needs. What `passes.remat_segments` keeps between segments is never dropped, so that the
-backward makes one segment again at a time; the last segment, which it reads at once, only by a budget that
+backward recomputes one segment at a time; the last segment, which it reads at once, only by a budget that
 nothing else can keep. The numbers stay the same to the bit: the same ops run on the same values, and
 random numbers are a function of seed, step and position.
 """
@@ -21,7 +21,7 @@ from tutti.graph.cost import flops_of_call
 from tutti.graph.draw import draw
 from tutti.graph.storage import Block, Storages
 from tutti.layout.budget import Budget, nbytes_text
-from tutti.passes.remake import is_forward, is_remakeable, remake, sources
+from tutti.passes.recompute import is_forward, is_recomputable, recompute, sources
 from tutti.passes.remat_segments import kept_blocks
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
@@ -38,13 +38,13 @@ def remat(
     """Rewrite `graph` so that it fits `budget`; returns how many nodes were added.
 
     `peak` predicts the bytes that a rank holds at most when it runs a graph. Raises `LayoutError` where
-    even with all made again the budget is too small, with the least that is possible.
+    even with all recomputed the budget is too small, with the least that is possible.
     """
     backward = any(n.meta.get("region") == "backward" for n in graph.nodes)
     if budget is None or not backward:
         return 0
     plans = _Plans(graph, mode)
-    return remake(graph, plans.kept(plans.fewest(budget, peak)))
+    return recompute(graph, plans.kept(plans.fewest(budget, peak)))
 
 
 class _Plans:
@@ -64,8 +64,8 @@ class _Plans:
         self.order += self._by_worth(last)
 
     def _by_worth(self, blocks: set[Block]) -> list[Block]:
-        """What can be made again, by bytes saved per unit of work."""
-        droppable = [b for b in blocks if is_remakeable(b.node)]
+        """What can be recomputed, by bytes saved per unit of work."""
+        droppable = [b for b in blocks if is_recomputable(b.node)]
         place = {node: i for i, node in enumerate(self.graph.nodes)}
         work = {b: self._work(b) for b in droppable}
         return sorted(droppable, key=lambda b: (-b.nbytes / max(work[b], 1.0), place[b.node]))
@@ -79,13 +79,13 @@ class _Plans:
         return {n for n, found in self.storages.of.items() if found and blocks.issuperset(found)}
 
     def _work(self, block: Block) -> float:
-        """Work of making a block again from what else is kept, in floating-point operations."""
+        """Work of recomputing a block from what else is kept, in floating-point operations."""
         seen: set[fx.Node] = set()
         stack, work = [block.node], 0.0
         while stack:
             node = stack.pop()
             known = node is not block.node and self.everything.issuperset(self.storages.of[node])
-            if node in seen or not is_remakeable(node) or known:
+            if node in seen or not is_recomputable(node) or known:
                 continue
             seen.add(node)
             work += self._work_of(node)
@@ -120,7 +120,7 @@ class _Plans:
         """A copy of the graph under a plan."""
         copy, mapped = fx.Graph(), {}
         copy.output(copy.graph_copy(self.graph, mapped))
-        remake(copy, {mapped[n] for n in self.kept(num_dropped)})
+        recompute(copy, {mapped[n] for n in self.kept(num_dropped)})
         return copy
 
     def _left(self, num_dropped: int) -> int:
@@ -159,11 +159,11 @@ def _too_small(budget: Budget, least: float) -> LayoutError:
         share = math.ceil(1000 * least) / 1000
         return LayoutError(
             f"remat={budget} cannot be kept: at least {share:g} of the activations must stay",
-            why="the inputs of each segment are what the rest is made again from",
+            why="the inputs of each segment are what the rest is recomputed from",
             fix=f"remat={share:g} or more, or remat=full",
         )
     return LayoutError(
         f"remat={budget} cannot be kept: a rank holds at least {nbytes_text(least)} at the peak",
-        why="state, gradients and the inputs of each segment stay whatever is made again",
+        why="state, gradients and the inputs of each segment stay whatever is recomputed",
         fix=f"remat={nbytes_text(least)} or more, more ranks, or zero=3",
     )

@@ -1,7 +1,7 @@
 """Where to cut the forward into segments of which only the inputs are kept.
 
 At a *cut* few bytes cross from earlier nodes to later ones: in a residual network, between layers. If
-what crosses the cuts is kept, the backward makes one segment again at a time:
+what crosses the cuts is kept, the backward recomputes one segment at a time:
 
     most held  =  max over segments of (what crosses the cuts up to it + what the backward reads in it)
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from tutti.graph.storage import Block, Storages
-from tutti.passes.remake import is_forward, state_only
+from tutti.passes.recompute import is_forward, state_only
 
 # So many limits on the size of a segment are tried, and so many narrow places at most.
 _NUM_LIMITS, _NUM_PLACES = 24, 400

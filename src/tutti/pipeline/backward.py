@@ -3,7 +3,7 @@
     forward   x1 = f(x0) | x2 = g(x1)          x1 crosses from stage 0 to stage 1
     backward  stage 1: reads x1, g2 -> g1      stage 0: reads x0, g1 -> g0
 
-What is made again for the backward belongs where it was made at first, and its readers where they would
+What is recomputed for the backward belongs where it was computed at first, and its readers where they would
 belong if they read that.
 """
 
@@ -14,9 +14,9 @@ from functools import cached_property
 
 from torch import fx
 
-from tutti.graph.edit import REMADE
+from tutti.graph.edit import RECOMPUTED
 from tutti.pipeline.moments import BEFORE, Moments
-from tutti.pipeline.remade import originals
+from tutti.pipeline.recomputed import originals
 
 
 class Backward:
@@ -107,7 +107,7 @@ def backward_of(during: list[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
     """What is not of the forward, or depends on what is not."""
     found: set[fx.Node] = set()
     for node in during:
-        inside = node.meta.get("region", "forward") == "forward" and REMADE not in node.meta
+        inside = node.meta.get("region", "forward") == "forward" and RECOMPUTED not in node.meta
         if node not in free and (not inside or any(x in found for x in node.all_input_nodes)):
             found.add(node)
     return found

@@ -23,7 +23,7 @@ from tutti.errors import LayoutError
 from tutti.graph.cost import RATES, nbytes_of, seconds_of
 from tutti.pipeline.backward import Backward, backward_of
 from tutti.pipeline.moments import Moments
-from tutti.pipeline.remade import read_what_is_there
+from tutti.pipeline.recomputed import read_what_is_there
 
 # How much dearer the forward of a node is with its backward.
 FORWARD_AND_BACKWARD = 3.0

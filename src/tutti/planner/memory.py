@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph.edit import REMADE, source_of
+from tutti.graph.edit import RECOMPUTED, source_of
 from tutti.graph.liveness import last_holders, peak, peak_inside
 from tutti.graph.loop import loop
 from tutti.graph.part_memory import Piece
@@ -55,7 +55,7 @@ class Memory:
 
     state_nbytes: parameters, buffers and slots, and new values of them that do not overwrite the old.
     gradient_nbytes: what the backward made and the update reads.
-    activation_nbytes: what the forward made, or what was made again of it for the backward.
+    activation_nbytes: what the forward made, or what was recomputed of it for the backward.
     other_nbytes: the batch, constants, what the backward and the update hold for a while, and what
         kernels borrow.
     largest: the largest values held at the peak that are not state.
@@ -159,7 +159,7 @@ class _Kinds:
             return "state" if is_state(node) else "other"
         if block in self.updates:
             return "state"
-        if node.meta.get("region") == "forward" or REMADE in node.meta:
+        if node.meta.get("region") == "forward" or RECOMPUTED in node.meta:
             return "activation"
         return "gradient" if self._is_gradient(block) else "other"
 
@@ -184,6 +184,6 @@ class _Kinds:
 
 def _kind_in_loop(piece: Piece) -> str:
     region = piece.node.meta.get("region")
-    if region == "forward" or REMADE in piece.node.meta:
+    if region == "forward" or RECOMPUTED in piece.node.meta:
         return "activation"
     return "gradient" if piece.summed and region == "backward" else "other"

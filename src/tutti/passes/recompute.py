@@ -1,4 +1,4 @@
-"""Values of the forward made again for the backward, right before it first reads them.
+"""Values of the forward recomputed for the backward, right before it first reads them.
 
 forward   %3 = mm(%x, %w)        forward   %3 = mm(%x, %w)
           %4 = gelu(%3)                    %4 = gelu(%3)
@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.graph import collectives
-from tutti.graph.edit import REMADE, erase_dead
+from tutti.graph.edit import RECOMPUTED, erase_dead
 from tutti.torch_private.pytrees import tree_leaves
 
 # Their results are kept: to move bytes twice costs more than the memory is worth. A gathered value is
@@ -32,8 +32,8 @@ def is_forward(node: fx.Node) -> bool:
     )
 
 
-def is_remakeable(node: fx.Node) -> bool:
-    """Whether `node` can be made again: the same op on the same values, random ones included."""
+def is_recomputable(node: fx.Node) -> bool:
+    """Whether `node` can be recomputed: the same op on the same values, random ones included."""
     return is_forward(node) and node.target not in _ONCE
 
 
@@ -48,22 +48,22 @@ def state_only(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def remake(graph: fx.Graph, kept: Collection[fx.Node]) -> int:
+def recompute(graph: fx.Graph, kept: Collection[fx.Node]) -> int:
     """Let the backward read only what is `kept` of the forward; returns how many nodes were added.
 
     What has to be kept (results of reductions over ranks) is read where it is. A weight that the
     backward gathers anyway is gathered once, for both.
     """
-    remaker = _Remaker(graph, kept)
+    recomputer = _Recomputer(graph, kept)
     for user in list(graph.nodes):
         if user.meta.get("region") != "backward" or user.op != "call_function":
             continue
         for x in user.all_input_nodes:
-            new = remaker.remade(x, user)
+            new = recomputer.recomputed(x, user)
             if new is not x:
                 user.replace_input_with(x, new)
     erase_dead(graph)
-    return remaker.count
+    return recomputer.count
 
 
 def sources(graph: fx.Graph, kept: Collection[fx.Node]) -> set[fx.Node]:
@@ -76,21 +76,21 @@ def sources(graph: fx.Graph, kept: Collection[fx.Node]) -> set[fx.Node]:
         if node in seen or not is_forward(node):
             continue
         seen.add(node)
-        if node in kept or not is_remakeable(node):
+        if node in kept or not is_recomputable(node):
             found.add(node)
         elif node not in lasting:
             stack += node.all_input_nodes
     return found
 
 
-class _Remaker:
+class _Recomputer:
     def __init__(self, graph: fx.Graph, kept: Collection[fx.Node]) -> None:
         self.graph, self.kept, self.count = graph, kept, 0
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.new: dict[fx.Node, fx.Node] = {}
         self.twins = _twins(graph)
 
-    def remade(self, x: fx.Node, user: fx.Node) -> fx.Node:
+    def recomputed(self, x: fx.Node, user: fx.Node) -> fx.Node:
         """What `user` is to read in the place of `x`."""
         for node in self._missing(x):
             twin = self.twins.get(node)
@@ -105,7 +105,7 @@ class _Remaker:
         stack = [x]
         while stack:
             node = stack.pop()
-            if node in found or node in self.new or node in self.kept or not is_remakeable(node):
+            if node in found or node in self.new or node in self.kept or not is_recomputable(node):
                 continue
             found.add(node)
             if node not in self.twins:
@@ -119,7 +119,7 @@ class _Remaker:
         args, kwargs = map_arg((node.args, node.kwargs), source)
         with self.graph.inserting_before(before):
             copy = self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        copy.meta = node.meta | {"region": "backward", REMADE: node.name}
+        copy.meta = node.meta | {"region": "backward", RECOMPUTED: node.name}
         self.count += 1
         return copy
 

@@ -1,6 +1,6 @@
-"""Values of the forward that are made again for the backward, where a stage has the first ones.
+"""Values of the forward that are recomputed for the backward, where a stage has the first ones.
 
-stage 0   x1 = f(x0)    made again as r1 for the backward of stage 0
+stage 0   x1 = f(x0)    recomputed as r1 for the backward of stage 0
 stage 1   reads x1, which has come from stage 0: its backward reads x1, too, never r1
 """
 
@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from torch import fx
 
-from tutti.graph.edit import REMADE
+from tutti.graph.edit import RECOMPUTED
 from tutti.pipeline.moments import Moments
 
 
 def originals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """By node that is made again the one that made the same value at first, where that is still there."""
+    """By recomputed node the one that computed the same value at first, where that is still there."""
     named = {n.name: n for n in graph.nodes}
-    again = ((n, named.get(n.meta[REMADE])) for n in graph.nodes if REMADE in n.meta)
+    again = ((n, named.get(n.meta[RECOMPUTED])) for n in graph.nodes if RECOMPUTED in n.meta)
     return {n: first for n, first in again if first is not None}
 
 
 def read_what_is_there(moments: Moments, stage: dict[fx.Node, int]) -> None:
-    """Let later stages read what has come to them in the forward; what nobody makes again then is dropped."""
+    """Let later stages read what has come to them in the forward; drop recomputed values without a reader."""
     found = originals(moments.graph)
     for node, first in found.items():
         if node not in stage or first not in stage:
