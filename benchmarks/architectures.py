@@ -104,7 +104,7 @@ class Architecture:
     named: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
-        """With random weights, the same at every call; experts as products that can be split."""
+        """With random weights, the same at every call; experts as matmuls that can be split."""
         import transformers
 
         torch.manual_seed(0)

@@ -8,7 +8,7 @@ and the interpreter's work with all it needs in the caches. Python inside of wha
 collective's bookkeeping) is not counted, nor is torch's parsing of arguments.
 
 `between`: a clock around every call of an op, a collective or a channel in the real step, read from Python;
-what it leaves is the interpreter's, as cold as a product leaves it, the reading of the clock included.
+what it leaves is the interpreter's, as cold as a matmul leaves it, the reading of the clock included.
 Parsing of arguments counts as the call.
 
 `outside`: under `torch.profiler`, what no op and no collective covers. It counts all Python, and also the

@@ -73,12 +73,12 @@ def _gathered_twice() -> fx.Graph:
 
 
 def _scattered(nbytes: int = 16) -> fx.Graph:
-    """The sum over ranks of a product, of which each rank needs a part."""
+    """The sum over ranks of a matmul, of which each rank needs a part."""
     b = Builder()
     n = int((nbytes // 4) ** 0.5)
     x = b.given("batch.0", n, n, kind="batch")
-    product = b.call(aten.mm.default, x, x)
-    part = b.call(collectives.reduce_scatter, product, HERE, 0, 1, "sum", shape=(n // 2, n))
+    matmul = b.call(aten.mm.default, x, x)
+    part = b.call(collectives.reduce_scatter, matmul, HERE, 0, 1, "sum", shape=(n // 2, n))
     return b.done([b.call(aten.sum.default, part, shape=(1,))], [])
 
 
@@ -93,8 +93,8 @@ def _two_layers() -> fx.Graph:
         inputs.append(_in("forward", b.call(aten.gelu.default, made[-1])))
     gradient = _in("backward", b.call(aten.mul.Tensor, inputs[-1], 2.0))
     found = []
-    for w, product, given in zip(weights[::-1], made[::-1], inputs[-2::-1], strict=True):
-        gradient = _in("backward", b.call(aten.gelu_backward.default, gradient, product))
+    for w, matmul, given in zip(weights[::-1], made[::-1], inputs[-2::-1], strict=True):
+        gradient = _in("backward", b.call(aten.gelu_backward.default, gradient, matmul))
         turned = _in("backward", b.call(aten.permute.default, given, [1, 0], shape=(4, 3)))
         found.append(_in("backward", b.call(aten.mm.default, turned, gradient, shape=(4, 4))))
         if w is not weights[0]:
@@ -197,8 +197,8 @@ def _given_out() -> fx.Graph:
         filled.append(b.call(aten.mul.out, x, factor, shape=(4, 4)))
         filled[-1].kwargs = {"out": memory}
         if len(filled) == 2:
-            product = b.call(aten.mm.default, *filled)
-    return b.done([product, filled[-1]], [])
+            matmul = b.call(aten.mm.default, *filled)
+    return b.done([matmul, filled[-1]], [])
 
 
 def _late() -> fx.Graph:
@@ -223,8 +223,8 @@ def _layer() -> fx.Graph:
     x, w, c = b.given("x", 2, 3, 4, kind="batch"), b.given("w", 5, 4), b.given("b", 5)
     flat = b.call(aten.reshape.default, x, [6, 4], shape=(6, 4))
     turned = b.call(aten.permute.default, w, [1, 0], shape=(4, 5))
-    product = b.call(aten.addmm.default, c, flat, turned, shape=(6, 5))
-    return b.done([b.call(aten.reshape.default, product, [2, 3, 5], shape=(2, 3, 5))], [])
+    matmul = b.call(aten.addmm.default, c, flat, turned, shape=(6, 5))
+    return b.done([b.call(aten.reshape.default, matmul, [2, 3, 5], shape=(2, 3, 5))], [])
 
 
 def _large() -> fx.Graph:

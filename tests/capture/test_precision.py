@@ -56,12 +56,12 @@ def test_every_precision_of_the_layout_has_a_dtype() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "resnet", "gpt_tied"])
-def test_matrix_products_run_in_bf16_and_the_loss_and_the_update_in_fp32(name: str) -> None:
+def test_matmuls_run_in_bf16_and_the_loss_and_the_update_in_fp32(name: str) -> None:
     captured = subject(name, "bf16").captured
     nodes = [n for n in captured.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
-    products = list(matmuls(captured, "forward", "backward"))
-    products += [n for n in nodes if n.target is aten.convolution.default]
-    assert products and {dtype(n) for n in products} == {HALF}
+    contractions = list(matmuls(captured, "forward", "backward"))
+    contractions += [n for n in nodes if n.target is aten.convolution.default]
+    assert contractions and {dtype(n) for n in contractions} == {HALF}
     losses = [n for n in nodes if n.target in (aten._log_softmax.default, aten.exp.default)]
     assert losses and {dtype(n) for n in losses} == {torch.float32}
     update = [n for n in nodes if n.meta.get("region") == "update"]
@@ -337,8 +337,8 @@ def test_on_a_gpu_its_own_lists_count(name: str) -> None:
     model = model.cuda()  # in place: the optimizer's parameters are these
     batch = tuple(x.cuda() for x in batches[0])
     found = Subject(step, model, optimizer, batch, precision="bf16")
-    products = list(matmuls(found.captured, "forward", "backward"))
-    assert products and {dtype(n) for n in products} == {HALF}
+    contractions = list(matmuls(found.captured, "forward", "backward"))
+    assert contractions and {dtype(n) for n in contractions} == {HALF}
     norms = (aten.native_layer_norm.default, aten._log_softmax.default, aten._softmax.default)
     for node in found.captured.graph.nodes:
         if node.target in norms:

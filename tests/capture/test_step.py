@@ -78,11 +78,11 @@ def test_nodes_know_module_and_source_line() -> None:
 @pytest.mark.parametrize("name", ["llama", "bert", "t5"])
 def test_nodes_of_a_library_model_know_their_modules(name: str) -> None:
     captured = subject(name).captured
-    products = calls(captured, aten.mm.default) + calls(captured, aten.addmm.default)
+    matmuls = calls(captured, aten.mm.default) + calls(captured, aten.addmm.default)
     modules = {n for n, _ in zoo.CASES[name].build()[1].named_modules()}
-    assert {n.meta["module"] for n in products} <= modules
-    owned = [n for n in products if n.meta["module"]]
-    assert len(owned) == len(products) and all(n.meta["source"] for n in products)
+    assert {n.meta["module"] for n in matmuls} <= modules
+    owned = [n for n in matmuls if n.meta["module"]]
+    assert len(owned) == len(matmuls) and all(n.meta["source"] for n in matmuls)
 
 
 def test_the_graph_is_functional() -> None:

@@ -43,15 +43,15 @@ class Player:
 
 
 def _program() -> fx.Graph:
-    """Two products in buffers, reduced together; their parts and a weight's part, and a copy of one."""
+    """Two matmuls in buffers, reduced together; their parts and a weight's part, and a copy of one."""
     b = Builder()
     x, w = b.given("x", 4, 4, kind="batch"), b.given("w", 4, 4)
     made = []
     for i in range(2):
         memory = b.call(collectives.buffer, HERE, 64 * i, [4, 4], torch.float32, shape=(4, 4))
-        product = b.call(aten.mm.out, x, x, shape=(4, 4))
-        product.kwargs = {"out": memory}
-        made.append(product)
+        matmul = b.call(aten.mm.out, x, x, shape=(4, 4))
+        matmul.kwargs = {"out": memory}
+        made.append(matmul)
     sums = b.call(collectives.together_, "reduce_part", made, HERE, [(0, 1)] * 2, "sum", shape=(1,))
     items = [b.call(getitem, sums, i, shape=(4, 4)) for i in range(2)]
     parts = [b.call(collectives.part, i, HERE, 0, 1, shape=(2, 4)) for i in items]
@@ -74,7 +74,7 @@ def test_views_of_what_stays_are_constants() -> None:
     )
     assert (
         made.text.count("= ") == 1 + 2 + 2 + 1 + 3
-    )  # inputs, claim and memory, products, sums, the rest
+    )  # inputs, claim and memory, matmuls, sums, the rest
     x = torch.randn(4, 4)
     for step in range(2):
         total, ones = made.function([x, w], lambda stream: 0)[0]

@@ -11,7 +11,7 @@ from torch import fx, nn
 from small_programs import Builder
 from tutti.execution.generate import Generated, generate
 from tutti.graph.fused_updates import KERNELS
-from tutti.graph.product import product
+from tutti.graph.matmul import matmul
 from tutti.layout import Mesh
 from tutti.passes.overwriting import overwriting_lists
 
@@ -55,11 +55,11 @@ def test_living_values_keep_their_names() -> None:
     assert [float(r[0]) for r in results] == [k * (k + 1) / 2 for k in range(20)]
 
 
-def test_a_product_has_no_python_function_in_between() -> None:
+def test_a_matmul_has_no_python_function_in_between() -> None:
     """One with a bias that does not lie in one piece too."""
     b = Builder()
     x, w, c = b.given("x", 64, 32, kind="batch"), b.given("w", 48, 32), b.given("c", 48)
-    made = generated(b.done([b.call(product, x, w, c, shape=(64, 48))], []))
+    made = generated(b.done([b.call(matmul, x, w, c, shape=(64, 48))], []))
     given = [torch.randn(64, 32), torch.randn(48, 32), torch.randn(96)[::2]]
     want = torch.nn.functional.linear(*given)
     if torch.backends.mkldnn.is_available():

@@ -22,8 +22,8 @@ def attention(key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("key_heads", [8, 2])
-def test_attention_is_two_products_a_head_of_the_queries(key_heads: int) -> None:
-    """Twice as much for each product's multiplications and additions; also where heads share their keys."""
+def test_attention_is_two_matmuls_a_head_of_the_queries(key_heads: int) -> None:
+    """Twice as much for each matmul's multiplications and additions; also where heads share their keys."""
     expected = 2 * 2 * 3 * 8 * 10 * 6 * 4
     query, key, value = attention(key_heads)
     assert flops_of_call(FORWARD, (query, key, value), {}, None) == expected
@@ -31,7 +31,7 @@ def test_attention_is_two_products_a_head_of_the_queries(key_heads: int) -> None
     assert flops_of_call(BACKWARD, given, {}, None) == 2.5 * expected
 
 
-def test_products_and_others() -> None:
+def test_matmuls_and_others() -> None:
     a, b = torch.empty(5, 6, device="meta"), torch.empty(6, 7, device="meta")
     assert flops_of_call(aten.mm.default, (a, b), {}, a @ b) == 2 * 5 * 6 * 7
     assert flops_of_call(aten.mul.Tensor, (a, a), {}, a * a) is None

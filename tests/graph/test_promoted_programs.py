@@ -74,7 +74,7 @@ def chosen_numbers(y: Tensor, t: Tensor) -> Tensor:
 
 
 @program
-def a_matrix_product_of_integers(y: Tensor, t: Tensor) -> Tensor:
+def a_matmul_of_integers(y: Tensor, t: Tensor) -> Tensor:
     return (t[:, None] / 2.0 * torch.ones(4)) @ y + (torch.arange(16).view(4, 4) * 0.1) @ y
 
 
@@ -108,7 +108,7 @@ def convolved_integers(y: Tensor, t: Tensor) -> Tensor:
     return y * F.conv1d((torch.arange(8) * 0.1).view(1, 1, 8), y.reshape(4, 1, 8)).view(4, 1)
 
 
-class Product(nn.Module):
+class Matmul(nn.Module):
     def __init__(self, rest: Program) -> None:
         super().__init__()
         self.w, self.rest = nn.Parameter(torch.randn(4, 8)), rest
@@ -120,9 +120,9 @@ class Product(nn.Module):
 step = trained(lambda model, x, t: model(x, t).square().mean())
 
 
-def made(name: str) -> tuple[Product, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
+def made(name: str) -> tuple[Matmul, torch.optim.Optimizer, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    model = Product(PROGRAMS[name]).float()
+    model = Matmul(PROGRAMS[name]).float()
     batch = torch.randn(4, 4), torch.tensor([0, 1, 3, 6])
     return model, torch.optim.SGD(model.parameters(), lr=0.1), batch
 

@@ -47,7 +47,7 @@ def test_the_users_own_autocast_is_summed_in_float32_too() -> None:
     assert half_sums(program("autocast", "data=2 tensor=2")) == []
 
 
-def product(
+def matmul(
     layout: str,
     sizes: Sequence[int],
     kind: torch.dtype,
@@ -57,15 +57,15 @@ def product(
     """`then(x @ w)` in dtype `kind`, by default with the inner dim split over `tensor`."""
     rows, inner, columns = sizes
 
-    class Product(nn.Module):
+    class Matmul(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.w = nn.Parameter(torch.randn(inner, columns, dtype=kind), requires_grad=False)
 
-    def step(model: Product, x: Tensor) -> Tensor:
+    def step(model: Matmul, x: Tensor) -> Tensor:
         return then(x @ model.w)
 
-    captured = capture(step, Product(), None, (torch.randn(rows, inner, dtype=kind),))
+    captured = capture(step, Matmul(), None, (torch.randn(rows, inner, dtype=kind),))
     return partition(plan(captured, Layout.parse(layout), {"w": place}))
 
 
@@ -81,7 +81,7 @@ def run(made: Program, x: Tensor, w: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("kind", HALVES)
 @pytest.mark.parametrize("ways", [2, 8])
 def test_ranks_add_in_float32_and_round_once(kind: torch.dtype, ways: int) -> None:
-    made = product(f"tensor={ways}", (4, 16, 64), kind, lambda y: y * 2)
+    made = matmul(f"tensor={ways}", (4, 16, 64), kind, lambda y: y * 2)
     assert half_sums(made) == [] and len(made.collectives) == 1
     torch.manual_seed(0)
     x, w = torch.randn(4, 16).to(kind), torch.randn(16, 64).to(kind)
@@ -95,8 +95,8 @@ def test_ranks_add_in_float32_and_round_once(kind: torch.dtype, ways: int) -> No
 
 
 def test_the_price_is_twice_the_bytes() -> None:
-    half = product("tensor=2", (4, 16, 64), torch.bfloat16, lambda y: y * 2)
-    full = product("tensor=2", (4, 16, 64), torch.float32, lambda y: y * 2)
+    half = matmul("tensor=2", (4, 16, 64), torch.bfloat16, lambda y: y * 2)
+    full = matmul("tensor=2", (4, 16, 64), torch.float32, lambda y: y * 2)
     (a,), (b,) = records(half), records(full)
     assert (a.dtype, b.dtype) == ("f32", "f32")
     assert a.nbytes == b.nbytes == 4 * 4 * 64
@@ -104,14 +104,14 @@ def test_the_price_is_twice_the_bytes() -> None:
 
 def test_a_widening_cast_that_follows_leaves_no_rounding_in_between() -> None:
     """The sum waits for the cast, as that of a gradient on its way to a float32 weight."""
-    made = product("tensor=2", (4, 16, 64), torch.bfloat16, lambda y: y.float())
+    made = matmul("tensor=2", (4, 16, 64), torch.bfloat16, lambda y: y.float())
     assert half_sums(made) == []
     assert sum(n.target is aten._to_copy.default for n in made.graph.nodes) == 1
 
 
 def test_a_maximum_is_exact_in_any_type_and_moves_as_it_is() -> None:
     """A softmax over a split dim: the largest of all ranks in bf16, the sum of all ranks in float32."""
-    made = product(
+    made = matmul(
         "tensor=2", (64, 16, 64), torch.bfloat16, lambda y: y.softmax(-1), place="-, tensor"
     )
     found = [(n.args[-1], n.meta["val"].dtype) for n in made.collectives if n.target in REDUCES]

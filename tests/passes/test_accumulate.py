@@ -61,7 +61,7 @@ def test_before_and_after() -> None:
     assert ops(made.adding) == ["input"] * 4 + ["addmm_", "sum.dim_IntList", "add_.Tensor"]
 
 
-def test_a_product_that_something_else_reads_is_made_as_before() -> None:
+def test_a_matmul_that_something_else_reads_is_made_as_before() -> None:
     (made,) = accumulate(body(part(read_later=True))).parts.values()
     assert made.adding is not None
     assert ops(made.adding)[4:] == [

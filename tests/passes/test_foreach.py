@@ -148,7 +148,7 @@ def test_one_value_for_all_is_no_list() -> None:
 
 
 def test_what_depends_on_another_stays_apart() -> None:
-    """b's product needs a's: two products in a row on one chain, one on the other."""
+    """b's matmul needs a's: two matmuls in a row on one chain, one on the other."""
     graph = written([(4,)], [(aten.mul.Tensor, 0.9), (aten.mul.Tensor, 0.9)])
     before = run(graph)
     assert foreach(graph, devices=("cpu",)) == 0

@@ -26,14 +26,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _gradients(count: int = 1, *, dim: int = 0, last: bool = False) -> fx.Graph:
-    """Products whose sums over the ranks are scattered, each used at once or all of them at the end."""
+    """Matmuls whose sums over the ranks are scattered, each used at once or all of them at the end."""
     b = Builder()
     x = b.given("batch.0", 4, 4, kind="batch")
     total, parts = b.call(aten.sum.default, x, shape=(1,)), []
     for _ in range(count):
-        product = b.call(aten.mm.default, x, x)
+        matmul = b.call(aten.mm.default, x, x)
         shape = (2, 4) if dim == 0 else (4, 2)
-        part = b.call(collectives.reduce_scatter, product, HERE, dim, 1, "sum", shape=shape)
+        part = b.call(collectives.reduce_scatter, matmul, HERE, dim, 1, "sum", shape=shape)
         parts.append(part)
         if not last:
             total = b.call(aten.add.Tensor, total, b.call(aten.sum.default, part, shape=(1,)))
@@ -101,8 +101,8 @@ def test_a_part_in_pieces_is_new() -> None:
 def test_what_is_given_out_is_new() -> None:
     b = Builder()
     x = b.given("batch.0", 4, 4, kind="batch")
-    product = b.call(aten.mm.default, x, x)
-    part = b.call(collectives.reduce_scatter, product, HERE, 0, 1, "sum", shape=(2, 4))
+    matmul = b.call(aten.mm.default, x, x)
+    part = b.call(collectives.reduce_scatter, matmul, HERE, 0, 1, "sum", shape=(2, 4))
     graph = b.done([part], [])
     shared_buffers(graph, SHARED)
     assert in_buffer(graph) == 0

@@ -22,14 +22,14 @@ def _layer(
     turned = b.call(aten.permute.default, w, [1, 0], shape=(4, 5))
     numbers = rows.meta["val"].shape[0]
     target, first = (aten.addmm.default, (c,)) if bias else (aten.mm.default, ())
-    product = b.call(target, *first, rows, turned, shape=(numbers, 5))
-    result = product
+    matmul = b.call(target, *first, rows, turned, shape=(numbers, 5))
+    result = matmul
     if len(shape) > 2:
-        result = b.call(aten.reshape.default, product, [2, 3, 5], shape=(2, 3, 5))
+        result = b.call(aten.reshape.default, matmul, [2, 3, 5], shape=(2, 3, 5))
     returned = [result]
     if backward:
         back = b.call(aten.permute.default, rows, [1, 0], shape=(4, numbers))
-        returned.append(b.call(aten.mm.default, back, product, shape=(4, 5)))
+        returned.append(b.call(aten.mm.default, back, matmul, shape=(4, 5)))
     return b.done(returned, [])
 
 
@@ -59,13 +59,13 @@ def test_what_the_backward_needs_stays() -> None:
     ]
 
 
-def test_a_product_of_rows() -> None:
+def test_a_matmul_of_rows() -> None:
     graph = _layer(shape=(6, 4))
     assert linear(graph) == 1
     assert lines(graph) == ["linear(%x, %w, %b)"]
 
 
-def test_other_products_stay() -> None:
+def test_other_matmuls_stay() -> None:
     b = Builder()
     x, w = b.given("x", 4, 4, kind="batch"), b.given("w", 4, 4)
     assert linear(b.done([b.call(aten.mm.default, x, w)], [])) == 0

@@ -1,4 +1,4 @@
-"""`onednn`: before and after as text; which products are rewritten; whole steps with and without it."""
+"""`onednn`: before and after as text; which matmuls are rewritten; whole steps with and without it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ aten = torch.ops.aten
 HERE = Target(onednn=True)
 
 
-def products() -> fx.Graph:
-    """A product in every form, 256 x 256 by 256 x 512."""
+def matmuls() -> fx.Graph:
+    """A matmul in every form, 256 x 256 by 256 x 512."""
     b = Builder()
     x, w, c = b.given("x", 256, 256, kind="batch"), b.given("w", 512, 256), b.given("c", 512)
     y, out = b.given("y", 256, 512), b.given("out", 256, 512)
@@ -56,7 +56,7 @@ def gradient(m: int, k: int, n: int, *, out: bool = False) -> fx.Graph:
 
 
 def test_before_and_after() -> None:
-    graph = products()
+    graph = matmuls()
     before = lines(graph)
     assert before == [
         "permute(%w, [1, 0])",
@@ -134,7 +134,7 @@ def test_the_same_values(shape: tuple[int, int, int], dtype: torch.dtype) -> Non
 def test_the_same_values_in_every_form() -> None:
     found: list[list[Tensor]] = []
     for target in (Target(), HERE):
-        graph = products()
+        graph = matmuls()
         onednn(graph, target)
         ((returned, _),) = VirtualRanks(Mesh(())).run(graph, nn.Module(), [inputs_of(graph)])
         found.append(returned)
@@ -148,7 +148,7 @@ def test_the_same_values_in_every_form() -> None:
         ((64, 64, 64), False, False, 0),  # a call of oneDNN takes longer to start
         ((1024, 1024, 16), False, False, 1),
         ((1024, 1024, 16), True, False, 1),  # the other one is laid out anew
-        ((8, 65536, 8), True, False, 0),  # laying out either takes longer than the product
+        ((8, 65536, 8), True, False, 0),  # laying out either takes longer than the matmul
         ((1024, 16, 1024), False, False, 1),
         ((1024, 16, 1024), False, True, 0),  # copying the result does
         ((1024, 128, 1024), True, True, 1),
@@ -170,7 +170,7 @@ def test_what_would_not_gain_stays(
     assert onednn(b.done([made], []), HERE) == count
 
 
-def test_other_products_stay() -> None:
+def test_other_matmuls_stay() -> None:
     b = Builder()
     x, y = b.given("x", 256, 256, kind="batch"), b.given("y", 256, 256)
     matrix = b.call(aten.addmm.default, x, x, y)  # what is added is no bias
@@ -183,14 +183,14 @@ def test_other_products_stay() -> None:
 
 
 def wide() -> nn.Module:
-    """Layers whose products are worth a call of oneDNN for a batch of 256."""
+    """Layers whose matmuls are worth a call of oneDNN for a batch of 256."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(96, 256), nn.GELU(), nn.Linear(256, 96))
 
 
 @pytest.fixture
 def rewritten(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many products the pass has rewritten, graph by graph."""
+    """How many matmuls the pass has rewritten, graph by graph."""
     found: list[int] = []
 
     def counted(graph: fx.Graph, setting: Setting) -> None:
@@ -241,6 +241,6 @@ def agreed(says_no: int) -> bool:
         module.is_faster = before
 
 
-def test_every_rank_takes_the_same_products(ranks: Ranks) -> None:
+def test_every_rank_takes_the_same_matmuls(ranks: Ranks) -> None:
     assert ranks.run(agreed, -1, n=2) == [True, True]
     assert ranks.run(agreed, 1, n=2) == [False, False]

@@ -176,7 +176,7 @@ def test_a_turn_that_saves_nothing_is_not_made() -> None:
 
 
 def test_who_takes_both_forms_keeps_both() -> None:
-    """As the forward of a stage gives its backward what an activation and a product have read."""
+    """As the forward of a stage gives its backward what an activation and a matmul have read."""
     b = Builder()
     x, w = b.given("x", ROWS, 4, kind="batch"), b.given("w", 4, 5)
     made = b.call(aten.mm.default, x, w, shape=(ROWS, 5))
@@ -184,8 +184,8 @@ def test_who_takes_both_forms_keeps_both() -> None:
         aten.relu.default, b.call(aten.reshape.default, made, [*LEAD, 5], shape=(*LEAD, 5))
     )
     flat = b.call(aten.reshape.default, acted, [ROWS, 5], shape=(ROWS, 5))
-    product = b.call(aten.mm.default, flat, b.given("v", 5, 4), shape=(ROWS, 4))
-    graph = b.done([flat, acted, product], [])
+    matmul = b.call(aten.mm.default, flat, b.given("v", 5, 4), shape=(ROWS, 4))
+    graph = b.done([flat, acted, matmul], [])
     before = _run(graph)
     assert rows(graph) == 1
     graph.lint()

@@ -29,17 +29,17 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _gradients() -> fx.Graph:
-    """A product that only its reduction needs, a value that others need too, and a small one."""
+    """A matmul that only its reduction needs, a value that others need too, and a small one."""
     b = Builder()
     x = b.given("batch.0", 4, 4, kind="batch")
-    product = b.call(aten.mm.default, x, x)
+    matmul = b.call(aten.mm.default, x, x)
     sine = b.call(aten.sin.default, x)
     small = b.call(aten.sum.dim_IntList, x, [0], shape=(4,))
     where = [(0, 1), (0, 1), (0, 1)]
     made = b.call(
         collectives.together,
         "reduce_scatter",
-        [product, sine, small],
+        [matmul, sine, small],
         HERE,
         where,
         "sum",
@@ -150,7 +150,7 @@ def test_nothing_is_given_out_of_a_buffer() -> None:
     assert lines(graph)[-2:] == ["mul_.Tensor(%4, 0.5)", "clone(%5)"]
 
 
-def test_a_bias_is_added_by_the_product() -> None:
+def test_a_bias_is_added_by_the_matmul() -> None:
     def build() -> fx.Graph:
         b = Builder()
         x, w, bias = b.given("x", 4, 4, kind="batch"), b.given("w", 4, 4), b.given("b", 4)

@@ -49,7 +49,7 @@ STEPS_FIRST = steps_first_loss, (torch.randn(9, 4, 8), torch.tensor([9, 3, 5, 7]
 def verified(
     loss: Any, batch: Batch, layout: str, batch_dim: Any = None, out: int = 1
 ) -> tuple[tutti.Verdict, list[str], float]:
-    """The verdict, the warnings, and how much of the heaviest product of the forward a rank does."""
+    """The verdict, the warnings, and how much of the heaviest matmul of the forward a rank does."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, out))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -31,7 +31,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, op: Any, **changes: Any) -> None:
     monkeypatch.setitem(table.TABLE, op, lambda node: replace(entry(node), **changes))
 
 
-def test_a_product_whose_shared_factor_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matmul_whose_shared_factor_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, aten.mm.default, apart=frozenset({0}))
     made = fresh("tensor=2")
     assert_caught(verdict("gpt", "", made), "self.o(heads", "blocks.0.attn.o")

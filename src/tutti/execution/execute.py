@@ -30,7 +30,7 @@ from tutti.execution.generate import Generated, generate
 from tutti.execution.loops import Loops
 from tutti.graph import collectives, random
 from tutti.graph.loop import graphs_of
-from tutti.graph.product import is_faster
+from tutti.graph.matmul import is_faster
 from tutti.graph.quick import quickly_written
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized

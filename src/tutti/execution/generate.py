@@ -19,7 +19,7 @@ from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import Body, loop, post
-from tutti.graph.product import onednn_linear, product
+from tutti.graph.matmul import matmul, onednn_linear
 from tutti.layout import Mesh, Sharding
 
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
@@ -190,8 +190,8 @@ class _Writer:
             function = getattr(node.target, "silent", node.target) if unused else node.target
         if node.target is operator.getitem:
             return f"{self._text(node.args[0])}[{node.args[1]}]"
-        if node.target is product and node.meta["val"].dtype == torch.float32:
-            return self._product(*node.args)
+        if node.target is matmul and node.meta["val"].dtype == torch.float32:
+            return self._matmul(*node.args)
         if (method := shorter(node)) is not None:
             return f"{self._text(node.args[0])}.{method}"
         if function in INFIX and len(node.args) == 2:
@@ -201,7 +201,7 @@ class _Writer:
         arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
         return self._call(function, arguments)
 
-    def _product(self, x: Any, weight: Any, bias: Any = None) -> str:
+    def _matmul(self, x: Any, weight: Any, bias: Any = None) -> str:
         """As the op does it, without a dispatcher and a Python function in between."""
         own = "None" if bias is None else f"{self._text(bias)}.contiguous()"
         given = [self._text(x), self._text(weight), own, "'none'", "()", "None"]

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tutti.graph.aliases import aliased
 from tutti.graph.edit import value_of
-from tutti.graph.product import product
+from tutti.graph.matmul import matmul
 from tutti.torch_private.pytrees import tree_leaves
 
 
@@ -42,7 +42,7 @@ CACHE_NBYTES = 2**20
 # What these names stand in works out an exponential or a logarithm of each element.
 _EXPONENTIALS = ("softmax", "exp", "log", "gelu", "silu", "tanh", "sigmoid", "erf")
 # `x @ weight.T`, of which PyTorch's table knows nothing.
-_ROWS = (torch.ops.aten.linear, product.overloadpacket)
+_ROWS = (torch.ops.aten.linear, matmul.overloadpacket)
 # An op that only looks at its operand, or is carried out ahead.
 _FREE = ("getitem", "positions")
 
@@ -62,7 +62,7 @@ def seconds_of(node: fx.Node) -> float:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Multiplications and additions of matrix products, convolutions and attention; 0 for other ops."""
+    """Multiplications and additions of matmuls, convolutions and attention; 0 for other ops."""
     args, kwargs = value_of(node.args), value_of(node.kwargs)
     return flops_of_call(node.target, args, kwargs, node.meta.get("val")) or 0.0
 
@@ -81,7 +81,7 @@ def flops_of_call(
 
 
 def _attention(name: str, args: Sequence[Any]) -> float:
-    """Two products of `(s, d)` and `(t, d)` for each head of the queries; five in a backward.
+    """Two matmuls of `(s, d)` and `(t, d)` for each head of the queries; five in a backward.
 
     Keys may have fewer heads than queries.
     """

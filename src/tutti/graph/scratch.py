@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 from tutti.graph import collectives
 from tutti.graph.ctc import ctc_loss, ctc_slopes
 from tutti.graph.draw import draw
-from tutti.graph.product import product
+from tutti.graph.matmul import matmul
 from tutti.graph.random import CHUNK_CPU
 from tutti.graph.storage import Storages
 
@@ -42,7 +42,7 @@ def _convolution_backward(operands: tuple[Any, ...], result: Any) -> int:
     return max(grad.nbytes + x.nbytes, weight.nbytes)
 
 
-def _product(operands: tuple[Any, ...], result: Any) -> int:
+def _matmul(operands: tuple[Any, ...], result: Any) -> int:
     """A transposed left operand laid out anew; strips of the right one are small."""
     return _laid_out(operands[0], 0)
 
@@ -101,7 +101,7 @@ _BORROWED: dict[Any, Borrow] = {
     ctc_loss: _paths,
     ctc_slopes: _paths_both_ways,
     draw: _hash,
-    product: _product,
+    matmul: _matmul,
     collectives.draw_part: _hash,
     collectives.all_gather: _all_gather,
     collectives.reduce_scatter: _reduce_scatter,

@@ -1,7 +1,7 @@
 """`accumulate`: what is summed over micro-batches is added to its total by the op that makes it.
 
     first micro-batch     %7 = mm(%g, %x)                    -> the total
-    every later one       %7 = addmm_(%total, %g, %x)        instead of a product, and a sum after it
+    every later one       %7 = addmm_(%total, %g, %x)        instead of a matmul, and a sum after it
 
 A gradient is then written once, read once, and never lies beside its total.
 """

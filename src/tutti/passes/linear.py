@@ -1,12 +1,12 @@
-"""`linear`: a product with a transposed weight, and the reshapes around it, are one call.
+"""`linear`: a matmul with a transposed weight, and the reshapes around it, are one call.
 
     %5 = reshape(%x, [1024, 256])           %5 = reshape(%x, [1024, 256])       if the backward needs it
     %6 = permute(%w, [1, 0])
     %7 = addmm(%b, %5, %6)             ->   %8 = linear(%x, %w, %b)
     %8 = reshape(%7, [8, 128, 512])
 
-Capture takes `linear` apart so that rules need to know matrix products only. PyTorch does here just what the
-calls on the left do, but in one: each call from Python costs some 10 us when a product has used up the cache.
+Capture takes `linear` apart so that rules need to know matmuls only. PyTorch does here just what the
+calls on the left do, but in one: each call from Python costs some 10 us when a matmul has used up the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tutti.graph.edit import NOTES, value_of
 
 aten = torch.ops.aten
 _TRANSPOSED = [1, 0]
-_PRODUCTS: dict[Any, Any] = {
+_MATMULS: dict[Any, Any] = {
     aten.mm.default: aten.linear.default,
     aten.addmm.default: aten.linear.default,
     aten.mm.out: aten.linear.out,
@@ -29,7 +29,7 @@ _PRODUCTS: dict[Any, Any] = {
 
 
 def linear(graph: fx.Graph) -> int:
-    """Rewrite `graph`; returns how many products are calls of `linear` now."""
+    """Rewrite `graph`; returns how many matmuls are calls of `linear` now."""
     count = 0
     for node in list(graph.nodes):
         given = _operands(node)
@@ -40,8 +40,8 @@ def linear(graph: fx.Graph) -> int:
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """What the product `node` is made of, where it is one: 2-D rows, weight, bias."""
-    if node.target not in _PRODUCTS or set(node.kwargs) - {"out"}:
+    """What the matmul `node` is made of, where it is one: 2-D rows, weight, bias."""
+    if node.target not in _MATMULS or set(node.kwargs) - {"out"}:
         return None
     *bias, rows, turned = node.args
     if not isinstance(turned, fx.Node) or turned.target is not aten.permute.default:
@@ -58,7 +58,7 @@ def _rewrite(
     x, result = (rows, node) if node.kwargs else _around(node, rows)
     with graph.inserting_before(node):
         operands = (x, weight, *([bias] if bias else []))
-        made = graph.call_function(_PRODUCTS[node.target], operands, dict(node.kwargs))
+        made = graph.call_function(_MATMULS[node.target], operands, dict(node.kwargs))
     made.meta = {k: result.meta[k] for k in (*NOTES, "val", "sharding") if k in result.meta}
     result.replace_all_uses_with(made)
     for dead in dict.fromkeys((result, node, turned, rows)):
@@ -74,7 +74,7 @@ def _around(node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
     x: Any = rows.args[0]
     if result.target is not aten.reshape.default:
         return rows, node
-    given, made, product = value_of(x), value_of(result), value_of(node)
-    same = given.is_contiguous() and made.shape == (*given.shape[:-1], product.shape[-1])
+    given, made, matmul = value_of(x), value_of(result), value_of(node)
+    same = given.is_contiguous() and made.shape == (*given.shape[:-1], matmul.shape[-1])
     fits = given.dim() > 1 and given.shape[-1] == value_of(rows).shape[-1]
     return (x, result) if same and fits else (rows, node)

@@ -1,4 +1,4 @@
-"""`onednn`: large matrix products are calls of oneDNN, where that is the faster library.
+"""`onednn`: large matmuls are calls of oneDNN, where that is the faster library.
 
     %7 = mm(%5, %w)             ->   %6 = permute(%w, [1, 0])        product(x, weight) = x @ weight.T
                                      %7 = product(%5, %6)
@@ -10,7 +10,7 @@
                                      %10 = copy_(%b, %9)
 
 The op of oneDNN has no `out=`, lays a transposed left operand out anew and takes longer to start. So a
-product may be that of the transposes, and it is rewritten where it is predicted to gain more than all this
+matmul may be that of the transposes, and it is rewritten where it is predicted to gain more than all this
 costs.
 """
 
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph.edit import Editor, Emit, value_of
-from tutti.graph.product import product
+from tutti.graph.matmul import matmul
 from tutti.passes.target import Target
 
 aten = torch.ops.aten
-_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.linear})
+_MATMULS = frozenset({aten.mm, aten.addmm, aten.linear})
 _DTYPES = (torch.float32, torch.float64)  # in float64 it is the same op, for comparisons
 # Of one thread: flops in a second by either library, seconds that a call takes more, bytes moved in a second.
 MKL_FLOPS, ONEDNN_FLOPS = 9e10, 1.8e11
@@ -35,7 +35,7 @@ TURNED_BYTES, COPIED_BYTES = 4e9, 1e10
 
 
 class Operands(NamedTuple):
-    """What a product is made of: (m, k), (k, n) and (n,), the first of `linear` with more leading dims.
+    """What a matmul is made of: (m, k), (k, n) and (n,), the first of `linear` with more leading dims.
 
     turned: the right one is given as (n, k).
     """
@@ -47,7 +47,7 @@ class Operands(NamedTuple):
 
 
 def onednn(graph: fx.Graph, target: Target) -> int:
-    """Rewrite `graph`; returns how many products are oneDNN's now."""
+    """Rewrite `graph`; returns how many matmuls are oneDNN's now."""
     count = 0
     turned: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes) if target.onednn else ():
@@ -63,9 +63,9 @@ def onednn(graph: fx.Graph, target: Target) -> int:
 
 
 def _operands(node: fx.Node) -> Operands | None:
-    """The operands of a product; None of another op, or of a form that `product` lacks."""
+    """The operands of a matmul; None of another op, or of a form that the op lacks."""
     kind = getattr(node.target, "overloadpacket", None)
-    if kind not in _PRODUCTS or set(node.kwargs) - {"out"}:
+    if kind not in _MATMULS or set(node.kwargs) - {"out"}:
         return None
     given: list[Any] = [*node.args, None]
     bias, x, y = given[:3] if kind is aten.addmm else (given[2], *given[:2])
@@ -78,7 +78,7 @@ def _operands(node: fx.Node) -> Operands | None:
 def _rewrite(
     graph: fx.Graph, node: fx.Node, given: Operands, transposes: dict[fx.Node, fx.Node]
 ) -> bool:
-    """Rewrite the product that is `node`, if that gains anything; every rank comes to the same.
+    """Rewrite the matmul that is `node`, if that gains anything; every rank comes to the same.
 
     `transposes` are those that are there already.
     """
@@ -94,13 +94,13 @@ def _rewrite(
     emit = Editor(graph).at(node)
     if swaps:
         result = emit(
-            aten.permute.default, emit(product, _transposed(emit, y, transposes), x), [1, 0]
+            aten.permute.default, emit(matmul, _transposed(emit, y, transposes), x), [1, 0]
         )
         if not node.kwargs:
             result = emit(aten.clone.default, result, memory_format=torch.contiguous_format)
     else:
         weight = y if turned else _transposed(emit, y, transposes)
-        result = emit(product, x, weight, *([bias] if bias else []))
+        result = emit(matmul, x, weight, *([bias] if bias else []))
     if node.kwargs:
         result = emit(aten.copy_.default, node.kwargs["out"], result)
     result.meta |= {k: node.meta[k] for k in ("val", "sharding") if k in node.meta}

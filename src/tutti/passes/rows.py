@@ -1,4 +1,4 @@
-"""`rows`: a tensor of several leading dims is worked on as rows, the form in which products take it.
+"""`rows`: a tensor of several leading dims is worked on as rows, the form in which matmuls take it.
 
     %5 = mm(%x, %w)                               %5 = mm(%x, %w)
     %6 = reshape(%5, [8, 128, 512])

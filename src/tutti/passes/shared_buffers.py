@@ -92,15 +92,15 @@ def _in_buffer(graph: fx.Graph, x: fx.Node, user: fx.Node, axes: Any) -> fx.Node
 
 
 def _add_within(x: fx.Node) -> None:
-    """A row added to every row of a product is added by the product: one pass over memory less."""
-    product, row = (*x.args, None)[:2] if x.target is aten.add.Tensor else (None, None)
-    if not isinstance(product, fx.Node) or not isinstance(row, fx.Node) or x.kwargs:
+    """A row added to every row of a matmul is added by the matmul: one pass over memory less."""
+    matmul, row = (*x.args, None)[:2] if x.target is aten.add.Tensor else (None, None)
+    if not isinstance(matmul, fx.Node) or not isinstance(row, fx.Node) or x.kwargs:
         return
     fits = row.meta["val"].shape == x.meta["val"].shape[1:] and row.meta["val"].dim() == 1
-    same = row.meta["val"].dtype == x.meta["val"].dtype == product.meta["val"].dtype
-    if product.target is aten.mm.default and len(product.users) == 1 and fits and same:
-        x.target, x.args = aten.addmm.default, (row, *product.args)
-        x.graph.erase_node(product)
+    same = row.meta["val"].dtype == x.meta["val"].dtype == matmul.meta["val"].dtype
+    if matmul.target is aten.mm.default and len(matmul.users) == 1 and fits and same:
+        x.target, x.args = aten.addmm.default, (row, *matmul.args)
+        x.graph.erase_node(matmul)
 
 
 def _embedding(graph: fx.Graph, x: fx.Node, memory: fx.Node) -> fx.Node:

@@ -20,8 +20,8 @@ from torch import Tensor, fx
 from tutti.graph.edit import RECOMPUTED, source_of
 from tutti.graph.liveness import last_holders, peak, peak_inside
 from tutti.graph.loop import loop
+from tutti.graph.matmul import is_faster
 from tutti.graph.part_memory import Piece
-from tutti.graph.product import is_faster
 from tutti.graph.scratch import borrowed
 from tutti.graph.state import is_state
 from tutti.graph.storage import Block, Storages

@@ -87,12 +87,12 @@ def _logsumexp(emit: Emit, node: fx.Node) -> New:
 def _addmm(emit: Emit, node: fx.Node) -> New:
     bias, a, b = node.args
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    product = emit(aten.mm.default if len(shape(b)) == 2 else aten.mv.default, a, b)
+    matmul = emit(aten.mm.default if len(shape(b)) == 2 else aten.mv.default, a, b)
     if alpha != 1:
-        product = emit(aten.mul.Tensor, product, alpha)
+        matmul = emit(aten.mul.Tensor, matmul, alpha)
     if beta != 1:
         bias = emit(aten.mul.Tensor, bias, beta)
-    return emit(aten.add.Tensor, product, bias)
+    return emit(aten.add.Tensor, matmul, bias)
 
 
 def _convolution(emit: Emit, node: fx.Node) -> New:

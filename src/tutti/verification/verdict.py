@@ -17,7 +17,7 @@ from tutti.capture.state.first_form import make_slots
 from tutti.capture.step import Captured, capture, copied
 from tutti.execution.execute import axes_used
 from tutti.graph.loop import graphs_of
-from tutti.graph.product import is_faster
+from tutti.graph.matmul import is_faster
 from tutti.graph.promote import Promoted, promoted
 from tutti.job import Job
 from tutti.layout import Layout

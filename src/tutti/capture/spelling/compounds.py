@@ -58,7 +58,7 @@ def _baddbmm(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _addbmm(emit: Emit, node: fx.Node) -> fx.Node:
-    """The sum of a batch of products is one product over batch and inner dim."""
+    """The sum of a batch of matmuls is one matmul over batch and inner dim."""
     given: Any = node.args
     x, a, b = given
     batch, m, k = shape_list(a)

@@ -18,7 +18,7 @@ from tutti.comm.host.hosts import host_name
 from tutti.comm.host.segment import SharedMemoryError, directory
 from tutti.comm.host.shared_memory import SharedGroup
 from tutti.errors import LayoutError
-from tutti.graph.product import is_faster
+from tutti.graph.matmul import is_faster
 from tutti.layout.mesh import Mesh
 
 Axes = tuple[str, ...]
@@ -116,7 +116,7 @@ class Groups:
 
     @property
     def onednn(self) -> bool:
-        """Whether matrix products of oneDNN are the faster ones on the processors of all ranks."""
+        """Whether matmuls of oneDNN are the faster ones on the processors of all ranks."""
         return self._onednn
 
     @property

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 BILINEAR = groups((0,), (1,))
 
 
-def _product(text: str):
+def _contraction(text: str):
     return spelled(text, linear=BILINEAR)
 
 
@@ -71,11 +71,11 @@ def _trilinear(node: fx.Node) -> Rule:
 _DISTANCE = "... m k!, ... n k! -> ... m n"
 
 RULES = {
-    aten.mm.default: _product("m k, k n -> m n"),
-    aten.bmm.default: _product("b m k, b k n -> b m n"),
-    aten.mv.default: _product("m k, k -> m"),
-    aten.dot.default: _product("k, k ->"),
-    aten.vdot.default: _product("k, k ->"),
+    aten.mm.default: _contraction("m k, k n -> m n"),
+    aten.bmm.default: _contraction("b m k, b k n -> b m n"),
+    aten.mv.default: _contraction("m k, k -> m"),
+    aten.dot.default: _contraction("k, k ->"),
+    aten.vdot.default: _contraction("k, k ->"),
     aten._trilinear.default: _trilinear,
     aten._cdist_forward.default: _DISTANCE,
     aten._euclidean_dist.default: _DISTANCE,

@@ -1,4 +1,4 @@
-"""Sample calls of products and of dense linear algebra; see `rules.samples`."""
+"""Sample calls of contractions and of dense linear algebra; see `rules.samples`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tutti.rules.samples.sample import definite, f, pairs, pivots, positive, sam
 
 INF = float("inf")
 
-PRODUCTS = [
+CONTRACTIONS = [
     sample("mm", f(12, 8), f(8, 6)),
     sample("bmm", f(4, 12, 8), f(4, 8, 6)),
     sample("mv", f(12, 8), f(8)),

@@ -9,7 +9,7 @@ from tutti.graph.draw import draw
 from tutti.rules.samples.ctc_samples import CTC
 from tutti.rules.samples.image_samples import IMAGES, INTERPOLATION
 from tutti.rules.samples.layer_samples import ATTENTION, NORMS
-from tutti.rules.samples.matrix_samples import LINEAR_ALGEBRA, PRODUCTS
+from tutti.rules.samples.matrix_samples import CONTRACTIONS, LINEAR_ALGEBRA
 from tutti.rules.samples.sample import (
     Sample,
     distinct,
@@ -241,7 +241,7 @@ LOOKUPS = [
 
 FAMILIES = {
     "views": VIEWS,
-    "products": PRODUCTS,
+    "contractions": CONTRACTIONS,
     "reductions": REDUCTIONS,
     "lines": LINES,
     "losses": LOSSES,

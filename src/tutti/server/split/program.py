@@ -16,7 +16,7 @@ from torch import fx
 from tutti.capture.step import copied
 from tutti.graph import collectives
 from tutti.graph.edit import erase_dead
-from tutti.graph.product import is_faster
+from tutti.graph.matmul import is_faster
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import left_out_by_environment, optimized

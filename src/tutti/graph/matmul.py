@@ -1,4 +1,4 @@
-"""Matrix products by oneDNN, on processors for which PyTorch's BLAS has no kernels of full width.
+"""Matmuls by oneDNN, on processors for which PyTorch's BLAS has no kernels of full width.
 
     tutti::product(x, weight, bias=None) -> x @ weight.T + bias
 
@@ -25,7 +25,7 @@ _ONEDNN: Any = torch.ops.mkldnn
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.dtype == torch.float64:  # a comparison in float64 plays the same graph
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
@@ -33,14 +33,15 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _ONEDNN._linear_pointwise(x, weight, bias, "none", (), None)
 
 
-def _fake_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fake_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_LIBRARY.impl("product", _product, "CompositeExplicitAutograd")
-torch.library.register_fake("tutti::product", _fake_product, lib=_LIBRARY)
+_LIBRARY.impl("product", _matmul, "CompositeExplicitAutograd")
+torch.library.register_fake("tutti::product", _fake_matmul, lib=_LIBRARY)
 
-product = torch.ops.tutti.product.default
+# In the text of a graph the op keeps its name, `product`: it is another op than `aten.matmul`.
+matmul = torch.ops.tutti.product.default
 
 
 def onednn_linear() -> OpOverload:
@@ -49,7 +50,7 @@ def onednn_linear() -> OpOverload:
 
 
 def is_faster() -> bool:
-    """Whether oneDNN's products are the faster ones here: MKL is PyTorch's BLAS, the processor is another
+    """Whether oneDNN's matmuls are the faster ones here: MKL is PyTorch's BLAS, the processor is another
     vendor's and has AVX-512. `torch.backends.mkldnn.flags(enabled=False)` says no."""
     backends: Any = torch.backends
     return (

@@ -1,4 +1,4 @@
-"""Products of oneDNN: their values, however operands lie in memory; what they borrow; where they serve."""
+"""Matmuls of oneDNN: their values, however operands lie in memory; what they borrow; where they serve."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 
 from tutti.execution.measure import peak_nbytes
-from tutti.graph import product as module
+from tutti.graph import matmul as module
 from tutti.graph.cost import flops_of_call
 from tutti.graph.edit import Editor
-from tutti.graph.product import is_faster, product
+from tutti.graph.matmul import is_faster, matmul
 from tutti.graph.scratch import borrowed
 from tutti.graph.storage import Storages
 
@@ -62,22 +62,22 @@ BIASES = {
 def test_the_values_of_linear(left: str, right: str, bias: str) -> None:
     x, weight, b = LEFT[left], RIGHT[right], BIASES[bias]
     exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
-    have = product(x, weight, b)
+    have = matmul(x, weight, b)
     assert have.dtype == torch.float32 and have.is_contiguous()
     torch.testing.assert_close(have.double(), exact, rtol=1e-5, atol=2e-5)
 
 
 def test_in_float64_it_is_linear() -> None:
     x, weight, b = numbers(4, 5, 6).double(), numbers(7, 6).double(), numbers(7).double()
-    assert torch.equal(product(x, weight, b), F.linear(x, weight, b))
-    assert torch.equal(product(x, weight), F.linear(x, weight))
+    assert torch.equal(matmul(x, weight, b), F.linear(x, weight, b))
+    assert torch.equal(matmul(x, weight), F.linear(x, weight))
 
 
 @ONEDNN
 def test_what_is_not_finite_stays_so() -> None:
     x = numbers(64, 32)
     x[3, 5], x[7, 1] = float("nan"), float("inf")
-    have = product(x, RIGHT["rows"].abs())
+    have = matmul(x, RIGHT["rows"].abs())
     assert have[3].isnan().all() and have[7].isinf().all()
     assert have.isfinite().all(1).sum() == 62
 
@@ -85,10 +85,10 @@ def test_what_is_not_finite_stays_so() -> None:
 def test_its_shape_and_cost_are_known_before_it_runs() -> None:
     with FakeTensorMode():
         x, weight = torch.empty(4, 16, 32), torch.empty(48, 32)
-        made = product(x, weight)
+        made = matmul(x, weight)
     assert made.shape == (4, 16, 48) and made.dtype == torch.float32
     want = 2 * 4 * 16 * 48 * 32
-    assert flops_of_call(product, (x, weight), {}, made) == want
+    assert flops_of_call(matmul, (x, weight), {}, made) == want
     assert flops_of_call(aten.linear.default, (x, weight), {}, made) == want
 
 
@@ -103,13 +103,13 @@ def test_memory_beside_the_result(turned: bool) -> None:
         x.meta["val"], weight.meta["val"] = torch.empty(shape), torch.empty(256, 512)
     emit = Editor(graph, mode).at(graph.output(None))
     left = emit(aten.permute.default, x, [1, 0]) if turned else x
-    node = emit(product, left, weight)
+    node = emit(matmul, left, weight)
     predicted = borrowed(node, Storages(graph, mode))
     assert predicted == (1024 * 512 * 4 if turned else 0)
     given = numbers(*shape).t() if turned else numbers(*shape)
     right = numbers(256, 512)
-    product(given, right)
-    nbytes, made = peak_nbytes(lambda: product(given, right))
+    matmul(given, right)
+    nbytes, made = peak_nbytes(lambda: matmul(given, right))
     assert abs(nbytes - made.nbytes - predicted) < 2**18
 
 
