@@ -11,7 +11,7 @@ from tutti.replicas.strategies import parse
 from tutti.replicas.strategy import Weights
 from tutti.replicas.virtual_replicas import Replicas
 
-# Each with the number of replicas it is tried with. None sends coded messages.
+# Each with the number of replicas it is tried with. None sends compressed messages.
 EXACT = [
     ("average(every=1)", 2),
     ("average(every=3)", 3),
@@ -38,7 +38,7 @@ CALLED = [
     ("pairs(every=2)", 3),
     ("pairs(every=1)", 5),
 ]
-CODED = [
+COMPRESSED = [
     ("average(every=2, traffic=bf16)", 2),
     ("average(every=2, traffic=int8)", 3),
     ("diloco(every=3, traffic=bf16)", 2),

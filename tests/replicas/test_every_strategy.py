@@ -9,7 +9,7 @@ import torch
 
 from replicas_every import (
     CALLED,
-    CODED,
+    COMPRESSED,
     EXACT,
     NAMES,
     descending,
@@ -30,7 +30,7 @@ from tutti.replicas.virtual_replicas import Replicas
 STEPS = 40
 
 
-@pytest.mark.parametrize(("text", "count"), EXACT + CODED + CALLED)
+@pytest.mark.parametrize(("text", "count"), EXACT + COMPRESSED + CALLED)
 def test_equal_replicas_without_a_gradient_stay_as_they_are(text: str, count: int) -> None:
     start = some_weights(0)
     seen = play(text, [dict(start) for _ in range(count)], STEPS, still)
@@ -39,7 +39,7 @@ def test_equal_replicas_without_a_gradient_stay_as_they_are(text: str, count: in
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [case for case in EXACT + CODED + CALLED if not case[0].startswith("elastic")],
+    [case for case in EXACT + COMPRESSED + CALLED if not case[0].startswith("elastic")],
 )
 def test_equal_replicas_with_equal_gradients_stay_equal(text: str, count: int) -> None:
     start = some_weights(0)
@@ -94,7 +94,7 @@ def test_gossip_keeps_the_sums_of_weights_and_of_mass(text: str, count: int) -> 
     assert mass_differs == ("delay" in text)
 
 
-@pytest.mark.parametrize(("text", "count"), EXACT + CODED + CALLED)
+@pytest.mark.parametrize(("text", "count"), EXACT + COMPRESSED + CALLED)
 def test_functions_change_nothing_that_they_are_given(text: str, count: int) -> None:
     strategy = parse(text)
     weights, received = some_weights(0), some_weights(1)
@@ -113,7 +113,7 @@ def test_functions_change_nothing_that_they_are_given(text: str, count: int) -> 
             assert not remembered & {x.data_ptr() for x in landed.values()}
 
 
-@pytest.mark.parametrize(("text", "count"), EXACT + CODED + CALLED)
+@pytest.mark.parametrize(("text", "count"), EXACT + COMPRESSED + CALLED)
 def test_a_schedule_repeats_and_all_of_the_weights_take_part(text: str, count: int) -> None:
     strategy = parse(text)
     first, period = strategy.warm_up, strategy.period

@@ -187,10 +187,10 @@ def test_what_is_the_same(one: str, other: str) -> None:
     assert max(found) < 1e-13
 
 
-@pytest.mark.parametrize("coding", ["bf16", "int8"])
+@pytest.mark.parametrize("compression", ["bf16", "int8"])
 @pytest.mark.parametrize("text", ["average(every=2, traffic={})", "diloco(every=2, traffic={})"])
-def test_coded_messages_end_near_the_exact_ones(text: str, coding: str) -> None:
+def test_compressed_messages_end_near_the_exact_ones(text: str, compression: str) -> None:
     exact = play(text.format("fp32"), starts(), 80, descending)
-    coded = play(text.format(coding), starts(), 80, descending)
-    gap = max(difference(a, b) for a, b in zip(exact[-1], coded[-1], strict=True))
+    compressed = play(text.format(compression), starts(), 80, descending)
+    gap = max(difference(a, b) for a, b in zip(exact[-1], compressed[-1], strict=True))
     assert 0 < gap < 2e-2

@@ -52,13 +52,13 @@ class Replica:
         self.lives_until()
         self.desk.die()
 
-    def run(self, late_seconds: float = 0.0, coding: str = "fp32") -> None:
+    def run(self, late_seconds: float = 0.0, compression: str = "fp32") -> None:
         """Some rounds."""
         try:
             for k in range(ROUNDS):
                 time.sleep(late_seconds)
                 x = {"x": numbers(self.number, k)}
-                side = Mean(coding, x, {}, self.number, self.count)
+                side = Mean(compression, x, {}, self.number, self.count)
                 parts = self.meeting.mean(f"{k}.0", range(self.count), side.parts, side.combine)
                 self.found.append(side.assemble(parts)["x"])
         except (Dead, CommError) as error:

@@ -30,9 +30,9 @@ def test_a_line_for_each_kind_of_round() -> None:
 
 
 def test_fragments_codes_hops_and_calls() -> None:
-    coded = text_of("replica=2 sync=diloco(every=6, fragments=2, delay=2, traffic=int8)")
-    assert "6, 12, ..." in coded and "3, 9, ..." in coded
-    assert "mean in int8, lands 2 steps later" in coded and "2 weights" in coded
+    compressed = text_of("replica=2 sync=diloco(every=6, fragments=2, delay=2, traffic=int8)")
+    assert "6, 12, ..." in compressed and "3, 9, ..." in compressed
+    assert "mean in int8, lands 2 steps later" in compressed and "2 weights" in compressed
     hops = text_of("replica=4 sync=gossip(every=1)")
     assert "the replica 1 on" in hops and "the replica 2 on" in hops
     assert "averages with one, without waiting" in text_of("replica=2 sync=pairs(every=3)")

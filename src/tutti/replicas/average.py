@@ -29,7 +29,7 @@ class Average(Strategy):
             `then`, a multiple of `every`.
         group: neighboring replicas of a group; used with `then`.
         after: for the first so many steps all replicas average after each; periods count from there.
-        traffic: fp32, bf16 or int8: what replicas send; the coded ones send the change since the last
+        traffic: fp32, bf16 or int8: what replicas send; the compressed ones send the change since the last
             average, with error feedback.
 
     With every=1 and an optimizer whose update is linear in the gradient (SGD, also with momentum and
@@ -53,12 +53,12 @@ class Average(Strategy):
                 f"then={self.every * 4}",
                 "every round of all replicas takes the place of one within the groups",
             )
-        if self.then and self.coding != "fp32":
+        if self.then and self.compression != "fp32":
             raise refuse(
                 self,
                 f"traffic={self.traffic} cannot go with then={self.then}",
                 "leave one of them out",
-                "a coded message is the change since all replicas last agreed, which groups do not",
+                "a compressed message is the change since all replicas last agreed, which groups do not",
             )
 
     @property
@@ -72,7 +72,7 @@ class Average(Strategy):
         return self.after
 
     @property
-    def coding(self) -> str:
+    def compression(self) -> str:
         """In what messages travel."""
         return self.traffic
 
@@ -95,15 +95,15 @@ class Average(Strategy):
 
     def init(self, weights: Weights) -> State:
         """Where messages are changes, the weights that the replicas last agreed on."""
-        if self.coding == "fp32":
+        if self.compression == "fp32":
             return {}
-        return of_kind("anchor", weights) | traffic.no_error(self.coding, weights)
+        return of_kind("anchor", weights) | traffic.no_error(self.compression, weights)
 
     def offer(
         self, state: State, weights: Weights, due: Round
     ) -> tuple[State, Weights, dict[str, Tensor]]:
         """The weights, or how far they have come since the last average."""
-        if self.coding == "fp32":
+        if self.compression == "fp32":
             return {}, weights, weights
         return {}, weights, {n: x - state[f"anchor.{n}"] for n, x in weights.items()}
 
@@ -111,7 +111,7 @@ class Average(Strategy):
         self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
     ) -> tuple[State, Weights]:
         """The mean."""
-        if self.coding == "fp32":
+        if self.compression == "fp32":
             return {}, received
         new = {n: state[f"anchor.{n}"] + x for n, x in received.items()}
         return of_kind("anchor", new), new

@@ -94,7 +94,7 @@ class DiLoCo(Strategy):
         return self.after
 
     @property
-    def coding(self) -> str:
+    def compression(self) -> str:
         """In what messages travel."""
         return self.traffic
 
@@ -117,7 +117,7 @@ class DiLoCo(Strategy):
     def init(self, weights: Weights) -> State:
         """theta, and m = 0."""
         still = {f"momentum.{n}": torch.zeros_like(x) for n, x in weights.items()}
-        return of_kind("anchor", weights) | still | traffic.no_error(self.coding, weights)
+        return of_kind("anchor", weights) | still | traffic.no_error(self.compression, weights)
 
     def offer(
         self, state: State, weights: Weights, due: Round

@@ -5,10 +5,10 @@
     takes      a         b         c              the mean of the part that it looks after
     sends      a  a      b  b      c  c           that mean to all others
 
-So with R replicas each sends 2 (R - 1) / R of a message, coded or not. Coded messages are rounded twice, and
-both errors are kept. Each replica keeps that of what it sends: `e = x + e - c`. Who looks after a part keeps
-that of the mean: as it sends nothing to itself, R times that error takes the place of its own, and counts
-1 / R next time.
+So with R replicas each sends 2 (R - 1) / R of a message, compressed or not. Compressed messages are rounded
+twice, and both errors are kept. Each replica keeps that of what it sends: `e = x + e - c`. Who looks after a
+part keeps that of the mean: as it sends nothing to itself, R times that error takes the place of its own, and
+counts 1 / R next time.
 What has been taken is then the mean of what was to be sent, less the mean of the errors:
 
     sum of taken_t = mean of (sum of x_t) - mean of e_T
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tutti.comm.collectives.coding import CODINGS
+from tutti.comm.collectives.compression import COMPRESSIONS
 from tutti.replicas import traffic
 from tutti.replicas.pieces import Piece, cut, joined
 from tutti.replicas.strategy import State
@@ -32,21 +32,23 @@ class Mean:
     """One replica's side of one mean.
 
     Args:
-        coding: in what messages travel; a tensor without an error in `state` travels as it is.
+        compression: in what messages travel; a tensor without an error in `state` travels as it is.
         message: what this replica has a mean taken of.
-        state: with `error.name` for what is coded.
+        state: with `error.name` for what is compressed.
         place, count: which of how many replicas this is.
 
     `parts` is what goes to each of them, `errors` what has changed in the state.
     """
 
-    def __init__(self, coding: str, message: Message, state: State, place: int, count: int) -> None:
-        self._coding, self._likes, self._place = coding, message, place
-        coded = coding in CODINGS
+    def __init__(
+        self, compression: str, message: Message, state: State, place: int, count: int
+    ) -> None:
+        self._compression, self._likes, self._place = compression, message, place
+        compressed = compression in COMPRESSIONS
         self.errors = {
             f"error.{n}": state[f"error.{n}"].clone(memory_format=torch.contiguous_format)
             for n in message
-            if coded and f"error.{n}" in state
+            if compressed and f"error.{n}" in state
         }
         self._pieces = cut(message, count)
         self.parts = [self._part(j) for j in range(count)]
@@ -56,15 +58,15 @@ class Mean:
         found: Message = {}
         for piece in self._pieces[part]:
             dtype = self._likes[piece.name].dtype
-            xs = [traffic.decoded(self._coding, piece.key, m, dtype) for m in messages]
+            xs = [traffic.decompressed(self._compression, piece.key, m, dtype) for m in messages]
             total = traffic.wide(xs[0])
             for x in xs[1:]:
                 total = total + traffic.wide(x)
             mean = (total / len(xs)).to(dtype)
             found |= (
-                self._coded(piece, mean, len(xs))
+                self._compressed(piece, mean, len(xs))
                 if part == self._place
-                else self._coded(piece, mean)
+                else self._compressed(piece, mean)
             )
         return found
 
@@ -74,7 +76,7 @@ class Mean:
         for pieces, message in zip(self._pieces, parts, strict=True):
             for p in pieces:
                 dtype = self._likes[p.name].dtype
-                values[p.key] = traffic.decoded(self._coding, p.key, message, dtype)
+                values[p.key] = traffic.decompressed(self._compression, p.key, message, dtype)
         return joined([p for pieces in self._pieces for p in pieces], values, self._likes)
 
     def _part(self, j: int) -> Message:
@@ -86,18 +88,18 @@ class Mean:
                 if j == self._place:  # it does not travel, so nothing is lost
                     self._error(piece).zero_()
                 else:
-                    found |= self._coded(piece, x, 1)
+                    found |= self._compressed(piece, x, 1)
                     continue
             found[piece.key] = x
         return {n: x.cpu() for n, x in found.items()}
 
-    def _coded(self, piece: Piece, x: Tensor, times: int = 0) -> Message:
+    def _compressed(self, piece: Piece, x: Tensor, times: int = 0) -> Message:
         """What travels for a piece; `times` its error is kept."""
         if f"error.{piece.name}" not in self.errors:
             return {piece.key: x}
-        message = traffic.encoded(self._coding, piece.key, x)
+        message = traffic.compressed(self._compression, piece.key, x)
         if times:
-            lost = x - traffic.decoded(self._coding, piece.key, message, x.dtype)
+            lost = x - traffic.decompressed(self._compression, piece.key, message, x.dtype)
             self._error(piece).copy_(lost * times)
         return message
 

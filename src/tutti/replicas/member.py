@@ -66,10 +66,10 @@ class Member:
 
     def mean(self, message: Message, place: int, count: int) -> Mean:
         """This rank's side of a mean over `count` replicas; `settle` when it has been taken."""
-        return Mean(self.strategy.coding, message, self.state, place, count)
+        return Mean(self.strategy.compression, message, self.state, place, count)
 
     def settle(self, mean: Mean) -> None:
-        """Remember what coding has lost."""
+        """Remember what compression has lost."""
         with self.lock:
             self.state |= mean.errors
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import Field, fields
 from typing import Any
 
-from tutti.comm.collectives import coding
+from tutti.comm.collectives import compression
 from tutti.errors import LayoutError
 from tutti.replicas.average import Average
 from tutti.replicas.diloco import DiLoCo
@@ -56,8 +56,10 @@ def parse(text: str) -> Strategy:
 
 
 def _value(name: str, option: Field[Any], value: str) -> Any:
-    if option.name == "traffic" and value not in coding.NAMES:
-        raise LayoutError(f"traffic={value} in sync={name} is unknown", fix=", ".join(coding.NAMES))
+    if option.name == "traffic" and value not in compression.NAMES:
+        raise LayoutError(
+            f"traffic={value} in sync={name} is unknown", fix=", ".join(compression.NAMES)
+        )
     try:
         return _READ[str(option.type)](value)
     except ValueError:

@@ -89,8 +89,8 @@ class Strategy(ABC):
         return 1
 
     @property
-    def coding(self) -> str:
-        """In what messages travel: a name in `comm.coding.NAMES`."""
+    def compression(self) -> str:
+        """In what messages travel: a name in `comm.compression.NAMES`."""
         return "fp32"
 
     def check(self, num_replicas: int) -> None:  # noqa: B027  # most fit any number

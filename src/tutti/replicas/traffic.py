@@ -5,7 +5,8 @@ and keeps `e = x + e - c`. What was sent in all is then what was to be sent less
 
     sum of c_t = sum of x_t - e_T
 
-so nothing is lost, it arrives later. That holds for differences, which add up; strategies code nothing else.
+so nothing is lost, it arrives later. That holds for differences, which add up; strategies compress nothing
+else.
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tutti.comm.collectives.coding import CODINGS, STEP
+from tutti.comm.collectives.compression import COMPRESSIONS, STEP
 from tutti.replicas.strategy import State, Weights
 
 Message = dict[str, Tensor]
 
 
-def no_error(coding: str, weights: Weights) -> State:
+def no_error(compression: str, weights: Weights) -> State:
     """The errors at the start: zeros, and none where nothing is lost."""
-    if coding not in CODINGS:
+    if compression not in COMPRESSIONS:
         return {}
     return {f"error.{n}": torch.zeros_like(x) for n, x in weights.items()}
 
 
-def encoded(coding: str, name: str, x: Tensor) -> Message:
+def compressed(compression: str, name: str, x: Tensor) -> Message:
     """The tensors that stand for `x` in a message, under `name` and names that begin with it."""
-    return {name + suffix: part for suffix, part in CODINGS[coding].encode(x).items()}
+    return {name + suffix: part for suffix, part in COMPRESSIONS[compression].compress(x).items()}
 
 
-def decoded(coding: str, name: str, message: Message, dtype: torch.dtype) -> Tensor:
+def decompressed(compression: str, name: str, message: Message, dtype: torch.dtype) -> Tensor:
     """The tensor `name` of a message again; one that went as it is stays so."""
     if name + STEP not in message and message[name].dtype == dtype:
         return message[name]
     parts = {s: message[name + s] for s in ("", STEP) if name + s in message}
-    return CODINGS[coding].decode(parts, dtype)
+    return COMPRESSIONS[compression].decompress(parts, dtype)
 
 
 def wide(x: Tensor) -> Tensor:

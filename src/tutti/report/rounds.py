@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tutti.comm.collectives.coding import NBYTES
+from tutti.comm.collectives.compression import NBYTES
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.quantities import format_nbytes
@@ -58,12 +58,12 @@ def rounds_text(program: Program, made: Timed | None = None) -> str:
     rows = []
     for one in exchanges(program, made):
         late = f", lands {one.due.lands} steps later" if one.due.lands else ""
-        coded = f" in {strategy.coding}" if strategy.coding != "fp32" else ""
+        compressed = f" in {strategy.compression}" if strategy.compression != "fp32" else ""
         rows.append(
             (
                 _when(one, strategy),
                 f"{one.num_weights} weights",
-                _HOW[one.due.kind] + coded + late,
+                _HOW[one.due.kind] + compressed + late,
                 format_nbytes(round(one.nbytes)),
                 _to(one.due, count),
             )
@@ -87,7 +87,7 @@ def _exchange(
     places = range(len(made.programs)) if made else range(1)
     owners = made.owners if made and len(places) > 1 else {}
     each = [
-        _nbytes(program, [n for n in names if p in owners.get(n, places)], strategy.coding)
+        _nbytes(program, [n for n in names if p in owners.get(n, places)], strategy.compression)
         + _nbytes(program, [n for n in plain if p in owners.get(n, places)], "fp32")
         for p in places
     ]
@@ -96,11 +96,11 @@ def _exchange(
     return Exchange(due, tuple(steps), len(names), max(each) * share)
 
 
-def _nbytes(program: Program, names: Iterable[str], coding: str) -> int:
+def _nbytes(program: Program, names: Iterable[str], compression: str) -> int:
     state = {s.name: s.tensor for s in program.captured.state}
     return sum(
         math.prod(program.storage[n].local_shape(program.mesh))
-        * NBYTES.get(coding, state[n].element_size())
+        * NBYTES.get(compression, state[n].element_size())
         for n in names
     )
 

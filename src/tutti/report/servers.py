@@ -7,7 +7,7 @@ from collections import Counter
 
 from torch import fx
 
-from tutti.comm.collectives.coding import NBYTES
+from tutti.comm.collectives.compression import NBYTES
 from tutti.graph.text import text
 from tutti.layout import Layout
 from tutti.partition.partition import Program
@@ -139,8 +139,8 @@ def _traffic(
 ) -> str:
     own = [b for b in every if not b.variable.rows]
     nbytes = sum(b.nbytes for b in own)
-    coded = sum(math.prod(b.shape) * NBYTES.get(due.traffic, 0) for b in own)
-    weights, pushed = format_nbytes(nbytes), format_nbytes(coded or nbytes)
+    compressed = sum(math.prod(b.shape) * NBYTES.get(due.traffic, 0) for b in own)
+    weights, pushed = format_nbytes(nbytes), format_nbytes(compressed or nbytes)
     numbers = len(made.numbers) + (len(made.scalars) if alone else 0)
     tables = [o.variable.name for o in made.owned if o.variable.rows]
     but = f", but of {', '.join(tables)} rows only" if tables else ""

@@ -1,6 +1,6 @@
 """What becomes of values that travel in fewer bytes, worked out beside a run: the oracles of `verify`.
 
-Only what a tensor is rounded to (`comm.coding`) and where it is cut are those of a run; which errors are
+Only what a tensor is rounded to (`comm.compression`) and where it is cut are those of a run; which errors are
 kept, and where they count again, is written down here once more.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.step import Captured
-from tutti.comm.collectives.coding import CODINGS, STEP
+from tutti.comm.collectives.compression import COMPRESSIONS, STEP
 from tutti.replicas.pieces import cut, joined
 from tutti.replicas.strategy import MEAN, Round, Strategy, Weights
 from tutti.replicas.traffic import Message
@@ -24,53 +24,53 @@ from tutti.server.split.replay import GIVEN
 from tutti.verification.comparisons import Errors, add_state
 
 
-def rounded(coding: str, x: Tensor) -> Tensor:
+def rounded(compression: str, x: Tensor) -> Tensor:
     """`x` as it arrives."""
-    return CODINGS[coding].decode(CODINGS[coding].encode(x), x.dtype)
+    return COMPRESSIONS[compression].decompress(COMPRESSIONS[compression].compress(x), x.dtype)
 
 
-class CodedPushes:
+class CompressedPushes:
     """One worker's pushes as servers read them, block by block: `c = code(g + e)`, `e = g + e - c`.
 
     Args:
-        coding: of `comm.coding`; another one where gradients arrive as they are.
+        compression: of `comm.compression`; another one where gradients arrive as they are.
         blocks: of all variables. Rows of tables travel as they are.
     """
 
-    def __init__(self, coding: str, blocks: Sequence[Block]) -> None:
-        self.coding, self.blocks = coding, blocks
+    def __init__(self, compression: str, blocks: Sequence[Block]) -> None:
+        self.compression, self.blocks = compression, blocks
         self.errors: dict[str, Tensor] = {}
 
     def read(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole gradients, as they arrive."""
         due = {n: g.contiguous() + self.errors.get(n, 0.0) for n, g in gradients.items()}
         found = {n: x.clone() for n, x in due.items()}
-        for block in self.blocks if self.coding in CODINGS else ():
+        for block in self.blocks if self.compression in COMPRESSIONS else ():
             if not block.variable.rows:
                 here = block.of(found[block.variable.name])
-                sent = CODINGS[self.coding].encode(here)
+                sent = COMPRESSIONS[self.compression].compress(here)
                 here.copy_(sent[""].to(here.dtype) * float(sent.get(STEP, torch.ones(()))))
         self.errors = {n: due[n] - x for n, x in found.items()}
         return found
 
 
-class CodedSums:
+class CompressedSums:
     """What one device is given in place of its gradients: the sums of what arrives of the workers'.
 
     Args:
-        coding, blocks: as for `CodedPushes`.
+        compression, blocks: as for `CompressedPushes`.
         captured: of `server.replay.given`; its gradients stand behind what it returns.
     """
 
     def __init__(
-        self, coding: str, blocks: Sequence[Block], num_workers: int, captured: Captured
+        self, compression: str, blocks: Sequence[Block], num_workers: int, captured: Captured
     ) -> None:
         self.captured = captured
         self.shapes = {b.variable.name: b.variable.shape for b in blocks}
-        self._pushes = [CodedPushes(coding, blocks) for _ in range(num_workers)]
+        self._pushes = [CompressedPushes(compression, blocks) for _ in range(num_workers)]
         self._sums: dict[str, Tensor] = {}
 
-    def go_on(self, before: CodedSums) -> None:
+    def go_on(self, before: CompressedSums) -> None:
         """With the errors that the workers' pushes have made before."""
         self._pushes = before._pushes
 
@@ -86,7 +86,7 @@ class CodedSums:
         return found
 
     def compare(self, errors: Errors, leaves: list[Any], k: int) -> list[Any]:
-        """The workers' gradients, before they are coded, with those of one device; what its step returned."""
+        """The workers' gradients before compression with those of one device; what its step returned."""
         names = [n for n in self.captured.inputs if n.startswith(GIVEN)]
         rest = len(leaves) - len(names)
         add_state(errors, self._sums, dict(zip(names, leaves[rest:], strict=True)), k)
@@ -99,8 +99,8 @@ class CodedSums:
         return values.new_zeros(self.shapes[name]).index_add_(0, rows, values)
 
 
-class CodedReplicas(Replicas):
-    """`Replicas` whose coded means are emulated.
+class CompressedReplicas(Replicas):
+    """`Replicas` whose compressed means are emulated.
 
     Of R replicas each rounds the R - 1 parts of its numbers that it sends. Who looks after a part takes
     the mean with its own numbers as they are, and rounds that for all; R times what this loses is its error.
@@ -114,13 +114,13 @@ class CodedReplicas(Replicas):
 
     def exchange(self, due: Round, sent: list[Message]) -> list[Message]:
         """What each replica is given for what it sent: the mean, as it arrives."""
-        assert due.kind == MEAN and not due.group, "no other round is coded"
-        parts, coded = cut(sent[0], len(sent)), set(self.members[0].part(due))
+        assert due.kind == MEAN and not due.group, "no other round is compressed"
+        parts, compressed = cut(sent[0], len(sent)), set(self.members[0].part(due))
         values: Message = {}
         for holder, pieces in enumerate(parts):
             for p in pieces:
                 xs = [p.of(message) for message in sent]
-                if p.name in coded:
+                if p.name in compressed:
                     values[p.key] = self._mean(p.key, xs, holder)
                 else:
                     values[p.key] = torch.stack(xs).mean(0)
@@ -128,13 +128,13 @@ class CodedReplicas(Replicas):
         return [{n: x.clone() for n, x in mean.items()} for _ in sent]
 
     def _mean(self, key: str, xs: list[Tensor], holder: int) -> Tensor:
-        coding = self.strategy.coding
+        compression = self.strategy.compression
         for i, own in enumerate(self.errors):
             xs[i] = xs[i] + own.get(key, 0.0)
             if i != holder:
-                arrived = rounded(coding, xs[i])
+                arrived = rounded(compression, xs[i])
                 own[key], xs[i] = xs[i] - arrived, arrived
         mean = sum(xs[1:], xs[0]) / len(xs)
-        arrived = rounded(coding, mean)
+        arrived = rounded(compression, mean)
         self.errors[holder][key] = (mean - arrived) * len(xs)
         return arrived

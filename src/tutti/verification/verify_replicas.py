@@ -4,7 +4,7 @@
     replica 1   virtual ranks --+-- rounds   one device --+-- rounds       all in float64
                 of each rank's shards                of whole weights
 
-Coded messages are rounded rank by rank, so those beside one device are, too: of each rank's part of its
+Compressed messages are rounded rank by rank, so those beside one device are, too: of each rank's part of its
 weights, by an emulation of its own (`verification.emulated`).
 
 The steps between rounds, when replicas are on their own, are left out: each step that is compared is followed
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.step import Captured, capture
-from tutti.comm.collectives.coding import CODINGS
+from tutti.comm.collectives.compression import COMPRESSIONS
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.job import Job
@@ -45,7 +45,7 @@ from tutti.verification.comparisons import (
     largest_difference,
 )
 from tutti.verification.copies import copies_in_place
-from tutti.verification.emulated import CodedReplicas
+from tutti.verification.emulated import CompressedReplicas
 from tutti.verification.verdict import Subject, Verdict, rounding_of
 
 Feed = dict[str, Any]
@@ -149,8 +149,8 @@ class ReplicaComparison:
         # One for each virtual rank, and one on whole weights; in parts, where these are rounded.
         self._held = [[part.many[p][r] for part in self.parts] for p, r in self._ranks]
         self._ours = [self._begun(Replicas, ours, held) for held in self._held]
-        if strategy.coding in CODINGS:
-            self._one = [self._begun(CodedReplicas, strategy, x) for x in self._cut()]
+        if strategy.compression in COMPRESSIONS:
+            self._one = [self._begun(CompressedReplicas, strategy, x) for x in self._cut()]
         else:
             whole = [part.one for part in self.parts]
             self._one = [self._begun(Replicas, strategy, whole)]
@@ -196,11 +196,11 @@ class ReplicaComparison:
         for replicas, held in zip(self._ours, self._held, strict=True):
             for state, new in zip(held, self._after(replicas, step, held), strict=True):
                 state |= new
-        coded = self.strategy.coding in CODINGS
-        held = self._cut() if coded else [[part.one for part in self.parts]]
+        compressed = self.strategy.compression in COMPRESSIONS
+        held = self._cut() if compressed else [[part.one for part in self.parts]]
         new = [self._after(one, step, x) for one, x in zip(self._one, held, strict=True)]
         for i, part in enumerate(self.parts):
-            part.one |= self._joined([of[i] for of in new]) if coded else new[0][i]
+            part.one |= self._joined([of[i] for of in new]) if compressed else new[0][i]
 
     def _after(self, replicas: Replicas, step: int, held: list[dict[str, Tensor]]) -> list[Weights]:
         weights = [self._of(x, self.names) for x in held]

@@ -7,7 +7,7 @@
     with after=N     both, one after the other
 
 All in float64. One device takes a stale gradient by a graph of its own: the captured step with its weights
-twice, for the gradient and for the update (`replay.py`). Where gradients travel coded, the workers' own
+twice, for the gradient and for the update (`replay.py`). Where gradients travel compressed, the workers' own
 are compared with that of one device, whose update is then given what becomes of them (`emulated.py`).
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tutti.capture.step import Captured
-from tutti.comm.collectives.coding import CODINGS
+from tutti.comm.collectives.compression import COMPRESSIONS
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.job import Job
@@ -49,7 +49,7 @@ from tutti.verification.comparisons import (
     feed_of,
     inputs_of,
 )
-from tutti.verification.emulated import CodedSums
+from tutti.verification.emulated import CompressedSums
 from tutti.verification.verdict import Subject, Verdict, rounding_of
 
 # So many blocks at least where updates may be cut, unless they would be smaller than this.
@@ -195,15 +195,15 @@ class _Comparison:
         self.held = [dict(self.one) for _ in servers.sessions]
         self.names = {(s.owner or s.name, s.slot or WEIGHT): s.name for s in self.captured.state}
         self.whole = self.captured
-        self.coded = _coded(made, servers, layout, together=side_by_side, always=aligned)
-        if self.coded is not None:
-            self.whole = self.coded.captured
+        self.compressed = _compressed(made, servers, layout, together=side_by_side, always=aligned)
+        if self.compressed is not None:
+            self.whole = self.compressed.captured
         self.errors = Errors()
         self.staleness: int | None = None
         if before is not None:
             self.one, self.held, self.errors = before.one, before.held, before.errors
-            if self.coded is not None and before.coded is not None:
-                self.coded.go_on(before.coded)
+            if self.compressed is not None and before.compressed is not None:
+                self.compressed.go_on(before.compressed)
 
     def run(self, steps: int) -> None:
         """Take `steps` steps, each compared."""
@@ -243,11 +243,15 @@ class _Comparison:
 
     def arrived(self, pushed: Mapping[int, Gradients]) -> Feed:
         """What one device is given for what some workers push."""
-        return self.coded.arrived(pushed) if self.coded is not None else {}
+        return self.compressed.arrived(pushed) if self.compressed is not None else {}
 
     def returned(self, leaves: list[Any], k: int) -> list[Any]:
         """What one device's step returned, of what it returned here."""
-        return self.coded.compare(self.errors, leaves, k) if self.coded is not None else leaves
+        return (
+            self.compressed.compare(self.errors, leaves, k)
+            if self.compressed is not None
+            else leaves
+        )
 
     def numbers(self, known: Mapping[str, Any], names: Sequence[str]) -> dict[str, float]:
         return {n: float(known[n]) for n in names}
@@ -368,17 +372,17 @@ class _InAnyOrder(_Comparison):
         return self.returned(returned, k)
 
 
-def _coded(
+def _compressed(
     made: Split, servers: VirtualServers, layout: Layout, *, together: bool, always: bool
-) -> CodedSums | None:
-    """What becomes of the gradients, where they travel coded, or `always`."""
+) -> CompressedSums | None:
+    """What becomes of the gradients, where they travel compressed, or `always`."""
     due = consistency.parse(layout.sync)
-    if due.traffic not in CODINGS and not always:
+    if due.traffic not in COMPRESSIONS and not always:
         return None
-    # a worker alone clips by the norm of its gradient as it was before it was coded
+    # a worker alone clips by the norm of its gradient as it was before it was compressed
     kept = () if together else Origins(made.captured).reductions
     captured = given(made.captured, {o.variable.name: o.gradient for o in made.owned}, kept=kept)
-    return CodedSums(due.traffic, servers.blocks, layout.num_replicas, captured)
+    return CompressedSums(due.traffic, servers.blocks, layout.num_replicas, captured)
 
 
 def _as_run(program: Program) -> tuple[fx.Graph, nn.Module]:

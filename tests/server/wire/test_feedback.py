@@ -11,14 +11,14 @@ from tutti.errors import ServerError
 from tutti.server.protocol.feedback import Feedback
 from tutti.server.protocol.update import WEIGHT
 
-CODED = pytest.mark.parametrize(("coding", "nbytes"), [("bf16", 2), ("int8", 1)])
+COMPRESSED = pytest.mark.parametrize(("compression", "nbytes"), [("bf16", 2), ("int8", 1)])
 
 
-@CODED
+@COMPRESSED
 def test_what_was_pushed_is_what_was_to_be_pushed_less_the_last_error(
-    coding: str, nbytes: int
+    compression: str, nbytes: int
 ) -> None:
-    feedback, chance = Feedback(coding), torch.Generator().manual_seed(0)
+    feedback, chance = Feedback(compression), torch.Generator().manual_seed(0)
     wanted, arrived = torch.zeros(300), torch.zeros(300)
     for _ in range(100):
         x = torch.randn(300, generator=chance)
@@ -38,8 +38,8 @@ def test_whole_numbers_and_fp32_go_as_they_are() -> None:
         Feedback("fp16")
 
 
-@CODED
-def test_a_server_gets_the_same_step_up_to_the_last_error(coding: str, nbytes: int) -> None:
+@COMPRESSED
+def test_a_server_gets_the_same_step_up_to_the_last_error(compression: str, nbytes: int) -> None:
     """The same gradient again and again: without feedback int8 would miss the small numbers for good."""
     updater, state = Sgd(), whole_state(Sgd())
     made = {n: torch.randn_like(s[WEIGHT]) * 1e-3 for n, s in state.items()}
@@ -47,7 +47,7 @@ def test_a_server_gets_the_same_step_up_to_the_last_error(coding: str, nbytes: i
         x.view(-1)[0] = 1.0
     with (
         services(updater, "async", 1) as running,
-        client(updater, "async", [running[0].address], 0, traffic=coding) as one,
+        client(updater, "async", [running[0].address], 0, traffic=compression) as one,
     ):
         one.join()
         seen = like(updater)

@@ -15,8 +15,8 @@ from tutti.server.protocol.update import WEIGHT
 MOST_WORKERS = 4096
 _LAST_CLOCK = 2**53
 _OPERATIONS = ("sum", "max", "min")
-# How a gradient may travel: as it is, or coded.
-_CODED = (torch.bfloat16, torch.int8)
+# How a gradient may travel: as it is, or compressed.
+_COMPRESSED = (torch.bfloat16, torch.int8)
 
 
 def check_join(ledger: Ledger, join: Join) -> Refused | None:
@@ -138,7 +138,7 @@ def _parts(blocks: Mapping[int, Block], parts: Mapping[int, Part]) -> str:
         shape = block.shape if part.rows is None else (len(part.rows), *block.shape[1:])
         if tuple(part.values.shape) != shape:
             return f"block {key} has shape {list(part.values.shape)}, not {list(shape)}"
-        if part.values.dtype not in (block.variable.dtype, *_CODED):
+        if part.values.dtype not in (block.variable.dtype, *_COMPRESSED):
             return f"block {key} as {part.values.dtype}"
     return ""
 

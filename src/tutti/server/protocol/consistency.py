@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tutti.comm.collectives.coding import NAMES
+from tutti.comm.collectives.compression import NAMES
 from tutti.errors import LayoutError
 
 _WORDS = re.compile(r"\s*(step|async|bounded)\s*(?:\(([^()]*)\))?\s*")

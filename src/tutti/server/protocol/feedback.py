@@ -1,6 +1,6 @@
 """Gradients in fewer bytes: what is rounded away goes with the next push.
 
-    c = code(g + e),  e <- g + e - c        (Seide et al., 2014; Karimireddy et al., 1901.09847)
+    c = compress(g + e),  e <- g + e - c        (Seide et al., 2014; Karimireddy et al., 1901.09847)
 
 What was pushed in all is then what was to be pushed less the last error. A worker keeps the errors of its
 own pushes, a block each; rows of a table go as they are.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tutti.comm.collectives.coding import CODINGS, NAMES, STEP
+from tutti.comm.collectives.compression import COMPRESSIONS, NAMES, STEP
 from tutti.errors import ServerError
 from tutti.server.protocol.messages import Part
 
@@ -19,24 +19,24 @@ class Feedback:
     """The errors of one worker's pushes.
 
     Args:
-        coding: `fp32` (as they are), `bf16` or `int8`.
+        compression: `fp32` (as they are), `bf16` or `int8`.
 
     Raises:
-        ServerError: there is no such coding.
+        ServerError: there is no such compression.
     """
 
-    def __init__(self, coding: str) -> None:
-        if coding not in NAMES:
-            raise ServerError(f'traffic "{coding}" is unknown', fix=", ".join(NAMES))
-        self._coding = CODINGS.get(coding)
+    def __init__(self, compression: str) -> None:
+        if compression not in NAMES:
+            raise ServerError(f'traffic "{compression}" is unknown', fix=", ".join(NAMES))
+        self._compression = COMPRESSIONS.get(compression)
         self._errors: dict[int, Tensor] = {}
 
     def part(self, key: int, gradient: Tensor) -> Part:
         """The gradient of a block as it travels."""
-        if self._coding is None or not gradient.is_floating_point():
+        if self._compression is None or not gradient.is_floating_point():
             return Part(gradient)
         due = gradient + self._errors[key] if key in self._errors else gradient
-        found = self._coding.encode(due)
+        found = self._compression.compress(due)
         part = Part(found[""], float(found[STEP]) if STEP in found else 1.0)
         self._errors[key] = due - part.plain(gradient.dtype)
         return part

@@ -35,7 +35,7 @@ class Part:
     rows: Tensor | None = None
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The numbers themselves; the very tensor that came where it needs no decoding."""
+        """The numbers themselves; the very tensor that came where it needs no decompression."""
         found = self.values.to(dtype)
         return found if self.scale == 1.0 else found * self.scale
 

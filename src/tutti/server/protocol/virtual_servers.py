@@ -136,8 +136,8 @@ class VirtualServers:
 
     def _cut(self, worker: int, gradients: Gradients) -> dict[int, Part]:
         """Gradients by variable, or (rows, gradients of them), as the parts of a worker's push."""
-        coded = self._feedback[worker]
-        found = {b.key: _part(b, gradients[b.variable.name], coded) for b in self.blocks}
+        feedback = self._feedback[worker]
+        found = {b.key: _part(b, gradients[b.variable.name], feedback) for b in self.blocks}
         return {key: part for key, part in found.items() if part is not None}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -171,10 +171,12 @@ class VirtualServers:
         return {n: _joined(xs, shapes[n]) for n, xs in parts.items()}
 
 
-def _part(block: Block, gradient: Tensor | tuple[Tensor, Tensor], coded: Feedback) -> Part | None:
+def _part(
+    block: Block, gradient: Tensor | tuple[Tensor, Tensor], feedback: Feedback
+) -> Part | None:
     """What a gradient has for a block; None if nothing."""
     if isinstance(gradient, Tensor):
-        return coded.part(block.key, block.of(gradient.contiguous()))
+        return feedback.part(block.key, block.of(gradient.contiguous()))
     rows, values = gradient
     inside = (rows >= block.start) & (rows < block.stop)
     return Part(values[inside], rows=rows[inside] - block.start) if inside.any() else None

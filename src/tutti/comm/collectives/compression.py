@@ -1,9 +1,9 @@
 """Tensors in fewer bytes.
 
-coding   bytes an element   how
-fp32     as it is           unchanged
-bf16     2                  rounded to the nearest bfloat16
-int8     1                  clipped at 6 standard deviations of the tensor, 255 even steps
+compression   bytes an element   how
+fp32          as it is           unchanged
+bf16          2                  rounded to the nearest bfloat16
+int8          1                  clipped at 6 standard deviations of the tensor, 255 even steps
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ STEP = " step"
 
 
 @dataclass(frozen=True)
-class Coding:
+class Compression:
     """How one tensor becomes those that travel (by a suffix of its name), and one again."""
 
-    encode: Callable[[Tensor], dict[str, Tensor]]
-    decode: Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
+    compress: Callable[[Tensor], dict[str, Tensor]]
+    decompress: Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
 
 
 def _to_int8(x: Tensor) -> dict[str, Tensor]:
@@ -49,10 +49,12 @@ def _from_int8(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     return (parts[""].float() * parts[STEP]).to(dtype)
 
 
-CODINGS: dict[str, Coding] = {
-    "bf16": Coding(lambda x: {"": x.to(torch.bfloat16)}, lambda parts, dtype: parts[""].to(dtype)),
-    "int8": Coding(_to_int8, _from_int8),
+COMPRESSIONS: dict[str, Compression] = {
+    "bf16": Compression(
+        lambda x: {"": x.to(torch.bfloat16)}, lambda parts, dtype: parts[""].to(dtype)
+    ),
+    "int8": Compression(_to_int8, _from_int8),
 }
-NAMES = ("fp32", *CODINGS)
-# Bytes an element of what is coded.
+NAMES = ("fp32", *COMPRESSIONS)
+# Bytes an element of what is compressed.
 NBYTES = {"bf16": 2, "int8": 1}
