@@ -30,7 +30,7 @@ from tutti.server.split.sparse_tables import Lookup
 from tutti.server.split.two_levels import REPLICA, TwoLevels
 from tutti.server.split.updater import GraphUpdater, check_same
 from tutti.server.wire.client import Client
-from tutti.server.wire.crew import Crew
+from tutti.server.wire.worker_ranks import WorkerRanks
 from tutti.serving.server_side import whole_state
 from tutti.serving.worked import Worked, parts_of
 from tutti.serving.worker_weights import WorkerWeights
@@ -65,14 +65,14 @@ class WorkerSide:
         return self._apart
 
     @cached_property
-    def crew(self) -> Crew:
+    def worker_ranks(self) -> WorkerRanks:
         """The ranks of this worker, who must have met."""
-        return Crew(self.job.layout.worker_size)
+        return WorkerRanks(self.job.layout.worker_size)
 
     @cached_property
     def weights(self) -> WorkerWeights:
         """The weights on this rank."""
-        return WorkerWeights(self.job, self.crew)
+        return WorkerWeights(self.job, self.worker_ranks)
 
     def compiled(self, batch: tuple[Any, ...]) -> Worked:
         """The step for a batch like this one, as it runs now; joins the servers if that is to be done."""
@@ -97,7 +97,7 @@ class WorkerSide:
         """What forms sums over the workers, what plays all collectives, and this rank's place."""
         inside: Player | None = None
         place = self.weights.place
-        if self.crew.size > 1:
+        if self.worker_ranks.size > 1:
             used = [tuple(a for a in axes if a in place) for axes in between_ranks(program.graph)]
             inside = ProcessGroups(self.weights.home.groups_for(filter(None, used)))
         count = program.layout.num_replicas
@@ -183,7 +183,7 @@ class WorkerSide:
             for slot, (shape, dtype) in {WEIGHT: (v.shape, v.dtype), **v.slots}.items():
                 if self.client is None:
                     held.setdefault(v.name, {})[slot] = torch.empty(shape, dtype=dtype)
-                self.crew.share(held[v.name][slot])
+                self.worker_ranks.share(held[v.name][slot])
         for s in state_of(self.job.model, self.job.optimizer):
             own = held.get(s.owner or s.name)
             if own is not None:
@@ -210,7 +210,7 @@ class WorkerSide:
             return
         self._updater = updater
         residence_of(self.job.model, self.job.layout).fetch = self.refresh
-        if self.crew.speaks:
+        if self.worker_ranks.speaks:
             self._connect(updater)
         self._told({})
 
@@ -252,7 +252,7 @@ class WorkerSide:
             self._numbers = self._told(numbers)
         self.weights.take(state, rooms)
         for some in rows.values():
-            self.crew.share(some.values)
+            self.worker_ranks.share(some.values)
         assert self._numbers is not None
         return self._numbers
 
@@ -271,7 +271,7 @@ class WorkerSide:
     def _told(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """What the first rank knows: numbers, and whether workers are apart."""
         own = {_APART: float(self.client.alone)} if self.client is not None else {}
-        found = self.crew.told({**numbers, **own})
+        found = self.worker_ranks.told({**numbers, **own})
         self._apart = bool(found.pop(_APART))
         return found
 
@@ -284,10 +284,12 @@ class WorkerSide:
         )
 
     def _add(self, _name: str, values: Tensor) -> Tensor:
-        return self.crew.sum(values, self.client.sum if self.client is not None else _unheard)
+        return self.worker_ranks.sum(
+            values, self.client.sum if self.client is not None else _unheard
+        )
 
 
-# Among the numbers that a first rank tells its fellows.
+# Among the numbers that a first rank tells the others.
 _APART = " apart"
 
 

@@ -20,7 +20,7 @@ from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.propagate.storage_sharding import slot_like
 from tutti.server.protocol.update import Variable
-from tutti.server.wire.crew import Crew
+from tutti.server.wire.worker_ranks import WorkerRanks
 from tutti.state.residence import (
     Residence,
     as_shard,
@@ -33,10 +33,10 @@ from tutti.state.residence import (
 
 
 class WorkerWeights:
-    """The weights of a worker on one of its ranks; all ranks of `crew` call together."""
+    """The weights of a worker on one of its ranks; all `worker_ranks` call together."""
 
-    def __init__(self, job: Job, crew: Crew) -> None:
-        self.job, self.crew = job, crew
+    def __init__(self, job: Job, worker_ranks: WorkerRanks) -> None:
+        self.job, self.worker_ranks = job, worker_ranks
 
     @cached_property
     def home(self) -> Residence:
@@ -46,7 +46,7 @@ class WorkerWeights:
     @cached_property
     def place(self) -> dict[str, int]:
         """This rank's coordinates in its worker."""
-        return self.home.layout.mesh.coordinates(self.crew.rank)
+        return self.home.layout.mesh.coordinates(self.worker_ranks.rank)
 
     @property
     def state(self) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class WorkerWeights:
     def take(self, state: Mapping[str, Tensor], rooms: Mapping[str, Tensor]) -> None:
         """Every rank's part of the weights that have come to the first."""
         for name, whole in rooms.items():
-            self.crew.share(whole)
+            self.worker_ranks.share(whole)
             own = local_of(state[name])
             if whole.data_ptr() != own.data_ptr():
                 own.copy_(self._part(name, whole))
@@ -91,7 +91,7 @@ class WorkerWeights:
 
     def make_slots(self, variables: Iterable[Variable]) -> None:
         """The optimizer's slots, with no values yet; on several ranks each its part."""
-        if self.crew.size == 1:
+        if self.worker_ranks.size == 1:
             return create_slots(self.job.optimizer)
         names = {id(x): name for name, x in self.state.items()}
         slots = {v.name: v.slots for v in variables}

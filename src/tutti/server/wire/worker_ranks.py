@@ -1,7 +1,7 @@
 """The ranks of one worker: the first speaks with the servers, for all of them.
 
 servers  <-->  worker 0        worker 0.1
-               first rank  -->  fellows        weights, numbers, sums
+               first rank  -->  other ranks    weights, numbers, sums
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tutti.errors import LayoutError
 Total = Callable[[Tensor], Tensor]
 
 
-class Crew:
+class WorkerRanks:
     """This rank among those of its worker, which are all ranks of its process group; all call together.
 
     Args:
