@@ -27,7 +27,7 @@ def contenders(shape: tuple[int, ...]) -> dict[str, Callable[[], Tensor]]:
     """Three ways to drop out a float tensor of this shape."""
     x = torch.randn(shape)
     index = [torch.arange(size) for size in shape]
-    block, key = random.Block.of(index, shape, "cpu"), random.key(0, 1, 2)
+    block, key = random.RandomBlock.of(index, shape, "cpu"), random.key(0, 1, 2)
     scale = 1 / (1 - P)
     return {
         "torch": lambda: F.dropout(x, P, training=True),

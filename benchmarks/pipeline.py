@@ -27,7 +27,7 @@ from benchmarks.command_line import chosen, parser
 from benchmarks.contenders.tutti_step import train_step
 from benchmarks.models import CASES, Case, LlamaCase, optimizer
 from tutti.execution import loops
-from tutti.graph.loop import Part
+from tutti.graph.loop import LoopPart
 from tutti.graph.playing import Row, play
 from tutti.planner.simulator import simulate
 
@@ -54,8 +54,8 @@ class Clock:
         self.loop: list[float] = []
         self.names: dict[int, tuple[int, str]] = {}
 
-    def call(self, engine: Any, part: Part, *args: Any, **kwargs: Any) -> Any:
-        """As `Engine.call`."""
+    def call(self, engine: Any, part: LoopPart, *args: Any, **kwargs: Any) -> Any:
+        """As `RowEngine.call`."""
         start = time.perf_counter()
         result = CALL(engine, part, *args, **kwargs)
         if id(part) in self.names:
@@ -74,7 +74,7 @@ class Clock:
         return result
 
 
-CALL, PLAY = loops.Engine.call, play
+CALL, PLAY = loops.RowEngine.call, play
 
 
 def main() -> None:
@@ -101,7 +101,7 @@ def _run(case: Case, schedule: str) -> None:
     step = tutti.distribute(train_step(case), model, optimizer(model), layout)
     batch = case.batch(0, 1)
     with (
-        mock.patch.object(loops.Engine, "call", lambda *a, **k: clock.call(*a, **k)),
+        mock.patch.object(loops.RowEngine, "call", lambda *a, **k: clock.call(*a, **k)),
         mock.patch.object(loops, "play", clock.play),
     ):
         for _ in range(NUM_WARM):

@@ -45,7 +45,7 @@ from benchmarks.sampler import Sampler
 from benchmarks.worker import steps
 from tutti.comm.collectives.channel import DistributedChannel, SharedChannel
 from tutti.execution.execute import Execution
-from tutti.execution.loops import Engine, Loops
+from tutti.execution.loops import Loops, RowEngine
 from tutti.graph.playing import ADD
 
 NUM_STEPS, NUM_HOLLOW, NUM_BETWEEN, NUM_SAMPLED = 5, 20, 7, 32
@@ -214,9 +214,9 @@ def _collectives(contender: Distributed, change: Callable[[Any], Any]) -> Iterat
 
     with (
         _function(execution, rewritten(execution.generated.function, changed)),
-        mock.patch.object(Engine, "send", change(Engine.send)),
-        mock.patch.object(Engine, "receive", change(Engine.receive)),
-        mock.patch.object(Engine, "_post", change(Engine._post)),
+        mock.patch.object(RowEngine, "send", change(RowEngine.send)),
+        mock.patch.object(RowEngine, "receive", change(RowEngine.receive)),
+        mock.patch.object(RowEngine, "_post", change(RowEngine._post)),
     ):
         yield
 

@@ -27,7 +27,7 @@ from server.protocol.test_simulated import ALL, check
 from server.protocol.updaters import ClippedAdam, Sgd
 from server.protocol.world import Faults, World
 from tutti.server.protocol.consistency import parse
-from tutti.server.protocol.update import Variable
+from tutti.server.protocol.update import ServedVariable
 
 CHUNK = 500
 _MOST_TOLD = 20
@@ -51,13 +51,14 @@ class SmallAdam(ClippedAdam):
         }
         super().__init__(
             variables=tuple(
-                Variable(name=v.name, shape=v.shape, dtype=v.dtype, slots=slots) for v in _small()
+                ServedVariable(name=v.name, shape=v.shape, dtype=v.dtype, slots=slots)
+                for v in _small()
             )
         )
 
 
-def _small() -> tuple[Variable, ...]:
-    return tuple(Variable(name=n, shape=(1,), dtype=torch.float64) for n in ("a", "b"))
+def _small() -> tuple[ServedVariable, ...]:
+    return tuple(ServedVariable(name=n, shape=(1,), dtype=torch.float64) for n in ("a", "b"))
 
 
 def drawn(seed: int) -> World:

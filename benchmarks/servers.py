@@ -35,7 +35,7 @@ from torch.distributed import rpc
 from benchmarks.command_line import parser
 from tutti.environment import SHARED_MEMORY
 from tutti.server.protocol.consistency import parse
-from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.protocol.update import WEIGHT, ServedVariable
 from tutti.server.wire.client import Client
 from tutti.server.wire.service import Service
 from tutti.server.wire.tls import Tls
@@ -50,7 +50,7 @@ Turn = Callable[[], None]
 class Sgd:
     """w <- w - lr g."""
 
-    variables = (Variable(name="w", shape=(NBYTES // 4,), divisible=True),)
+    variables = (ServedVariable(name="w", shape=(NBYTES // 4,), divisible=True),)
     fingerprint, coupled = "sgd", False
     given: tuple[str, ...] = ("lr",)
     numbers: tuple[str, ...] = ("lr",)

@@ -36,12 +36,12 @@ from torch import Tensor
 from benchmarks.command_line import parser
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency, parse
-from tutti.server.protocol.keys import Block, blocks
+from tutti.server.protocol.keys import VariableBlock, blocks
 from tutti.server.protocol.ledger import Applied, Closed, Ledger, Record, initial
 from tutti.server.protocol.machine import Machine
-from tutti.server.protocol.messages import Part, Push
+from tutti.server.protocol.messages import Push, TensorPart
 from tutti.server.protocol.session import Session
-from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.protocol.update import WEIGHT, ServedVariable
 
 # Each push adds a power of this to the weights: digits say how often it counts.
 _BASE = 4
@@ -61,9 +61,9 @@ class Digits:
 
     def __init__(self, num_servers: int, *, coupled: bool = False) -> None:
         self.coupled, self.fingerprint = coupled, f"digits of {num_servers}"
-        names, found = (f"v{k}" for k in range(1000)), dict[int, Variable]()
+        names, found = (f"v{k}" for k in range(1000)), dict[int, ServedVariable]()
         while len(found) < num_servers:  # places are hashed: take one name for each server
-            variable = Variable(name=next(names), shape=(1,), dtype=torch.float64)
+            variable = ServedVariable(name=next(names), shape=(1,), dtype=torch.float64)
             found.setdefault(blocks((variable,), num_servers)[0].server, variable)
         self.variables = tuple(found[s] for s in range(num_servers))
 
@@ -235,7 +235,7 @@ class Worlds:
         self.bounds = bounds
         self.updater = Digits(bounds.servers, coupled=bounds.coupled)
         self.consistency: Consistency = parse(bounds.sync)
-        self.blocks: tuple[Block, ...] = blocks(self.updater.variables, bounds.servers)
+        self.blocks: tuple[VariableBlock, ...] = blocks(self.updater.variables, bounds.servers)
 
     # the beginning
 
@@ -299,7 +299,7 @@ class Worlds:
             del pulled
             mine = (session.worker, session.incarnation, session.sequence + 1)
             parts = {
-                b.key: Part(torch.full((1,), digit(*mine), dtype=torch.float64))
+                b.key: TensorPart(torch.full((1,), digit(*mine), dtype=torch.float64))
                 for b in self.blocks
             }
             result = yield from session.push(parts, {"lr": 1.0}, versions)

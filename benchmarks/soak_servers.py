@@ -35,7 +35,7 @@ from torch import Tensor
 from benchmarks.command_line import parser
 from tutti.errors import ServerError
 from tutti.server.protocol.consistency import parse
-from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.protocol.update import WEIGHT, ServedVariable
 from tutti.server.wire.client import Client
 from tutti.server.wire.service import Service
 
@@ -51,8 +51,8 @@ class Adder:
 
     def __init__(self, size: int) -> None:
         self.variables = (
-            Variable(name="all", shape=(size,), dtype=torch.float64, divisible=True),
-            Variable(name="each", shape=(64,), dtype=torch.float64),
+            ServedVariable(name="all", shape=(size,), dtype=torch.float64, divisible=True),
+            ServedVariable(name="each", shape=(64,), dtype=torch.float64),
         )
         self.fingerprint = f"adder of {size}"
         self.coupled = False

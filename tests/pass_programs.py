@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from small_programs import Builder
 from tutti.graph import collectives
 from tutti.graph.fused_updates import KERNELS
-from tutti.graph.loop import SEND, Body, Do, Part, Sum, loop
+from tutti.graph.loop import SEND, Body, Do, LoopPart, Sum, loop
 from tutti.layout import Layout
 from tutti.passes import pass_table
 from tutti.passes.pass_table import Pass, Setting
@@ -253,7 +253,7 @@ def _sent() -> fx.Graph:
     b = Builder()
     x = b.given("x", 512, 512, kind="batch")
     a = b.call(aten.tanh.default, x)
-    parts = {(0, "F"): Part(b.done([a, b.call(aten.mm.default, a, a)], []), ("x",), ("a", "b"))}
+    parts = {(0, "F"): LoopPart(b.done([a, b.call(aten.mm.default, a, a)], []), ("x",), ("a", "b"))}
     row = (Do("F", 0, 0), Do("F", 0, 0, SEND, 1))
     body = Body(1, parts, row, ("x",), (), (), {(0, "F", 1): ("a", "b")})
     return _with_loop(body, 512, 512)
@@ -264,7 +264,7 @@ def _summed() -> fx.Graph:
     b = Builder()
     g, x = b.given("g", 4, 4, kind="batch"), b.given("x", 4, 4, kind="batch")
     graph: Any = b.done([], [b.call(aten.mm.default, g, x)])
-    parts = {(0, "B"): Part(graph, ("g", "x"), (), ("w",))}
+    parts = {(0, "B"): LoopPart(graph, ("g", "x"), (), ("w",))}
     row = tuple(Do("B", 0, k) for k in range(2))
     return _with_loop(Body(2, parts, row, ("g", "x"), (Sum("w", "sum"),), ("w",)), 4, 4)
 

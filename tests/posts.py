@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tutti.comm.posts.letters import Letter
-from tutti.comm.posts.post import Post
+from tutti.comm.posts.post import RankPost
 
 
 class Desk:
@@ -17,7 +17,7 @@ class Desk:
         self.rank, self.sockets = rank, sockets
         self.letters: list[tuple[int, Letter]] = []
         self.reply: Callable[[int, Letter], Callable[[], None] | None] = lambda rank, letter: None
-        self.post = Post(sockets, self.take, lease)
+        self.post = RankPost(sockets, self.take, lease)
 
     def take(self, rank: int, letter: Letter) -> Any:
         """The post's handler."""

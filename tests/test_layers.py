@@ -144,6 +144,17 @@ def test_no_two_files_have_one_name() -> None:
     assert sorted({n for n in names if names.count(n) > 1}) == ["__init__"]
 
 
+def test_no_two_classes_have_one_name() -> None:
+    """A name tells what the class holds, so a reader of an import or a traceback needs no file."""
+    found: dict[str, list[str]] = {}
+    for module, path in find_modules(SOURCE).items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    assert found["Layout"] == ["layout.layout"]
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
 def kinds_of_runs() -> set[str]:
     """The classes of `modes` and what they bind to a rank."""
     paths = [*(SOURCE / "modes").glob("*.py"), SOURCE / "execution/execute.py"]

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\s*\+?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?\s*", re.IGNORECASE | 
 
 
 @dataclass(frozen=True)
-class Variable(Generic[T]):
+class EnvironmentVariable(Generic[T]):
     """One variable.
 
     Args:
@@ -50,7 +50,7 @@ class Variable(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Text(Variable[str]):
+class Text(EnvironmentVariable[str]):
     """Any text; an empty one counts as not set."""
 
     def parse(self, text: str) -> str:
@@ -58,7 +58,7 @@ class Text(Variable[str]):
 
 
 @dataclass(frozen=True)
-class Switch(Variable[bool]):
+class Switch(EnvironmentVariable[bool]):
     """On with any text but `0`; an empty one counts as not set."""
 
     def parse(self, text: str) -> bool:
@@ -66,7 +66,7 @@ class Switch(Variable[bool]):
 
 
 @dataclass(frozen=True)
-class Count(Variable[int]):
+class Count(EnvironmentVariable[int]):
     """A whole number from 1 of `things`."""
 
     things: str = ""
@@ -82,7 +82,7 @@ class Count(Variable[int]):
 
 
 @dataclass(frozen=True)
-class Seconds(Variable[float]):
+class Seconds(EnvironmentVariable[float]):
     """A number of seconds, more than 0 unless it may be `zero`."""
 
     zero: bool = False
@@ -146,7 +146,13 @@ REPAIR = Switch(
 )
 RUN_DIR = Text("TUTTI_RUN_DIR", "", "the run's private folder", own=True)
 
-VARIABLES: tuple[Variable[str] | Variable[bool] | Variable[int] | Variable[float], ...] = (
+VARIABLES: tuple[
+    EnvironmentVariable[str]
+    | EnvironmentVariable[bool]
+    | EnvironmentVariable[int]
+    | EnvironmentVariable[float],
+    ...,
+] = (
     *(LAYOUT, TIMEOUT, LEASE, LINGER, CHECK_NAN, STRICT, WITHOUT, MOST_PROGRAMS, CUDA_GRAPH),
     *(SHARED_MEMORY, KEEP_MEMORY, SECRET, TLS, ROLE, SERVERS, LISTEN, RECORDS, REPAIR, RUN_DIR),
 )

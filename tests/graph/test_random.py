@@ -80,7 +80,7 @@ def test_any_positions_give_their_part_of_the_whole(
 
 def test_a_ready_block_draws_the_same() -> None:
     shape, index = [8, 12], [torch.arange(4, 8), torch.arange(0, 12, 2)]
-    block = random.Block.of(index, shape, "cpu")
+    block = random.RandomBlock.of(index, shape, "cpu")
     for key in (KEY, KEY + 1):
         assert torch.equal(random.bits(key, block, shape), random.bits(key, index, shape))
 
@@ -180,7 +180,7 @@ def test_devices_agree(draw: Callable[..., Tensor], shape: list[int]) -> None:
 def test_dropout_takes_no_longer_than_the_built_in_one() -> None:
     """About 0.65 of the time on one thread; ten tries forgive a busy machine."""
     x, p = torch.randn(1024, 512), 0.1
-    block = random.Block.of(whole([1024, 512]), x.shape, "cpu")
+    block = random.RandomBlock.of(whole([1024, 512]), x.shape, "cpu")
     ways: list[Callable[[], Tensor]] = [
         lambda: (x * random.keep_mask(KEY, block, x.shape, p)).mul_(1 / (1 - p)),
         lambda: torch.nn.functional.dropout(x, p, training=True),

@@ -9,14 +9,14 @@ import pytest
 
 from tutti.launch.failures import RankEnd, ended_by, exit_code, first_cause, report
 from tutti.launch.guard import Seen
-from tutti.launch.records import Exit, Failure, Place
+from tutti.launch.records import Exit, Failure, StoppedAt
 
 CLOSED = "RuntimeError: Connection closed by peer"
 
 
 def end(rank: int, code: int | None, failure: Failure | None = None, **more: object) -> RankEnd:
     place, ended, seen = more.get("place"), more.get("ended"), more.get("seen", Seen())
-    assert place is None or isinstance(place, Place)
+    assert place is None or isinstance(place, StoppedAt)
     assert ended is None or isinstance(ended, Exit)
     assert isinstance(seen, Seen)
     return RankEnd(rank, code, failure, place, ended, None, seen, str(more.get("crash", "")))
@@ -62,7 +62,7 @@ def test_a_rank_that_left_in_good_order_is_the_cause_of_losses() -> None:
 
 
 def test_a_rank_stopped_elsewhere_is_shown_where_it_was() -> None:
-    ends = [end(0, 143, place=Place(0, "data.py:3")), end(1, -11)]
+    ends = [end(0, 143, place=StoppedAt(0, "data.py:3")), end(1, -11)]
     assert report(ends) == "CommError: rank 1 died (signal 11, SIGSEGV); rank 0 was at data.py:3"
 
 
@@ -109,7 +109,7 @@ ENDS: dict[str, tuple[list[RankEnd], str]] = {
         "[rank 0] CommError: rank 1 did not join rank 0 in all_reduce over data (8 B) within 3 s",
     ),
     "SIGTERM by somebody else; the others lost a peer and were stopped": (
-        [end(0, 1, lost(0, 2.5)), end(1, 143, place=Place(1, "", "", 2.0)), end(2, 143)],
+        [end(0, 1, lost(0, 2.5)), end(1, 143, place=StoppedAt(1, "", "", 2.0)), end(2, 143)],
         "CommError: rank 1 was ended by SIGTERM, which the launcher did not send; " + WAITS,
     ),
     "SIGINT by somebody else": (
@@ -160,7 +160,7 @@ def test_a_traceback_follows_the_first_line() -> None:
 
 
 def test_a_signal_to_the_launcher_is_told_as_that() -> None:
-    ends = [end(0, None, place=Place(0, "a.py:1", "", 1.0)), end(1, None)]
+    ends = [end(0, None, place=StoppedAt(0, "a.py:1", "", 1.0)), end(1, None)]
     assert (
         ended_by(signal.SIGTERM, ends)
         == "ended by SIGTERM, sent to the launcher; rank 0 was at a.py:1"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tutti.graph.loop import Body, Do, Part, Sum, loop
+from tutti.graph.loop import Body, Do, LoopPart, Sum, loop
 from tutti.graph.text import text
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 NUM_MICRO = 3
 
 
-def part(*, read_later: bool = False) -> Part:
+def part(*, read_later: bool = False) -> LoopPart:
     """g and x to the gradient of a weight, g @ x, and that of a bias, the sum of g."""
     graph = fx.Graph()
 
@@ -33,10 +33,10 @@ def part(*, read_later: bool = False) -> Part:
     graph.output(([double] if read_later else [], [weight, bias]))
     if not read_later:
         graph.erase_node(double)
-    return Part(graph, ("g", "x"), ("double",) if read_later else (), ("weight", "bias"))
+    return LoopPart(graph, ("g", "x"), ("double",) if read_later else (), ("weight", "bias"))
 
 
-def body(made: Part, *, op: str = "sum") -> Body:
+def body(made: LoopPart, *, op: str = "sum") -> Body:
     row = tuple(Do("B", 0, k) for k in range(NUM_MICRO))
     sums = (Sum("weight", "sum"), Sum("bias", op))
     return Body(NUM_MICRO, {(0, "B"): made}, row, ("g", "x"), sums, ("weight", "bias"))
@@ -107,7 +107,7 @@ def test_rows_of_an_embedding(padding: int) -> None:
     )
     made.meta["val"] = torch.empty(5, 4)
     graph.output(([], [made]))
-    part = Part(graph, ("grad", "index"), (), ("table",))
+    part = LoopPart(graph, ("grad", "index"), (), ("table",))
     row = tuple(Do("B", 0, k) for k in range(NUM_MICRO))
     sums = (Sum("table", "sum"),)
     plain = Body(NUM_MICRO, {(0, "B"): part}, row, ("grad", "index"), sums, ("table",))

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 import tutti
 from ranks import Ranks
 from tutti.execution import loops
-from tutti.execution.loops import Engine, Loops
-from tutti.graph.loop import SEND, Body, Do, Part, graphs_of, loop, post
+from tutti.execution.loops import Loops, RowEngine
+from tutti.graph.loop import SEND, Body, Do, LoopPart, graphs_of, loop, post
 from tutti.layout import Layout
 from tutti.passes.early_sends import early_sends
 from tutti.passes.pass_table import optimized
@@ -76,8 +76,8 @@ def sent_by(made: Timed, body: Body) -> list[Any]:
     """What place 0 sends while it plays its row, and "end" where a part has ended."""
     events: list[Any] = []
 
-    class Noting(Engine):
-        def call(self, part: Part, inputs: list[Any], micro: int, *, adding: bool) -> Any:
+    class Noting(RowEngine):
+        def call(self, part: LoopPart, inputs: list[Any], micro: int, *, adding: bool) -> Any:
             found = super().call(part, inputs, micro, adding=adding)
             events.append("end")
             return found
@@ -90,7 +90,7 @@ def sent_by(made: Timed, body: Body) -> list[Any]:
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(vals[name].shape, generator=generator) for name in body.given]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loops, "Engine", Noting)
+        patch.setattr(loops, "RowEngine", Noting)
         played(body)(given, lambda stream: 0)
     return events
 
@@ -144,7 +144,7 @@ def part_of(nbytes_behind: int) -> Body:
         node.meta["val"] = torch.empty(nbytes_behind, nbytes_behind, device="meta")
     graph.output(([a, b], []))
     row = (Do("F", 0, 0), Do("F", 0, 0, SEND, 1))
-    parts = {(0, "F"): Part(graph, ("x",), ("a", "b"))}
+    parts = {(0, "F"): LoopPart(graph, ("x",), ("a", "b"))}
     return Body(1, parts, row, ("x",), (), (), {(0, "F", 1): ("a", "b")})
 
 

@@ -16,7 +16,7 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import ready_to_split
 from tutti.passes.target import Target
-from tutti.pipeline.cut import Stages, _Cutter, cut
+from tutti.pipeline.cut import Stages, _StageCutter, cut
 from tutti.pipeline.moments import Moments, moments_of
 from tutti.pipeline.ready import in_time
 
@@ -55,7 +55,7 @@ def _readers(node: fx.Node, found: Stages) -> list[int]:
 )
 def test_no_other_cut_is_much_better(name: str, num_stages: int) -> None:
     made = stacked(name)
-    cutter = _Cutter(made, num_stages)
+    cutter = _StageCutter(made, num_stages)
     places = range(1, len(cutter.forward))
     costs = {c: slowest(cutter.stages(c)) for c in combinations(places, num_stages - 1)}
     chosen = slowest(cut(made, num_stages))
@@ -67,7 +67,7 @@ def test_no_other_cut_is_much_better(name: str, num_stages: int) -> None:
 @pytest.mark.parametrize("name", ["gpt", "unet", "vit"])
 def test_no_other_cut_of_a_model_in_two_is_much_better(name: str) -> None:
     made = moments(program(name, "micro=4"))
-    cutter = _Cutter(made, 2)
+    cutter = _StageCutter(made, 2)
     best = min(slowest(cutter.stages([c])) for c in range(1, len(cutter.forward)))
     assert slowest(cut(made, 2)) <= 1.05 * best
 

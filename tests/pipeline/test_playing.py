@@ -10,7 +10,7 @@ import pytest
 from torch import fx
 
 import stacks
-from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, Body, Do, Part, Sum
+from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, Body, Do, LoopPart, Sum
 from tutti.graph.playing import Row, play
 from tutti.layout import Layout
 from tutti.passes.accumulate import accumulate
@@ -52,7 +52,7 @@ class Told:
         self.calls: list[Call] = []
 
     def call(
-        self, part: Part, inputs: list[Any], micro: int, *, adding: bool
+        self, part: LoopPart, inputs: list[Any], micro: int, *, adding: bool
     ) -> tuple[list[Any], list[Any]]:
         stage, kind = self.kinds[id(part)]
         do = Do(kind, stage, micro)
@@ -181,7 +181,7 @@ def test_a_stage_gets_the_weights_that_it_has_gathered() -> None:
 
 
 def test_what_is_joined_is_not_kept_beside_the_next() -> None:
-    part = Part(fx.Graph(), (), (), ("a", "b"))
+    part = LoopPart(fx.Graph(), (), (), ("a", "b"))
     row = tuple(Do("F", 0, k) for k in range(3))
     sums = (Sum("a", "join"), Sum("b", "join"))
     body = Body(3, {(0, "F"): part}, row, (), sums, ("a", "b"))

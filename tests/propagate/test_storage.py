@@ -10,7 +10,7 @@ from subjects import program, subject
 from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.propagate.boundaries import insert_boundaries
-from tutti.propagate.plan import Plan, plan
+from tutti.propagate.plan import ShardingPlan, plan
 from tutti.propagate.storage_sharding import slot_like, with_zero
 
 MESH = Mesh.parse("data=4 tensor=2")
@@ -80,7 +80,7 @@ def odd() -> Captured:
     return capture(odd_step, model, torch.optim.Adam(model.parameters()), (torch.randn(4, 8),))
 
 
-def planned(captured: Captured, layout: str) -> Plan:
+def planned(captured: Captured, layout: str) -> ShardingPlan:
     return plan(copied(captured), Layout.parse(layout))
 
 

@@ -14,10 +14,10 @@ from pass_rows import replace_row
 from subjects import verdict
 from tutti.errors import ShardingError
 from tutti.graph import collectives, playing, virtual_ranks
-from tutti.graph.loop import Body, Do, Part
+from tutti.graph.loop import Body, Do, LoopPart
 from tutti.passes.accumulate import accumulate
 from tutti.pipeline import place_graph, tied, timed
-from tutti.pipeline.places import Plan
+from tutti.pipeline.places import PipelinePlan
 from tutti.verification.verdict import IN_TIME, Verdict
 from wrong_programs import assert_caught, drop, fresh, mean_of_means
 
@@ -59,7 +59,9 @@ def test_what_another_micro_batch_has_saved(monkeypatch: pytest.MonkeyPatch) -> 
     call = virtual_ranks._VirtualEngine.call
     first: dict[int, list[Any]] = {}
 
-    def confused(engine: Any, part: Part, inputs: list[Any], micro: int, *, adding: bool) -> Any:
+    def confused(
+        engine: Any, part: LoopPart, inputs: list[Any], micro: int, *, adding: bool
+    ) -> Any:
         if micro == 0:
             first[id(part)] = list(inputs)
         backward = engine.body.parts.get((1, "B")) is part
@@ -105,7 +107,7 @@ def swapped(names: Sequence[str], body: Body) -> tuple[str, ...]:
 
 
 def test_values_that_arrive_under_each_others_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = timed._Writer._body
+    written = timed._TimedProgramWriter._body
     swaps = []
 
     def wrong(writer: Any, place: int, row: list[Do]) -> Body:
@@ -116,7 +118,7 @@ def test_values_that_arrive_under_each_others_name(monkeypatch: pytest.MonkeyPat
         swaps.extend(k for k in messages if messages[k] != body.messages[k])
         return replace(body, messages=messages)
 
-    monkeypatch.setattr(timed._Writer, "_body", wrong)
+    monkeypatch.setattr(timed._TimedProgramWriter, "_body", wrong)
     assert_caught_in_time(verdict("t5", "pipe=2 micro=4"))
     assert swaps
 
@@ -164,7 +166,7 @@ def test_what_runs_at_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that forgets to send the parts of the gradient norm cannot be written at all."""
     plan = timed.plan_places
 
-    def silent(*args: Any) -> Plan:
+    def silent(*args: Any) -> PipelinePlan:
         made = plan(*args)
         made.transfers.clear()
         return made

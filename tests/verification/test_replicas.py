@@ -12,7 +12,7 @@ import replicas_train as training
 import tutti
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.replicas.member import Member
+from tutti.replicas.member import ReplicaMember
 from tutti.replicas.strategies import parse
 from tutti.verification.verdict import Verdict
 from tutti.verification.verify_replicas import compare_replicas
@@ -107,7 +107,7 @@ def test_errors_that_are_forgotten_are_caught(
 ) -> None:
     text = f"{layout} sync=average(every=4, traffic={traffic})"
     assert verdict(text).ok
-    monkeypatch.setattr(Member, "settle", lambda self, mean: None)
+    monkeypatch.setattr(ReplicaMember, "settle", lambda self, mean: None)
     found = verdict(text)
     assert not found.ok and found.max_error > 1e-6
 

@@ -16,7 +16,7 @@ from tutti.errors import ShardingError
 from tutti.layout import Layout
 from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.feedback import Feedback
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.protocol.virtual_servers import VirtualServers
 from tutti.verification.comparisons import feed_of
 from tutti.verification.verdict import Subject, Verdict
@@ -139,7 +139,7 @@ def test_coded_gradients_and_damped_rates_are_judged_as_they_are(layout: str) ->
 class Forgetting(Feedback):
     """What is rounded away is lost."""
 
-    def part(self, key: int, gradient: Tensor) -> Part:
+    def part(self, key: int, gradient: Tensor) -> TensorPart:
         self._errors.clear()
         return super().part(key, gradient)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tutti.calls.eager import eagerly
 from tutti.calls.python_values import PythonValues
 from tutti.capture.forms import flattened, returnable
-from tutti.capture.python.held_values import MISSING, Place, named
+from tutti.capture.python.held_values import MISSING, TableEntry, named
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import awaiting, note_step
 from tutti.capture.state.lift import Undo, optimizers_of, state_of
@@ -188,7 +188,7 @@ def _versions(python: PythonValues) -> dict[str, Any]:
     return found
 
 
-def _is_activation(state: Any, place: Place, value: Any) -> bool:
+def _is_activation(state: Any, place: TableEntry, value: Any) -> bool:
     return isinstance(value, Tensor) and state.holds_value_of_module(place)
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tutti.calls.python_values import PythonValues
-from tutti.capture.python.held_values import Place
+from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.outside import is_dense
 from tutti.capture.step import Captured
 from tutti.comm.collectives.agree import check_order
@@ -28,7 +28,7 @@ class Outside:
     def __bool__(self) -> bool:
         return bool(self._places)
 
-    def _found(self) -> list[Place]:
+    def _found(self) -> list[TableEntry]:
         return [self._state.place_like(p) for p in self._captured.outside.values()]
 
     def tensors(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from tutti.calls.tables import are_same
 from tutti.capture.python.contents import contents_of, has_contents
-from tutti.capture.python.held_values import GONE, MISSING, Place, named
+from tutti.capture.python.held_values import GONE, MISSING, TableEntry, named
 from tutti.capture.python.outside import may_be_input
 from tutti.capture.python.plain_values import is_plain_number
 from tutti.capture.python.python_state import (
@@ -47,7 +47,7 @@ class PythonValues:
         self._met: dict[Any, int] = {}
         self._number = 0
         self._numbers: Mapping[str, Any] = {}
-        self._resolved: dict[int, tuple[Effect, tuple[Place, ...]]] = {}
+        self._resolved: dict[int, tuple[Effect, tuple[TableEntry, ...]]] = {}
 
     def now(self) -> tuple[int, dict[str, float]]:
         """A number for the constants of a trace, and the inputs by name."""
@@ -103,13 +103,13 @@ class PythonValues:
         inputs = {(id(p.table), p.key) for n in state.numbers for p in n.places}
         strict: list[Read] = []
         held: list[Any] = []
-        self._places: list[Place] = []
-        self._loose: list[tuple[Place, Any]] = []
+        self._places: list[TableEntry] = []
+        self._loose: list[tuple[TableEntry, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         for table in state.tables:
             keys = []
             for key, value in table.values().items():
-                place = Place(table, key)
+                place = TableEntry(table, key)
                 if value is MISSING or (id(table), key) in inputs:
                     continue
                 if state.is_scheduled(place, value):
@@ -150,7 +150,7 @@ class PythonValues:
         self._types = [type(p.get()) for p in places]
         self._several = len(places) != len(numbers)
 
-    def _is_loose(self, state: PythonState, place: Place) -> bool:
+    def _is_loose(self, state: PythonState, place: TableEntry) -> bool:
         return place.name in self._loose_names or state.holds_value_of_module(place)
 
     def _values(self) -> dict[str, float] | None:

@@ -70,18 +70,18 @@ def flattened(value: Any) -> tuple[list[Any], TreeSpec]:
     return leaves, form
 
 
-class Kept:
+class KeptConstant:
     """Something that a step returns which is neither a tensor nor a number: the same at every call."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
-register_pytree_node(Kept, lambda x: ([], x), lambda _, x: x.value)
+register_pytree_node(KeptConstant, lambda x: ([], x), lambda _, x: x.value)
 
 
 def returnable(result: Any) -> Any:
-    """What a step returns, each constant that a graph has no word for as a `Kept`.
+    """What a step returns, each constant that a graph has no word for as a `KeptConstant`.
 
     Raises `CaptureError` for an iterator, which would be empty from the second call on.
     """
@@ -97,7 +97,9 @@ def returnable(result: Any) -> Any:
                 why="Python runs once, while the step is captured: it would be empty at the next call",
                 fix="return a list: [...] instead of (... for ...); def instead of async def; no yield",
             )
-    return tree_unflatten([x if isinstance(x, _IN_GRAPHS) else Kept(x) for x in leaves], form)
+    return tree_unflatten(
+        [x if isinstance(x, _IN_GRAPHS) else KeptConstant(x) for x in leaves], form
+    )
 
 
 def _made_known(x: Any) -> bool:

@@ -19,7 +19,7 @@ from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.clock import clocks_watched
-from tutti.capture.python.held_values import Place
+from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.host_random import no_host_randomness
 from tutti.capture.python.host_values import values_unknown
 from tutti.capture.python.inputs import fake, fake_mode, fakes, symbol
@@ -99,7 +99,7 @@ class Captured:
     numbers: list[Number] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     num_returned: int = 0
-    outside: dict[str, Place] = field(default_factory=dict)
+    outside: dict[str, TableEntry] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
 
     @property
@@ -269,7 +269,7 @@ class _Lifted:
         self.effects: list[Effect] = []
         self.changed: set[str] = set()
         self.num_returned = 0
-        self.outside: dict[str, Place] = {}
+        self.outside: dict[str, TableEntry] = {}
         self.begun: frozenset[str] = frozenset()  # whose gradients the trace begins with
         self.grads: Gradients
         self.note_gradients = False

@@ -67,11 +67,11 @@ def generate(
     and `coordinates` has not. `loops` gives the function that plays a loop; `lodged` are inputs that are the
     same tensor at every call.
     """
-    writer = _Writer(owner, player, mesh, dict(coordinates), loops, Fixed(player, lodged or {}))
+    writer = _CodeWriter(owner, player, mesh, dict(coordinates), loops, Fixed(player, lodged or {}))
     return writer.write(graph, name)
 
 
-class _Writer:
+class _CodeWriter:
     def __init__(
         self,
         owner: nn.Module,
@@ -280,7 +280,7 @@ class _Writer:
 
         def drawing(place: dict[str, int]) -> Callable[[int], Any]:
             index = [sharding.index(d, self.mesh, place) for d in range(len(sharding.dims))]
-            block: Any = random.Block.of(index, sharding.shape, device)  # type: ignore[arg-type]
+            block: Any = random.RandomBlock.of(index, sharding.shape, device)  # type: ignore[arg-type]
 
             def draw(key: int) -> Any:
                 return drawn(kind, params, dtype, device, key, block, sharding.shape)  # type: ignore[arg-type]

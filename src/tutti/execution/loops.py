@@ -17,7 +17,7 @@ from tutti.errors import CommError
 from tutti.execution.generate import generate
 from tutti.graph.collectives import Player
 from tutti.graph.dim_segments import join
-from tutti.graph.loop import SEND, Body, Do, Part
+from tutti.graph.loop import SEND, Body, Do, LoopPart
 from tutti.graph.playing import ADD, Row, play
 from tutti.layout import Mesh
 
@@ -62,7 +62,7 @@ class Loops:
 
     def play(self, row: Row, functions: Functions, values: list[Any], key: Key) -> list[Any]:
         """Play a row with `functions` for its parts, by the `id` of each and whether it adds."""
-        return play(row, values, Engine(row.body, functions, key, self.rank_of, self.channels))
+        return play(row, values, RowEngine(row.body, functions, key, self.rank_of, self.channels))
 
     def _written(self, key: tuple[int, str], graph: fx.Graph) -> Function:
         name = f"part_{key[0]}{key[1]}_{len(self.lines)}"
@@ -71,7 +71,7 @@ class Loops:
         return made.function
 
 
-class Engine:
+class RowEngine:
     """One pass through a row.
 
     `current` is the message that this rank waits for, or the one that failed, and `line` the user's line
@@ -95,7 +95,7 @@ class Engine:
         self.ahead: Counter[Message] = Counter()
 
     def call(
-        self, part: Part, inputs: list[Any], micro: int, *, adding: bool
+        self, part: LoopPart, inputs: list[Any], micro: int, *, adding: bool
     ) -> tuple[list[Any], list[Any]]:
         def post(x: Tensor, name: str) -> None:
             self._post(*self.keys[id(part)], micro, x, name)

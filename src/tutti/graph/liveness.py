@@ -8,12 +8,12 @@ from types import MappingProxyType
 from torch import fx
 
 from tutti.graph.aliases import roots_of
-from tutti.graph.loop import Body, Part, loop
+from tutti.graph.loop import Body, LoopPart, loop
 from tutti.graph.loop_memory import Peak, RowWalk
 from tutti.graph.order import positions_of
 from tutti.graph.part_memory import PartMemory
 from tutti.graph.scratch import borrowed
-from tutti.graph.storage import Block, Storages
+from tutti.graph.storage import StorageBlock, Storages
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
 
@@ -47,13 +47,13 @@ def memory_ends(graph: fx.Graph) -> dict[fx.Node, int]:
     return ends
 
 
-def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[Block]]:
+def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[StorageBlock]]:
     """For each node the blocks that are given back after it: no value in them is needed any more.
 
     What inputs and constants hold is never given back, nor is what the output needs.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    end: dict[Block, int] = {}
+    end: dict[StorageBlock, int] = {}
     for node, dead in last_uses(graph).items():
         for x in dead:
             for block in storages.of.get(x, ()):
@@ -61,7 +61,7 @@ def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[Bloc
     output = graph.output_node()
     kept = {block for x in output.all_input_nodes for block in storages.of[x]}
     nodes = list(graph.nodes)
-    freed: dict[fx.Node, list[Block]] = {}
+    freed: dict[fx.Node, list[StorageBlock]] = {}
     for block, i in end.items():
         if block not in kept and not storages.is_given(block):
             freed.setdefault(nodes[i], []).append(block)
@@ -92,7 +92,7 @@ def peak_inside(node: fx.Node, mode: FakeTensorMode) -> Peak | None:
         return None
     body: Body = node.args[0]  # type: ignore[assignment]
 
-    def memory_of(part: Part, adding: bool) -> PartMemory:
+    def memory_of(part: LoopPart, adding: bool) -> PartMemory:
         return PartMemory(part, mode, borrowed, last_holders, adding=adding)
 
     return RowWalk(body, memory_of).peak()

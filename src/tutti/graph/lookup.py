@@ -17,21 +17,21 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Lookup:
+class IndexLookup:
     """The shape of x, and an index or None for each of its dims, of a call of `index` or `index_put`."""
 
     x: tuple[int, ...]
     indices: tuple[fx.Node | None, ...]
 
     @staticmethod
-    def of(node: fx.Node) -> Lookup | None:
+    def of(node: fx.Node) -> IndexLookup | None:
         """What a call looks up; None where an index is a mask."""
         given: Any = node.args
         x = tuple(int(n) for n in given[0].meta["val"].shape)
         indices = (*given[1], *[None] * (len(x) - len(given[1])))
         if any(i is not None and i.meta["val"].dtype == torch.bool for i in indices):
             return None
-        return Lookup(x, indices)
+        return IndexLookup(x, indices)
 
     @cached_property
     def used(self) -> list[int]:

@@ -51,7 +51,7 @@ class Do:
 
 
 @dataclass(frozen=True)
-class Part:
+class LoopPart:
     """One piece of a body: `graph` takes `inputs` and returns `(outputs, summed)`, all by name.
 
     `adding` is the same for later micro-batches: it takes the totals so far of the first `num_added` of
@@ -91,7 +91,7 @@ class Body:
     """
 
     num_micro: int
-    parts: dict[tuple[int, str], Part]
+    parts: dict[tuple[int, str], LoopPart]
     row: tuple[Do, ...]
     given: tuple[str, ...]
     sums: tuple[Sum, ...]
@@ -110,13 +110,13 @@ class Body:
     def with_graphs(self, change: Callable[[str, fx.Graph], fx.Graph]) -> Body:
         """This body with the graphs of every part replaced, by the part's kind and the graph."""
 
-        def changed(kind: str, part: Part) -> Part:
+        def changed(kind: str, part: LoopPart) -> LoopPart:
             adding = None if part.adding is None else change(kind, part.adding)
             return replace(part, graph=change(kind, part.graph), adding=adding)
 
         return replace(self, parts={k: changed(k[1], p) for k, p in self.parts.items()})
 
-    def with_parts(self, change: Callable[[Part], Part]) -> Body:
+    def with_parts(self, change: Callable[[LoopPart], LoopPart]) -> Body:
         """This body with every part replaced."""
         return replace(self, parts={k: change(p) for k, p in self.parts.items()})
 

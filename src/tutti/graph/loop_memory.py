@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from tutti.graph.loop import RECEIVE, REDUCE, SEND, Body, Do, Part
-from tutti.graph.part_memory import PartMemory, Piece
-from tutti.graph.storage import Block
+from tutti.graph.loop import RECEIVE, REDUCE, SEND, Body, Do, LoopPart
+from tutti.graph.part_memory import HeldMemory, PartMemory
+from tutti.graph.storage import StorageBlock
 
 
 @dataclass(frozen=True)
@@ -31,20 +31,22 @@ class Peak:
     nbytes: int
     node: fx.Node
     do: Do
-    pieces: tuple[Piece, ...]
+    pieces: tuple[HeldMemory, ...]
     borrowed_nbytes: int
 
 
 class RowWalk:
     """Goes through the row of a body as `loop.play` does, with pieces of memory for values."""
 
-    def __init__(self, body: Body, memory_of: Callable[[Part, bool], PartMemory]) -> None:
+    def __init__(self, body: Body, memory_of: Callable[[LoopPart, bool], PartMemory]) -> None:
         self.body, self._memory_of = body, memory_of
         self.parts = {key: memory_of(part, False) for key, part in body.parts.items()}
         self.adding: dict[tuple[int, str], PartMemory] = {}
-        self.live: defaultdict[tuple[int, int], dict[str, tuple[Piece, ...]]] = defaultdict(dict)
-        self.totals: dict[str, tuple[Piece, ...]] = {}
-        self.refs: Counter[Piece] = Counter()
+        self.live: defaultdict[tuple[int, int], dict[str, tuple[HeldMemory, ...]]] = defaultdict(
+            dict
+        )
+        self.totals: dict[str, tuple[HeldMemory, ...]] = {}
+        self.refs: Counter[HeldMemory] = Counter()
         self.now = 0
         self.best: Peak | None = None
         self.ops = {s.name: s.op for s in body.sums}
@@ -68,7 +70,7 @@ class RowWalk:
         for name in self.body.messages.get((do.other, do.kind, do.stage), ()):
             node = self._reader(do.stage, name)
             if node is not None:
-                piece = Piece(node, self.body.vals[name].nbytes)
+                piece = HeldMemory(node, self.body.vals[name].nbytes)
                 self._keep(self.live[do.stage, do.micro], name, (piece,))
 
     def _reader(self, stage: int, name: str) -> fx.Node | None:
@@ -121,7 +123,7 @@ class RowWalk:
         for pieces in taken.values():
             self._drop(pieces)
 
-    def _live(self, do: Do, name: str) -> dict[str, tuple[Piece, ...]]:
+    def _live(self, do: Do, name: str) -> dict[str, tuple[HeldMemory, ...]]:
         """What is held for the micro-batch of `do`, or for its stage as a whole, where `name` is."""
         return self.live[self.body.scope_of(do, name)]
 
@@ -129,15 +131,15 @@ class RowWalk:
         self,
         do: Do,
         memory: PartMemory,
-        known: dict[str, tuple[Piece, ...]],
-        taken: dict[str, tuple[Piece, ...]],
-    ) -> tuple[dict[str, tuple[Piece, ...]], dict[str, tuple[Piece, ...]]]:
+        known: dict[str, tuple[HeldMemory, ...]],
+        taken: dict[str, tuple[HeldMemory, ...]],
+    ) -> tuple[dict[str, tuple[HeldMemory, ...]], dict[str, tuple[HeldMemory, ...]]]:
         """What a part gives out, and to sums, once it has run; nobody else reads what is `taken`."""
         self._note(do, memory, self._given_back(memory, taken, known))
         summed = memory.outputs if do.kind == REDUCE else memory.summed
-        made: dict[Block, Piece] = {}
+        made: dict[StorageBlock, HeldMemory] = {}
 
-        def pieces(values: dict[str, fx.Node]) -> dict[str, tuple[Piece, ...]]:
+        def pieces(values: dict[str, fx.Node]) -> dict[str, tuple[HeldMemory, ...]]:
             return {n: self._pieces(memory, x, known, made, n in summed) for n, x in values.items()}
 
         return pieces(memory.outputs), pieces(memory.summed)
@@ -145,16 +147,16 @@ class RowWalk:
     def _given_back(
         self,
         memory: PartMemory,
-        taken: dict[str, tuple[Piece, ...]],
-        known: dict[str, tuple[Piece, ...]],
-    ) -> dict[Piece, frozenset[str]]:
+        taken: dict[str, tuple[HeldMemory, ...]],
+        known: dict[str, tuple[HeldMemory, ...]],
+    ) -> dict[HeldMemory, frozenset[str]]:
         """What lies in inputs that nobody else holds, and no result lies in."""
         ends = {
             b
             for x in (*memory.outputs.values(), *memory.summed.values())
             for b in memory.storages.of[x]
         }
-        names: defaultdict[Piece, set[str]] = defaultdict(set)
+        names: defaultdict[HeldMemory, set[str]] = defaultdict(set)
         for name, pieces in taken.items():
             for piece in pieces:
                 names[piece].add(name)
@@ -174,22 +176,24 @@ class RowWalk:
         self,
         memory: PartMemory,
         node: fx.Node,
-        known: dict[str, tuple[Piece, ...]],
-        made: dict[Block, Piece],
+        known: dict[str, tuple[HeldMemory, ...]],
+        made: dict[StorageBlock, HeldMemory],
         summed: bool = False,
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[HeldMemory, ...]:
         """What a result of a part lies in: new memory, or that of an input."""
-        found: dict[Piece, None] = {}
+        found: dict[HeldMemory, None] = {}
         names = {x: n for n, x in memory.inputs.items()}
         for block in memory.storages.of[node]:
             if not memory.storages.is_given(block):
-                piece = made.setdefault(block, Piece(block.node, block.nbytes, summed))
+                piece = made.setdefault(block, HeldMemory(block.node, block.nbytes, summed))
                 found[piece] = None
             elif block.node in names:
                 found |= dict.fromkeys(known.get(names[block.node], ()))
         return tuple(found)
 
-    def _note(self, do: Do, memory: PartMemory, given_back: dict[Piece, frozenset[str]]) -> None:
+    def _note(
+        self, do: Do, memory: PartMemory, given_back: dict[HeldMemory, frozenset[str]]
+    ) -> None:
         more, node = memory.peak(given_back)
         if self.best is not None and self.now + more <= self.best.nbytes:
             return
@@ -197,18 +201,18 @@ class RowWalk:
         summed = memory.outputs if do.kind == REDUCE else memory.summed
         sums = {b for x in summed.values() for b in memory.storages.of[x]}
         pieces = [p for p in self.refs if p not in gone]
-        pieces += [Piece(b.node, b.nbytes, b in sums) for b in made]
+        pieces += [HeldMemory(b.node, b.nbytes, b in sums) for b in made]
         self.best = Peak(self.now + more, node, do, tuple(pieces), borrowed)
 
     def _keep(
-        self, where: dict[str, tuple[Piece, ...]], name: str, pieces: tuple[Piece, ...]
+        self, where: dict[str, tuple[HeldMemory, ...]], name: str, pieces: tuple[HeldMemory, ...]
     ) -> None:
         where[name] = pieces
         for piece in pieces:
             self.now += 0 if self.refs[piece] else piece.nbytes
             self.refs[piece] += 1
 
-    def _drop(self, pieces: tuple[Piece, ...]) -> None:
+    def _drop(self, pieces: tuple[HeldMemory, ...]) -> None:
         for piece in pieces:
             self.refs[piece] -= 1
             if not self.refs[piece]:

@@ -9,13 +9,13 @@ from functools import cached_property
 
 from torch import fx
 
-from tutti.graph.loop import Part
-from tutti.graph.storage import Block, Storages
+from tutti.graph.loop import LoopPart
+from tutti.graph.storage import StorageBlock, Storages
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class HeldMemory:
     """Memory that is held: what made it, its bytes, and whether it is a sum over the micro-batches."""
 
     node: fx.Node
@@ -24,7 +24,7 @@ class Piece:
 
 
 Borrowed = Callable[[fx.Node, Storages], int]
-LastHolders = Callable[[fx.Graph, Storages], dict[fx.Node, list[Block]]]
+LastHolders = Callable[[fx.Graph, Storages], dict[fx.Node, list[StorageBlock]]]
 
 
 class PartMemory:
@@ -35,7 +35,7 @@ class PartMemory:
 
     def __init__(
         self,
-        part: Part,
+        part: LoopPart,
         mode: FakeTensorMode,
         borrowed: Borrowed,
         last_holders: LastHolders,
@@ -68,7 +68,7 @@ class PartMemory:
             found[name] = max(reads, default=-1)
         return found
 
-    def peak(self, given_back: dict[Piece, frozenset[str]]) -> tuple[int, fx.Node]:
+    def peak(self, given_back: dict[HeldMemory, frozenset[str]]) -> tuple[int, fx.Node]:
         """The most bytes above those held when it begins, and where.
 
         given_back: what no one needs after it, each with the names under which the part reads it.
@@ -82,8 +82,8 @@ class PartMemory:
         return self._known[key]
 
     def held_at(
-        self, at: fx.Node, given_back: dict[Piece, frozenset[str]]
-    ) -> tuple[list[Block], set[Piece], int]:
+        self, at: fx.Node, given_back: dict[HeldMemory, frozenset[str]]
+    ) -> tuple[list[StorageBlock], set[HeldMemory], int]:
         """At `at`: the blocks made and not given back, what is given back already, bytes borrowed."""
         for node, _, made, gone in self._steps(given_back):
             if node is at:
@@ -91,12 +91,12 @@ class PartMemory:
         raise AssertionError(f"{at} is not of this part")
 
     def _steps(
-        self, given_back: dict[Piece, frozenset[str]]
-    ) -> Iterator[tuple[fx.Node, int, dict[Block, None], set[Piece]]]:
-        ends: defaultdict[int, list[Piece]] = defaultdict(list)
+        self, given_back: dict[HeldMemory, frozenset[str]]
+    ) -> Iterator[tuple[fx.Node, int, dict[StorageBlock, None], set[HeldMemory]]]:
+        ends: defaultdict[int, list[HeldMemory]] = defaultdict(list)
         for piece, names in given_back.items():
             ends[max(self._last_reads[n] for n in names)].append(piece)
-        now, made, gone = 0, dict[Block, None](), set[Piece]()
+        now, made, gone = 0, dict[StorageBlock, None](), set[HeldMemory]()
         for i, node in enumerate(self.graph.nodes):
             new = list(self.storages.made(node))
             made |= dict.fromkeys(new)

@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tutti.graph.loop import RECEIVE, REDUCE, SEND, Body, Do, Part
+from tutti.graph.loop import RECEIVE, REDUCE, SEND, Body, Do, LoopPart
 
 # The scopes of what the micro-batches have in common, and of sums over them.
 _COMMON, _TOTAL = "common", "total"
 
 
-class Engine(Protocol):
+class BodyEngine(Protocol):
     """What runs the parts of a body: for one rank, or for several virtual ones at once."""
 
     def call(
-        self, part: Part, inputs: list[Any], micro: int, *, adding: bool
+        self, part: LoopPart, inputs: list[Any], micro: int, *, adding: bool
     ) -> tuple[list[Any], list[Any]]:
         """The part's outputs and what it gives to sums, by its graph `adding` if that is so.
 
@@ -135,7 +135,7 @@ class Row:
 
 
 class _Entry(Protocol):
-    def play(self, values: list[Any], engine: Engine) -> None:
+    def play(self, values: list[Any], engine: BodyEngine) -> None:
         """Do it. When it has ended, no name of it may keep a value alive."""
         ...
 
@@ -146,7 +146,7 @@ class _Received:
     likes: list[Tensor]
     places: list[int]
 
-    def play(self, values: list[Any], engine: Engine) -> None:
+    def play(self, values: list[Any], engine: BodyEngine) -> None:
         for k, x in zip(self.places, engine.receive(self.do, self.likes), strict=True):
             values[k] = x
 
@@ -157,7 +157,7 @@ class _Sent:
     places: list[int]
     gone: list[int]
 
-    def play(self, values: list[Any], engine: Engine) -> None:
+    def play(self, values: list[Any], engine: BodyEngine) -> None:
         engine.send(self.do, [values[k] for k in self.places])
         for k in self.gone:
             values[k] = None
@@ -169,7 +169,7 @@ class _Called:
     `after` what is gone then. Of each sum its place, what becomes of it, and whether this is its first value.
     """
 
-    part: Part
+    part: LoopPart
     micro: int
     adding: bool
     inputs: list[int]
@@ -179,7 +179,7 @@ class _Called:
     copies: list[tuple[int, int]] = field(default_factory=list)
     after: list[int] = field(default_factory=list)
 
-    def play(self, values: list[Any], engine: Engine) -> None:
+    def play(self, values: list[Any], engine: BodyEngine) -> None:
         inputs = [values[k] for k in self.inputs]
         for k in self.gone:
             values[k] = None
@@ -192,7 +192,7 @@ class _Called:
         for k in self.after:
             values[k] = None
 
-    def gather(self, values: list[Any], summed: list[Any], engine: Engine) -> None:
+    def gather(self, values: list[Any], summed: list[Any], engine: BodyEngine) -> None:
         """Add to the totals."""
         for (k, op, first), x in zip(self.sums, summed, strict=True):
             if first:
@@ -203,7 +203,7 @@ class _Called:
                 values[k] = engine.add(values[k], x, op)
 
 
-def play(row: Row, given: Sequence[Any], engine: Engine) -> list[Any]:
+def play(row: Row, given: Sequence[Any], engine: BodyEngine) -> list[Any]:
     """Go through a row, `given` what stands before its loop; returns the results of its body in order."""
     values: list[Any] = [None] * row.num_values
     for k, x in zip(row.given, given, strict=True):

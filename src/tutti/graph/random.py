@@ -73,7 +73,7 @@ def key(seed: int, stream: int, step: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class RandomBlock:
     """The rank's part of a global tensor, ready to be hashed: make it once, draw from it each step.
 
     shape: the block's own. cols: hash input of each position of the last dim, int32.
@@ -92,7 +92,7 @@ class Block:
     @classmethod
     def of(
         cls, index: Sequence[Tensor], shape_global: Sequence[int], device: torch.device | str
-    ) -> Block:
+    ) -> RandomBlock:
         """The block at the global positions `index[d]` (1-D, int64) of each dim `d`."""
         assert len(index) == len(shape_global), "one vector of positions per dim"
         shape = tuple(len(vector) for vector in index)
@@ -127,7 +127,7 @@ def _mix_rows(rows: Tensor, key: int) -> Tensor:
     return x
 
 
-def _keys(key: int, block: Block) -> tuple[Tensor, Tensor | int]:
+def _keys(key: int, block: RandomBlock) -> tuple[Tensor, Tensor | int]:
     """What is added before the hash, int32 [rows, 1], and within it: one for all or one per row."""
     if not block.two_level:
         return block.rows + _signed(key, 32), _signed(key >> 32, 32)
@@ -145,12 +145,12 @@ def _hash(x: Tensor, inner: Tensor | int, constants: tuple[Tensor, ...]) -> tupl
 
 
 Finish = Callable[[Tensor, Tensor, Tensor], object]  # hash, scratch, part of the result to fill
-Index = Sequence[Tensor] | Block
+Index = Sequence[Tensor] | RandomBlock
 Device = torch.device | str
 
 
-def _block(index: Index, shape_global: Sequence[int], device: Device) -> Block:
-    return index if isinstance(index, Block) else Block.of(index, shape_global, device)
+def _block(index: Index, shape_global: Sequence[int], device: Device) -> RandomBlock:
+    return index if isinstance(index, RandomBlock) else RandomBlock.of(index, shape_global, device)
 
 
 def _draw(
@@ -189,7 +189,7 @@ def bits(key: int, index: Index, shape_global: Sequence[int], device: Device = "
     """32 random bits per element, as int32.
 
     key: from `key`. index: one 1-D int64 tensor of global positions per dim, all that this rank
-    holds of that dim in its order (or the `Block` made of them). shape_global: the whole tensor's.
+    holds of that dim in its order (or the `RandomBlock` made of them). shape_global: the whole tensor's.
     """
 
     def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:

@@ -33,7 +33,7 @@ _NAMES = frozenset({*collectives.PLAYED, draw, loop})
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class StorageBlock:
     """A piece of memory, made by `node`, `nbytes` long; views and in-place results lie in it too."""
 
     node: fx.Node
@@ -48,9 +48,9 @@ class Storages:
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.mode = mode
-        self.of: dict[fx.Node, tuple[Block, ...]] = {}
+        self.of: dict[fx.Node, tuple[StorageBlock, ...]] = {}
         self.fakes: dict[fx.Node, Any] = {}
-        known: dict[int, Block] = {}
+        known: dict[int, StorageBlock] = {}
         self._arenas = _arenas(graph, mode)
         self._state = {n.meta.get("name"): n for n in graph.nodes if n.op == "placeholder"}
         with mode, torch.no_grad():
@@ -58,27 +58,27 @@ class Storages:
                 if node.op == "output":
                     continue
                 value = self.fakes[node] = self._value(node)
-                blocks: dict[Block, None] = {}
+                blocks: dict[StorageBlock, None] = {}
                 for x in tree_leaves(value):
                     if isinstance(x, Tensor):
                         memory = x.untyped_storage()
                         nbytes = 0 if _is_look(node) else memory.nbytes()
                         number = storage_id(memory)
-                        block = known.get(number) or Block(node, nbytes)
+                        block = known.get(number) or StorageBlock(node, nbytes)
                         blocks[known.setdefault(number, block)] = None
                 self.of[node] = tuple(blocks)
 
     @staticmethod
-    def is_given(block: Block) -> bool:
+    def is_given(block: StorageBlock) -> bool:
         """Whether the block is there before the call and after it: an input or a constant."""
         return block.node.op != "call_function" or block.node.target in _CONSTANTS
 
-    def given(self) -> list[Block]:
+    def given(self) -> list[StorageBlock]:
         """The blocks of inputs and constants."""
         found = dict.fromkeys(b for blocks in self.of.values() for b in blocks)
         return [b for b in found if self.is_given(b)]
 
-    def made(self, node: fx.Node) -> Iterator[Block]:
+    def made(self, node: fx.Node) -> Iterator[StorageBlock]:
         """The blocks that are new at `node` when it runs."""
         found = (block for block in self.of.get(node, ()) if block.node is node)
         return (block for block in found if not self.is_given(block))

@@ -17,7 +17,7 @@ from tutti.graph.boundary import IDENTITIES
 from tutti.graph.dim_segments import join, split
 from tutti.graph.draw import draw, drawn
 from tutti.graph.liveness import last_uses
-from tutti.graph.loop import SEND, Body, Do, Part, loop
+from tutti.graph.loop import SEND, Body, Do, LoopPart, loop
 from tutti.graph.playing import ADD, Row, play
 from tutti.layout import Mesh, Sharding
 
@@ -43,7 +43,7 @@ def _each(x: Tensor, n: int) -> list[Tensor]:
     return [x, *(x.clone() for _ in range(n - 1))]
 
 
-class Post:
+class VirtualPost:
     """What virtual ranks at the places of a pipeline send each other; a place runs in one thread."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class VirtualRanks:
         seed: int = 0,
         step: int = 0,
         micro: tuple[int, int] | None = None,
-        post: Post | None = None,
+        post: VirtualPost | None = None,
     ) -> None:
         self.mesh, self.wide, self.seed, self.step, self.post = mesh, mesh, seed, step, post
         self.places = [mesh.coordinates(r) for r in range(mesh.num_ranks)]
@@ -276,7 +276,7 @@ class _VirtualEngine:
         self.ranks, self.body, self.owner = ranks, body, owner
 
     def call(
-        self, part: Part, inputs: list[Any], micro: int, *, adding: bool
+        self, part: LoopPart, inputs: list[Any], micro: int, *, adding: bool
     ) -> tuple[list[Any], list[Any]]:
         ranks = self.ranks.at(micro, self.body.num_micro)
         feeds = [[x[r] for x in inputs] for r in range(self.ranks.mesh.num_ranks)]

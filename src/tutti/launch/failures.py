@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tutti.comm.collectives.failure import lost_peer
 from tutti.launch.guard import Seen
-from tutti.launch.records import Exit, Failure, Place, crash_file, read_record
+from tutti.launch.records import Exit, Failure, StoppedAt, crash_file, read_record
 
 TAIL_NBYTES = 4000
 # What a rank that was told to stop ends with.
@@ -29,7 +29,7 @@ class RankEnd:
     rank: int
     exit_code: int | None
     failure: Failure | None
-    place: Place | None
+    place: StoppedAt | None
     ended: Exit | None
     log: Path | None
     seen: Seen = UNSEEN
@@ -128,7 +128,7 @@ def read_ends(
             rank,
             exit_codes.get(rank, found.code),
             read_record(run_dir, Failure, rank),
-            read_record(run_dir, Place, rank),
+            read_record(run_dir, StoppedAt, rank),
             read_record(run_dir, Exit, rank),
             logs.get(rank),
             found,

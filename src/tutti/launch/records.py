@@ -29,7 +29,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Place:
+class StoppedAt:
     """Where a rank stood when SIGTERM told it to stop: its collective, if any, and the user's line.
 
     `seconds` is when the signal came (monotonic), None if not known.
@@ -51,7 +51,7 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Joined:
+class ReplicaJoined:
     """A rank's replica has come together with the others: from now on they can go on without it."""
 
     rank: int
@@ -84,8 +84,18 @@ class Waited:
     late: list[int]
 
 
-Record = Failure | Place | Exit | Joined | Lost | GivenUp | Waited
-T = TypeVar("T", Failure, Place, Exit, Joined, Lost, GivenUp, Waited)
+Record = Failure | StoppedAt | Exit | ReplicaJoined | Lost | GivenUp | Waited
+T = TypeVar("T", Failure, StoppedAt, Exit, ReplicaJoined, Lost, GivenUp, Waited)
+# The word of each kind in the name of its file.
+_KINDS: dict[type, str] = {
+    Failure: "failure",
+    StoppedAt: "place",
+    Exit: "exit",
+    ReplicaJoined: "joined",
+    Lost: "lost",
+    GivenUp: "givenup",
+    Waited: "waited",
+}
 
 
 def write_record(run_dir: Path, record: Record) -> None:
@@ -138,4 +148,4 @@ def crash_file(run_dir: Path, rank: int) -> Path:
 
 
 def _path(run_dir: Path, kind: type[Record], rank: int) -> Path:
-    return run_dir / f"rank{rank}.{kind.__name__.lower()}.json"
+    return run_dir / f"rank{rank}.{_KINDS[kind]}.json"

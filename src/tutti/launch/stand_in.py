@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 from tutti.environment import LAYOUT
-from tutti.launch.records import Failure, Joined, Lost, read_record, write_record
+from tutti.launch.records import Failure, Lost, ReplicaJoined, read_record, write_record
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +48,7 @@ def stand_in(rank: int, run_dir: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    joined = read_record(run_dir, Joined, rank)
+    joined = read_record(run_dir, ReplicaJoined, rank)
     if joined is not None and _is_lost(code, read_record(run_dir, Failure, rank)):
         write_record(run_dir, Lost(rank, joined.replica, code))
         os._exit(0)

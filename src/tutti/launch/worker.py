@@ -24,8 +24,8 @@ from tutti.errors import CommError, TuttiError
 from tutti.launch.records import (
     Exit,
     Failure,
-    Place,
     Record,
+    StoppedAt,
     crash_file,
     note_pid,
     note_script,
@@ -202,7 +202,7 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
                 continue
             seconds = time.monotonic()
             stack = _last_stack(main_thread)
-            _note(run_dir, Place(rank, user_line(stack), collective(stack), seconds))
+            _note(run_dir, StoppedAt(rank, user_line(stack), collective(stack), seconds))
             if signal.getsignal(signal.SIGTERM) is _stop:
                 os._exit(STOPPED)
 

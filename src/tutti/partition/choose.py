@@ -30,7 +30,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Offer:
+class OperandOffer:
     """What is known about an operand: its ways of lying, and what is wanted of it.
 
     An axis in `keeps` is gathered only where nothing else will do: a placed weight stays where it is,
@@ -72,7 +72,7 @@ class Chooser:
     def choose(
         self,
         rule: Rule,
-        operands: Sequence[Offer],
+        operands: Sequence[OperandOffer],
         results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
     ) -> Choice:
         """The cheapest choice, worked out once."""
@@ -85,7 +85,7 @@ class Chooser:
 
 def choose(
     rule: Rule,
-    operands: Sequence[Offer],
+    operands: Sequence[OperandOffer],
     results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
     mesh: Mesh,
 ) -> Choice:
@@ -106,7 +106,7 @@ def choose(
 
 def _suggestions(
     rule: Rule,
-    operands: Sequence[Offer],
+    operands: Sequence[OperandOffer],
     results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
     mesh: Mesh,
 ) -> Iterator[Assignment]:
@@ -129,7 +129,7 @@ def _suggestions(
 
 def _with_pending(
     rule: Rule,
-    operands: Sequence[Offer],
+    operands: Sequence[OperandOffer],
     results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
     assigned: Assignment,
     mesh: Mesh,
@@ -156,7 +156,7 @@ def _with_pending(
 
 
 def _operand_costs(
-    operands: Sequence[Offer], needed: Sequence[Sharding], mesh: Mesh
+    operands: Sequence[OperandOffer], needed: Sequence[Sharding], mesh: Mesh
 ) -> Iterator[float]:
     """The cost of each operand; one that is used twice in the same way is paid once."""
     paid: set[tuple[int, Sharding]] = set()
@@ -171,7 +171,7 @@ Pending = tuple[tuple[str, str], ...]
 
 def _passing(
     rule: Rule,
-    operands: Sequence[Offer],
+    operands: Sequence[OperandOffer],
     assigned: Assignment,
     results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
 ) -> Iterator[list[Pending]]:
@@ -182,7 +182,7 @@ def _passing(
 
 def _waiting(
     rule: Rule,
-    operands: Sequence[Offer],
+    operands: Sequence[OperandOffer],
     assigned: Assignment,
     results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
 ) -> Iterator[list[Pending]]:

@@ -52,7 +52,7 @@ class Local:
 
 
 class Call:
-    """One op being localized; the `Part` that the functions of `rules.part_ops` see."""
+    """One op being localized; the `LocalCall` that the functions of `rules.part_ops` see."""
 
     def __init__(
         self, local: Local, node: fx.Node, choice: Choice, operands: list[fx.Node], scalars: Any

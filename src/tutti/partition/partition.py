@@ -17,11 +17,11 @@ from tutti.graph.boundary import IDENTITIES, boundary
 from tutti.graph.edit import erase_dead, source_of
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Mesh, Sharding
-from tutti.partition.choose import Choice, Chooser, Offer
+from tutti.partition.choose import Choice, Chooser, OperandOffer
 from tutti.partition.localize import Call, Local, emit_local, result_of
 from tutti.partition.values import Values
 from tutti.propagate.boundaries import COMPUTE
-from tutti.propagate.plan import Plan
+from tutti.propagate.plan import ShardingPlan
 from tutti.rules import Rule, is_tensor_call, operands_of
 from tutti.rules.rule import results_of
 from tutti.user_lines import quoted
@@ -44,7 +44,7 @@ class Program:
     graph: fx.Graph
     captured: Captured
     layout: Layout
-    plan: Plan
+    plan: ShardingPlan
     made: list[tuple[fx.Node, fx.Node, Sharding]] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
 
@@ -64,13 +64,13 @@ class Program:
         return [n for n in self.graph.nodes if n.target in collectives.COLLECTIVES]
 
 
-def partition(made: Plan, *, strict: bool = False) -> Program:
+def partition(made: ShardingPlan, *, strict: bool = False) -> Program:
     """The program of one rank. With `strict`, an op without a rule is an error instead of a warning."""
-    return _Writer(made, strict).write()
+    return _PartitionWriter(made, strict).write()
 
 
-class _Writer:
-    def __init__(self, made: Plan, strict: bool) -> None:
+class _PartitionWriter:
+    def __init__(self, made: ShardingPlan, strict: bool) -> None:
         self.plan, self.mesh, self.strict = made, made.mesh, strict
         self.captured = made.captured
         self.local = Local(self.captured.mode, self.mesh)
@@ -180,7 +180,7 @@ class _Writer:
                 {}, tuple(self._whole(x.meta["val"]) for x in operands), results, 0.0
             )
         rule = self.plan.spread.rule(node) or self._whole_rule(node)
-        offers: dict[fx.Node, Offer] = {}
+        offers: dict[fx.Node, OperandOffer] = {}
         for x in operands:
             if x not in offers:
                 offers[x] = self._offer(x, node)
@@ -202,14 +202,14 @@ class _Writer:
             self.values.reshard(node, wanted, node)
             self.values.prefer_last(node)
 
-    def _offer(self, x: fx.Node, user: fx.Node) -> Offer:
+    def _offer(self, x: fx.Node, user: fx.Node) -> OperandOffer:
         val: Tensor = x.meta["val"]
         keeps = BATCH_AXES if user.meta.get("region") in COMPUTE else frozenset()
         axes = self.values.first(x).axes
         placed = bool(axes) and bool(self._weight(x))
         if placed:
             keeps = frozenset(axes)
-        return Offer(
+        return OperandOffer(
             tuple(int(n) for n in val.shape),
             self.values.shardings(x),
             self.plan.spread.of(x),

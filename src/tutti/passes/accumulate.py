@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from tutti.graph.edit import NOTES
-from tutti.graph.loop import Body, Part
+from tutti.graph.loop import Body, LoopPart
 
 aten = torch.ops.aten
 # An op and its arguments behind the total.
@@ -31,7 +31,7 @@ def accumulate(body: Body) -> Body:
     return body.with_parts(lambda part: _with_adding(part, ops))
 
 
-def _with_adding(part: Part, ops: dict[str, str]) -> Part:
+def _with_adding(part: LoopPart, ops: dict[str, str]) -> LoopPart:
     """Sums come first in `summed`; what is joined, or is a maximum, follows."""
     count = next((i for i, n in enumerate(part.summed) if ops[n] != "sum"), len(part.summed))
     if not count:

@@ -17,7 +17,7 @@ from torch import fx
 
 from tutti.graph.cost import seconds_of
 from tutti.graph.edit import NOTES
-from tutti.graph.loop import Body, Part, post
+from tutti.graph.loop import Body, LoopPart, post
 
 # What follows takes at least so long, predicted.
 LEAST_SECONDS = 2e-5
@@ -32,7 +32,7 @@ def early_sends(body: Body) -> int:
     return sum(_post(body.parts[key], names) for key, names in sent.items() if key in body.parts)
 
 
-def _post(part: Part, names: set[str]) -> int:
+def _post(part: LoopPart, names: set[str]) -> int:
     both: Any = part.graph.output_node().args[0]
     made = dict(zip(part.outputs, both[0], strict=True))
     follows = _seconds_behind(part.graph)

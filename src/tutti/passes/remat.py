@@ -19,7 +19,7 @@ from tutti.errors import LayoutError
 from tutti.graph import collectives
 from tutti.graph.cost import flops_of_call
 from tutti.graph.draw import draw
-from tutti.graph.storage import Block, Storages
+from tutti.graph.storage import StorageBlock, Storages
 from tutti.layout.budget import Budget, nbytes_text
 from tutti.passes.recompute import is_forward, is_recomputable, recompute, sources
 from tutti.passes.remat_segments import kept_blocks
@@ -52,7 +52,7 @@ class _Plans:
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.graph, self.storages = graph, Storages(graph, mode)
-        self.values: dict[Block, list[fx.Node]] = {}
+        self.values: dict[StorageBlock, list[fx.Node]] = {}
         for node, blocks in self.storages.of.items():
             for block in blocks:
                 self.values.setdefault(block, []).append(node)
@@ -63,14 +63,14 @@ class _Plans:
         self.num_before_last = len(self.order)
         self.order += self._by_worth(last)
 
-    def _by_worth(self, blocks: set[Block]) -> list[Block]:
+    def _by_worth(self, blocks: set[StorageBlock]) -> list[StorageBlock]:
         """What can be recomputed, by bytes saved per unit of work."""
         droppable = [b for b in blocks if is_recomputable(b.node)]
         place = {node: i for i, node in enumerate(self.graph.nodes)}
         work = {b: self._work(b) for b in droppable}
         return sorted(droppable, key=lambda b: (-b.nbytes / max(work[b], 1.0), place[b.node]))
 
-    def _is_read(self, block: Block) -> bool:
+    def _is_read(self, block: StorageBlock) -> bool:
         return any(_read_by_backward(x) for x in self.values[block])
 
     def kept(self, num_dropped: int) -> set[fx.Node]:
@@ -78,7 +78,7 @@ class _Plans:
         blocks = (self.everything - set(self.order[:num_dropped])) | set(self.storages.given())
         return {n for n, found in self.storages.of.items() if found and blocks.issuperset(found)}
 
-    def _work(self, block: Block) -> float:
+    def _work(self, block: StorageBlock) -> float:
         """Work of recomputing a block from what else is kept, in floating-point operations."""
         seen: set[fx.Node] = set()
         stack, work = [block.node], 0.0

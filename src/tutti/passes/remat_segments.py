@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from tutti.graph.storage import Block, Storages
+from tutti.graph.storage import StorageBlock, Storages
 from tutti.passes.recompute import is_forward, state_only
 
 # So many limits on the size of a segment are tried, and so many narrow places at most.
@@ -30,17 +30,17 @@ _NUM_LIMITS, _NUM_PLACES = 24, 400
 class _Life:
     """A block that the forward makes at position `start` and itself reads last at `end`."""
 
-    block: Block
+    block: StorageBlock
     start: int
     end: int
     read: bool
 
 
-def kept_blocks(graph: fx.Graph, storages: Storages) -> tuple[set[Block], set[Block]]:
+def kept_blocks(graph: fx.Graph, storages: Storages) -> tuple[set[StorageBlock], set[StorageBlock]]:
     """The blocks to keep: what crosses the cuts; and the last segment, which the backward reads first."""
     nodes = [n for n in graph.nodes if is_forward(n)]
     lives = _lives(nodes, storages, state_only(graph))
-    chosen = _Cutter(lives, len(nodes)).chosen()
+    chosen = _SegmentCutter(lives, len(nodes)).chosen()
     last = chosen[-1] if chosen else -1
     crossing = {v.block for c in chosen for v in lives if v.start <= c < v.end}
     return crossing, {v.block for v in lives if v.read and v.start > last} - crossing
@@ -48,8 +48,8 @@ def kept_blocks(graph: fx.Graph, storages: Storages) -> tuple[set[Block], set[Bl
 
 def _lives(nodes: Sequence[fx.Node], storages: Storages, lasting: set[fx.Node]) -> list[_Life]:
     order = {node: i for i, node in enumerate(nodes)}
-    end: dict[Block, int] = {}
-    read: set[Block] = set()
+    end: dict[StorageBlock, int] = {}
+    read: set[StorageBlock] = set()
     for node in nodes:
         for block in storages.of[node]:
             for user in node.users:
@@ -63,7 +63,7 @@ def _lives(nodes: Sequence[fx.Node], storages: Storages, lasting: set[fx.Node]) 
     ]
 
 
-class _Cutter:
+class _SegmentCutter:
     def __init__(self, lives: list[_Life], num_nodes: int) -> None:
         self.num_nodes = num_nodes
         steps = [0] * (num_nodes + 1)

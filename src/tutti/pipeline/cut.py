@@ -72,7 +72,7 @@ def cut(
     Raises:
         LayoutError: fewer nodes than stages, or a name that no module has.
     """
-    cutter = _Cutter(moments, num_stages)
+    cutter = _StageCutter(moments, num_stages)
     if names:
         cuts = cutter.named(names)
     else:
@@ -82,7 +82,7 @@ def cut(
     return found
 
 
-class _Cutter:
+class _StageCutter:
     def __init__(self, moments: Moments, num_stages: int) -> None:
         self.moments, self.num_stages = moments, num_stages
         during = moments.during()

@@ -12,7 +12,7 @@ from tutti.graph import collectives
 from tutti.graph.edit import source_of
 from tutti.graph.loop import Body, Do, Sum, loop
 from tutti.pipeline.moments import Moments
-from tutti.pipeline.places import Plan, bundles
+from tutti.pipeline.places import PipelinePlan, bundles
 from tutti.pipeline.stage_parts import early_part
 
 
@@ -28,7 +28,7 @@ class PlaceGraph:
     def __init__(
         self,
         moments: Moments,
-        plan: Plan,
+        plan: PipelinePlan,
         place: int,
         *,
         updated: Sequence[str],

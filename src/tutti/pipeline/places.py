@@ -37,7 +37,7 @@ class Transfer:
 
 
 @dataclass
-class Plan:
+class PipelinePlan:
     """What each place works out, in positions: nodes before the loop, the loop, nodes after it, the end."""
 
     order: list[fx.Node]
@@ -67,7 +67,7 @@ def plan_places(
     made_at: dict[fx.Node, int],
     given: list[list[fx.Node]],
     results: Iterable[tuple[fx.Node, frozenset[int]]],
-) -> Plan:
+) -> PipelinePlan:
     """What runs where.
 
     Args:
@@ -78,7 +78,7 @@ def plan_places(
     """
     before = [n for n in moments.graph.nodes if moments.when[n] == BEFORE]
     after = [n for n in moments.graph.nodes if moments.when[n] == AFTER and n.op != "output"]
-    plan = Plan([*before, *after], len(before), [set() for _ in range(num_places)])
+    plan = PipelinePlan([*before, *after], len(before), [set() for _ in range(num_places)])
     can = _possible_places(plan, moments, num_places, owners, made_at)
     needs: list[dict[fx.Node, int]] = [{} for _ in range(num_places)]
 
@@ -120,7 +120,7 @@ def _operands(node: fx.Node, moments: Moments) -> list[fx.Node]:
 
 
 def _possible_places(
-    plan: Plan,
+    plan: PipelinePlan,
     moments: Moments,
     num_places: int,
     owners: dict[str, frozenset[int]],

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph.aliases import roots_of
-from tutti.graph.loop import GATHER, REDUCE, Part
+from tutti.graph.loop import GATHER, REDUCE, LoopPart
 from tutti.graph.order import ancestors
 from tutti.graph.state import is_state
 from tutti.pipeline.cut import Stages
@@ -42,7 +42,7 @@ class Parts:
     results: what comes out of each stage: sums over the micro-batches, or what is reduced of them.
     """
 
-    parts: dict[Key, Part] = field(default_factory=dict)
+    parts: dict[Key, LoopPart] = field(default_factory=dict)
     members: dict[Key, list[fx.Node]] = field(default_factory=dict)
     given: dict[Key, list[fx.Node]] = field(default_factory=dict)
     messages: dict[tuple[int, str, int], list[fx.Node]] = field(default_factory=dict)
@@ -55,10 +55,10 @@ class Parts:
 
 def parts_of(moments: Moments, stages: Stages, *, halves: bool = False) -> Parts:
     """The parts of each stage; with `halves` the backward in `I` and `W`."""
-    return _Writer(moments, stages, halves).write()
+    return _StagePartsWriter(moments, stages, halves).write()
 
 
-def early_part(moments: Moments, total: fx.Node) -> tuple[Part, list[fx.Node]]:
+def early_part(moments: Moments, total: fx.Node) -> tuple[LoopPart, list[fx.Node]]:
     """The part whose sum is `total`, which is early; and what it reads from before."""
     source: fx.Node = total.args[0]  # type: ignore[assignment]
     nodes = ancestors([source], lambda n: moments.when[n] == DURING)
@@ -66,7 +66,7 @@ def early_part(moments: Moments, total: fx.Node) -> tuple[Part, list[fx.Node]]:
     return _part(nodes, given, [], [], [(total, source)]), given
 
 
-class _Writer:
+class _StagePartsWriter:
     def __init__(self, moments: Moments, stages: Stages, halves: bool) -> None:
         self.moments, self.stages = moments, stages
         single = stages.num_stages == 1
@@ -204,7 +204,7 @@ def _part(
     reads: list[fx.Node],
     outputs: list[fx.Node],
     sums: list[tuple[fx.Node, fx.Node]],
-) -> Part:
+) -> LoopPart:
     graph, mapped = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = [*given, *reads]
     for x in inputs:
@@ -214,7 +214,7 @@ def _part(
         mapped[node] = graph.node_copy(node, mapped.__getitem__)
     given_up = _own_memory(graph, [mapped[x] for x in outputs], [mapped[x] for _, x in sums])
     graph.output(([mapped[x] for x in outputs], given_up))
-    return Part(
+    return LoopPart(
         graph,
         tuple(x.name for x in inputs),
         tuple(x.name for x in outputs),

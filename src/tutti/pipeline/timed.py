@@ -24,7 +24,7 @@ from tutti.pipeline.cut import Stages, cut
 from tutti.pipeline.moments import Moments, moments_of
 from tutti.pipeline.owners import owners_of, stages_of_homes
 from tutti.pipeline.place_graph import PlaceGraph, output_of, sum_of
-from tutti.pipeline.places import Plan, plan_places
+from tutti.pipeline.places import PipelinePlan, plan_places
 from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.schedule_rows import completed, in_halves, rows_of
 from tutti.pipeline.stage_parts import Parts, fake_of, parts_of
@@ -75,10 +75,10 @@ def timed(
     parts = parts_of(moments, stages, halves=halves)
     schedule = completed(in_halves(schedule) if halves else schedule, parts)
     owners = owners_of(program, parts, place_of, homes or {})
-    return _Writer(program, moments, stages, parts, owners, schedule).write()
+    return _TimedProgramWriter(program, moments, stages, parts, owners, schedule).write()
 
 
-class _Writer:
+class _TimedProgramWriter:
     def __init__(
         self,
         program: Program,
@@ -106,7 +106,7 @@ class _Writer:
         programs = [self._program(plan, p) for p in self.places]
         return Timed(programs, self.stages, self.owners, self.schedule, self.bodies)
 
-    def _program(self, plan: Plan, place: int) -> Program:
+    def _program(self, plan: PipelinePlan, place: int) -> Program:
         captured = self.program.captured
         graph = PlaceGraph(
             self.moments,

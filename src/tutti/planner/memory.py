@@ -21,10 +21,10 @@ from tutti.graph.edit import RECOMPUTED, source_of
 from tutti.graph.liveness import last_holders, peak, peak_inside
 from tutti.graph.loop import loop
 from tutti.graph.matmul import is_faster
-from tutti.graph.part_memory import Piece
+from tutti.graph.part_memory import HeldMemory
 from tutti.graph.scratch import borrowed
 from tutti.graph.state import is_state
-from tutti.graph.storage import Block, Storages
+from tutti.graph.storage import StorageBlock, Storages
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
@@ -48,7 +48,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Memory:
+class PeakMemory:
     """Bytes that one rank holds at the peak of a call, where that is, and what the bytes are.
 
     `peak_nbytes` is the sum of the four kinds; `call_nbytes` of it come and go with the call.
@@ -73,7 +73,7 @@ class Memory:
     largest: tuple[Held, ...]
 
 
-def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
+def predict(program: Program, graph: fx.Graph | None = None) -> PeakMemory:
     """The peak of one call of `program`, on the rank that holds most.
 
     `graph` is the program's graph as it is to run; by default after every pass of `passes.pass_table`, with
@@ -90,7 +90,7 @@ def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
     kinds = _Kinds(graph, storages)
     inside = peak_inside(at, storages.mode)
     made = _live_at(at, graph, storages)
-    live: list[Block | Piece] = [*storages.given(), *made]
+    live: list[StorageBlock | HeldMemory] = [*storages.given(), *made]
     if inside is not None:  # the sums that the loop returns are among the pieces
         live = [b for b in live if b.node is not at] + list(inside.pieces)
     nbytes: Counter[str] = Counter()
@@ -101,7 +101,7 @@ def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
     values.sort(key=lambda b: b.nbytes, reverse=True)
     where = f" in {inside.do}" if inside else ""
     at = inside.node if inside else at
-    return Memory(
+    return PeakMemory(
         peak_nbytes=nbytes.total(),
         call_nbytes=call_nbytes,
         state_nbytes=nbytes["state"],
@@ -115,7 +115,7 @@ def predict(program: Program, graph: fx.Graph | None = None) -> Memory:
     )
 
 
-def predict_places(made: Timed) -> list[Memory]:
+def predict_places(made: Timed) -> list[PeakMemory]:
     """The peak of one call at each place of a pipeline."""
     return [predict(one) for one in made.programs]
 
@@ -124,10 +124,10 @@ def _has_loop(graph: fx.Graph) -> bool:
     return any(node.target is loop for node in graph.nodes)
 
 
-def _live_at(at: fx.Node, graph: fx.Graph, storages: Storages) -> Iterable[Block]:
+def _live_at(at: fx.Node, graph: fx.Graph, storages: Storages) -> Iterable[StorageBlock]:
     """The blocks that the call has made by `at` and not given back."""
     freed = last_holders(graph, storages)
-    live: dict[Block, None] = {}
+    live: dict[StorageBlock, None] = {}
     for node in graph.nodes:
         live |= dict.fromkeys(storages.made(node))
         if node is at:
@@ -145,15 +145,15 @@ class _Kinds:
         both: Any = output.args[0]
         self.updates = {block for x in both[1] for block in storages.of[x]}
         self.ends = {b: n for n, dead in last_holders(graph, storages).items() for b in dead}
-        self.values: dict[Block, fx.Node] = {}
+        self.values: dict[StorageBlock, fx.Node] = {}
         for node, blocks in storages.of.items():
             for block in blocks:
                 if isinstance(node.meta.get("val"), Tensor):
                     self.values.setdefault(block, node)
 
-    def of(self, block: Block | Piece) -> str:
+    def of(self, block: StorageBlock | HeldMemory) -> str:
         node = block.node
-        if isinstance(block, Piece):
+        if isinstance(block, HeldMemory):
             return _kind_in_loop(block)
         if node.op != "call_function":
             return "state" if is_state(node) else "other"
@@ -163,17 +163,17 @@ class _Kinds:
             return "activation"
         return "gradient" if self._is_gradient(block) else "other"
 
-    def _is_gradient(self, block: Block) -> bool:
+    def _is_gradient(self, block: StorageBlock) -> bool:
         """Whether the backward made it, or a collective of what it made, and the update reads it."""
         moved = block.node.meta.get("value", block.node)
         end = self.ends.get(block)
         into_update = end is not None and end.meta.get("region") == "update"
         return into_update and moved.meta.get("region") == "backward"
 
-    def held(self, block: Block | Piece) -> Held:
+    def held(self, block: StorageBlock | HeldMemory) -> Held:
         """The first value that lies in the block, in words."""
         node = block.node
-        if isinstance(block, Block):
+        if isinstance(block, StorageBlock):
             node = self.values.get(block, node)
         val = node.meta.get("val")
         shape = tuple(val.shape) if isinstance(val, Tensor) else ()
@@ -182,7 +182,7 @@ class _Kinds:
         return Held(name, shape, block.nbytes, self.of(block), source_of(node))
 
 
-def _kind_in_loop(piece: Piece) -> str:
+def _kind_in_loop(piece: HeldMemory) -> str:
     region = piece.node.meta.get("region")
     if region == "forward" or RECOMPUTED in piece.node.meta:
         return "activation"

@@ -39,7 +39,7 @@ Place = Mapping[str, str]
 
 
 @dataclass
-class Plan:
+class ShardingPlan:
     """A captured graph with what is wanted of every value, and how each state tensor is kept.
 
     `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held`
@@ -70,7 +70,7 @@ def plan(
     *,
     known: Mapping[str, Sharding] | None = None,
     dims: Dims | None = None,
-) -> Plan:
+) -> ShardingPlan:
     """Decide where everything lies; rewrites `captured.graph` (boundaries, decompositions).
 
     `known` are compute shardings settled by an earlier step on the same model; they stay. `dims` says which
@@ -97,8 +97,11 @@ def plan(
 
 
 def _fullest(
-    first: Plan, spare: Captured, ways: list[Dims], planned: Callable[[Captured, Dims], Plan]
-) -> Plan:
+    first: ShardingPlan,
+    spare: Captured,
+    ways: list[Dims],
+    planned: Callable[[Captured, Dims], ShardingPlan],
+) -> ShardingPlan:
     """`first`, or the plan by other samples that leaves less of the step whole on every rank of `data`."""
     found, chosen, least = first, ways[0], _whole_share(first)
     for dims in ways[1:] if least > MOST_WHOLE else []:
@@ -110,7 +113,7 @@ def _fullest(
     return found
 
 
-def _whole_share(made: Plan) -> float:
+def _whole_share(made: ShardingPlan) -> float:
     return whole_share(made.captured.graph, made.spread.of, frozenset(COMPUTE))
 
 
@@ -120,13 +123,13 @@ def _planned(
     place: Place | None,
     known: Mapping[str, Sharding] | None,
     dims: Dims,
-) -> Plan:
+) -> ShardingPlan:
     shapes = {
         n: captured.placeholder(n).meta["val"].shape for n, d in dims.items() if d is not None
     }
     layout = micro_of(layout, [int(shapes[n][d]) for n, d in dims.items() if d is not None])
     boundaries = insert_boundaries(captured)
-    made = Plan(captured, layout, Spread(layout.program_mesh), boundaries)
+    made = ShardingPlan(captured, layout, Spread(layout.program_mesh), boundaries)
     _alias_weights(made)
     _seed_known(made, known or {})
     _seed_place(made, place or {})
@@ -145,7 +148,7 @@ def _planned(
     return made
 
 
-def _alias_weights(made: Plan) -> None:
+def _alias_weights(made: ShardingPlan) -> None:
     """All marks of one weight lie alike, and take the axes that split weights only."""
     first: dict[str, fx.Node] = {}
     for mark, kind in made.boundaries.items():
@@ -156,7 +159,7 @@ def _alias_weights(made: Plan) -> None:
             made.spread.accepts[lead] = MODEL_AXES
 
 
-def _seed_known(made: Plan, known: Mapping[str, Sharding]) -> None:
+def _seed_known(made: ShardingPlan, known: Mapping[str, Sharding]) -> None:
     marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
     for name, sharding in known.items():
         made.compute[name] = sharding
@@ -166,7 +169,7 @@ def _seed_known(made: Plan, known: Mapping[str, Sharding]) -> None:
             )
 
 
-def _seed_place(made: Plan, place: Place) -> None:
+def _seed_place(made: ShardingPlan, place: Place) -> None:
     parameters = [n for n, k in made.captured.kinds.items() if k == "parameter"]
     marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
     for pattern, text in place.items():
@@ -196,7 +199,7 @@ def _seed_place(made: Plan, place: Place) -> None:
                 )
 
 
-def _outputs(made: Plan, pattern: str) -> list[fx.Node]:
+def _outputs(made: ShardingPlan, pattern: str) -> list[fx.Node]:
     """The nodes, one a module, that hold the outputs of modules whose names match."""
     found: dict[str, fx.Node] = {}
     for node in made.captured.graph.nodes:
@@ -242,7 +245,7 @@ def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding
     return Sharding(dims)
 
 
-def _seed_batch(made: Plan, dims: Dims) -> None:
+def _seed_batch(made: ShardingPlan, dims: Dims) -> None:
     """`data` splits the samples of the batch, `seq` the second dim of what looks like (batch, sequence)."""
     mesh = made.mesh
     for name in (n for n, k in made.captured.kinds.items() if k == "batch"):
@@ -265,7 +268,7 @@ def _seed_batch(made: Plan, dims: Dims) -> None:
         made.spread.seed(node, Sharding(split), "the layout splits the batch", closed=True)
 
 
-def _seed_hints(made: Plan) -> None:
+def _seed_hints(made: ShardingPlan) -> None:
     for node in made.captured.graph.nodes:
         if node.target is shard_as_op:
             text: str = node.args[1]
@@ -276,7 +279,7 @@ def _seed_hints(made: Plan) -> None:
             made.held.add(node)
 
 
-def _settle_state(made: Plan) -> None:
+def _settle_state(made: ShardingPlan) -> None:
     """Compute shardings are known now; storage follows from them and from `zero`."""
     captured, mesh, zero = made.captured, made.mesh, made.layout.zero
     marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
@@ -305,7 +308,7 @@ def _settle_state(made: Plan) -> None:
             made.spread.seed(given[name], sharding, f"zero={zero}", closed=True)
 
 
-def _want_gradients(made: Plan) -> bool:
+def _want_gradients(made: ShardingPlan) -> bool:
     """Want a gradient split as its weight is already where it is made; whether there was any to be split.
 
     What makes it may have no other reason to: that of an embedding would be made whole, and then cut.
@@ -321,7 +324,7 @@ def _want_gradients(made: Plan) -> bool:
     return found
 
 
-def _decompose(made: Plan) -> bool:
+def _decompose(made: ShardingPlan) -> bool:
     """Take apart the ops that need a factor whole which is wanted split; whether there were any."""
     editor = Editor(made.captured.graph, made.captured.mode)
     found = False
@@ -343,7 +346,7 @@ def _decompose(made: Plan) -> bool:
     return found
 
 
-def _wants_whole_split(made: Plan, node: fx.Node) -> bool:
+def _wants_whole_split(made: ShardingPlan, node: fx.Node) -> bool:
     rule = made.spread.rule(node)
     if rule is None or not rule.whole:
         return False

@@ -19,7 +19,7 @@ from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.posts.letters import Letter
 from tutti.comm.posts.lines import connect_lines
-from tutti.comm.posts.post import Post, lease_seconds
+from tutti.comm.posts.post import RankPost, lease_seconds
 from tutti.errors import CommError
 from tutti.layout import Mesh
 from tutti.replicas.mean import Mean
@@ -53,7 +53,7 @@ class Between:
         self._meeting = Meeting(self._ranks, self.replica, self._timeout)
         self._pushed: dict[str, dict[int, Message]] = {}
         self._replies: list[tuple[int, str, Message]] = []
-        self.post = Post(connect_lines(self._ranks, groups), self._take)
+        self.post = RankPost(connect_lines(self._ranks, groups), self._take)
         self._meeting.post = self.post
 
     def _take(self, rank: int, letter: Letter) -> Callable[[], None] | None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from tutti.replicas.between import Between
-from tutti.replicas.member import Member
-from tutti.replicas.pieces import Piece, cut, joined, names_of
+from tutti.replicas.member import ReplicaMember
+from tutti.replicas.pieces import TensorPiece, cut, joined, names_of
 from tutti.replicas.strategy import CENTRE, Round, Weights
 from tutti.replicas.traffic import Message
 
@@ -23,7 +23,7 @@ Event = tuple[str, int] | tuple[str, int, str]
 class _Call:
     due: Round
     replica: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[TensorPiece]
 
 
 class Calls:
@@ -38,10 +38,10 @@ class Calls:
     `note`, if given, is told of every event in the order in which they took effect.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: ReplicaMember) -> None:
         self.member = member
         self.note: Callable[[Event], object] = lambda event: None
-        self._parts: list[list[Piece]] = []
+        self._parts: list[list[TensorPiece]] = []
         self._out: dict[str, _Call] = {}
         self._own: set[int] = set()
 
@@ -90,7 +90,7 @@ class Calls:
                 now |= new
                 yield new
 
-    def _whom(self, due: Round, between: Between) -> Iterator[tuple[str, int, list[Piece]]]:
+    def _whom(self, due: Round, between: Between) -> Iterator[tuple[str, int, list[TensorPiece]]]:
         here = between.here()
         if due.kind == CENTRE:
             for j, pieces in enumerate(self._parts):

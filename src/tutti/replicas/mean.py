@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tutti.comm.collectives.compression import COMPRESSIONS
 from tutti.replicas import traffic
-from tutti.replicas.pieces import Piece, cut, joined
+from tutti.replicas.pieces import TensorPiece, cut, joined
 from tutti.replicas.strategy import State
 from tutti.replicas.traffic import Message
 
@@ -93,7 +93,7 @@ class Mean:
             found[piece.key] = x
         return {n: x.cpu() for n, x in found.items()}
 
-    def _compressed(self, piece: Piece, x: Tensor, times: int = 0) -> Message:
+    def _compressed(self, piece: TensorPiece, x: Tensor, times: int = 0) -> Message:
         """What travels for a piece; `times` its error is kept."""
         if f"error.{piece.name}" not in self.errors:
             return {piece.key: x}
@@ -103,7 +103,7 @@ class Mean:
             self._error(piece).copy_(lost * times)
         return message
 
-    def _error(self, piece: Piece) -> Tensor:
+    def _error(self, piece: TensorPiece) -> Tensor:
         return self.errors[f"error.{piece.name}"].view(-1)[piece.begin : piece.end]
 
 

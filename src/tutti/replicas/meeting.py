@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tutti.comm.posts.letters import Letter
-from tutti.comm.posts.post import Post
+from tutti.comm.posts.post import RankPost
 from tutti.errors import CommError
 from tutti.replicas.traffic import Message
 
@@ -54,7 +54,7 @@ class Meeting:
         self._ranks, self._replica, self._timeout = list(ranks), replica, timeout_seconds
         self._rounds: OrderedDict[str, _Round] = OrderedDict()
         self._closed: OrderedDict[str, None] = OrderedDict()
-        self.post: Post | None = None
+        self.post: RankPost | None = None
 
     def handle(self, replica: int, letter: Letter) -> None:
         """A letter of this protocol; the post's lock is held."""
@@ -178,7 +178,7 @@ class Meeting:
     def _send(self, replica: int, topic: str, message: Message) -> None:
         self._the_post().send(self._ranks[replica], topic, message)
 
-    def _the_post(self) -> Post:
+    def _the_post(self) -> RankPost:
         assert self.post is not None
         return self.post
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from tutti.replicas.mean import Mean
-from tutti.replicas.pieces import Piece
+from tutti.replicas.pieces import TensorPiece
 from tutti.replicas.strategy import (
     CALLS,
     MEAN,
@@ -24,7 +24,7 @@ from tutti.replicas.traffic import Message
 
 
 @dataclass
-class Member:
+class ReplicaMember:
     """What one rank of one replica does for a strategy.
 
     Args:
@@ -73,7 +73,7 @@ class Member:
         with self.lock:
             self.state |= mean.errors
 
-    def answer(self, pieces: Sequence[Piece], call: Message) -> Message:
+    def answer(self, pieces: Sequence[TensorPiece], call: Message) -> Message:
         """The reply to another replica's call about these pieces of the weights."""
         with self.lock:
             kind = self.strategy.answers_from
@@ -88,7 +88,7 @@ class Member:
                 mine[key].copy_(value)
             return reply
 
-    def replace(self, pieces: Sequence[Piece], call: Message) -> None:
+    def replace(self, pieces: Sequence[TensorPiece], call: Message) -> None:
         """Let these pieces of what others ask for be as in `call`: who had them is lost."""
         with self.lock:
             for p in pieces:

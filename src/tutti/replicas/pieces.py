@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """The numbers from `begin` to `end` of the tensor `name`, in the order in which they lie."""
 
     name: str
@@ -32,24 +32,24 @@ class Piece:
         return tensors[self.name].reshape(-1)[self.begin : self.end]
 
 
-def cut(tensors: Mapping[str, Tensor], count: int) -> list[list[Piece]]:
+def cut(tensors: Mapping[str, Tensor], count: int) -> list[list[TensorPiece]]:
     """The pieces of each of `count` parts, which differ by one number at most."""
     total = sum(x.numel() for x in tensors.values())
     bounds = [total * j // count for j in range(count + 1)]
-    parts: list[list[Piece]] = []
+    parts: list[list[TensorPiece]] = []
     for low, high in pairwise(bounds):
         pieces, begin = [], 0
         for name, x in tensors.items():
             first, last = max(low - begin, 0), min(high - begin, x.numel())
             if first < last:
-                pieces.append(Piece(name, first, last))
+                pieces.append(TensorPiece(name, first, last))
             begin += x.numel()
         parts.append(pieces)
     return parts
 
 
 def joined(
-    pieces: Iterable[Piece], values: Mapping[str, Tensor], likes: Mapping[str, Tensor]
+    pieces: Iterable[TensorPiece], values: Mapping[str, Tensor], likes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Tensors like `likes` from their pieces' values, zeros where none is given."""
     found = {
@@ -61,6 +61,6 @@ def joined(
     return found
 
 
-def names_of(pieces: Iterable[Piece]) -> Sequence[str]:
+def names_of(pieces: Iterable[TensorPiece]) -> Sequence[str]:
     """The tensors that have a piece among these."""
     return list(dict.fromkeys(piece.name for piece in pieces))

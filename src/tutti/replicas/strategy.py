@@ -1,7 +1,7 @@
 """What a strategy is: a value that says when replicas exchange, what they send, and what they make of it.
 
 A strategy moves nothing itself. It names its exchanges, as a partitioned graph names its collectives, and
-players answer them: `virtual.Replicas` for all replicas in one process, `member.Member` with
+players answer them: `virtual.Replicas` for all replicas in one process, `member.ReplicaMember` with
 `between.Between` for one rank of a run.
 
     step        1   2   3   4   5   6   7   8

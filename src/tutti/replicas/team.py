@@ -16,7 +16,7 @@ from tutti.layout import Mesh
 from tutti.replicas.between import Between
 from tutti.replicas.calls import Calls
 from tutti.replicas.mean import Mean
-from tutti.replicas.member import Member
+from tutti.replicas.member import ReplicaMember
 from tutti.replicas.strategy import CALLS, MEAN, Round, State, Strategy, Weights
 from tutti.replicas.traffic import Message
 
@@ -41,7 +41,7 @@ class Team:
         self, strategy: Strategy, mesh: Mesh, names: Sequence[str], device: torch.device
     ) -> None:
         self.strategy = strategy
-        self.member = Member(strategy, names, mesh.size("replica"))
+        self.member = ReplicaMember(strategy, names, mesh.size("replica"))
         self.calls = Calls(self.member)
         self.between = Between(mesh, device, self.calls.answer)
         self._thread: ThreadPoolExecutor | None = None
@@ -144,7 +144,7 @@ class Team:
         for k in range(max(1, step - self.strategy.longest_delay), step + 1):
             for due in self.strategy.rounds(k, self.between.num_replicas):
                 if due.lands > step:
-                    member = Member(
+                    member = ReplicaMember(
                         self.strategy, self.member.names, self.between.num_replicas, dict(begin)
                     )
                     message = member.begin(due, weights, buffers)[1]

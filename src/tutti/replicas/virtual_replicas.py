@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tutti.replicas.member import Member
-from tutti.replicas.pieces import Piece, cut, joined
+from tutti.replicas.member import ReplicaMember
+from tutti.replicas.pieces import TensorPiece, cut, joined
 from tutti.replicas.strategy import CALLS, CENTRE, MEAN, Round, Strategy, Weights
 from tutti.replicas.traffic import Message
 
@@ -26,7 +26,7 @@ class Replicas:
         self, strategy: Strategy, names: Sequence[str], weights: Sequence[Weights]
     ) -> None:
         self.strategy = strategy
-        self.members = [Member(strategy, names, len(weights)) for _ in weights]
+        self.members = [ReplicaMember(strategy, names, len(weights)) for _ in weights]
         for member, own in zip(self.members, weights, strict=True):
             member.start(own)
         self.underway: dict[Round, list[Message]] = {}
@@ -88,7 +88,7 @@ class Replicas:
         """The replies to one replica's calls, made one after the other."""
         parts = cut(message, len(self.members))
         pieces = [p for part in parts for p in part]
-        calls: list[tuple[int, list[Piece]]] = list(enumerate(parts))
+        calls: list[tuple[int, list[TensorPiece]]] = list(enumerate(parts))
         if due.kind != CENTRE:
             partner = self.strategy.partner(due.begins, replica, range(len(self.members)))
             calls = [] if partner is None else [(partner, pieces)]

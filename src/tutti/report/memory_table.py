@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from tutti.planner.memory import Memory
+from tutti.planner.memory import PeakMemory
 from tutti.quantities import format_nbytes
 from tutti.report.text_table import columns
 
 
-def memory_text(memory: Memory, measured: int | None = None) -> str:
+def memory_text(memory: PeakMemory, measured: int | None = None) -> str:
     """The peak with its kinds, where it is, and what is largest there; `measured` beside the call's part."""
     kinds = {
         "state": memory.state_nbytes,

@@ -20,8 +20,8 @@ from tutti.report.pipeline import pipeline_text
 from tutti.report.text_table import columns
 from tutti.server.protocol import consistency
 from tutti.server.protocol.consistency import Consistency
-from tutti.server.protocol.keys import Block, blocks
-from tutti.server.protocol.update import Variable
+from tutti.server.protocol.keys import VariableBlock, blocks
+from tutti.server.protocol.update import ServedVariable
 from tutti.server.split.program import in_slices
 from tutti.server.split.three_parts import Split
 from tutti.server.split.two_levels import REPLICA
@@ -68,7 +68,7 @@ def explain_servers(
     return "\n\n".join(parts)
 
 
-def _variables(updater: GraphUpdater, every: tuple[Block, ...]) -> str:
+def _variables(updater: GraphUpdater, every: tuple[VariableBlock, ...]) -> str:
     rows = []
     for v in updater.variables:
         own = [b for b in every if b.variable.name == v.name]
@@ -80,7 +80,7 @@ def _variables(updater: GraphUpdater, every: tuple[Block, ...]) -> str:
     return columns(("variable", "shape", "cut", "blocks", "servers", "weight", "slots"), rows)
 
 
-def _servers(every: tuple[Block, ...], num_servers: int, *, twice: bool) -> str:
+def _servers(every: tuple[VariableBlock, ...], num_servers: int, *, twice: bool) -> str:
     """What each server has; with `twice` also the weights before the last update."""
     held: Counter[int] = Counter()
     for b in every:
@@ -94,7 +94,7 @@ def _servers(every: tuple[Block, ...], num_servers: int, *, twice: bool) -> str:
     )
 
 
-def _kept(v: Variable) -> int:
+def _kept(v: ServedVariable) -> int:
     """Bytes of a variable with its slots."""
     state = [(v.shape, v.dtype), *v.slots.values()]
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in state)
@@ -132,7 +132,7 @@ def _traffic(
     program: Program,
     timed: Timed | None,
     layout: Layout,
-    every: tuple[Block, ...],
+    every: tuple[VariableBlock, ...],
     due: Consistency,
     *,
     alone: bool,

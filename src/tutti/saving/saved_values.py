@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tutti.calls.python_values import PythonValues
-from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Place, named
+from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, TableEntry, named
 from tutti.capture.python.plain_values import is_plain_number
 from tutti.errors import CheckpointError
 
@@ -68,7 +68,7 @@ def put(values: PythonValues, saved: Mapping[str, Tensor]) -> None:
                 place.put(value.item())
 
 
-def _place(values: PythonValues, name: str) -> Place | None:
+def _place(values: PythonValues, name: str) -> TableEntry | None:
     """Where a value of this name stands, or will: a dict may have no such key before the first call."""
     known = _places(values)
     if name in known:
@@ -78,14 +78,14 @@ def _place(values: PythonValues, name: str) -> Place | None:
         if rest == name or not isinstance(table.find(), dict):
             continue
         if table.kind == MEMBER and rest.isidentifier():
-            return Place(table, rest)
+            return TableEntry(table, rest)
         if table.kind == ITEM and rest[:1] + rest[-1:] == "[]":
             with contextlib.suppress(ValueError, SyntaxError):
-                return Place(table, ast.literal_eval(rest[1:-1]))
+                return TableEntry(table, ast.literal_eval(rest[1:-1]))
     return None
 
 
-def _places(values: PythonValues) -> dict[str, Place]:
+def _places(values: PythonValues) -> dict[str, TableEntry]:
     every = [
         (name, place) for name, place, value in named(values.state.tables) if value is not MISSING
     ]

@@ -26,7 +26,7 @@ from tutti.server.protocol import consistency
 from tutti.server.protocol.table_rows import Rows
 from tutti.server.protocol.update import WEIGHT
 from tutti.server.split.small_sums import SmallSums
-from tutti.server.split.sparse_tables import Lookup
+from tutti.server.split.sparse_tables import TableLookup
 from tutti.server.split.two_levels import REPLICA, TwoLevels
 from tutti.server.split.updater import GraphUpdater, check_same
 from tutti.server.wire.client import Client
@@ -293,7 +293,7 @@ class WorkerSide:
 _APART = " apart"
 
 
-def _room(lookup: Lookup, table: Tensor) -> Tensor:
+def _room(lookup: TableLookup, table: Tensor) -> Tensor:
     """Whole rows that are still to come, of a table that may lie here in parts."""
     return local_of(table).new_zeros((lookup.num_rows, *table.shape[1:]))
 

@@ -19,7 +19,7 @@ from tutti.job import Job
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.propagate.storage_sharding import slot_like
-from tutti.server.protocol.update import Variable
+from tutti.server.protocol.update import ServedVariable
 from tutti.server.wire.worker_ranks import WorkerRanks
 from tutti.state.residence import (
     Residence,
@@ -89,7 +89,7 @@ class WorkerWeights:
     def _part(self, name: str, whole: Tensor) -> Tensor:
         return self.home.storage[name].cut(whole, self.home.layout.place_mesh, self.place)
 
-    def make_slots(self, variables: Iterable[Variable]) -> None:
+    def make_slots(self, variables: Iterable[ServedVariable]) -> None:
         """The optimizer's slots, with no values yet; on several ranks each its part."""
         if self.worker_ranks.size == 1:
             return create_slots(self.job.optimizer)

@@ -13,7 +13,7 @@ from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import RUN_DIR
 from tutti.job import Job
-from tutti.launch.records import Joined, write_record
+from tutti.launch.records import ReplicaJoined, write_record
 from tutti.replicas import replica_rows, strategies
 from tutti.replicas.strategy import AVERAGED
 from tutti.replicas.team import Team
@@ -59,7 +59,7 @@ class Agreeing:
         assert isinstance(group, dist.ProcessGroup)
         self.saving = tuple(range(self.layout.num_replicas)), group
         if run_dir := RUN_DIR.read():
-            write_record(Path(run_dir), Joined(dist.get_rank(), self.replica))
+            write_record(Path(run_dir), ReplicaJoined(dist.get_rank(), self.replica))
 
     def after(self, num_steps: int) -> None:
         """What is due after so many steps."""

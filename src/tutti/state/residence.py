@@ -33,7 +33,7 @@ from tutti.torch_private.module_tables import share_tensor_hooks
 
 
 @dataclass(frozen=True)
-class Block:
+class WholeBlock:
     """A block of the user's program in which weights are whole: on all ranks, or on `rank` alone.
 
     `wholes` holds what is in the place of each shard, by its id; `line` is where the block begins.
@@ -73,7 +73,7 @@ class Residence:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     renewed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
     settled: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    block: Block | None = None
+    block: WholeBlock | None = None
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     fetch: Callable[[], None] | None = None
 

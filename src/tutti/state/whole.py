@@ -24,7 +24,7 @@ from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
 from tutti.errors import LayoutError, TuttiError
 from tutti.state.replacing import put_in_place
-from tutti.state.residence import Block, Residence, is_here, known_residence
+from tutti.state.residence import Residence, WholeBlock, is_here, known_residence
 from tutti.state.shards import StateShard, cut
 from tutti.torch_private.dtensors import local_part
 from tutti.torch_private.module_tables import share_tensor_hooks
@@ -86,7 +86,7 @@ class Whole:
         self._check_rank(home)
         takes_part = self._rank is None or self._rank in group_of(home).ranks
         wholes = self._open(home, here) if takes_part else {}
-        self._home, home.block = home, Block(quoted(user_line()), self._rank, wholes)
+        self._home, home.block = home, WholeBlock(quoted(user_line()), self._rank, wholes)
         return here
 
     def _open(self, home: Residence, here: bool) -> dict[int, Tensor]:

@@ -22,7 +22,7 @@ from tutti.capture.step import Captured
 from tutti.capture.substitutes.sparse import dense
 from tutti.errors import TuttiError
 from tutti.graph.promote import Promoted, promoted, promoted_value
-from tutti.graph.virtual_ranks import Post, VirtualRanks
+from tutti.graph.virtual_ranks import VirtualPost, VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
 from tutti.torch_private.pytrees import tree_leaves
@@ -228,7 +228,7 @@ class PartitionComparison:
 
     def play(self, k: int) -> list[list[Any]]:
         """Step `k` of every place; several at once, as they send each other what crosses."""
-        post, local = Post(), self._local
+        post, local = VirtualPost(), self._local
 
         def play(place: int) -> list[Any]:
             graph, owner = local[place]

@@ -18,7 +18,7 @@ from tutti.replicas.pieces import cut, joined
 from tutti.replicas.strategy import MEAN, Round, Strategy, Weights
 from tutti.replicas.traffic import Message
 from tutti.replicas.virtual_replicas import Replicas
-from tutti.server.protocol.keys import Block
+from tutti.server.protocol.keys import VariableBlock
 from tutti.server.protocol.virtual_servers import Gradients
 from tutti.server.split.replay import GIVEN
 from tutti.verification.comparisons import Errors, add_state
@@ -37,7 +37,7 @@ class CompressedPushes:
         blocks: of all variables. Rows of tables travel as they are.
     """
 
-    def __init__(self, compression: str, blocks: Sequence[Block]) -> None:
+    def __init__(self, compression: str, blocks: Sequence[VariableBlock]) -> None:
         self.compression, self.blocks = compression, blocks
         self.errors: dict[str, Tensor] = {}
 
@@ -63,7 +63,11 @@ class CompressedSums:
     """
 
     def __init__(
-        self, compression: str, blocks: Sequence[Block], num_workers: int, captured: Captured
+        self,
+        compression: str,
+        blocks: Sequence[VariableBlock],
+        num_workers: int,
+        captured: Captured,
     ) -> None:
         self.captured = captured
         self.shapes = {b.variable.name: b.variable.shape for b in blocks}

@@ -28,8 +28,8 @@ from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.ledger import Ledger, Record, initial
 from tutti.server.protocol.machine import GATHER_SECONDS, LEASE_SECONDS, OBSERVER, Machine
-from tutti.server.protocol.messages import Part
-from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.protocol.messages import TensorPart
+from tutti.server.protocol.update import WEIGHT, ServedVariable
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Desk:
     def push(self, worker: int, sequence: int, clock: int | None = None, **rest: Any) -> Any:
         clock = sequence - 1 if clock is None else clock
         made = rest.pop("made", None) or gradient(self.weights(), worker, clock)
-        parts = {b.key: Part(b.of(made[b.variable.name])) for b in self.blocks}
+        parts = {b.key: TensorPart(b.of(made[b.variable.name])) for b in self.blocks}
         rest = {"version": self.machine.ledger.version, "given": {"lr": LR}, "parts": parts} | rest
         return self.ask(m.Push, worker, sequence=sequence, clock=clock, **rest)
 
@@ -181,13 +181,13 @@ def test_one_that_joins_a_step_takes_part_in_the_clock_that_is_open() -> None:
 def test_other_values_are_loaded_once() -> None:
     desk = Desk("async", ClippedAdam(), num_workers=1)
     desk.join(0)
-    parts = {b.key: Part(torch.full(b.shape, 3.0, dtype=torch.float64)) for b in desk.blocks}
+    parts = {b.key: TensorPart(torch.full(b.shape, 3.0, dtype=torch.float64)) for b in desk.blocks}
     assert desk.ask(m.Load, 0, sequence=1, slot="second", parts=parts).sequence == 1
     assert all((s["second"] == 3).all() for s in desk.machine.ledger.state.values())
     assert desk.push(0, 2, 0, given={"lr": LR, "clip": 1.0}).sequence == 2
     assert desk.ask(m.Load, 0, sequence=1, slot="second", parts=parts).sequence == 1
     assert not any((s["second"] == 3).all() for s in desk.machine.ledger.state.values())
-    steps = {b.key: Part(torch.zeros(())) for b in desk.blocks}
+    steps = {b.key: TensorPart(torch.zeros(())) for b in desk.blocks}
     assert desk.ask(m.Load, 0, sequence=3, slot="step", parts=steps).reason == m.WRONG
     assert desk.pull(0, 1).numbers == {"lr": LR, "clip": 1.0}
 
@@ -292,7 +292,7 @@ def test_async_is_one_update_after_the_other(name: str) -> None:
 @pytest.mark.parametrize("lazy", [False, True])
 def test_rows_are_pushed_and_pulled_alone(lazy: bool) -> None:
     """A table in blocks of 4 rows: what is pushed by row is what a dense gradient would do."""
-    table = Variable(name="t", shape=(9, 2), dtype=torch.float64, rows=True, lazy=lazy)
+    table = ServedVariable(name="t", shape=(9, 2), dtype=torch.float64, rows=True, lazy=lazy)
     desk = Desk("step", Sgd(variables=(table,)))
     start = whole_state(desk.updater)
     desk.join(0), desk.join(1)
@@ -303,7 +303,7 @@ def test_rows_are_pushed_and_pulled_alone(lazy: bool) -> None:
         parts = {}
         for key, own in by_key.items():
             values, index = torch.randn(len(own), 2, dtype=torch.float64), torch.tensor(own)
-            parts[key] = Part(values, rows=index)
+            parts[key] = TensorPart(values, rows=index)
             dense[index + 3 * key] += values
         assert desk.push(worker, 1, parts=parts).sequence == 1
     plain_step(desk.updater, start, {"t": dense}, LR)
@@ -370,9 +370,9 @@ def test_what_was_lent_does_not_change() -> None:
     assert all(ledger.state[k][WEIGHT] is x for k, x in kept.items())
 
 
-def _bad_part(desk: Desk, part: Part, key: int = 0) -> dict[int, Part]:
+def _bad_part(desk: Desk, part: TensorPart, key: int = 0) -> dict[int, TensorPart]:
     made = gradient(desk.weights(), 0, 0)
-    return {b.key: Part(b.of(made[b.variable.name])) for b in desk.blocks} | {key: part}
+    return {b.key: TensorPart(b.of(made[b.variable.name])) for b in desk.blocks} | {key: part}
 
 
 F64 = torch.float64
@@ -383,22 +383,24 @@ BAD: dict[str, Any] = {
     "no learning rate": {"given": {}},
     "another number": {"given": {"lr": 1.0, "beta": 1.0}},
     "no blocks": {"parts": {}},
-    "another shape": {"part": Part(torch.zeros(9, dtype=F64))},
-    "another dtype": {"part": Part(torch.zeros(8))},
-    "rows of a flat variable": {"part": Part(torch.zeros(1, dtype=F64), rows=torch.tensor([0]))},
+    "another shape": {"part": TensorPart(torch.zeros(9, dtype=F64))},
+    "another dtype": {"part": TensorPart(torch.zeros(8))},
+    "rows of a flat variable": {
+        "part": TensorPart(torch.zeros(1, dtype=F64), rows=torch.tensor([0]))
+    },
     "a row too many": {
-        "part": Part(torch.zeros(1, 2, dtype=F64), rows=torch.tensor([3])),
+        "part": TensorPart(torch.zeros(1, 2, dtype=F64), rows=torch.tensor([3])),
         "key": -1,
     },
     "a negative row": {
-        "part": Part(torch.zeros(1, 2, dtype=F64), rows=torch.tensor([-1])),
+        "part": TensorPart(torch.zeros(1, 2, dtype=F64), rows=torch.tensor([-1])),
         "key": -1,
     },
     "a row twice": {
-        "part": Part(torch.zeros(2, 2, dtype=F64), rows=torch.tensor([1, 1])),
+        "part": TensorPart(torch.zeros(2, 2, dtype=F64), rows=torch.tensor([1, 1])),
         "key": -1,
     },
-    "a block of another server": {"part": Part(torch.zeros(8, dtype=F64)), "key": 99},
+    "a block of another server": {"part": TensorPart(torch.zeros(8, dtype=F64)), "key": 99},
 }
 
 
@@ -483,6 +485,6 @@ def test_nothing_is_predicted_from_other_values_or_from_steps_together() -> None
     assert not same_tensors(desk.weights(), before)
     for n, x in pulled(desk, 0, 2).items():
         torch.testing.assert_close(x, expected[n], rtol=0, atol=1e-13)
-    parts = {b.key: Part(torch.full(b.shape, 3.0, dtype=torch.float64)) for b in desk.blocks}
+    parts = {b.key: TensorPart(torch.full(b.shape, 3.0, dtype=torch.float64)) for b in desk.blocks}
     desk.ask(m.Load, 0, sequence=3, slot=WEIGHT, parts=parts)
     assert all((x == 3).all() for x in pulled(desk, 0, 2).values())

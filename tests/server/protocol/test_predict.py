@@ -12,18 +12,20 @@ from torch import Tensor
 
 from server.protocol.test_machine import Desk
 from server.protocol.updaters import Sgd
-from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.protocol.update import WEIGHT, ServedVariable
 
 MOMENTUM = 0.9 ** (1 / 3)
-POINT = Variable(name="w", shape=(2,), dtype=torch.float64, slots={"first": ((2,), torch.float64)})
-STRAIGHT = Variable(name="w", shape=(2,), dtype=torch.float64)
+POINT = ServedVariable(
+    name="w", shape=(2,), dtype=torch.float64, slots={"first": ((2,), torch.float64)}
+)
+STRAIGHT = ServedVariable(name="w", shape=(2,), dtype=torch.float64)
 
 
 @dataclass
 class Momentum(Sgd):
     """m <- b m + (1 - b) g, w <- w - lr m."""
 
-    variables: tuple[Variable, ...] = (POINT,)
+    variables: tuple[ServedVariable, ...] = (POINT,)
 
     def update(
         self,

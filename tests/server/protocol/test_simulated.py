@@ -268,7 +268,7 @@ def test_a_join_ends_at_one_clock() -> None:
     session = Session(0, 2, (), "sgd", parse("step"), False, 1)
 
     def joined(clock: int) -> Reply:
-        return m.Joined(clock=clock, version=1, sequence=0, num_workers=2)
+        return m.JoinReply(clock=clock, version=1, sequence=0, num_workers=2)
 
     asking = session.join()
     assert next(asking)[0].clock == -1  # type: ignore[attr-defined]

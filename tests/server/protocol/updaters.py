@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tutti.server.protocol.keys import Block, blocks
-from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.protocol.keys import VariableBlock, blocks
+from tutti.server.protocol.update import WEIGHT, ServedVariable
 
 LR = 0.125
 Whole = dict[str, dict[str, Tensor]]
 VARIABLES = (
-    Variable(name="a", shape=(10, 3), dtype=torch.float64, divisible=True),
-    Variable(name="b", shape=(7,), dtype=torch.float64),
-    Variable(name="table", shape=(9, 2), dtype=torch.float64, rows=True),
+    ServedVariable(name="a", shape=(10, 3), dtype=torch.float64, divisible=True),
+    ServedVariable(name="b", shape=(7,), dtype=torch.float64),
+    ServedVariable(name="table", shape=(9, 2), dtype=torch.float64, rows=True),
 )
 BLOCK_NBYTES = 64
 
@@ -25,7 +25,7 @@ BLOCK_NBYTES = 64
 class Sgd:
     """w <- w - lr g."""
 
-    variables: tuple[Variable, ...] = VARIABLES
+    variables: tuple[ServedVariable, ...] = VARIABLES
     fingerprint: str = "sgd"
     coupled: bool = False
     given: tuple[str, ...] = ("lr",)
@@ -51,9 +51,9 @@ class Sgd:
         state[WEIGHT].sub_(gradient, alpha=scalars["lr"])
 
 
-def with_slots(variable: Variable) -> Variable:
+def with_slots(variable: ServedVariable) -> ServedVariable:
     slots = dict.fromkeys(("first", "second"), (variable.shape, variable.dtype))
-    return Variable(
+    return ServedVariable(
         name=variable.name,
         shape=variable.shape,
         dtype=variable.dtype,
@@ -68,7 +68,7 @@ class ClippedAdam:
     """Adam after clipping by the norm of all gradients."""
 
     limit: float = 1.0
-    variables: tuple[Variable, ...] = field(
+    variables: tuple[ServedVariable, ...] = field(
         default_factory=lambda: tuple(with_slots(v) for v in VARIABLES)
     )
     fingerprint: str = "adam"
@@ -139,11 +139,11 @@ def gradient(weights: Mapping[str, Tensor], worker: int, clock: int) -> dict[str
     }
 
 
-def cut(updater: Sgd | ClippedAdam, num_servers: int) -> tuple[Block, ...]:
+def cut(updater: Sgd | ClippedAdam, num_servers: int) -> tuple[VariableBlock, ...]:
     return blocks(updater.variables, num_servers, nbytes=BLOCK_NBYTES)
 
 
-def joined(found: Mapping[int, Tensor], all_blocks: tuple[Block, ...]) -> dict[str, Tensor]:
+def joined(found: Mapping[int, Tensor], all_blocks: tuple[VariableBlock, ...]) -> dict[str, Tensor]:
     """Whole variables from blocks."""
     whole = {
         b.variable.name: torch.empty(b.variable.shape, dtype=b.variable.dtype) for b in all_blocks

@@ -25,7 +25,7 @@ from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.ledger import Ledger, Record, initial
 from tutti.server.protocol.machine import Machine
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.protocol.session import Session
 
 RESEND_SECONDS, SLOW = 0.4, 20.0
@@ -220,7 +220,7 @@ class World:
             made = gradient(joined(found, self.blocks), session.worker, session.clock)
             mine = (session.worker, session.incarnation, session.sequence + 1)
             self.made[mine] = made
-            parts = {b.key: Part(b.of(made[b.variable.name])) for b in self.blocks}
+            parts = {b.key: TensorPart(b.of(made[b.variable.name])) for b in self.blocks}
             alone = session.alone
             numbers = own_numbers(self.updater, made, LR) if alone else {"lr": LR}
             result = yield from session.push(parts, numbers, versions)

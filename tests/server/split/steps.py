@@ -16,7 +16,7 @@ from tutti.capture.step import Captured, capture
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
-from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.protocol.update import WEIGHT, ServedVariable
 from tutti.server.split.three_parts import Split
 from tutti.server.split.updater import GraphUpdater
 
@@ -153,7 +153,7 @@ def run(found: Captured, state: State, feed: dict[str, Any], k: int) -> tuple[li
     return returned, {**state, **dict(zip(found.updated, new, strict=True))}
 
 
-def blocks(variable: Variable, x: Tensor) -> list[Tensor]:
+def blocks(variable: ServedVariable, x: Tensor) -> list[Tensor]:
     """A tensor of a variable in blocks; a slot of another shape once for each."""
     if not variable.divisible:
         return [x]

@@ -13,7 +13,7 @@ from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.ledger import Ledger, initial
 from tutti.server.protocol.machine import Machine
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.wire.push_segments import Slab
 from tutti.server.wire.store import Store, room
 
@@ -50,12 +50,12 @@ class Kept:
 
     def join(self) -> None:
         join = m.Join(worker=0, incarnation=1, fingerprint="sgd")
-        assert isinstance(self.machine.handle(0, join, 0.0)[0][1], m.Joined)
+        assert isinstance(self.machine.handle(0, join, 0.0)[0][1], m.JoinReply)
 
     def push(self) -> m.Reply:
         """The next push, of numbers that tell which it is."""
         clock, slab = self.ledger.members[0].clock, self.store.slab()
-        parts = {b.key: Part(_placed(slab, 0.5 + clock, b.shape)) for b in self.blocks}
+        parts = {b.key: TensorPart(_placed(slab, 0.5 + clock, b.shape)) for b in self.blocks}
         push = m.Push(
             worker=0,
             incarnation=1,

@@ -18,8 +18,8 @@ from server.wire.running import SECRET, client, like, services
 from tutti.comm.collectives.payload import DTYPES, octets
 from tutti.comm.posts.handshake import Connector
 from tutti.server.protocol import messages as m
-from tutti.server.protocol.keys import Block
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.keys import VariableBlock
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.wire import inbox
 from tutti.server.wire.address import parsed
 from tutti.server.wire.codec import KINDS, MalformedError, decode, encode
@@ -72,7 +72,7 @@ def sound(updater: ClippedAdam) -> list[Any]:
     """A request of each kind, of a worker that has joined, as a worker could make it but for its life."""
     who = {"worker": 0, "incarnation": 1}
     values = torch.randn(8, dtype=torch.float64)
-    rows = Part(torch.randn(2, 2, dtype=torch.float64), rows=torch.tensor([0, 2]))
+    rows = TensorPart(torch.randn(2, 2, dtype=torch.float64), rows=torch.tensor([0, 2]))
     return [
         m.Join(worker=0, incarnation=1, fingerprint="another"),
         m.Pull(**who, clock=0, keys=(0, 1), rows={5: torch.tensor([0])}),
@@ -82,10 +82,13 @@ def sound(updater: ClippedAdam) -> list[Any]:
             clock=0,
             version=0,
             given={"lr": 1.0},
-            parts={0: Part(values), 5: rows},
+            parts={0: TensorPart(values), 5: rows},
         ),
         m.Load(
-            **who, sequence=1, slot="step", parts={0: Part(torch.zeros((), dtype=torch.float64))}
+            **who,
+            sequence=1,
+            slot="step",
+            parts={0: TensorPart(torch.zeros((), dtype=torch.float64))},
         ),
         m.Sums(**who, clock=0),
         m.Settle(**who, clock=0, sums={"a": values}),
@@ -154,9 +157,9 @@ def _header_change(chance: random.Random) -> dict[str, Any]:
     )
 
 
-def wrong_push(chance: random.Random, blocks: tuple[Block, ...]) -> m.Push:
+def wrong_push(chance: random.Random, blocks: tuple[VariableBlock, ...]) -> m.Push:
     """A push in good frames that can only be refused."""
-    made = {b.key: Part(torch.randn(b.shape, dtype=torch.float64)) for b in blocks}
+    made = {b.key: TensorPart(torch.randn(b.shape, dtype=torch.float64)) for b in blocks}
     plain = {"sequence": 1, "clock": 0, "version": 0, "worker": 0, "incarnation": 1}
     part, key = made[chance.randrange(len(made))], chance.randrange(len(made))
     if chance.random() < 0.5:
@@ -171,9 +174,11 @@ def wrong_push(chance: random.Random, blocks: tuple[Block, ...]) -> m.Push:
     else:
         rows = torch.tensor(chance.choice([[-1], [9], [1, 1], [2, 1]]))
         wrong = [
-            Part(part.values.float()),
-            Part(part.values[..., None]),
-            Part(torch.zeros(len(rows), *part.values.shape[1:], dtype=torch.float64), rows=rows),
+            TensorPart(part.values.float()),
+            TensorPart(part.values[..., None]),
+            TensorPart(
+                torch.zeros(len(rows), *part.values.shape[1:], dtype=torch.float64), rows=rows
+            ),
         ]
         made[key] = chance.choice(wrong)
     return m.Push(given={"lr": 1.0}, parts=made, **plain)
@@ -279,7 +284,7 @@ def test_a_message_survives_the_way(position: int) -> None:
 def test_a_part_of_any_dtype(dtype: torch.dtype, num_rows: int | None) -> None:
     rows = None if num_rows is None else torch.arange(num_rows)
     values = torch.randn(3 if rows is None else len(rows), 5).to(dtype)
-    part = Part(values, 0.5, rows)
+    part = TensorPart(values, 0.5, rows)
     raw = b"".join(bytes(octets(x)) for x in (rows, values) if x is not None)
     header = replace(part_header(1, 2, part, 0), check=checksum(memoryview(raw)))
     assert unpack(pack(header, Seal(b"k")), Seal(b"k")) == header
@@ -330,6 +335,6 @@ def test_text_of_another_shape_is_no_message() -> None:
         with pytest.raises(MalformedError):
             decode(kind, wrong, {})
     with pytest.raises(MalformedError):
-        decode(kind, text, {0: Part(torch.zeros(1))})
+        decode(kind, text, {0: TensorPart(torch.zeros(1))})
     with pytest.raises(MalformedError):
         decode(len(KINDS), text, {})

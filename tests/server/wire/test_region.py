@@ -17,7 +17,7 @@ from tutti.environment import SHARED_MEMORY
 from tutti.server.protocol.update import WEIGHT
 from tutti.server.wire import region
 from tutti.server.wire.codec import MalformedError
-from tutti.server.wire.region import Half, Offer, accepted
+from tutti.server.wire.region import Half, RegionOffer, accepted
 
 
 @pytest.fixture
@@ -62,13 +62,13 @@ def test_a_worker_that_cannot_open_it_goes_through_sockets(
     taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the server's process is another user's, or on another host behind a tunnel."""
-    offered = Offer.__init__
+    offered = RegionOffer.__init__
 
-    def elsewhere(self: Offer, nbytes: int) -> None:
+    def elsewhere(self: RegionOffer, nbytes: int) -> None:
         offered(self, nbytes)
         self.message = replace(self.message, word="00" * 64)
 
-    monkeypatch.setattr(Offer, "__init__", elsewhere)
+    monkeypatch.setattr(RegionOffer, "__init__", elsewhere)
     updater = Sgd()
     with services(updater, "async", 1) as running:
         with client(updater, "async", [running[0].address], 0) as one:
@@ -82,7 +82,7 @@ def test_a_worker_that_cannot_open_it_goes_through_sockets(
 
 
 def test_both_ends_see_the_same() -> None:
-    offer = Offer(100_000)
+    offer = RegionOffer(100_000)
     halves = accepted(offer.message)
     assert halves is not None
     x = torch.randn(20_000)
@@ -103,7 +103,7 @@ def test_both_ends_see_the_same() -> None:
 
 def test_nobody_can_change_its_size() -> None:
     """Who cuts a mapped file off would kill the other end."""
-    offer = Offer(100_000)
+    offer = RegionOffer(100_000)
     for size in (0, 1_000_000):
         with pytest.raises(PermissionError):
             os.ftruncate(offer.message.descriptor, size)

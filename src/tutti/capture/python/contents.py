@@ -38,7 +38,7 @@ def contents_of(value: Any, *, whole: bool = False) -> Any:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptContents:
     """One such value with a copy of what was in it; of a very large array there is none."""
 
     name: str
@@ -69,10 +69,10 @@ class Kept:
             raise refused_change(self.name, *((len(self.copied), len(self.value)) if sized else ()))
 
 
-def contents(tables: Sequence[Table]) -> list[Kept]:
+def contents(tables: Sequence[Table]) -> list[KeptContents]:
     """Every such value by its name, with what is in it now."""
     found = [(name, x) for name, _, x in named(tables) if has_contents(x)]
-    return [Kept(name, x, _copied(x)) for name, x in found]
+    return [KeptContents(name, x, _copied(x)) for name, x in found]
 
 
 def _copied(value: Any) -> Any:

@@ -116,7 +116,7 @@ def _contents(cell: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Place:
+class TableEntry:
     """One value of a table."""
 
     table: Table
@@ -138,8 +138,8 @@ class Place:
         self.table.put(self.key, value)
 
 
-def named(tables: Sequence[Table]) -> Iterator[tuple[str, Place, Any]]:
+def named(tables: Sequence[Table]) -> Iterator[tuple[str, TableEntry, Any]]:
     """Every value by its name, with where it stands."""
     for table in tables:
         for key, value in table.values().items():
-            yield table.name(key), Place(table, key), value
+            yield table.name(key), TableEntry(table, key), value

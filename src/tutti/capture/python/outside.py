@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.python.held_values import Place
+from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.inputs import fake
 from tutti.capture.state.lift import StateTensor
 from tutti.errors import CaptureError
@@ -22,11 +22,11 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 
 def lift_outside(
     traced: fx.GraphModule,
-    places: Mapping[int, Place],
+    places: Mapping[int, TableEntry],
     stand_ins: Mapping[int, Tensor],
     num_state: int,
     mode: FakeTensorMode,
-) -> tuple[list[StateTensor], list[Tensor], dict[str, Place]]:
+) -> tuple[list[StateTensor], list[Tensor], dict[str, TableEntry]]:
     """Make inputs of the constants of `traced` that stand in `places` (by id of the tensor).
 
     `stand_ins`, by the same ids, are the fakes by which the trace knows them; one that stands in a tuple is
@@ -39,7 +39,7 @@ def lift_outside(
     made: dict[int, fx.Node] = {}
     state: list[StateTensor] = []
     fakes: list[Tensor] = []
-    found: dict[str, Place] = {}
+    found: dict[str, TableEntry] = {}
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         known = real.get(id(getattr(traced, str(node.target))))
         if known is None:
@@ -59,7 +59,7 @@ def lift_outside(
     return state, fakes, found
 
 
-def refuse_written(outside: Mapping[str, Place], updated: Sequence[str]) -> None:
+def refuse_written(outside: Mapping[str, TableEntry], updated: Sequence[str]) -> None:
     """Raise `CaptureError` where a step writes into a tensor outside that does not fill its memory."""
     for name in updated:
         place = outside.get(name)

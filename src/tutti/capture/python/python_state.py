@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.capture.python.contents import contents, refused_change
-from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Place, Table, named
+from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Table, TableEntry, named
 from tutti.capture.python.optimizer_tables import group_tables, holders, slot_tables
 from tutti.capture.python.plain_values import equal, is_number, is_plain_number, sign
 from tutti.capture.python.reach import PLAIN, reach
@@ -44,7 +44,7 @@ class Number:
     """
 
     name: str
-    places: tuple[Place, ...]
+    places: tuple[TableEntry, ...]
 
     @property
     def value(self) -> int | float:
@@ -64,7 +64,7 @@ class Effect:
     One on `condition` counts only where the step reads that tensor: modules keep values to be looked at.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[TableEntry, ...]
     spec: TreeSpec
     num_leaves: int
     condition: Tensor | None = field(default=None, repr=False)
@@ -131,12 +131,12 @@ class PythonState:
         self.tables = [*reached.tables, *groups, *self._slots]
         self.numbers = self._numbers()
         self._by_prefix = {(t.kind, t.prefix): t for t in reversed(self.tables)}
-        self._by_name: dict[str, Place] | None = None
+        self._by_name: dict[str, TableEntry] | None = None
 
     def _numbers(self) -> list[Number]:
         """The inputs among the numbers that there are."""
         slots = {id(table) for table in self._slots}
-        found: dict[Any, list[Place]] = {}
+        found: dict[Any, list[TableEntry]] = {}
         for name, place, value in named(self.tables):
             if self._is_input(name, place, value):
                 one = id(place.table) in slots
@@ -144,12 +144,12 @@ class PythonState:
                 found.setdefault(key, []).append(place)
         return [Number(places[0].name, tuple(places)) for places in found.values()]
 
-    def _is_input(self, name: str, place: Place, value: Any) -> bool:
+    def _is_input(self, name: str, place: TableEntry, value: Any) -> bool:
         if not is_plain_number(value) or name in self.findings.fixed or not place.table.writable:
             return False
         return name in self.findings.varying and not self.is_scheduled(place, value)
 
-    def is_scheduled(self, place: Place, value: Any) -> bool:
+    def is_scheduled(self, place: TableEntry, value: Any) -> bool:
         """Whether a value is an input of every graph: an option of a group that schedules change."""
         return id(place.table) in self._groups and is_scheduled(place.key, value)
 
@@ -174,9 +174,9 @@ class PythonState:
             found.append((name, given, seen))
         return tuple(found)
 
-    def tensors(self) -> dict[int, Place]:
+    def tensors(self) -> dict[int, TableEntry]:
         """By id, the tensors that stand in the tables, besides the state of the model and the optimizers."""
-        found: dict[int, Place] = {}
+        found: dict[int, TableEntry] = {}
         for _, place, value in named(self.tables):
             if isinstance(value, Tensor):
                 found.setdefault(id(value), place)
@@ -201,10 +201,10 @@ class PythonState:
                 now = table.values() | {k: table.find()[k] for k in _all_keys(table) - keys}
                 for key, value in now.items():
                     old = values.get(key, MISSING)
-                    if value is not old and not self._is_kept(Place(table, key), old, value):
+                    if value is not old and not self._is_kept(TableEntry(table, key), old, value):
                         table.put(key, old)
 
-    def _is_kept(self, place: Place, old: Any, value: Any) -> bool:
+    def _is_kept(self, place: TableEntry, old: Any, value: Any) -> bool:
         """Whether a module has a value of a trace where it had none: `kept_values` puts it back."""
         new = isinstance(value, FakeTensor) and not isinstance(old, Tensor)
         mode = place.key == "training" and place.table.kind == MEMBER  # set at each call
@@ -212,7 +212,7 @@ class PythonState:
 
     def begin(
         self, symbols: Mapping[str, Any], state: Mapping[int, Tensor], mode: FakeTensorMode
-    ) -> Begun:
+    ) -> BegunTrace:
         """Let `symbols`, by name, stand where the inputs do, and `state` where the tensors with these ids do.
 
         For any other tensor a fake of it stands. Call it inside of `restored`.
@@ -231,9 +231,9 @@ class PythonState:
                 if id(value) not in stand_ins:
                     stand_ins[id(value)] = _stand_in(value, mode)
                 place.put(stand_ins[id(value)])
-        return Begun(self, stand_ins)
+        return BegunTrace(self, stand_ins)
 
-    def place_like(self, place: Place) -> Place:
+    def place_like(self, place: TableEntry) -> TableEntry:
         """The place of the same name in this walk, for one of an earlier walk."""
         if self._by_name is None:
             every = [(name, one) for name, one, value in named(self.tables) if value is not MISSING]
@@ -241,9 +241,9 @@ class PythonState:
         if place.name in self._by_name:
             return self._by_name[place.name]
         table = self._by_prefix.get((place.table.kind, place.table.prefix))
-        return place if table is None else Place(table, place.key)
+        return place if table is None else TableEntry(table, place.key)
 
-    def holds_value_of_module(self, place: Place) -> bool:
+    def holds_value_of_module(self, place: TableEntry) -> bool:
         """Whether a place is one of the model's modules, whose tensors `kept_values` looks after."""
         return id(place.table.find()) in self._of_model
 
@@ -271,7 +271,7 @@ class Untouched:
         )
 
 
-class Begun:
+class BegunTrace:
     """A trace that has begun: what stood everywhere, with the symbols."""
 
     def __init__(self, state: PythonState, stand_ins: Mapping[int, Tensor]) -> None:
@@ -293,7 +293,7 @@ class Begun:
         for kept in self._contents:
             kept.refuse_change()
         found: list[Effect] = []
-        changed: dict[tuple[int, Any], tuple[Place, Any]] = {}
+        changed: dict[tuple[int, Any], tuple[TableEntry, Any]] = {}
         for table, before, keys in self._before:
             now = table.values()
             if id(table.find()) not in self.state._of_model:
@@ -303,7 +303,7 @@ class Begun:
             for key, value in now.items():
                 old = before.get(key, MISSING)
                 if value is not old and not equal(value, old):
-                    place = Place(table, key)
+                    place = TableEntry(table, key)
                     if self._is_effect(place, old, value):
                         changed[id(table), key] = place, value
         for number in self.state.numbers:
@@ -315,7 +315,7 @@ class Begun:
             found.append(Effect((place,), spec, len(leaves), self._condition(place)))
         return found
 
-    def _condition(self, place: Place) -> Tensor | None:
+    def _condition(self, place: TableEntry) -> Tensor | None:
         of_module = self.state.holds_value_of_module(place)
         old = self._old.get((id(place.table), place.key)) if of_module else None
         return old if isinstance(old, Tensor) else None
@@ -333,7 +333,7 @@ class Begun:
         self.leaves.append(values[0])
         return Effect(number.places, tree_flatten(0)[1], 1)
 
-    def _is_effect(self, place: Place, old: Any, value: Any) -> bool:
+    def _is_effect(self, place: TableEntry, old: Any, value: Any) -> bool:
         if place.key == "training" and place.table.kind == MEMBER:  # modes are set at each call
             return False
         if is_number(old) and is_number(value):
@@ -366,7 +366,7 @@ def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
 _KEPT = (*PLAIN, Tensor, type, type(lambda: 0))
 
 
-def _say_lost(place: Place, value: Any) -> None:
+def _say_lost(place: TableEntry, value: Any) -> None:
     """What cannot be done again at each call is said."""
     what = "removes it" if value is MISSING else f"puts a {type(value).__name__} there"
     warnings.warn(

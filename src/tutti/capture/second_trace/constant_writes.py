@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.capture.second_trace.sharing import Memory, Writers, written
+from tutti.capture.second_trace.sharing import MemorySharing, Writers, written
 from tutti.errors import CaptureError
 from tutti.graph.edit import source_of
 from tutti.torch_private.fake_tensors import FakeTensor
@@ -21,7 +21,7 @@ def refuse_real_write(node: fx.Node, root: Any) -> None:
             raise _refused(node)
 
 
-def refuse_constant_writes(graph: fx.Graph, memory: Memory, writers: Writers) -> None:
+def refuse_constant_writes(graph: fx.Graph, memory: MemorySharing, writers: Writers) -> None:
     """Raise where the step changes a tensor that is neither state nor part of its batch."""
     constants = {memory.of(n) for n in graph.nodes if n.op == "get_attr"}
     for node in graph.nodes:

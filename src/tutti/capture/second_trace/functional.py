@@ -13,7 +13,7 @@ from tutti.capture.patch_table import NODE_CARRIED
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
 from tutti.capture.second_trace.overwrites import overwrites
 from tutti.capture.second_trace.random_ops import RANDOM_OPS, answer
-from tutti.capture.second_trace.sharing import Memory
+from tutti.capture.second_trace.sharing import MemorySharing
 from tutti.capture.second_trace.verbatim import Copying, copyable
 from tutti.errors import CaptureError
 from tutti.graph.draw import draw
@@ -32,7 +32,7 @@ class _Replay(Copying):
     """Runs the first trace's graph node by node, so that the second trace can carry its notes over."""
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
-        graph, memory = module.graph, Memory(list(module.graph.nodes))
+        graph, memory = module.graph, MemorySharing(list(module.graph.nodes))
         refuse_constant_writes(graph, memory, _BATCH_NORMS)
         known = (_has_own_form, _BATCH_NORMS)
         renamed = overwrites(graph, memory, mode, *known)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from tutti.capture.second_trace.sharing import Memory, Writers, is_tensor, written
+from tutti.capture.second_trace.sharing import MemorySharing, Writers, is_tensor, written
 from tutti.graph.fused_updates import BY_RECORDED
 from tutti.graph.overloads import counterpart, name_of
 from tutti.torch_private.fake_tensors import FakeTensorMode
@@ -40,7 +40,7 @@ class Overwrites:
     values: for each such node, a fake for every tensor that it becomes, in their order.
     renamed: for each such node, the nodes whose value each new one is from there on.
     ends: the inputs whose values at the end are new ones.
-    memory: what stands for memory to which only such nodes write (`Memory.of`).
+    memory: what stands for memory to which only such nodes write (`MemorySharing.of`).
     """
 
     values: dict[fx.Node, list[Any]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Overwrites:
 
 def overwrites(
     graph: fx.Graph,
-    memory: Memory,
+    memory: MemorySharing,
     mode: FakeTensorMode,
     replayed: Callable[[Any], bool],
     writers: Writers,

@@ -17,7 +17,7 @@ from tutti.torch_private.storages import memory_id
 Writers = Mapping[Any, Callable[[fx.Node], Sequence[int]]]
 
 
-class Memory:
+class MemorySharing:
     """Which nodes may share memory: by the schema of the ops between them, or by their fake values."""
 
     def __init__(self, nodes: list[fx.Node]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.capture.second_trace.overwrites import Overwrites, rewritten
-from tutti.capture.second_trace.sharing import Memory, Writers, is_tensor, written
+from tutti.capture.second_trace.sharing import MemorySharing, Writers, is_tensor, written
 from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.tracing import (
     get_proxy_mode,
@@ -120,7 +120,7 @@ def _value_of(node: fx.Node) -> Tensor:
 
 def copyable(
     graph: fx.Graph,
-    memory: Memory,
+    memory: MemorySharing,
     replayed: Callable[[Any], bool],
     writers: Writers,
     renamed: Collection[fx.Node],

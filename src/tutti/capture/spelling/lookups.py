@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.graph.edit import Emit, inverse, permuted, shaped, stretched
-from tutti.graph.lookup import Lookup
+from tutti.graph.lookup import IndexLookup
 from tutti.graph.order import ancestors
 from tutti.torch_private.op_tables import OpOverload
 
@@ -32,13 +32,13 @@ class Paired:
     counts.
     """
 
-    lookup: Lookup
+    lookup: IndexLookup
     axes: dict[int, int]
 
     @staticmethod
     def of(node: fx.Node) -> Paired | None:
         """None where no index counts, or all do."""
-        lookup = Lookup.of(node)
+        lookup = IndexLookup.of(node)
         if lookup is None or not lookup.used or 0 in (*lookup.x, *lookup.common):
             return None
         axes: dict[int, int] = {}

@@ -32,7 +32,7 @@ def note_layout(graph: fx.Graph) -> None:
 
 
 @dataclass(frozen=True)
-class Layout:
+class StridedView:
     """What a call sees: the operand's dims in the order of its memory, and the result's.
 
     `split` are those dims of the result that go through all of the line, one after the other, each through
@@ -55,7 +55,7 @@ class Layout:
         size: Sequence[int],
         step: Sequence[int],
         start: int,
-    ) -> Layout | None:
+    ) -> StridedView | None:
         """None where the operand has gaps or the result lies outside of it."""
         order = sorted(range(len(x)), key=lambda d: (-strides[d] if x[d] != 1 else 0, d))
         dense = 1
@@ -75,7 +75,7 @@ class Layout:
             width = step[left[0]]
             split.append(left.pop(0))
         sizes = [size[d] for d in split]
-        return Layout(order, sizes, split, left, [step[d] for d in left], start, width)
+        return StridedView(order, sizes, split, left, [step[d] for d in left], start, width)
 
     @property
     def line(self) -> list[int]:
@@ -144,11 +144,11 @@ def _as_in(emit: Emit, line: fx.Node, dims: list[int], size: Sequence[int]) -> f
     return shaped(emit, laid, size)
 
 
-def _layout(node: fx.Node, size: Any, step: Any, start: Any) -> Layout:
+def _layout(node: fx.Node, size: Any, step: Any, start: Any) -> StridedView:
     x: Any = node.args[0]
     strides, offset = node.meta[LAID_OUT]
     first = 0 if start is None else int(start) - offset
-    found = Layout.of(x.meta["val"].shape, strides, size, step, first)
+    found = StridedView.of(x.meta["val"].shape, strides, size, step, first)
     if found is None:
         raise CaptureError(
             "as_strided reads memory that is not its operand's, or an operand with gaps",

@@ -264,7 +264,7 @@ def without_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SwappedTensor:
     """Where a model or an optimizer holds a tensor, and the one that was put there."""
 
     now: Callable[[], Any]
@@ -274,7 +274,7 @@ class Place:
 @contextlib.contextmanager
 def swapped(
     model: nn.Module, optimizer: Any, tensors: dict[int, Tensor], hypers: dict[str, Any]
-) -> Iterator[list[Place]]:
+) -> Iterator[list[SwappedTensor]]:
     """Model and optimizer hold `tensors` (by id of the tensor they replace) and `hypers` inside.
 
     Gives all the places where they hold them.
@@ -283,7 +283,7 @@ def swapped(
     parameters; else they take their plain path: one tensor at a time, one form of graph.
     """
     undo: list[Any] = []
-    places: list[Place] = []
+    places: list[SwappedTensor] = []
     try:
         for module in model.modules():
             tables: Any = (parameters_of(module), buffers_of(module))
@@ -292,7 +292,7 @@ def swapped(
                     if old is not None and id(old) in tensors:
                         undo.append((table, name, old))
                         table[name] = tensors[id(old)]
-                        places.append(Place(partial(table.get, name), table[name]))
+                        places.append(SwappedTensor(partial(table.get, name), table[name]))
         for one in optimizers_of(optimizer):
             places += _swap_optimizer(one, tensors, undo)
         for hyper in hypers_of(optimizer):
@@ -316,7 +316,9 @@ def swapped(
                 vars(entry[0]).update(entry[1])
 
 
-def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any]) -> list[Place]:
+def _swap_optimizer(
+    one: Optimizer, tensors: dict[int, Tensor], undo: list[Any]
+) -> list[SwappedTensor]:
     kept = ("state", "param_groups", UNCHECKED)
     undo.append((one, {k: v for k, v in vars(one).items() if k in kept}))
     fused = qualifies(one)
@@ -336,7 +338,7 @@ def _swap_optimizer(one: Optimizer, tensors: dict[int, Tensor], undo: list[Any])
             )
     put = {id(x) for x in tensors.values()}
     places = [
-        Place(partial(_slot, one, p, key), x)
+        SwappedTensor(partial(_slot, one, p, key), x)
         for p, slots in state.items()
         for key, x in slots.items()
         if id(x) in put

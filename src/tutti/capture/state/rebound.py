@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.capture.patch_table import DATA
-from tutti.capture.state.lift import Place, StateTensor
+from tutti.capture.state.lift import StateTensor, SwappedTensor
 from tutti.errors import CaptureError
 from tutti.graph.patch import replaced
 from tutti.user_lines import quoted, user_line
@@ -23,7 +23,7 @@ _DATA: Any = Tensor.data
 
 
 def take_over(
-    places: Sequence[Place], state: Mapping[int, StateTensor], shared: Mapping[int, Tensor]
+    places: Sequence[SwappedTensor], state: Mapping[int, StateTensor], shared: Mapping[int, Tensor]
 ) -> list[str]:
     """Write into each state tensor what the step has put in its place.
 

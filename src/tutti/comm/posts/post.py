@@ -206,7 +206,7 @@ class _Hub:
         return view
 
 
-class Post:
+class RankPost:
     """The connections of this rank.
 
     Args:

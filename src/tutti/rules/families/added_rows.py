@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from tutti.graph.edit import Emit, inverse, permuted, shaped, stretched
-from tutti.graph.lookup import Lookup
+from tutti.graph.lookup import IndexLookup
 from tutti.rules.rule import shape
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ def index_put(emit: Emit, node: fx.Node) -> fx.Node | None:
     """x with `values` added at `x[indices]`."""
     given: Any = node.args
     x, _, values = given[:3]
-    lookup = Lookup.of(node)
+    lookup = IndexLookup.of(node)
     adding = len(given) > 3 and given[3]
     if lookup is None or not adding or not _same_floats(x, values):
         return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.lookup import Lookup
+from tutti.graph.lookup import IndexLookup
 from tutti.rules.families.part_ops import embedding_backward_part, embedding_part
 from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, parse_rule, shape
 
@@ -39,7 +39,7 @@ def _embedding_backward(node: fx.Node) -> Rule:
 
 def _index(node: fx.Node) -> Rule | None:
     """x[i, j, ...]: dims that are looked up stay whole; the others, and the indices' own dims, split."""
-    lookup = Lookup.of(node)
+    lookup = IndexLookup.of(node)
     if lookup is None:
         return None
     terms, result, sizes = _looked_up(lookup)
@@ -47,7 +47,7 @@ def _index(node: fx.Node) -> Rule | None:
     return Rule(tuple(terms), (result,), sizes, whole, linear=_ONE)
 
 
-def _looked_up(lookup: Lookup) -> tuple[list[Term], Term, dict[str, int]]:
+def _looked_up(lookup: IndexLookup) -> tuple[list[Term], Term, dict[str, int]]:
     """The terms of x and of each index, that of what is found, and the factors' sizes."""
     sizes = {f"d{d}": n for d, n in enumerate(lookup.x)}
     sizes |= {f"i{k}": n for k, n in enumerate(lookup.common)}
@@ -68,7 +68,7 @@ def _aligned_right(dims: tuple[int, ...], term: Sequence[Factors], sizes: dict[s
 def _index_put(node: fx.Node) -> Rule | None:
     """x[i, j, ...] = values: the dims without an index split, in the values too."""
     x, values = shape(node.args[0]), shape(node.args[2])
-    lookup = Lookup.of(node)
+    lookup = IndexLookup.of(node)
     if lookup is None:
         indices: Any = list(node.args[1])  # type: ignore[arg-type]
         return _masked_put(x, shape(indices[0]), values) if len(indices) == 1 else None

@@ -1,7 +1,7 @@
 """What a rank plays when a factor is split that the plain op cannot be given in parts.
 
-Each function takes a `Part`: the call with its local operands in place, a way to emit local nodes, and the
-global positions that this rank holds along a dim.
+Each function takes a `LocalCall`: the call with its local operands in place, a way to emit local nodes, and
+the global positions that this rank holds along a dim.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 aten = torch.ops.aten
 
 
-class Part(Protocol):
+class LocalCall(Protocol):
     """One call, played on local tensors."""
 
     node: fx.Node
@@ -30,7 +30,7 @@ class Part(Protocol):
         ...
 
 
-def _own(part: Part, index: Any, positions: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _own(part: LocalCall, index: Any, positions: fx.Node) -> tuple[fx.Node, fx.Node]:
     """`index` counted within this rank's rows, and where it falls into them.
 
     The rows that a rank holds rise but need not be one run: a dim that a view merged is split in its
@@ -46,7 +46,7 @@ def _size(x: Any, dim: int) -> int:
     return int(x.meta["val"].shape[dim])
 
 
-def embedding_part(part: Part) -> fx.Node:
+def embedding_part(part: LocalCall) -> fx.Node:
     """Rows of other ranks come out as zeros; the sum over ranks has every row."""
     weight, index = part.args[:2]
     local, inside = _own(part, index, part.positions(0, 0))
@@ -54,7 +54,7 @@ def embedding_part(part: Part) -> fx.Node:
     return part.emit(aten.mul.Tensor, rows, part.emit(aten.unsqueeze.default, inside, -1))
 
 
-def embedding_backward_part(part: Part) -> fx.Node:
+def embedding_backward_part(part: LocalCall) -> fx.Node:
     """Gradients of other ranks' rows are dropped."""
     grad, index, _, padding, by_frequency = part.args
     assert not by_frequency
@@ -69,7 +69,7 @@ def embedding_backward_part(part: Part) -> fx.Node:
     return part.emit(aten.embedding_dense_backward.default, kept, local, num_local, -1, False)
 
 
-def _own_target(part: Part, target: Any, operand: int, ignore: int) -> fx.Node:
+def _own_target(part: LocalCall, target: Any, operand: int, ignore: int) -> fx.Node:
     """Targets among this rank's classes, counted within them; -100 for all others."""
     local, inside = _own(part, target, part.positions(operand, 1))
     valid = part.emit(aten.bitwise_and.Tensor, inside, part.emit(aten.ne.Scalar, target, ignore))
@@ -77,21 +77,21 @@ def _own_target(part: Part, target: Any, operand: int, ignore: int) -> fx.Node:
     return part.emit(aten.where.self, valid, local, none)
 
 
-def nll_forward_part(part: Part) -> fx.Node:
+def nll_forward_part(part: LocalCall) -> fx.Node:
     """Each rank sums the tokens whose class it holds."""
     logp, target, _, _, ignore = part.args
     own = _own_target(part, target, 0, ignore)
     return part.emit(part.node.target, logp, own, None, 2, -100)
 
 
-def nll_backward_part(part: Part) -> fx.Node:
+def nll_backward_part(part: LocalCall) -> fx.Node:
     """Each rank writes the gradient of the classes that it holds."""
     grad, logp, target, _, reduction, ignore, total = part.args
     own = _own_target(part, target, 1, ignore)
     return part.emit(part.node.target, grad, logp, own, None, reduction, -100, total)
 
 
-def _causal_bias(part: Part, query: Any, num_keys: int, operand: int) -> fx.Node:
+def _causal_bias(part: LocalCall, query: Any, num_keys: int, operand: int) -> fx.Node:
     """0 where a key stands at or before the query's global position, -inf after it; (queries, keys)."""
     device = query.meta["val"].device
     dtype = query.meta["val"].dtype
@@ -104,7 +104,7 @@ def _causal_bias(part: Part, query: Any, num_keys: int, operand: int) -> fx.Node
     return part.emit(aten.masked_fill.Scalar, zeros, later, float("-inf"))
 
 
-def causal_forward_part(part: Part) -> fx.Node:
+def causal_forward_part(part: LocalCall) -> fx.Node:
     """A block of queries at its global position: the causal triangle becomes an explicit bias."""
     query, key, value = part.args[:3]
     dropout, causal = (list(part.args[3:]) + [0.0, False][len(part.args) - 3 :])[:2]
@@ -114,7 +114,7 @@ def causal_forward_part(part: Part) -> fx.Node:
     return part.emit(part.node.target, query, key, value, dropout, False, **kwargs)
 
 
-def causal_backward_part(part: Part) -> fx.Node:
+def causal_backward_part(part: LocalCall) -> fx.Node:
     """As forward, with the same bias."""
     grad, query, key, value, out, lse, dropout, causal = part.args
     kwargs = dict(part.kwargs)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from tutti.server.protocol.keys import Block
-from tutti.server.protocol.ledger import Ledger, Member
-from tutti.server.protocol.messages import WRONG, Add, Join, Load, Part, Push, Refused, Settle
+from tutti.server.protocol.keys import VariableBlock
+from tutti.server.protocol.ledger import KnownWorker, Ledger
+from tutti.server.protocol.messages import WRONG, Add, Join, Load, Push, Refused, Settle, TensorPart
 from tutti.server.protocol.update import WEIGHT
 
 MOST_WORKERS = 4096
@@ -28,7 +28,7 @@ def check_join(ledger: Ledger, join: Join) -> Refused | None:
     return None
 
 
-def check_push(ledger: Ledger, push: Push, member: Member) -> Refused | None:
+def check_push(ledger: Ledger, push: Push, member: KnownWorker) -> Refused | None:
     """A push must follow the last one, be of the worker's clock, and hold each block once."""
     problem = _sequence(push, member)
     if problem:
@@ -44,7 +44,7 @@ def check_push(ledger: Ledger, push: Push, member: Member) -> Refused | None:
     return wrong(problem) if problem else None
 
 
-def check_load(ledger: Ledger, load: Load, member: Member) -> Refused | None:
+def check_load(ledger: Ledger, load: Load, member: KnownWorker) -> Refused | None:
     """Values of one slot, in the shapes and dtypes that it has."""
     problem = _sequence(load, member)
     for key, part in load.parts.items():
@@ -114,7 +114,7 @@ def _kind(x: Tensor) -> tuple[torch.Size, torch.dtype]:
     return x.shape, x.dtype
 
 
-def _sequence(request: Push | Load, member: Member) -> str:
+def _sequence(request: Push | Load, member: KnownWorker) -> str:
     right = request.sequence == member.sequence + 1
     return "" if right else f"sequence {request.sequence} after {member.sequence}"
 
@@ -126,7 +126,7 @@ def _given(ledger: Ledger, push: Push) -> str:
     return "" if set(names) == push.given.keys() else f"numbers {sorted(push.given)}"
 
 
-def _parts(blocks: Mapping[int, Block], parts: Mapping[int, Part]) -> str:
+def _parts(blocks: Mapping[int, VariableBlock], parts: Mapping[int, TensorPart]) -> str:
     """What is wrong with a push's parts; "" if they fit."""
     missing = [k for k, block in blocks.items() if k not in parts and not block.variable.rows]
     if missing or not parts.keys() <= blocks.keys():
@@ -143,7 +143,7 @@ def _parts(blocks: Mapping[int, Block], parts: Mapping[int, Part]) -> str:
     return ""
 
 
-def _rows(block: Block, rows: Tensor) -> bool:
+def _rows(block: VariableBlock, rows: Tensor) -> bool:
     """Whether rows are not: of this block, ascending, each once."""
     if not block.variable.rows or rows.dtype != torch.int64 or rows.dim() != 1:
         return True

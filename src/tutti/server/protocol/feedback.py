@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tutti.comm.collectives.compression import COMPRESSIONS, NAMES, STEP
 from tutti.errors import ServerError
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 
 
 class Feedback:
@@ -31,12 +31,12 @@ class Feedback:
         self._compression = COMPRESSIONS.get(compression)
         self._errors: dict[int, Tensor] = {}
 
-    def part(self, key: int, gradient: Tensor) -> Part:
+    def part(self, key: int, gradient: Tensor) -> TensorPart:
         """The gradient of a block as it travels."""
         if self._compression is None or not gradient.is_floating_point():
-            return Part(gradient)
+            return TensorPart(gradient)
         due = gradient + self._errors[key] if key in self._errors else gradient
         found = self._compression.compress(due)
-        part = Part(found[""], float(found[STEP]) if STEP in found else 1.0)
+        part = TensorPart(found[""], float(found[STEP]) if STEP in found else 1.0)
         self._errors[key] = due - part.plain(gradient.dtype)
         return part

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tutti.server.protocol.keys import Block
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.keys import VariableBlock
+from tutti.server.protocol.messages import TensorPart
 
 
-def by_row(x: Tensor, block: Block) -> bool:
+def by_row(x: Tensor, block: VariableBlock) -> bool:
     """Whether a tensor of a block's state has a row for each of the block."""
     return tuple(x.shape) == block.shape
 
 
-def summed(parts: list[Part], block: Block, scale: float) -> Tensor:
+def summed(parts: list[TensorPart], block: VariableBlock, scale: float) -> Tensor:
     """The sum of dense parts and of rows, as a dense gradient; a single part is not copied."""
     dtype = block.variable.dtype
     if len(parts) == 1 and parts[0].rows is None:
@@ -31,7 +31,9 @@ def summed(parts: list[Part], block: Block, scale: float) -> Tensor:
     return total if scale == 1.0 else total.mul_(scale)
 
 
-def summed_rows(parts: list[Part], block: Block, scale: float) -> tuple[Tensor, Tensor]:
+def summed_rows(
+    parts: list[TensorPart], block: VariableBlock, scale: float
+) -> tuple[Tensor, Tensor]:
     """The rows that any part has, ascending, and the sum for each."""
     found = [p.rows for p in parts if p.rows is not None]
     rows = torch.cat(found).unique()

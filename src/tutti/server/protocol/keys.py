@@ -14,13 +14,13 @@ from hashlib import blake2b
 
 from torch import Tensor
 
-from tutti.server.protocol.update import Variable
+from tutti.server.protocol.update import ServedVariable
 
 BLOCK_NBYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Block:
+class VariableBlock:
     """Elements (of a flat variable), rows, or all `[start:stop]` of a variable.
 
     Args:
@@ -30,7 +30,7 @@ class Block:
     """
 
     key: int
-    variable: Variable
+    variable: ServedVariable
     start: int
     stop: int
     shape: tuple[int, ...]
@@ -56,19 +56,19 @@ class Block:
 
 
 def blocks(
-    variables: Sequence[Variable], num_servers: int, *, nbytes: int = BLOCK_NBYTES
-) -> tuple[Block, ...]:
+    variables: Sequence[ServedVariable], num_servers: int, *, nbytes: int = BLOCK_NBYTES
+) -> tuple[VariableBlock, ...]:
     """The blocks of all variables, in order, of about `nbytes` each where the variable may be cut."""
-    found: list[Block] = []
+    found: list[VariableBlock] = []
     for variable in variables:
         for number, (start, stop, shape) in enumerate(_pieces(variable, nbytes)):
             server = owner(f"{variable.name}/{number}", num_servers)
-            found.append(Block(len(found), variable, start, stop, shape, server))
+            found.append(VariableBlock(len(found), variable, start, stop, shape, server))
     return tuple(found)
 
 
 def named(
-    blocks: Sequence[Block] | Mapping[int, Block], found: Mapping[int, Tensor]
+    blocks: Sequence[VariableBlock] | Mapping[int, VariableBlock], found: Mapping[int, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """(variable, tensor) of tensors by key, in the order of keys."""
     for key in sorted(found):
@@ -80,7 +80,7 @@ def owner(name: str, num_servers: int) -> int:
     return max(range(num_servers), key=lambda s: blake2b(f"{s}/{name}".encode()).digest())
 
 
-def _pieces(variable: Variable, nbytes: int) -> list[tuple[int, int, tuple[int, ...]]]:
+def _pieces(variable: ServedVariable, nbytes: int) -> list[tuple[int, int, tuple[int, ...]]]:
     shape, size = variable.shape, math.prod(variable.shape)
     if variable.rows:
         row = shape[1:]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.gradient_sums import by_row, summed, summed_rows
-from tutti.server.protocol.keys import Block
-from tutti.server.protocol.messages import Add, Done, Load, Part, Push
+from tutti.server.protocol.keys import VariableBlock
+from tutti.server.protocol.messages import Add, Done, Load, Push, TensorPart
 from tutti.server.protocol.predict import BEFORE, hold, smoothed
 from tutti.server.protocol.update import WEIGHT, Updater
 
@@ -42,7 +42,7 @@ class Departed:
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class JoiningEnded:
     """Enough was waited for workers that have not joined yet."""
 
 
@@ -63,11 +63,11 @@ class Applied:
     sums: Mapping[str, Tensor]
 
 
-Record = Entered | Departed | Begun | Closed | Applied | Push | Load | Add
+Record = Entered | Departed | JoiningEnded | Closed | Applied | Push | Load | Add
 
 
 @dataclass(frozen=True)
-class Member:
+class KnownWorker:
     """A worker as the server knows it.
 
     clock: that of its next push.  sequence: its last push.  answer: what that push was answered.
@@ -99,13 +99,13 @@ class Ledger:
     """
 
     updater: Updater
-    blocks: Mapping[int, Block]
+    blocks: Mapping[int, VariableBlock]
     state: State
     consistency: Consistency
     num_workers: int
     version: int = 0
     begun: bool = False
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, KnownWorker] = field(default_factory=dict)
     pending: dict[int, dict[int, Push]] = field(default_factory=dict)
     added: dict[tuple[int, str], dict[int, Add]] = field(default_factory=dict)
     closed: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Ledger:
         """Whether all workers have been there, or were waited for: no clock ends before."""
         return self.begun or len(self.members) >= self.num_workers
 
-    def active(self) -> dict[int, Member]:
+    def active(self) -> dict[int, KnownWorker]:
         """The workers that are there."""
         return {w: m for w, m in self.members.items() if m.active}
 
@@ -202,9 +202,9 @@ class Ledger:
         if known and known.incarnation == record.incarnation:
             self.members[record.worker] = replace(known, clock=record.clock)
         else:
-            self.members[record.worker] = Member(record.incarnation, record.clock)
+            self.members[record.worker] = KnownWorker(record.incarnation, record.clock)
 
-    def _begin(self, record: Begun) -> None:
+    def _begin(self, record: JoiningEnded) -> None:
         self.begun = True
 
     def _depart(self, record: Departed) -> None:
@@ -285,10 +285,10 @@ class Ledger:
     def _update(
         self,
         key: int,
-        parts: list[Part],
+        parts: list[TensorPart],
         scale: float,
         scalars: Mapping[str, float],
-        block: Block,
+        block: VariableBlock,
     ) -> None:
         """One block, in place; of a lazy one only the rows that came."""
         name = block.variable.name
@@ -307,7 +307,9 @@ class Ledger:
                 x[rows] = some[slot]
 
 
-def initial(blocks: Mapping[int, Block], whole: Mapping[str, Mapping[str, Tensor]]) -> State:
+def initial(
+    blocks: Mapping[int, VariableBlock], whole: Mapping[str, Mapping[str, Tensor]]
+) -> State:
     """The state of some blocks, copied out of whole variables."""
     return {
         key: {
@@ -321,7 +323,7 @@ def initial(blocks: Mapping[int, Block], whole: Mapping[str, Mapping[str, Tensor
 _TAKE: dict[type, Callable[[Ledger, Any], None]] = {
     Entered: Ledger._enter,
     Departed: Ledger._depart,
-    Begun: Ledger._begin,
+    JoiningEnded: Ledger._begin,
     Closed: Ledger._close,
     Applied: Ledger._apply,
     Push: Ledger._push,

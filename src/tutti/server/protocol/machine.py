@@ -28,15 +28,15 @@ from tutti.server.protocol.check import (
 from tutti.server.protocol.keys import named
 from tutti.server.protocol.ledger import (
     Applied,
-    Begun,
     Closed,
     Departed,
     Entered,
+    JoiningEnded,
+    KnownWorker,
     Ledger,
-    Member,
     Record,
 )
-from tutti.server.protocol.messages import FENCED, Part, Refused, Reply, Request
+from tutti.server.protocol.messages import FENCED, Refused, Reply, Request, TensorPart
 from tutti.server.protocol.predict import predicted
 from tutti.server.protocol.update import WEIGHT, add_up
 
@@ -84,7 +84,7 @@ class Machine:
         if request.worker in self.ledger.members:
             self._leases[request.worker] = now + self.lease_seconds
         reply = _HANDLE[type(request)](self, request)
-        if isinstance(request, m.Join) and isinstance(reply, m.Joined):
+        if isinstance(request, m.Join) and isinstance(reply, m.JoinReply):
             self._leases[request.worker] = now + self.lease_seconds
         answers: Answers = [] if reply is None else [(source, reply)]
         if reply is None:
@@ -101,7 +101,7 @@ class Machine:
         for worker, member in ended:
             self._decide(Departed(worker, member.incarnation))
         if self._gathered(now):
-            self._decide(Begun())
+            self._decide(JoiningEnded())
         elif not ended:
             return []
         return self._go_on()
@@ -215,7 +215,7 @@ class Machine:
             clock = max(ledger.first_clock(join.worker), join.clock)
             self._decide(Entered(join.worker, join.incarnation, clock))
         member = ledger.members[join.worker]
-        return m.Joined(
+        return m.JoinReply(
             clock=member.clock,
             version=ledger.version,
             sequence=member.sequence,
@@ -234,14 +234,14 @@ class Machine:
         parts = {key: part(key, pull.slot, pull.rows.get(key)) for key in pull.keys}
         return m.Weights(version=ledger.version, numbers=ledger.numbers, parts=parts)
 
-    def _lent(self, key: int, slot: str, rows: Tensor | None) -> Part:
+    def _lent(self, key: int, slot: str, rows: Tensor | None) -> TensorPart:
         if rows is None:
-            return Part(self.ledger.lend(key, slot))
-        return Part(self.ledger.state[key][slot][rows], rows=rows)
+            return TensorPart(self.ledger.lend(key, slot))
+        return TensorPart(self.ledger.state[key][slot][rows], rows=rows)
 
-    def _predicted(self, key: int, _: str, rows: Tensor | None) -> Part:
+    def _predicted(self, key: int, _: str, rows: Tensor | None) -> TensorPart:
         ledger = self.ledger
-        return Part(predicted(ledger.state[key], ledger.lag, rows), rows=rows)
+        return TensorPart(predicted(ledger.state[key], ledger.lag, rows), rows=rows)
 
     def _push(self, push: m.Push | m.Load) -> Reply:
         ledger, member = self.ledger, self.ledger.members[push.worker]
@@ -308,7 +308,7 @@ class Machine:
         )
 
 
-def _refused(reason: str, text: str, member: Member) -> Refused:
+def _refused(reason: str, text: str, member: KnownWorker) -> Refused:
     return Refused(
         reason=reason, text=text, incarnation=member.incarnation, sequence=member.sequence
     )

@@ -1,7 +1,7 @@
 """What workers and servers say to each other. The wire (`frames.py`) writes and reads these.
 
     worker                        server
-    Join         ->  <-           Joined
+    Join         ->  <-           JoinReply
     Pull         ->  <-           Weights     waits for its permit
     Push         ->  <-           Done        once it can no longer be lost
     Load         ->  <-           Done
@@ -27,7 +27,7 @@ from tutti.server.protocol.update import WEIGHT
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TensorPart:
     """A tensor on its way: `values * scale`, of the rows `rows` (ascending) of its block, or of all."""
 
     values: Tensor
@@ -78,7 +78,7 @@ class Push(Request):
     clock: int
     version: int
     given: Mapping[str, float]
-    parts: Mapping[int, Part]
+    parts: Mapping[int, TensorPart]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,7 +87,7 @@ class Load(Request):
 
     sequence: int
     slot: str
-    parts: Mapping[int, Part]
+    parts: Mapping[int, TensorPart]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -148,7 +148,7 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Joined:
+class JoinReply:
     """Begin with `clock`; so many updates have been made, and so many workers are there."""
 
     clock: int
@@ -172,7 +172,7 @@ class Weights:
 
     version: int
     numbers: Mapping[str, float]
-    parts: Mapping[int, Part]
+    parts: Mapping[int, TensorPart]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -215,4 +215,4 @@ class Refused:
 
 
 FENCED, WRONG, SHORT = "fenced", "wrong", "short"
-Reply = Shared | Joined | Done | Weights | Partial | Total | Figures | Refused
+Reply = Shared | JoinReply | Done | Weights | Partial | Total | Figures | Refused

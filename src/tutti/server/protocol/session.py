@@ -16,8 +16,8 @@ from torch import Tensor
 from tutti.errors import ServerError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
-from tutti.server.protocol.keys import Block, named
-from tutti.server.protocol.messages import Part, Refused, Reply, Request
+from tutti.server.protocol.keys import VariableBlock, named
+from tutti.server.protocol.messages import Refused, Reply, Request, TensorPart
 from tutti.server.protocol.update import WEIGHT, add_up
 
 Asking = Generator[dict[int, Request], dict[int, Reply], "Answer"]
@@ -52,7 +52,7 @@ class Session:
 
     worker: int
     num_servers: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[VariableBlock, ...]
     fingerprint: str
     consistency: Consistency
     coupled: bool
@@ -102,7 +102,10 @@ class Session:
         return {s: reply for s, reply in replies.items() if isinstance(reply, m.Weights)}
 
     def push(
-        self, parts: Mapping[int, Part], given: Mapping[str, float], versions: Mapping[int, int]
+        self,
+        parts: Mapping[int, TensorPart],
+        given: Mapping[str, float],
+        versions: Mapping[int, int],
     ) -> Asking[Pushed]:
         """A gradient for each key, computed with these `versions` of the servers' weights; it is the
         servers' when this returns."""
@@ -118,7 +121,7 @@ class Session:
         self.clock += 1
         return Pushed(True, max(r.staleness for r in replies.values() if isinstance(r, m.Done)))
 
-    def load(self, slot: str, parts: Mapping[int, Part]) -> Asking[Pushed]:
+    def load(self, slot: str, parts: Mapping[int, TensorPart]) -> Asking[Pushed]:
         """Other values for a slot of some blocks."""
         self.sequence += 1
         split = self._split(parts)
@@ -158,7 +161,7 @@ class Session:
         except Fenced:
             pass  # it has left already
 
-    def _joined(self, clock: int, again: bool) -> Asking[dict[int, m.Joined]]:
+    def _joined(self, clock: int, again: bool) -> Asking[dict[int, m.JoinReply]]:
         """Join all servers, with a later incarnation where one of them has seen one as late."""
         while True:
             replies = yield {s: self._join(clock) for s in range(self.num_servers)}
@@ -170,7 +173,7 @@ class Session:
                 raise self._replaced()
             if not fenced:
                 checked = _checked(replies)
-                return {s: r for s, r in checked.items() if isinstance(r, m.Joined)}
+                return {s: r for s, r in checked.items() if isinstance(r, m.JoinReply)}
             self.incarnation = max(newest, self.incarnation) + 1
 
     def _join(self, clock: int) -> Request:
@@ -240,14 +243,14 @@ class Session:
     def _own(self, server: int) -> tuple[int, ...]:
         return tuple(block.key for block in self.blocks if block.server == server)
 
-    def _split(self, parts: Mapping[int, Part]) -> list[dict[int, Part]]:
+    def _split(self, parts: Mapping[int, TensorPart]) -> list[dict[int, TensorPart]]:
         """By server."""
-        split: list[dict[int, Part]] = [{} for _ in range(self.num_servers)]
+        split: list[dict[int, TensorPart]] = [{} for _ in range(self.num_servers)]
         for key, part in parts.items():
             split[self.blocks[key].server][key] = part
         return split
 
-    def _load(self, slot: str, parts: Mapping[int, Part]) -> Request:
+    def _load(self, slot: str, parts: Mapping[int, TensorPart]) -> Request:
         return m.Load(
             worker=self.worker,
             incarnation=self.incarnation,
@@ -256,7 +259,9 @@ class Session:
             parts=parts,
         )
 
-    def _push(self, parts: Mapping[int, Part], given: Mapping[str, float], version: int) -> Request:
+    def _push(
+        self, parts: Mapping[int, TensorPart], given: Mapping[str, float], version: int
+    ) -> Request:
         return m.Push(
             worker=self.worker,
             incarnation=self.incarnation,

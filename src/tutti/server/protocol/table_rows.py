@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tutti.server.protocol.keys import Block
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.keys import VariableBlock
+from tutti.server.protocol.messages import TensorPart
 
 
 @dataclass(frozen=True)
@@ -23,19 +23,19 @@ def whole(x: Tensor) -> Tensor:
     return x.detach().cpu().contiguous()
 
 
-def own_rows(block: Block, rows: Tensor) -> Tensor:
+def own_rows(block: VariableBlock, rows: Tensor) -> Tensor:
     """Those of `rows` that lie in a block, counted from its first."""
     return rows[inside(block, rows)] - block.start
 
 
-def inside(block: Block, rows: Tensor) -> Tensor:
+def inside(block: VariableBlock, rows: Tensor) -> Tensor:
     """Which of `rows` lie in a block."""
     return (rows >= block.start) & (rows < block.stop)
 
 
-def rows_of(block: Block, x: Rows) -> Part | None:
+def rows_of(block: VariableBlock, x: Rows) -> TensorPart | None:
     """What a gradient by rows has for a block; None if nothing."""
     mine = inside(block, x.rows)
     if not mine.any():
         return None
-    return Part(whole(x.values)[mine], rows=(x.rows[mine] - block.start).contiguous())
+    return TensorPart(whole(x.values)[mine], rows=(x.rows[mine] - block.start).contiguous())

@@ -26,7 +26,7 @@ WEIGHT = "weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variable:
+class ServedVariable:
     """What is trained: a name, and what is kept for it.
 
     Args:
@@ -60,7 +60,7 @@ class Updater(Protocol):
     """
 
     @property
-    def variables(self) -> tuple[Variable, ...]: ...
+    def variables(self) -> tuple[ServedVariable, ...]: ...
 
     @property
     def fingerprint(self) -> str: ...

@@ -14,10 +14,10 @@ from torch import Tensor
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.feedback import Feedback
-from tutti.server.protocol.keys import Block
+from tutti.server.protocol.keys import VariableBlock
 from tutti.server.protocol.ledger import Ledger, initial
 from tutti.server.protocol.machine import Answers, Machine
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.protocol.session import Asking, Pushed, Session
 from tutti.server.protocol.update import WEIGHT, Updater
 
@@ -57,7 +57,7 @@ class VirtualServers:
     def __init__(
         self,
         updater: Updater,
-        blocks: Sequence[Block],
+        blocks: Sequence[VariableBlock],
         state: State,
         consistency: Consistency,
         *,
@@ -134,7 +134,7 @@ class VirtualServers:
         parts = {k: p for r in replies.values() for k, p in r.parts.items()}
         return self._whole({k: p.values for k, p in parts.items()})
 
-    def _cut(self, worker: int, gradients: Gradients) -> dict[int, Part]:
+    def _cut(self, worker: int, gradients: Gradients) -> dict[int, TensorPart]:
         """Gradients by variable, or (rows, gradients of them), as the parts of a worker's push."""
         feedback = self._feedback[worker]
         found = {b.key: _part(b, gradients[b.variable.name], feedback) for b in self.blocks}
@@ -172,14 +172,14 @@ class VirtualServers:
 
 
 def _part(
-    block: Block, gradient: Tensor | tuple[Tensor, Tensor], feedback: Feedback
-) -> Part | None:
+    block: VariableBlock, gradient: Tensor | tuple[Tensor, Tensor], feedback: Feedback
+) -> TensorPart | None:
     """What a gradient has for a block; None if nothing."""
     if isinstance(gradient, Tensor):
         return feedback.part(block.key, block.of(gradient.contiguous()))
     rows, values = gradient
     inside = (rows >= block.start) & (rows < block.stop)
-    return Part(values[inside], rows=rows[inside] - block.start) if inside.any() else None
+    return TensorPart(values[inside], rows=rows[inside] - block.start) if inside.any() else None
 
 
 def _joined(parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:

@@ -10,14 +10,14 @@ from torch import Tensor, fx
 
 from tutti.graph.fused_updates import BY_OP
 from tutti.rules.families.pointwise import is_pointwise
-from tutti.server.split.piece import Piece
+from tutti.server.split.piece import GraphPiece
 
 aten = torch.ops.aten
 # Ops that make a tensor like another, whatever its shape.
 _LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 
 
-def is_divisible(piece: Piece, whole: tuple[int, ...]) -> bool:
+def is_divisible(piece: GraphPiece, whole: tuple[int, ...]) -> bool:
     """Whether each number of the variable depends on numbers at the same place only."""
     sums = set(piece.graph.output_node().all_input_nodes)
     for node in piece.graph.nodes:

@@ -20,7 +20,7 @@ Adapt = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 
 
 @dataclass(frozen=True)
-class Piece:
+class GraphPiece:
     """A graph with named inputs and outputs; its constants are those of `owner`."""
 
     graph: fx.Graph
@@ -39,10 +39,10 @@ class Piece:
             values = self.function(*(given[n] for n in self.inputs))
         return dict(zip(self.outputs, values, strict=True))
 
-    def promoted(self) -> Piece:
+    def promoted(self) -> GraphPiece:
         """The same in float64 throughout."""
         graph, owner, _ = promoted(self.graph, self.owner)
-        return Piece(graph, owner, self.inputs, self.outputs)
+        return GraphPiece(graph, owner, self.inputs, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Cut:
     inputs: Mapping[fx.Node, str]
     adapt: Mapping[fx.Node, Adapt] = field(default_factory=dict)
 
-    def piece(self, outputs: Mapping[str, fx.Node]) -> Piece:
+    def piece(self, outputs: Mapping[str, fx.Node]) -> GraphPiece:
         """What makes `outputs`, from those of `inputs` that it needs."""
         needed = self.ancestors(outputs.values())
         graph, mapped = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -74,7 +74,7 @@ class Cut:
             if node not in mapped:
                 mapped[node] = graph.node_copy(node, mapped.__getitem__)
         graph.output([mapped[x] for x in outputs.values()])
-        return Piece(graph, self.owner, tuple(self.inputs[x] for x in given), tuple(outputs))
+        return GraphPiece(graph, self.owner, tuple(self.inputs[x] for x in given), tuple(outputs))
 
     def ancestors(self, starts: Iterable[fx.Node]) -> dict[fx.Node, None]:
         """`starts` and all that makes them, as far as the inputs, in the order of the graph."""

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from tutti.capture.step import Captured
 from tutti.graph.edit import value_of
-from tutti.server.split.piece import Cut, Piece
+from tutti.server.split.piece import Cut, GraphPiece
 
 aten = torch.ops.aten
 # A table below this size travels whole, and one of which a batch may read more than half.
@@ -27,7 +27,7 @@ ROWS, PLACES = "rows/", "places/"
 
 
 @dataclass(frozen=True)
-class Lookup:
+class TableLookup:
     """The one place of a step where a table is read.
 
     indices: the batch's tensors, by name, to the rows that are read.
@@ -36,7 +36,7 @@ class Lookup:
     """
 
     table: str
-    indices: Piece
+    indices: GraphPiece
     num_rows: int
     padding: int
 
@@ -57,7 +57,7 @@ class Lookup:
         return rows[kept], own[kept]
 
 
-def lookup_of(captured: Captured, table: str, gradient: fx.Node) -> Lookup | None:
+def lookup_of(captured: Captured, table: str, gradient: fx.Node) -> TableLookup | None:
     """How `table` is looked up, where it is large and one embedding of few rows is all that reads it."""
     node = captured.placeholder(table)
     val: Tensor = node.meta["val"]
@@ -78,10 +78,10 @@ def lookup_of(captured: Captured, table: str, gradient: fx.Node) -> Lookup | Non
     if gradient.args[1] is not indices or not from_batch or 2 * count > val.shape[0]:
         return None
     padding: Any = gradient.args[3]
-    return Lookup(table, cut.piece({"indices": indices}), count, int(padding))
+    return TableLookup(table, cut.piece({"indices": indices}), count, int(padding))
 
 
-def by_rows(captured: Captured, lookup: Lookup) -> Captured:
+def by_rows(captured: Captured, lookup: TableLookup) -> Captured:
     """A worker's part that takes `rows/TABLE` and `places/TABLE`, behind its other inputs, for `TABLE`.
 
     Changes its graph in place.

@@ -21,11 +21,11 @@ from torch import Tensor, fx
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
 from tutti.graph.text import op_name
-from tutti.server.protocol.update import WEIGHT, Variable
+from tutti.server.protocol.update import WEIGHT, ServedVariable
 from tutti.server.split.divisible import is_divisible
 from tutti.server.split.origins import NUMBERS, Origins, refused
-from tutti.server.split.piece import Cut, Piece, from_number
-from tutti.server.split.sparse_tables import Lookup, lookup_of
+from tutti.server.split.piece import Cut, GraphPiece, from_number
+from tutti.server.split.sparse_tables import TableLookup, lookup_of
 
 GRADIENT = "gradient"
 
@@ -40,11 +40,11 @@ class Owned:
     lookup: of a table whose rows travel alone, where it is read.
     """
 
-    variable: Variable
+    variable: ServedVariable
     gradient: fx.Node
-    sums: Piece | None
-    update: Piece
-    lookup: Lookup | None = None
+    sums: GraphPiece | None
+    update: GraphPiece
+    lookup: TableLookup | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Split:
     owned: tuple[Owned, ...]
     given: dict[str, fx.Node]
     scalars: dict[str, fx.Node]
-    coupling: Piece | None
+    coupling: GraphPiece | None
     returned: dict[int, str]
 
     @property
@@ -230,7 +230,7 @@ class _Splitter:
             )
         return by_gradient[gradient]
 
-    def _coupling(self, wanted: dict[str, fx.Node], sums: dict[fx.Node, str]) -> Piece:
+    def _coupling(self, wanted: dict[str, fx.Node], sums: dict[fx.Node, str]) -> GraphPiece:
         adapt = {n: self.made.reductions[n].adapt for n in sums}
         return self._cut(dict(sums), adapt).piece(wanted)
 
@@ -265,7 +265,7 @@ class _Splitter:
         if lookup is not None and summed is not None and not _nothing_of_zeros(summed, whole):
             lookup = None
         return Owned(
-            Variable(
+            ServedVariable(
                 name=one.name,
                 shape=whole,
                 dtype=weight.dtype,
@@ -279,7 +279,7 @@ class _Splitter:
             lookup,
         )
 
-    def _sums(self, one: _Own, sums: dict[str, fx.Node]) -> Piece:
+    def _sums(self, one: _Own, sums: dict[str, fx.Node]) -> GraphPiece:
         """The first halves of the reductions of one gradient."""
         assert one.gradient is not None
         cut = self._cut({one.gradient: GRADIENT}, {})
@@ -297,7 +297,7 @@ class _Splitter:
         return piece
 
 
-def _nothing_of_zeros(sums: Piece, whole: tuple[int, ...]) -> bool:
+def _nothing_of_zeros(sums: GraphPiece, whole: tuple[int, ...]) -> bool:
     """Whether rows without a gradient add nothing to the sums of a table."""
     if sums.inputs != (GRADIENT,):
         return False

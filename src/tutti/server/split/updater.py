@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from tutti.errors import ServerError
 from tutti.graph.fused_updates import BY_OP
 from tutti.graph.text import text
-from tutti.server.protocol.update import WEIGHT, Updater, Variable
-from tutti.server.split.piece import Piece
+from tutti.server.protocol.update import WEIGHT, ServedVariable, Updater
+from tutti.server.split.piece import GraphPiece
 from tutti.server.split.three_parts import GRADIENT, Owned, Split
 
 
@@ -30,13 +30,15 @@ class GraphUpdater:
         self._owned = {o.variable.name: o for o in split.owned}
         self._wide, self._split = wide, split
         variables = (o.variable for o in split.owned)
-        self.variables: tuple[Variable, ...] = tuple(map(_wide, variables) if wide else variables)
+        self.variables: tuple[ServedVariable, ...] = tuple(
+            map(_wide, variables) if wide else variables
+        )
         self.coupled = any(o.sums is not None for o in split.owned)
         self.given = tuple(split.numbers)
         self.numbers = (*self.given, *split.scalars)
         self.rates = tuple(n for n in self.given if n.endswith(".lr"))
-        self._updates: dict[str, Piece] = {}
-        self._sums: dict[str, Piece] = {}
+        self._updates: dict[str, GraphPiece] = {}
+        self._sums: dict[str, GraphPiece] = {}
 
     @property
     def fingerprint(self) -> str:
@@ -52,7 +54,7 @@ class GraphUpdater:
         return hashlib.sha256("\n".join(told).encode()).hexdigest()
 
     @cached_property
-    def _coupling(self) -> Piece | None:
+    def _coupling(self) -> GraphPiece | None:
         return self._ready(self._split.coupling)
 
     def sums(self, variable: str, gradient: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class GraphUpdater:
             if new is not state[name]:
                 state[name].copy_(new)
 
-    def _ready(self, piece: Piece | None) -> Piece | None:
+    def _ready(self, piece: GraphPiece | None) -> GraphPiece | None:
         return piece.promoted() if piece is not None and self._wide else piece
 
 
@@ -106,7 +108,7 @@ def check_same(now: Updater, known: Updater) -> None:
         )
 
 
-def overwriting(owned: Owned) -> Piece:
+def overwriting(owned: Owned) -> GraphPiece:
     """The update of a variable, its fused kernel overwriting the state where nothing else reads that."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(owned.update.graph, {}))
@@ -121,7 +123,7 @@ def overwriting(owned: Owned) -> Piece:
         written = [x for k in kernel.written for x in lists[k]]
         if all(x in state and list(x.users) == [node] for x in written):
             node.target = kernel.overwriting
-    return Piece(graph, owned.update.owner, owned.update.inputs, owned.update.outputs)
+    return GraphPiece(graph, owned.update.owner, owned.update.inputs, owned.update.outputs)
 
 
 def _without_lines(graph: fx.Graph) -> str:
@@ -129,7 +131,7 @@ def _without_lines(graph: fx.Graph) -> str:
     return "\n".join(line.partition("  # ")[0].rstrip() for line in text(graph).splitlines())
 
 
-def _wide(variable: Variable) -> Variable:
+def _wide(variable: ServedVariable) -> ServedVariable:
     """The same in float64."""
     slots = {n: (shape, _double(dtype)) for n, (shape, dtype) in variable.slots.items()}
     return replace(variable, dtype=_double(variable.dtype), slots=slots)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from tutti.capture.step import Captured
 from tutti.graph.edit import erase_dead
-from tutti.server.split.sparse_tables import Lookup, by_rows
+from tutti.server.split.sparse_tables import TableLookup, by_rows
 from tutti.server.split.three_parts import Split
 
 
@@ -32,7 +32,7 @@ class WorkerPart:
     variables: tuple[str, ...]
     numbers: tuple[str, ...]
     coupled: Mapping[str, Any]
-    lookups: tuple[Lookup, ...] = ()
+    lookups: tuple[TableLookup, ...] = ()
 
     def sections(self, returned: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """(own leaves, gradients, numbers) of what a run returns."""

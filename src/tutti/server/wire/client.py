@@ -17,9 +17,9 @@ from tutti.errors import CommError, ServerError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
 from tutti.server.protocol.feedback import Feedback
-from tutti.server.protocol.keys import BLOCK_NBYTES, Block, blocks
+from tutti.server.protocol.keys import BLOCK_NBYTES, VariableBlock, blocks
 from tutti.server.protocol.machine import BEAT_SECONDS, LEASE_SECONDS, OBSERVER
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.protocol.session import Answer, Asking, Pushed, Session
 from tutti.server.protocol.table_rows import Rows, inside, own_rows, rows_of, whole
 from tutti.server.protocol.update import WEIGHT, Updater
@@ -72,7 +72,7 @@ class Client:
         block_nbytes: int = BLOCK_NBYTES,
     ) -> None:
         self.blocks = blocks(updater.variables, len(addresses), nbytes=block_nbytes)
-        self._by_variable: dict[str, list[Block]] = {v.name: [] for v in updater.variables}
+        self._by_variable: dict[str, list[VariableBlock]] = {v.name: [] for v in updater.variables}
         for block in self.blocks:
             self._by_variable[block.variable.name].append(block)
         self.session = Session(
@@ -173,7 +173,7 @@ class Client:
         When this returns it counts, whatever dies. Where `taken` is false, this worker had not been heard of
         for its lease and has joined anew: pull, and go on from `clock`.
         """
-        parts: dict[int, Part] = {}
+        parts: dict[int, TensorPart] = {}
         for name, x in gradients.items():
             for block in self._by_variable[name]:
                 part = self._part(block, x)
@@ -181,7 +181,7 @@ class Client:
                     parts[block.key] = part
         return self._run(self.session.push(parts, numbers, self._versions))
 
-    def _part(self, block: Block, x: Tensor | Rows) -> Part | None:
+    def _part(self, block: VariableBlock, x: Tensor | Rows) -> TensorPart | None:
         if isinstance(x, Rows):
             return rows_of(block, x)
         return self._feedback.part(block.key, block.of(whole(x)))
@@ -232,7 +232,7 @@ class Client:
         """
         for slot in sorted({slot for slots in state.values() for slot in slots}):
             parts = {
-                block.key: Part(block.of(whole(slots[slot])))
+                block.key: TensorPart(block.of(whole(slots[slot])))
                 for name, slots in state.items()
                 if slot in slots
                 for block in self._by_variable[name]
@@ -314,7 +314,9 @@ class Client:
 
         return room
 
-    def _keep(self, block: Block, part: Part, into: Tensors, rows: Mapping[str, Rows]) -> None:
+    def _keep(
+        self, block: VariableBlock, part: TensorPart, into: Tensors, rows: Mapping[str, Rows]
+    ) -> None:
         """Put what came where it belongs, unless it was received there."""
         if block.variable.name in rows:
             wanted = rows[block.variable.name]
@@ -357,7 +359,7 @@ class Client:
                 continue  # whoever asks for something else hears of it
 
 
-def _limits(all_blocks: Sequence[Block]) -> Limits:
+def _limits(all_blocks: Sequence[VariableBlock]) -> Limits:
     """As much as the largest answer may have."""
     sizes = [
         b.nbytes

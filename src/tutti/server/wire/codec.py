@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tutti.server.protocol import ledger as records
 from tutti.server.protocol import messages as m
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 
 TEXT_NBYTES = 2**20
 _LARGEST = 2**63 - 1
@@ -36,7 +36,7 @@ KINDS: tuple[type, ...] = (
     m.Beat,
     m.Leave,
     m.Status,
-    m.Joined,
+    m.JoinReply,
     m.Done,
     m.Weights,
     m.Partial,
@@ -47,7 +47,7 @@ KINDS: tuple[type, ...] = (
     records.Departed,
     records.Closed,
     records.Applied,
-    records.Begun,
+    records.JoiningEnded,
     m.Share,
     m.Shared,
 )
@@ -134,7 +134,7 @@ _FIELDS: dict[str, Field] = {
     "Mapping[int, int]": Field(lambda x: [list(pair) for pair in x.items()], _counts),
 }
 # Fields that travel as tensors beside the text; a message has one at most.
-_PARTS, _TENSORS = "Mapping[int, Part]", "Mapping[int, Tensor]"
+_PARTS, _TENSORS = "Mapping[int, TensorPart]", "Mapping[int, Tensor]"
 
 
 @cache
@@ -148,17 +148,17 @@ def _plan(kind: type) -> tuple[dict[str, Field], str, bool]:
     return text, name, types.get(name) == _TENSORS
 
 
-def encode(message: Any) -> tuple[int, bytes, dict[int, Part]]:
+def encode(message: Any) -> tuple[int, bytes, dict[int, TensorPart]]:
     """The kind, text and parts of a message."""
     text, beside, bare = _plan(type(message))
     small = {name: field.write(getattr(message, name)) for name, field in text.items()}
     parts: Mapping[int, Any] = getattr(message, beside) if beside else {}
     if bare:
-        parts = {key: Part(x) for key, x in parts.items()}
+        parts = {key: TensorPart(x) for key, x in parts.items()}
     return NUMBERS[type(message)], json.dumps(small, separators=(",", ":")).encode(), dict(parts)
 
 
-def decode(kind: int, text: bytes | bytearray | memoryview, parts: Mapping[int, Part]) -> Any:
+def decode(kind: int, text: bytes | bytearray | memoryview, parts: Mapping[int, TensorPart]) -> Any:
     """The message again.
 
     Raises:

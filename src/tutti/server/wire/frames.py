@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.collectives.payload import DTYPES
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.wire.codec import MalformedError
 
 MAGIC, VERSION = b"tuti", 1
@@ -147,7 +147,7 @@ def unpack(raw: bytes | bytearray, seal: Seal) -> Header:
     )
 
 
-def part_header(number: int, key: int, part: Part, check: int, kind: int = PART) -> Header:
+def part_header(number: int, key: int, part: TensorPart, check: int, kind: int = PART) -> Header:
     """The header of a part's frame."""
     rows = None if part.rows is None else len(part.rows)
     nbytes = part.values.nbytes + 8 * (rows or 0)
@@ -170,7 +170,7 @@ def check_part(header: Header, limit: int) -> None:
         raise MalformedError("a part with as many rows as it has not")
 
 
-def read_part(header: Header, payload: Tensor) -> Part:
+def read_part(header: Header, payload: Tensor) -> TensorPart:
     """The part whose bytes lie in `payload` (uint8, 1-D); its tensors are views of these, if aligned."""
     begin = 8 * (header.num_rows or 0)
     rows = None if header.num_rows is None else payload[:begin].view(torch.int64)
@@ -178,4 +178,4 @@ def read_part(header: Header, payload: Tensor) -> Part:
     if begin % header.dtype.itemsize:
         flat = flat.clone()
     values = flat.view(header.dtype).view(header.shape)
-    return Part(values, header.scale, rows)
+    return TensorPart(values, header.scale, rows)

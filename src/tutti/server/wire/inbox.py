@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tutti.comm.collectives.payload import octets
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.wire.codec import TEXT_NBYTES, MalformedError, decode, encode
 from tutti.server.wire.frames import (
     HEADER_NBYTES,
@@ -68,7 +68,7 @@ class Inbox:
     def _begin(self) -> None:
         self._message: Header | None = None
         self._text = bytearray()
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, TensorPart] = {}
         self._parts_nbytes = 0
         self._expect(memoryview(self._header), self._read_message_header)
 

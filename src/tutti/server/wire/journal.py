@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tutti.comm.collectives.payload import DTYPES, octets
 from tutti.errors import ServerError
-from tutti.server.protocol.messages import Part
+from tutti.server.protocol.messages import TensorPart
 from tutti.server.wire.codec import MalformedError, decode, encode
 from tutti.server.wire.frames import checksum
 from tutti.server.wire.private import open_private
@@ -247,7 +247,7 @@ def record_of(found: Found, path: Path, segments: Segments) -> Any:
     """
     try:
         parts = {
-            key: Part(
+            key: TensorPart(
                 _values(values, found.body, segments),
                 scale,
                 None if rows is None else _values(rows, found.body, segments),

@@ -76,7 +76,7 @@ class Half:
         return found.value(view[taken:], len(into))
 
 
-class Offer:
+class RegionOffer:
     """The server's end, for one connection.
 
     Raises:

@@ -22,7 +22,7 @@ from tutti.comm.posts.awake import AwakeClock
 from tutti.comm.posts.handshake import RefusedError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency
-from tutti.server.protocol.keys import BLOCK_NBYTES, Block, blocks
+from tutti.server.protocol.keys import BLOCK_NBYTES, VariableBlock, blocks
 from tutti.server.protocol.ledger import Ledger, initial
 from tutti.server.protocol.machine import LEASE_SECONDS, Machine
 from tutti.server.protocol.update import Updater
@@ -32,7 +32,7 @@ from tutti.server.wire.door import Door
 from tutti.server.wire.frames import Header
 from tutti.server.wire.inbox import Limits
 from tutti.server.wire.push_segments import Slab
-from tutti.server.wire.region import Offer, wanted
+from tutti.server.wire.region import RegionOffer, wanted
 from tutti.server.wire.secret import checked_secret
 from tutti.server.wire.shortage import ShortError, lack, of_peer
 from tutti.server.wire.store import Store, room
@@ -54,7 +54,7 @@ class _Peer:
     def __init__(self, name: str, connection: Connection, now: float, short: str) -> None:
         self.name, self.connection, self.since, self.short = name, connection, now, short
         self.slab: Slab | None = None
-        self.offer: Offer | None = None
+        self.offer: RegionOffer | None = None
         self.outstanding = 0
 
 
@@ -312,7 +312,9 @@ class Service:
             peer.connection.share(outgoing=peer.offer.outgoing)
         elif peer.offer is None and peer.connection.within_host and wanted():
             try:
-                peer.offer = Offer(room(self._limits.parts_nbytes, 2 * self._limits.num_parts))
+                peer.offer = RegionOffer(
+                    room(self._limits.parts_nbytes, 2 * self._limits.num_parts)
+                )
             except OSError as error:
                 _LOG.warning("no memory is shared with %s: %s", peer.name, lack(error))
             else:
@@ -365,6 +367,6 @@ def _limits(ledger: Ledger) -> Limits:
     return Limits(REQUESTS, len(sizes), max(sizes, default=0), sum(sizes))
 
 
-def _most(block: Block, slots: Mapping[str, Tensor]) -> int:
+def _most(block: VariableBlock, slots: Mapping[str, Tensor]) -> int:
     rows = 8 * block.shape[0] if block.variable.rows else 0
     return max(x.nbytes for x in slots.values()) + rows

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tutti.comm.collectives.payload import DTYPES, octets
-from tutti.server.protocol.ledger import Ledger, Member
+from tutti.server.protocol.ledger import KnownWorker, Ledger
 from tutti.server.protocol.messages import Add, Done, Push
 from tutti.server.wire.journal import DamageError, Found, entry, read_entries, record_of
 from tutti.server.wire.push_segments import Segments
@@ -98,12 +98,12 @@ def _restore_numbers(ledger: Ledger, found: dict[str, Any]) -> None:
     ledger.staleness = Counter(dict(found["staleness"]))
 
 
-def _member(worker: int, x: Member) -> list[Any]:
+def _member(worker: int, x: KnownWorker) -> list[Any]:
     answer = x.answer and [x.answer.version, x.answer.sequence, x.answer.staleness]
     return [worker, x.incarnation, x.clock, x.active, x.sequence, answer]
 
 
-def _of_member(found: list[Any]) -> tuple[int, Member]:
+def _of_member(found: list[Any]) -> tuple[int, KnownWorker]:
     worker, incarnation, clock, active, sequence, raw = found
     answer = raw and Done(version=raw[0], sequence=raw[1], staleness=raw[2])
-    return worker, Member(incarnation, clock, active, sequence, answer)
+    return worker, KnownWorker(incarnation, clock, active, sequence, answer)
