@@ -205,7 +205,7 @@ def _function(execution: Execution, function: Any) -> Iterator[None]:
 
 @contextmanager
 def _collectives(contender: Distributed, change: Callable[[Any], Any]) -> Iterator[None]:
-    """With each collective changed; what places of a pipeline send each other is one, waiting included."""
+    """With each collective changed; what pipeline ranks send each other is one, waiting included."""
     execution = execution_of(contender)
 
     def changed(x: Any) -> Any:

@@ -156,7 +156,7 @@ class Step:
     @property
     def graph(self) -> Any:
         """The partitioned `torch.fx` graph of the last call; with `micro` or `pipe`, that of this rank's
-        place, in which all that runs once a micro-batch is one node `loop`."""
+        pipeline rank, in which all that runs once a micro-batch is one node `loop`."""
         made = self._timed
         return made.programs[self._place].graph if made else self.program.graph
 
@@ -164,7 +164,7 @@ class Step:
     def collectives(self) -> list[Record]:
         """A record for every collective that this rank takes part in at a call like the last one.
 
-        One that runs once a micro-batch is one record, with `times`. What places of a pipeline send each
+        One that runs once a micro-batch is one record, with `times`. What pipeline ranks send each
         other is no collective: `explain` shows it.
         """
         return [r for r in records(self.program, self._timed) if r.place == self._place]
@@ -212,7 +212,8 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s.
 
-        In a pipeline, the tensors that this rank keeps: those of other places are in their ranks' dicts.
+        In a pipeline, the tensors that this rank keeps: those of other pipeline ranks are in
+        their ranks' dicts.
         """
         with self.mode.state_here():
             return step_checkpoint.state_dict(self._running)
@@ -220,8 +221,8 @@ class Step:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over tensors by name; whole ones are cut, `DTensor`s re-sharded as needed.
 
-        In a pipeline `state` may leave out what other places keep. Raises `CheckpointError` for other names
-        or shapes, before anything changes.
+        In a pipeline `state` may leave out what other pipeline ranks keep. Raises `CheckpointError` for
+        other names or shapes, before anything changes.
         """
         with self.mode.state_replaced():
             step_checkpoint.load_state_dict(self._running, state)

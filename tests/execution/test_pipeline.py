@@ -1,4 +1,4 @@
-"""Real ranks at the places of a pipeline: a few steps stay with one device, dropout and all."""
+"""Real ranks of a pipeline: a few steps stay with one device, dropout and all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check(ranks: Ranks, name: str, layout: str, num_ranks: int) -> None:
     seen: set[str] = set()
     for found, whole in results:
         runs.assert_same_losses(found, losses)
-        # What another place keeps is in the dicts of its ranks.
+        # What another pipeline rank keeps is in the dicts of its ranks.
         assert whole.keys() < state.keys()
         runs.assert_same_state(whole, {n: state[n] for n in whole})
         seen |= whole.keys()

@@ -56,8 +56,8 @@ def _readers(node: fx.Node, found: Stages) -> list[int]:
 def test_no_other_cut_is_much_better(name: str, num_stages: int) -> None:
     made = stacked(name)
     cutter = _StageCutter(made, num_stages)
-    places = range(1, len(cutter.forward))
-    costs = {c: slowest(cutter.stages(c)) for c in combinations(places, num_stages - 1)}
+    positions = range(1, len(cutter.forward))
+    costs = {c: slowest(cutter.stages(c)) for c in combinations(positions, num_stages - 1)}
     chosen = slowest(cut(made, num_stages))
     assert chosen <= 1.06 * min(costs.values())
     # It is a choice: most cuts are worse by far.
@@ -117,7 +117,7 @@ def test_names_that_cut_nothing(names: Sequence[str], what: str) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("name", ["stack", "thrice", "common"])
 def test_a_later_program_leaves_state_where_it_is(name: str, schedule: str) -> None:
-    """Cut at the homes of an earlier program, each stage works on the state of its own place."""
+    """Cut at the homes of an earlier program, each stage works on the state of its own pipeline rank."""
     made = stacks.subject(name).program(Layout.parse(f"pipe=2 micro=4 schedule={schedule}"))
     first = in_time(made)
     later = in_time(made, homes=first.owners)

@@ -18,7 +18,7 @@ from tutti.graph.cost import nbytes_of
 from tutti.graph.edit import RECOMPUTED
 from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, WHOLE, Body, loop
 from tutti.layout import Layout
-from tutti.pipeline import places
+from tutti.pipeline import pipe_ranks
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.verification.verdict import Subject
@@ -45,17 +45,17 @@ class Names:
         at, rows = [0] * len(self.bodies), [body.row for body in self.bodies]
         while True:
             moved = False
-            for place, row in enumerate(rows):
-                while at[place] < len(row) and self._step(place, row[at[place]]):
-                    at[place] += 1
+            for pipe_rank, row in enumerate(rows):
+                while at[pipe_rank] < len(row) and self._step(pipe_rank, row[at[pipe_rank]]):
+                    at[pipe_rank] += 1
                     moved = True
             if not moved:
                 break
         assert at == [len(row) for row in rows]
         assert not any(self.wires.values()), "something was sent that nobody took"
 
-    def _step(self, place: int, do: Any) -> bool:
-        body, live = self.bodies[place], self.live[place]
+    def _step(self, pipe_rank: int, do: Any) -> bool:
+        body, live = self.bodies[pipe_rank], self.live[pipe_rank]
         if do.way == RECEIVE:
             wire = self.wires[do.other, do.stage]
             if not wire:
@@ -167,7 +167,7 @@ def test_what_is_recomputed_is_computed_where_it_was_at_first() -> None:
         assert bool(again) == ("remat" in layout)
         for node in again:
             assert stage[node.name] == stage.get(node.meta[RECOMPUTED], stage[node.name])
-        for program in made.programs:  # no weight goes to another place to be read there
+        for program in made.programs:  # no weight goes to another pipeline rank to be read there
             before = takewhile(lambda n: n.target is not loop, program.graph.nodes)
             assert all(n.target is not collectives.send for n in before)
 
@@ -205,7 +205,7 @@ def deep_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tenso
 def test_a_shared_weight_crosses_once_a_step_and_never_with_a_micro_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(places, "SMALL", stacks.DIM)  # a few numbers go to every place instead
+    monkeypatch.setattr(pipe_ranks, "SMALL", stacks.DIM)  # a few numbers go everywhere instead
     made = cut("thrice", "pipe=2 micro=4")
     shape = (stacks.DIM, stacks.DIM)
     assert not any(tuple(v.shape) == shape for body in made.bodies for v in body.vals.values())
@@ -219,7 +219,7 @@ def test_a_shared_weight_crosses_once_a_step_and_never_with_a_micro_batch(
                 xs, source, to = node.args
                 large = [x for x in xs if tuple(x.meta["val"].shape) == shape]  # type: ignore[union-attr]
                 found.update({(source, to): len(large)} if large else {})
-    # The weight goes to the place that reads it again, and its gradient comes back.
+    # The weight goes to the pipeline rank that reads it again, and its gradient comes back.
     assert before == {(0, 1): 1} and after == {(1, 0): 1}
 
 

@@ -1,4 +1,4 @@
-"""Places of values worked out beforehand: each part of a row gets those meant for it, and none stays."""
+"""Slots of values worked out beforehand: each part of a row gets those meant for it, and none stays."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Told:
 
 
 def bodies(name: str, layout: str) -> list[Body]:
-    """What each place does, with and without parts that add to the totals themselves."""
+    """What each pipeline rank does, with and without parts that add to the totals themselves."""
     made = in_time(stacks.subject(name).program(Layout.parse(layout))).bodies
     return [*made, *map(accumulate, made)]
 
@@ -164,7 +164,7 @@ def needed(body: Body) -> list[tuple[int, str, int]]:
     return found
 
 
-def test_places_are_used_again() -> None:
+def test_slots_are_used_again() -> None:
     """With the depth of a pipeline, not with its micro-batches."""
     sizes = {}
     for micro in (4, 7, 14):

@@ -53,11 +53,11 @@ def words(body: Body) -> list[str]:
 
 
 def test_a_stage_gathers_its_weights_before_it_begins_and_reduces_at_its_end() -> None:
-    """Two stages a place: each gathers right before its first forward, reduces after its last backward."""
+    """Of two stages each gathers right before its first forward, reduces after its last backward."""
     timed = made("pipe=2 data=2 zero=3 micro=2 schedule=interleaved")
-    for place, body in enumerate(timed.bodies):
+    for pipe_rank, body in enumerate(timed.bodies):
         row = words(body)
-        for stage in (place, place + 2):
+        for stage in (pipe_rank, pipe_rank + 2):
             own = [word for word in row if word.startswith(str(stage))]
             assert (own[0], own[-1]) == (f"{stage}G", f"{stage}A")
             assert sorted(own[1:-1]) == [f"{stage}{word}" for word in ("B0", "B1", "F0", "F1")]

@@ -30,7 +30,7 @@ from tutti.comm.collectives import transport
 from tutti.execution.measure import peak_nbytes
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
-from tutti.planner.memory import predict, predict_places
+from tutti.planner.memory import predict, predict_pipe_ranks
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 gpt: Any = importlib.import_module("gpt")
@@ -185,18 +185,18 @@ def test_in_micro_batches() -> None:
     check(lambda: [predicted_and_measured("gpt", "micro=4")])
 
 
-def test_places_keep_all_state_once_and_the_schedule_says_what_is_under_way() -> None:
+def test_pipe_ranks_keep_all_state_once_and_the_schedule_says_what_is_under_way() -> None:
     whole = predict(program("gpt", "")).state_nbytes
     held = {}
     for schedule in ("gpipe", "1f1b"):
         made = program("gpt", f"pipe=2 micro=8 schedule={schedule}")
-        places = predict_places(in_time(made))
-        assert sum(memory.state_nbytes for memory in places) == whole
-        for memory in places:
+        pipe_ranks = predict_pipe_ranks(in_time(made))
+        assert sum(memory.state_nbytes for memory in pipe_ranks) == whole
+        for memory in pipe_ranks:
             kinds = (memory.state_nbytes, memory.gradient_nbytes, memory.activation_nbytes)
             assert sum(kinds) + memory.other_nbytes == memory.peak_nbytes
-        assert predict(made).peak_nbytes == max(memory.peak_nbytes for memory in places)
-        held[schedule] = [memory.activation_nbytes for memory in places]
+        assert predict(made).peak_nbytes == max(memory.peak_nbytes for memory in pipe_ranks)
+        held[schedule] = [memory.activation_nbytes for memory in pipe_ranks]
     # gpipe holds 8 micro-batches at either place, 1f1b two and one.
     assert held["gpipe"][0] > 3 * held["1f1b"][0] and held["gpipe"][1] > 6 * held["1f1b"][1]
 

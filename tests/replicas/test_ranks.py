@@ -139,7 +139,7 @@ def test_other_layouts_go_on_from_replica_0(ranks: Ranks, tmp_path: Path) -> Non
 
 
 def test_pipelines_agree_place_by_place(ranks: Ranks) -> None:
-    """Each place exchanges the weights that it keeps."""
+    """Each pipeline rank exchanges the weights that it keeps."""
     found = ranks.run(
         training.losses_of, "replica=2 pipe=2 micro=2 sync=average(every=2)", STEPS, n=4
     )

@@ -117,10 +117,10 @@ def test_the_graph_shows_parts_and_parses_back(layout: str) -> None:
         assert [str(line) for line in text.parse(printed)] == lines
         assert max(len(x) for x in lines if " = loop(" in x) < 2000
     report = explain(program("gpt", layout), graph=True)
-    for place, body in enumerate(made.bodies):
+    for pipe_rank, body in enumerate(made.bodies):
         for stage, kind in body.parts:
             assert f"# part {stage}{kind}\n" in report
-        assert (f"# place {place}\n" in report) == (len(made.bodies) > 1)
+        assert (f"# place {pipe_rank}\n" in report) == (len(made.bodies) > 1)
         assert " ".join(map(str, body.row)) in report
 
 

@@ -50,12 +50,12 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "interleaved(3)", "zb", "zbv")
 
 
 def assert_really_split(made: Program) -> None:
-    """Every place has a stage, keeps state of its own and goes through every micro-batch."""
+    """Every pipeline rank has a stage, keeps state of its own and goes through every micro-batch."""
     timed = in_time(made)
     layout = made.layout
-    for place, one in enumerate(timed.programs):
+    for pipe_rank, one in enumerate(timed.programs):
         assert _micro_batches(one.graph) == set(range(layout.micro))
-        assert not one.captured.updated or any(p == {place} for p in timed.owners.values())
+        assert not one.captured.updated or any(p == {pipe_rank} for p in timed.owners.values())
     stages = set(timed.stages.stage.values())
     assert stages == set(range(timed.schedule.num_stages))
 
@@ -185,7 +185,7 @@ def test_what_several_stages_read_is_really_read_by_several(name: str) -> None:
             stages.setdefault(one, set()).add(timed.stages.stage[node])
     shared = {"thrice": ["layers.0.weight"], "common": ["mixing", "scale"]}[name]
     assert all(len(stages[one]) >= 3 for one in shared)
-    # What never changes lies everywhere it is read; what is trained at one place.
+    # What never changes lies everywhere it is read; what is trained at one pipeline rank.
     assert all(len(timed.owners[one]) == (1 if name == "thrice" else 4) for one in shared)
 
 

@@ -16,8 +16,8 @@ from tutti.errors import ShardingError
 from tutti.graph import collectives, playing, virtual_ranks
 from tutti.graph.loop import Body, Do, LoopPart
 from tutti.passes.accumulate import accumulate
-from tutti.pipeline import place_graph, tied, timed
-from tutti.pipeline.places import PipelinePlan
+from tutti.pipeline import pipe_rank_graph, tied, timed
+from tutti.pipeline.pipe_ranks import PipelinePlan
 from tutti.verification.verdict import IN_TIME, Verdict
 from wrong_programs import assert_caught, drop, fresh, mean_of_means
 
@@ -110,9 +110,9 @@ def test_values_that_arrive_under_each_others_name(monkeypatch: pytest.MonkeyPat
     written = timed._TimedProgramWriter._body
     swaps = []
 
-    def wrong(writer: Any, place: int, row: list[Do]) -> Body:
-        body = written(writer, place, row)
-        if place == 0:
+    def wrong(writer: Any, pipe_rank: int, row: list[Do]) -> Body:
+        body = written(writer, pipe_rank, row)
+        if pipe_rank == 0:
             return body
         messages = {k: swapped(v, body) for k, v in body.messages.items()}
         swaps.extend(k for k in messages if messages[k] != body.messages[k])
@@ -135,18 +135,18 @@ def test_weight_gradients_of_one_micro_batch_left_out(monkeypatch: pytest.Monkey
 
 def test_an_early_sum_over_fewer_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A count of targets that lacks those of the last micro-batch."""
-    play = place_graph.PlaceGraph._play
+    play = pipe_rank_graph.PipeRankGraph._play
 
     def fewer(graph: Any, body: Body, *rest: Any) -> None:
         early = body.results[0] in {t.name for level in graph.moments.early for t in level}
         play(graph, replace(body, row=body.row[:-1]) if early else body, *rest)
 
-    monkeypatch.setattr(place_graph.PlaceGraph, "_play", fewer)
+    monkeypatch.setattr(pipe_rank_graph.PipeRankGraph, "_play", fewer)
     assert_caught_in_time(stacks.verdict("stack", "pipe=2 micro=4"))
 
 
-def test_a_tied_gradient_that_one_place_does_not_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both places of the addition work with what is theirs alone."""
+def test_a_tied_gradient_that_one_pipe_rank_does_not_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both pipeline ranks of the addition work with what is theirs alone."""
     apart = tied.add_apart
 
     def half(moments: Any, stages: Any, total: Any) -> bool:
@@ -162,15 +162,15 @@ def test_a_tied_gradient_that_one_place_does_not_send(monkeypatch: pytest.Monkey
     assert_caught_in_time(stacks.verdict("thrice", "pipe=2 micro=4"))
 
 
-def test_what_runs_at_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_at_no_pipe_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that forgets to send the parts of the gradient norm cannot be written at all."""
-    plan = timed.plan_places
+    plan = timed.plan_pipe_ranks
 
     def silent(*args: Any) -> PipelinePlan:
         made = plan(*args)
         made.transfers.clear()
         return made
 
-    monkeypatch.setattr(timed, "plan_places", silent)
+    monkeypatch.setattr(timed, "plan_pipe_ranks", silent)
     with pytest.raises(KeyError):
         stacks.verdict("stack", "pipe=2 micro=4")

@@ -35,7 +35,7 @@ class Samples:
         kinds: "parameter", "slot" and others, of each.
         storage: how each is split between ranks.
         mesh: all ranks of the program, the axis `pipe` among them.
-        owners: the places on that axis that keep each tensor, where there is one.
+        owners: the pipeline ranks that keep each tensor, where there is one.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Samples:
 
     def _alike(self, k: int, one: int, other: int) -> bool:
         """Whether two ranks hold the same part of tensor k."""
-        axes, place = (*(self._axes[k] or ()), "pipe"), self._where[one].get("pipe", 0)
-        if place not in self._owners.get(self._names[k], (place,)):
+        axes, pipe_rank = (*(self._axes[k] or ()), "pipe"), self._where[one].get("pipe", 0)
+        if pipe_rank not in self._owners.get(self._names[k], (pipe_rank,)):
             return False
         return all(self._where[one].get(a) == self._where[other].get(a) for a in axes)
 

@@ -23,7 +23,7 @@ from tutti.torch_private.pytrees import tree_leaves
 
 
 class Checked:
-    """One step of `program` on the rank at `place`, checked; its graph is that before the passes.
+    """One step of `program` on the rank at `coordinates`, checked; its graph is that before the passes.
 
     Args:
         loops: plays the rows of its loops.
@@ -34,12 +34,12 @@ class Checked:
         self,
         program: Program,
         player: Player | None,
-        place: Mapping[str, int],
+        coordinates: Mapping[str, int],
         loops: Loops | None,
         seed: int,
         step: int,
     ) -> None:
-        self.program, self.player, self.place = program, player, place
+        self.program, self.player, self.coordinates = program, player, coordinates
         self.loops, self.seed, self.step = loops, seed, step
 
     def key(self, stream: int) -> int:
@@ -59,7 +59,7 @@ class Checked:
 
     def _part(self, key: tuple[int, str], body: Body) -> Callable[..., Any]:
         graph, (stage, kind) = body.parts[key].graph, key
-        piped = "pipe" in self.place
+        piped = "pipe" in self.coordinates
 
         def run(inputs: list[Any], _key: Callable[[int], int], micro: int, _post: Any) -> Any:
             where = f", micro-batch {micro} of {body.num_micro}"
@@ -109,7 +109,7 @@ class _Nodes(fx.Interpreter):
         feeds = {x: graph.placeholder(x.name) for x in n.all_input_nodes}
         graph.output(((graph.node_copy(n, feeds.__getitem__),), ()))
         step = self.step
-        one = generate(graph, self.module, step.player, step.program.mesh, step.place)  # type: ignore[arg-type]
+        one = generate(graph, self.module, step.player, step.program.mesh, step.coordinates)  # type: ignore[arg-type]
         return one.function([self.env[x] for x in feeds], step.key, self.micro)[0][0]
 
 

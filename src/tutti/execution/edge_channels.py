@@ -1,4 +1,4 @@
-"""The channels between the places of a pipeline, one for each direction between two ranks."""
+"""The channels between pipeline ranks, one for each direction between two ranks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Edge = tuple[int, int]
 
 
 class Places:
-    """What a program sends between places outside of its loops.
+    """What a program sends between pipeline ranks outside of its loops.
 
     Args:
-        coordinates: of this rank; the rank at another place has all but `pipe` in common.
+        coordinates: of this rank; the rank at another pipeline rank has all but `pipe` in common.
         channels: by (sending rank, receiving rank).
 
     `current` is the message that this rank is in, or the one that failed; None between them.
@@ -39,7 +39,7 @@ class Places:
         self._ranks = [mesh.rank({**coordinates, "pipe": p}) for p in range(mesh.size("pipe"))]
 
     def send(self, xs: Sequence[Tensor], source: int, to: int) -> None:
-        """Send each of `xs`, from this place `source` to place `to`."""
+        """Send each of `xs`, from this pipeline rank `source` to pipeline rank `to`."""
         edge = self._ranks[source], self._ranks[to]
         self.current = waiting("send", edge, sum(x.nbytes for x in xs))
         for x in xs:
@@ -49,7 +49,7 @@ class Places:
     def receive(
         self, source: int, to: int, likes: Sequence[tuple[Sequence[int], torch.dtype]]
     ) -> list[Tensor]:
-        """What place `source` has sent here, of these shapes and dtypes."""
+        """What pipeline rank `source` has sent here, of these shapes and dtypes."""
         edge = self._ranks[source], self._ranks[to]
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in likes)
         self.current = waiting("recv", edge, nbytes)
@@ -95,7 +95,7 @@ def _line(node: fx.Node) -> str:
 
 
 def _pairs(made: Timed) -> set[tuple[int, int]]:
-    """The places that send to each other."""
+    """The pipeline ranks that send to each other."""
     at = made.schedule.rank_of
     found = {(at(a), at(b)) for body in made.bodies for a, _, b in body.messages}
     for program in made.programs:

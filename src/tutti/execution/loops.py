@@ -1,4 +1,4 @@
-"""Plays the loops of a program on this rank: generated code for the parts, channels between places."""
+"""Plays the loops of a program on this rank: generated code of the parts, channels between pipeline ranks."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def last_uses(
 
 
 def memory_ends(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each root (`aliases.roots_of`) the place of the last node that needs its memory, through any view;
-    behind all nodes for what the output needs."""
+    """For each root (`aliases.roots_of`) the position of the last node that needs its memory, through any
+    view; behind all nodes for what the output needs."""
     order = positions_of(graph)
     dies = {x: order[node] for node, dead in last_uses(graph).items() for x in dead}
     ends: dict[fx.Node, int] = {}

@@ -11,17 +11,17 @@ from tutti.graph.edit import NOTES
 
 
 def positions_of(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The place of every node."""
+    """The position of every node."""
     return {node: i for i, node in enumerate(graph.nodes)}
 
 
 def ready_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """The place of the last operand of `node`: it could stand right behind."""
+    """The position of the last operand of `node`: it could stand right behind."""
     return max((order[x] for x in node.all_input_nodes), default=-1)
 
 
 def used_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """The place of the first user of `node`: it could stand right before."""
+    """The position of the first user of `node`: it could stand right before."""
     return min((order[user] for user in node.users), default=len(order))
 
 

@@ -58,7 +58,7 @@ class PartMemory:
 
     @cached_property
     def _last_reads(self) -> dict[str, int]:
-        """The place of the last node that reads an input, or looks at it through a view."""
+        """The position of the last node that reads an input, or looks at it through a view."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[str, int] = {}
         for name, node in self.inputs.items():

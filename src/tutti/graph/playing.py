@@ -45,17 +45,17 @@ class BodyEngine(Protocol):
 
 
 class Row:
-    """The row of a body, each value by its place in one list: names are looked up once, not at every step.
+    """The row of a body, each value by its slot in one list: names are looked up once, not at every step.
 
-    A place is used again when its value is gone. What is never read stays until the row has ended.
+    A slot is used again when its value is gone. What is never read stays until the row has ended.
     """
 
     def __init__(self, body: Body) -> None:
         self.body, self.num_values = body, 0
         self._free: list[int] = []
-        self._places: dict[tuple[Any, str], int] = {}
+        self._slots: dict[tuple[Any, str], int] = {}
         self._sums = {s.name: s for s in body.sums}
-        self.given = [self._place(_COMMON, name) for name in body.given]
+        self.given = [self._slot(_COMMON, name) for name in body.given]
         self.entries: list[_Entry] = []
         for do, dying in zip(body.row, body.last_reads, strict=True):
             if do.way == RECEIVE:
@@ -66,39 +66,39 @@ class Row:
                 self.entries.append(self._reduced(body, do))
             else:
                 self.entries += self._part(body, do, dying)
-        self.results = [self._place(_TOTAL, name) for name in body.results]
+        self.results = [self._slot(_TOTAL, name) for name in body.results]
         found = (self._sums.get(name) for name in body.results)
         self.joins = [s if s is not None and s.op == "join" else None for s in found]
 
-    def _place(self, scope: Any, name: str) -> int:
+    def _slot(self, scope: Any, name: str) -> int:
         """Where a value is, or will be."""
-        if (scope, name) not in self._places:
+        if (scope, name) not in self._slots:
             if not self._free:
                 self._free.append(self.num_values)
                 self.num_values += 1
-            self._places[scope, name] = self._free.pop()
-        return self._places[scope, name]
+            self._slots[scope, name] = self._free.pop()
+        return self._slots[scope, name]
 
     def _left(self, scope: Any, name: str) -> int:
-        """The place of a value that is gone now."""
-        self._free.append(self._places.pop((scope, name)))
+        """The slot of a value that is gone now."""
+        self._free.append(self._slots.pop((scope, name)))
         return self._free[-1]
 
     def _received(self, body: Body, do: Do) -> _Received:
         names = body.messages.get((do.other, do.kind, do.stage), ())
-        places = [self._place((do.stage, do.micro), n) for n in names]
-        return _Received(do, [body.vals[n] for n in names], places)
+        slots = [self._slot((do.stage, do.micro), n) for n in names]
+        return _Received(do, [body.vals[n] for n in names], slots)
 
     def _sent(self, body: Body, do: Do, dying: frozenset[str]) -> _Sent:
         names = body.messages.get((do.stage, do.kind, do.other), ())
-        places = [self._places[body.scope_of(do, n), n] for n in names]
+        slots = [self._slots[body.scope_of(do, n), n] for n in names]
         gone = [self._left(body.scope_of(do, n), n) for n in names if n in dying]
-        return _Sent(do, places, gone)
+        return _Sent(do, slots, gone)
 
     def _reduced(self, body: Body, do: Do) -> _Called:
         part = body.parts[do.stage, do.kind]
         inputs = [self._left(_TOTAL, n) for n in part.inputs]
-        outputs = [self._place(_TOTAL, n) for n in part.outputs]
+        outputs = [self._slot(_TOTAL, n) for n in part.outputs]
         return _Called(part, 0, False, inputs, inputs, outputs)
 
     def _part(self, body: Body, do: Do, dying: frozenset[str]) -> list[_Called]:
@@ -111,22 +111,22 @@ class Row:
         inputs, gone, taken = [], [], dying - handed
         for name in part.inputs:
             scope: Any = _COMMON
-            if (scope, name) not in self._places:
+            if (scope, name) not in self._slots:
                 scope = body.scope_of(do, name)
-            inputs.append(self._places[scope, name])
+            inputs.append(self._slots[scope, name])
             if scope is not _COMMON and name in taken:
                 gone.append(self._left(scope, name))
         added = part.summed[: part.num_added]
-        adding = part.adding is not None and all((_TOTAL, n) in self._places for n in added)
+        adding = part.adding is not None and all((_TOTAL, n) in self._slots for n in added)
         if adding:
-            inputs += [self._places[_TOTAL, n] for n in added]
-        outputs = [self._place(body.scope_of(do, n), n) for n in part.outputs]
+            inputs += [self._slots[_TOTAL, n] for n in added]
+        outputs = [self._slot(body.scope_of(do, n), n) for n in part.outputs]
         sums = []
         for name in part.summed[part.num_added if adding else 0 :]:
-            first = (_TOTAL, name) not in self._places
-            sums.append((self._place(_TOTAL, name), self._sums[name].op, first))
+            first = (_TOTAL, name) not in self._slots
+            sums.append((self._slot(_TOTAL, name), self._sums[name].op, first))
         copies = [
-            (self._places[body.scope_of(do, n), n], self._place((other, do.micro), n))
+            (self._slots[body.scope_of(do, n), n], self._slot((other, do.micro), n))
             for other, names in near
             for n in names
         ]
@@ -144,21 +144,21 @@ class _Entry(Protocol):
 class _Received:
     do: Do
     likes: list[Tensor]
-    places: list[int]
+    slots: list[int]
 
     def play(self, values: list[Any], engine: BodyEngine) -> None:
-        for k, x in zip(self.places, engine.receive(self.do, self.likes), strict=True):
+        for k, x in zip(self.slots, engine.receive(self.do, self.likes), strict=True):
             values[k] = x
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     do: Do
-    places: list[int]
+    slots: list[int]
     gone: list[int]
 
     def play(self, values: list[Any], engine: BodyEngine) -> None:
-        engine.send(self.do, [values[k] for k in self.places])
+        engine.send(self.do, [values[k] for k in self.slots])
         for k in self.gone:
             values[k] = None
 
@@ -166,7 +166,7 @@ class _Sent:
 @dataclass(frozen=True, slots=True)
 class _Called:
     """A part: `gone` are inputs that nobody reads after it, `copies` what it hands to other stages here, and
-    `after` what is gone then. Of each sum its place, what becomes of it, and whether this is its first value.
+    `after` what is gone then. Of each sum its slot, what becomes of it, and whether this is its first value.
     """
 
     part: LoopPart

@@ -18,7 +18,7 @@ Promoted = tuple[fx.Graph, nn.Module, dict[fx.Node, fx.Node]]
 
 _DEFAULT = (
     threading.Lock()
-)  # the default dtype is the whole process's, and places of a pipeline are threads
+)  # the default dtype is the whole process's, and pipeline ranks are threads
 
 
 def promoted_value(x: Any) -> Any:

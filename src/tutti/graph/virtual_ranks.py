@@ -44,14 +44,14 @@ def _each(x: Tensor, n: int) -> list[Tensor]:
 
 
 class VirtualPost:
-    """What virtual ranks at the places of a pipeline send each other; a place runs in one thread."""
+    """What virtual ranks of other pipeline ranks send each other; a pipeline rank runs in one thread."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[int, int], queue.SimpleQueue[list[Any]]] = {}
         self._lock = threading.Lock()
 
     def box(self, source: int, to: int) -> queue.SimpleQueue[list[Any]]:
-        """The queue from one place to another."""
+        """The queue from one pipeline rank to another."""
         with self._lock:
             return self._boxes.setdefault((source, to), queue.SimpleQueue())
 
@@ -79,7 +79,7 @@ class VirtualRanks:
             given.
         seed, step: what random ops depend on.
         micro: the micro-batch that is run, and how many there are.
-        post: carries what goes from one place of a pipeline to another.
+        post: carries what goes from one pipeline rank to another.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class VirtualRanks:
         post: VirtualPost | None = None,
     ) -> None:
         self.mesh, self.wide, self.seed, self.step, self.post = mesh, mesh, seed, step, post
-        self.places = [mesh.coordinates(r) for r in range(mesh.num_ranks)]
+        self.coordinates = [mesh.coordinates(r) for r in range(mesh.num_ranks)]
         if micro is not None:
             k, count = micro
             self.wide = Mesh((*mesh.axes, ("micro", count)))
-            self.places = [{**place, "micro": k} for place in self.places]
+            self.coordinates = [{**own, "micro": k} for own in self.coordinates]
 
     def at(self, micro: int, count: int) -> VirtualRanks:
         """The same ranks at one of `count` micro-batches."""
@@ -239,8 +239,8 @@ class VirtualRanks:
         axes, dim, outer = args[0][1:]
         n = self.wide.size(axes)
         return [
-            split(a[0], dim, outer, n)[self.wide.index(axes, place)].clone()
-            for a, place in zip(args, self.places, strict=True)
+            split(a[0], dim, outer, n)[self.wide.index(axes, own)].clone()
+            for a, own in zip(args, self.coordinates, strict=True)
         ]
 
     def _partialize(self, args: list[Any]) -> list[Tensor]:
@@ -249,21 +249,21 @@ class VirtualRanks:
             return [a[0] for a in args]
         empty = torch.ones_like if op == "prod" else torch.zeros_like
         return [
-            a[0] if self.wide.index(axes, place) == 0 else empty(a[0])
-            for a, place in zip(args, self.places, strict=True)
+            a[0] if self.wide.index(axes, own) == 0 else empty(a[0])
+            for a, own in zip(args, self.coordinates, strict=True)
         ]
 
     def _positions(self, args: list[Any]) -> list[Tensor]:
         text, dim, device = args[0]
         sharding = Sharding.parse(text)
-        return [sharding.index(dim, self.wide, place).to(device) for place in self.places]
+        return [sharding.index(dim, self.wide, own).to(device) for own in self.coordinates]
 
     def _draw(self, args: list[Any]) -> list[Tensor]:
         out = []
-        for a, place in zip(args, self.places, strict=False):
+        for a, own in zip(args, self.coordinates, strict=False):
             kind, shape, params, dtype, device, stream = a[:6]
             sharding = Sharding.parse(a[6]) if len(a) > 6 else Sharding.whole(shape)
-            index = [sharding.index(d, self.wide, place) for d in range(len(shape))]
+            index = [sharding.index(d, self.wide, own) for d in range(len(shape))]
             key = random.key(self.seed, stream, self.step)
             out.append(drawn(kind, params, dtype, device, key, index, shape))
         return out
@@ -300,7 +300,7 @@ class _VirtualEngine:
         return self.ranks.post.take(*self._stages(do))
 
     def _stages(self, do: Do) -> tuple[int, int]:
-        """Messages of a loop go by stages, which are no places: below zero."""
+        """Messages of a loop go by stages, which are no pipeline ranks: below zero."""
         source, to = (do.stage, do.other) if do.way == SEND else (do.other, do.stage)
         return -1 - source, -1 - to
 

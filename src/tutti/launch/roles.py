@@ -27,22 +27,24 @@ class Role:
 
     kind: str
     number: int
-    place: int = 0
+    rank_in_worker: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.number}" + (f".{self.place}" if self.place else "")
+        return f"{self.kind} {self.number}" + (
+            f".{self.rank_in_worker}" if self.rank_in_worker else ""
+        )
 
     @classmethod
     def parse(cls, text: str) -> Role:
         """The role that prints as `text`."""
         kind, _, numbers = text.partition(" ")
-        number, _, place = numbers.partition(".")
-        return cls(kind, int(number), int(place or 0))
+        number, _, rank_in_worker = numbers.partition(".")
+        return cls(kind, int(number), int(rank_in_worker or 0))
 
     def rank(self, layout: Layout) -> int:
         """The number among all processes of a run: workers first, each with its ranks side by side."""
         if self.kind == WORKER:
-            return self.number * layout.worker_size + self.place
+            return self.number * layout.worker_size + self.rank_in_worker
         return layout.num_ranks + self.number
 
 

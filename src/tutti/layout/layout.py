@@ -256,7 +256,7 @@ class Layout:
 
     @property
     def place_mesh(self) -> Mesh:
-        """The ranks at one place on the axis `pipe` of one replica; with servers, of all workers."""
+        """The ranks of one pipeline rank of one replica; with servers, of all workers."""
         apart = ("pipe",) if self.server else ("replica", "pipe")
         return Mesh(tuple((a, s) for a, s in self.mesh.axes if a not in apart))
 

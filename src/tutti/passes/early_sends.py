@@ -1,4 +1,4 @@
-"""`early_sends`: what another place waits for is sent where it is made, not when its part has ended.
+"""`early_sends`: what another pipeline rank waits for is sent where it is made, not when its part has ended.
 
     %3 = relu(%2)                  %3 = relu(%2)
     %4 = conv(%3, %w)       ->     post(%3, "relu")         a skip that a later stage reads

@@ -26,7 +26,7 @@ from tutti.graph.loop import loop
 from tutti.graph.order import positions_of
 from tutti.passes.target import Target
 
-# What all ranks of a group, or the places of a pipeline, go through in one order.
+# What all ranks of a group, or the pipeline ranks, go through in one order.
 _ORDERED = {
     *collectives.COLLECTIVES,
     *collectives.JOINED,
@@ -46,7 +46,7 @@ def early_update(graph: fx.Graph, target: Target) -> int:
     if any(map(written, graph.nodes)):
         return 0
     order = positions_of(graph)
-    at = _places(graph, order, _movable(graph, target))
+    at = _positions(graph, order, _movable(graph, target))
     nodes = sorted(order, key=lambda n: (at.get(n, order[n]), n in at, order[n]))
     for before, node in pairwise(nodes):
         before.append(node)
@@ -73,10 +73,10 @@ def _comes_from_afar(node: fx.Node, target: Target) -> bool:
     return meets and collectives.axes_of(node) not in target.shared
 
 
-def _places(
+def _positions(
     graph: fx.Graph, order: dict[fx.Node, int], movable: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Behind which place each of `movable` is to stand.
+    """Behind which position each of `movable` is to stand.
 
     What needs only inputs stands right before the first that reads it.
     """

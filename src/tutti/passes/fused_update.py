@@ -93,17 +93,19 @@ def _join(graph: fx.Graph, members: list[fx.Node], after: set[fx.Node]) -> None:
     start = 0
     for member in members:
         size = len(member.args[0])  # type: ignore[arg-type]
-        place = [_place(i, size, start, len(lists[0])) for i in range(len(member.meta["val"]))]
-        values |= dict(zip(place, member.meta["val"], strict=True))
+        positions = [
+            _position(i, size, start, len(lists[0])) for i in range(len(member.meta["val"]))
+        ]
+        values |= dict(zip(positions, member.meta["val"], strict=True))
         for user in list(member.users):
             assert user.target is operator.getitem, user
-            user.args = (joined, place[user.args[1]])  # type: ignore[index]
+            user.args = (joined, positions[user.args[1]])  # type: ignore[index]
         graph.erase_node(member)
         start += size
     joined.meta["val"] = [values[i] for i in range(len(values))]
 
 
-def _place(index: int, size: int, start: int, total: int) -> int:
+def _position(index: int, size: int, start: int, total: int) -> int:
     """Where result `index` of a call over `size` parameters is among those of one over `total`."""
     which, i = divmod(index, size)
     return which * total + start + i

@@ -66,9 +66,9 @@ class _Plans:
     def _by_worth(self, blocks: set[StorageBlock]) -> list[StorageBlock]:
         """What can be recomputed, by bytes saved per unit of work."""
         droppable = [b for b in blocks if is_recomputable(b.node)]
-        place = {node: i for i, node in enumerate(self.graph.nodes)}
+        position = {node: i for i, node in enumerate(self.graph.nodes)}
         work = {b: self._work(b) for b in droppable}
-        return sorted(droppable, key=lambda b: (-b.nbytes / max(work[b], 1.0), place[b.node]))
+        return sorted(droppable, key=lambda b: (-b.nbytes / max(work[b], 1.0), position[b.node]))
 
     def _is_read(self, block: StorageBlock) -> bool:
         return any(_read_by_backward(x) for x in self.values[block])

@@ -23,7 +23,7 @@ from tutti.graph.storage import StorageBlock, Storages
 from tutti.passes.recompute import is_forward, state_only
 
 # So many limits on the size of a segment are tried, and so many narrow places at most.
-_NUM_LIMITS, _NUM_PLACES = 24, 400
+_NUM_LIMITS, _NUM_POSITIONS = 24, 400
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,19 @@ class _SegmentCutter:
             sizes[v.start] += v.block.nbytes * v.read
         self.crossing = list(itertools.accumulate(steps))[:num_nodes]
         self.read = [0, *itertools.accumulate(sizes)]
-        self.places = self._narrow_places({i for v in lives for i in (v.start, v.end)})
+        self.positions = self._narrow_positions({i for v in lives for i in (v.start, v.end)})
         self.since: dict[int, tuple[list[int], list[int]]] = {}
-        for c in self.places:
+        for c in self.positions:
             over = sorted((v.start, v.block.nbytes) for v in lives if v.start <= c < v.end)
             sums = [0, *itertools.accumulate(n for _, n in over)]
             self.since[c] = [start for start, _ in over], sums
 
-    def _narrow_places(self, events: set[int]) -> list[int]:
+    def _narrow_positions(self, events: set[int]) -> list[int]:
         """Positions where no more crosses than before and after; one where the same values cross."""
         ends = [i for i in range(self.num_nodes - 1) if i + 1 in events]
         sizes = [math.inf, *(self.crossing[i] for i in ends), math.inf]
         found = [i for k, i in enumerate(ends) if sizes[k] >= sizes[k + 1] <= sizes[k + 2]]
-        return sorted(sorted(found, key=self.crossing.__getitem__)[:_NUM_PLACES])
+        return sorted(sorted(found, key=self.crossing.__getitem__)[:_NUM_POSITIONS])
 
     def chosen(self) -> list[int]:
         """The cuts under which the least is held, fewest of those that are equal."""
@@ -108,8 +108,8 @@ class _SegmentCutter:
         """The cuts that keep least, no segment above `limit`: a shortest path from start to end."""
         end = self.num_nodes - 1
         best: dict[int, tuple[float, int]] = {-1: (0.0, -1)}
-        for k, cut in enumerate([*self.places, end]):
-            for before in (*reversed(self.places[:k]), -1):
+        for k, cut in enumerate([*self.positions, end]):
+            for before in (*reversed(self.positions[:k]), -1):
                 if self._inside(before, cut) > limit:
                     break
                 if before not in best:

@@ -36,15 +36,15 @@ class Backward:
     ) -> None:
         self.moments, self.num_stages, self.free = moments, num_stages, free
         self.forward, self.rest = forward, rest
-        self.backward, self.place = set(rest), set(forward)
+        self.backward, self.in_forward = set(rest), set(forward)
         self.originals = originals(moments.graph)
 
     def assign(self, stage: dict[fx.Node, int]) -> None:
         """Add the stage of each node of the backward to those of the forward."""
-        has = {n: self._places_of(n, stage) for n in self.forward}
+        has = {n: self._stages_with(n, stage) for n in self.forward}
         for node in self.rest:
             original = self.originals.get(node)
-            if original in self.place:
+            if original in self.in_forward:
                 stage[node] = stage[original]
                 continue
             inputs = [self.originals.get(x, x) for x in node.all_input_nodes if x not in self.free]
@@ -59,9 +59,9 @@ class Backward:
                 near = [max((p for p in s if p <= limit), default=limit) for s in saved]
                 stage[node] = min(near, default=limit)
 
-    def _places_of(self, node: fx.Node, stage: Mapping[fx.Node, int]) -> set[int]:
+    def _stages_with(self, node: fx.Node, stage: Mapping[fx.Node, int]) -> set[int]:
         """The stages that have a value of the forward: the one that makes it and those that read it."""
-        return {stage[node], *(stage[u] for u in node.users if u in self.place)}
+        return {stage[node], *(stage[u] for u in node.users if u in self.in_forward)}
 
     def _has(
         self, x: fx.Node, has: Mapping[fx.Node, set[int]], stage: Mapping[fx.Node, int]
@@ -72,8 +72,8 @@ class Backward:
         if self.moments.when[x] != BEFORE:
             return None
         found = [self.readers[s] for s in self.state_behind(x)]
-        places = [{stage[r] for r in readers} for readers in found if readers]
-        return set.intersection(*places) or None if places else None
+        allowed = [{stage[r] for r in readers} for readers in found if readers]
+        return set.intersection(*allowed) or None if allowed else None
 
     @cached_property
     def readers(self) -> dict[fx.Node, list[fx.Node]]:

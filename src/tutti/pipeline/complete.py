@@ -11,7 +11,7 @@ from tutti.pipeline.schedule import Schedule
 Position = tuple[int, int]
 
 
-def place(schedule: Schedule, rank: int, position: int) -> str:
+def position_text(schedule: Schedule, rank: int, position: int) -> str:
     """Where an action stands, in words; counted from 1 in its row."""
     return f"rank {rank}, action {position + 1} of its row: {schedule.rows[rank][position]}"
 
@@ -45,15 +45,15 @@ def _check_once(schedule: Schedule) -> dict[Action, Position]:
             if home != rank:
                 raise ScheduleError(
                     f"stage {action.stage} stands on two ranks, {home} and {rank}",
-                    at=place(schedule, rank, position),
+                    at=position_text(schedule, rank, position),
                     why="the rank of a stage holds its weights",
                     fix=f"move {action} to the row of rank {home}",
                 )
             if action in seen and action.kind != "G":
                 raise ScheduleError(
                     f"{action} stands twice",
-                    at=place(schedule, rank, position),
-                    why=f"it was done already: {place(schedule, *seen[action])}",
+                    at=position_text(schedule, rank, position),
+                    why=f"it was done already: {position_text(schedule, *seen[action])}",
                     fix="remove one of them",
                 )
             seen[action] = rank, position
@@ -66,7 +66,7 @@ def _check_one_backward(schedule: Schedule, seen: dict[Action, Position]) -> Non
         if action.kind in ("I", "W") and both in seen:
             raise ScheduleError(
                 f"{both} and {action} do the same work twice",
-                at=place(schedule, *position),
+                at=position_text(schedule, *position),
                 why="B is I and W in one",
                 fix=f"remove {action}, or write I and W for {both}",
             )

@@ -1,6 +1,6 @@
 """Cuts what runs once a micro-batch into stages, by the order of nodes and what they cost.
 
-The forward is a list of nodes, cut at a few places; module trees play no part in it. `backward.py` says
+The forward is a list of nodes, cut at a few positions; module trees play no part in it. `backward.py` says
 where the backward belongs.
 
 What depends on inputs alone (masks, positions, dropout) belongs to no stage: each works it out where it is
@@ -27,7 +27,7 @@ from tutti.pipeline.recomputed import read_what_is_there
 
 # How much dearer the forward of a node is with its backward.
 FORWARD_AND_BACKWARD = 3.0
-# Places to cut at that are looked at, for each stage.
+# Positions to cut at that are looked at, for each stage.
 CANDIDATES = 24
 # A small graph is tried in every way: so many nodes may be put into stages for that.
 TRIED_NODES = 200_000
@@ -66,8 +66,8 @@ def cut(
     Args:
         moments: which nodes run once a micro-batch.
         names: where each stage but the first begins: patterns of module names. Chosen by cost if empty.
-        homes: the stages at the place that keeps a state tensor, by name, where an earlier program has
-            settled that.
+        homes: the stages at the pipeline rank that keeps a state tensor, by name, where an earlier program
+            has settled that.
 
     Raises:
         LayoutError: fewer nodes than stages, or a name that no module has.
@@ -92,7 +92,7 @@ class _StageCutter:
         self.forward = [n for n in own if n not in backward]
         rest = [n for n in own if n in backward]
         self.backward = Backward(moments, num_stages, self.forward, rest, self.free)
-        self.place = {n: i for i, n in enumerate(self.forward)}
+        self.position = {n: i for i, n in enumerate(self.forward)}
         self.seconds = {n: seconds_of(n) for n in own}
         costly = sum(1 for n in self.forward if self.seconds[n] > 0)
         if 1 < num_stages > costly:
@@ -114,7 +114,7 @@ class _StageCutter:
         return found
 
     def named(self, names: Sequence[str]) -> list[int]:
-        """The places where modules of these names begin."""
+        """The positions where modules of these names begin."""
         if len(names) != self.num_stages - 1:
             raise LayoutError(
                 f"cut= has {len(names)} names for {self.num_stages} stages",
@@ -158,39 +158,39 @@ class _StageCutter:
 
     def balanced(self) -> list[int]:
         """The cuts after which the slowest stage takes least."""
-        places = self._thin_places()
-        if len(places) < self.num_stages - 1:
-            places = list(range(1, len(self.forward)))
-        ways = math.comb(len(places), self.num_stages - 1)
+        positions = self._thin_positions()
+        if len(positions) < self.num_stages - 1:
+            positions = list(range(1, len(self.forward)))
+        ways = math.comb(len(positions), self.num_stages - 1)
         if ways * len(self.seconds) <= TRIED_NODES:
-            return list(min(combinations(places, self.num_stages - 1), key=self._slowest))
-        best = self._first_guess(places)
+            return list(min(combinations(positions, self.num_stages - 1), key=self._slowest))
+        best = self._first_guess(positions)
         least = self._slowest(best)
         better = True
         while better:
             better = False
             for k in range(len(best)):
-                for other in self._neighbors(places, best, k):
+                for other in self._neighbors(positions, best, k):
                     tried = [*best[:k], other, *best[k + 1 :]]
                     slowest = self._slowest(tried)
                     if slowest < least * (1 - 1e-9):
                         best, least, better = tried, slowest, True
         return best
 
-    def _neighbors(self, places: list[int], cuts: list[int], k: int) -> list[int]:
+    def _neighbors(self, positions: list[int], cuts: list[int], k: int) -> list[int]:
         low = cuts[k - 1] if k else 0
         high = cuts[k + 1] if k + 1 < len(cuts) else len(self.forward)
-        at = places.index(cuts[k])
-        return [p for p in places[max(0, at - 3) : at + 4] if low < p < high and p != cuts[k]]
+        at = positions.index(cuts[k])
+        return [p for p in positions[max(0, at - 3) : at + 4] if low < p < high and p != cuts[k]]
 
     def _slowest(self, cuts: Sequence[int]) -> float:
         found = self.stages(cuts).stage
         total = [0.0] * self.num_stages
         for node, stage in found.items():
             total[stage] += self.seconds[node]
-        for place in cuts:
-            stage = found[self.forward[place]]
-            total[stage - 1] += 2 * self.crossing[place] / _MOVED_BYTES
+        for position in cuts:
+            stage = found[self.forward[position]]
+            total[stage - 1] += 2 * self.crossing[position] / _MOVED_BYTES
         return max(total)
 
     @cached_property
@@ -198,7 +198,7 @@ class _StageCutter:
         """For each forward node the bytes that cross where a stage begins with it."""
         change = [0] * (len(self.forward) + 1)
         for i, node in enumerate(self.forward):
-            ends = [self.place[u] for u in node.users if u in self.place]
+            ends = [self.position[u] for u in node.users if u in self.position]
             if ends and max(ends) > i:
                 change[i + 1] += nbytes_of(node)
                 change[max(ends) + 1 if max(ends) + 1 < len(change) else -1] -= nbytes_of(node)
@@ -208,8 +208,8 @@ class _StageCutter:
             found.append(now)
         return found
 
-    def _thin_places(self) -> list[int]:
-        """Where little crosses: the thinnest place of each of many stretches of like cost."""
+    def _thin_positions(self) -> list[int]:
+        """Where little crosses: the thinnest position of each of many stretches of like cost."""
         total = sum(self.seconds[n] for n in self.forward)
         stretch = total / (CANDIDATES * self.num_stages)
         best: dict[int, int] = {}
@@ -221,7 +221,7 @@ class _StageCutter:
             sofar += self.seconds[node]
         return sorted(best.values())
 
-    def _first_guess(self, places: list[int]) -> list[int]:
+    def _first_guess(self, positions: list[int]) -> list[int]:
         """Equal shares of the forward's cost."""
         total = sum(self.seconds[n] for n in self.forward)
         before, sofar = [], 0.0
@@ -231,7 +231,7 @@ class _StageCutter:
         found: list[int] = []
         for k in range(1, self.num_stages):
             left = self.num_stages - 1 - k
-            open_ = [p for p in places if not found or p > found[-1]]
+            open_ = [p for p in positions if not found or p > found[-1]]
             open_ = open_[: len(open_) - left]
             found.append(min(open_, key=lambda p: abs(before[p] - total * k / self.num_stages)))
         return found

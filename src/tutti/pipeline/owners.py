@@ -1,4 +1,4 @@
-"""Which places of a pipeline keep which state."""
+"""Which pipeline ranks keep which state."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tutti.pipeline.stage_parts import Parts
 
 
 def stages_of_homes(
-    homes: Mapping[str, frozenset[int]], place_of: list[int]
+    homes: Mapping[str, frozenset[int]], pipe_rank_of: list[int]
 ) -> dict[str, frozenset[int]]:
-    """The stages at the place of each state tensor that one place keeps."""
+    """The stages at the pipeline rank of each state tensor that one pipeline rank keeps."""
     return {
-        name: frozenset(s for s, at in enumerate(place_of) if at in places)
-        for name, places in homes.items()
-        if len(places) == 1
+        name: frozenset(s for s, at in enumerate(pipe_rank_of) if at in pipe_ranks)
+        for name, pipe_ranks in homes.items()
+        if len(pipe_ranks) == 1
     }
 
 
 def owners_of(
     program: Program,
     parts: Parts,
-    place_of: list[int],
+    pipe_rank_of: list[int],
     homes: Mapping[str, frozenset[int]],
 ) -> dict[str, frozenset[int]]:
-    """State lives at the first stage that reads it; what never changes, at every place that reads it."""
-    everywhere = frozenset(place_of)
+    """State lives at the first stage that reads it; what never changes, wherever it is read."""
+    everywhere = frozenset(pipe_rank_of)
     readers: dict[str, set[int]] = {}
     for (stage, _), given in parts.given.items():
         for x in given:
@@ -41,9 +41,9 @@ def owners_of(
         if entry.name in homes:
             found[entry.name] = homes[entry.name]
         elif entry.name not in captured.updated:
-            found[entry.name] = frozenset(place_of[s] for s in stages) or everywhere
+            found[entry.name] = frozenset(pipe_rank_of[s] for s in stages) or everywhere
         else:
-            found[entry.name] = frozenset({place_of[min(stages, default=0)]})
+            found[entry.name] = frozenset({pipe_rank_of[min(stages, default=0)]})
     for entry in captured.state:
         if entry.kind == "slot" and entry.owner in found:
             found[entry.name] = found[entry.owner]

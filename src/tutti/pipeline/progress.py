@@ -77,7 +77,7 @@ class _Progress:
         circle = self._circle(stuck[0])
         raise ScheduleError(
             f"deadlock: {len(circle)} ranks wait for each other",
-            at=self._place(circle[0]),
+            at=self._position_text(circle[0]),
             why="; ".join(map(self._waits, circle)),
             fix="change the order of one of these rows"
             + (", or give the streams a buffer" if self.blocking else ""),
@@ -96,7 +96,7 @@ class _Progress:
             rank = self._waited_for(rank)
         return path[path.index(rank) :]
 
-    def _place(self, rank: int) -> str:
+    def _position_text(self, rank: int) -> str:
         return f"rank {rank}, action {self.done[rank] + 1}: {self.head(rank)}"
 
     def _waits(self, rank: int) -> str:

@@ -1,4 +1,4 @@
-"""The graphs that ranks run: one, or with `micro` and `pipe` one for each place on the axis `pipe`."""
+"""The graphs that ranks run: one, or with `micro` and `pipe` one for each pipeline rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_time(
     homes: Mapping[str, frozenset[int]] | None = None,
     without: Collection[str] | None = None,
 ) -> Timed:
-    """The programs of a layout with `micro` or `pipe`, one for each place.
+    """The programs of a layout with `micro` or `pipe`, one for each pipeline rank.
 
     Every rank comes to the same ones. `without` names passes to leave out, as in `pass_table.optimized`.
     """
@@ -38,17 +38,19 @@ def in_time(
 
 def schedule_of(layout: Layout) -> Schedule:
     """The rows of compute actions that the layout asks for."""
-    num_places = layout.axes.get("pipe", 1)
-    if num_places == 1:
+    num_pipe_ranks = layout.axes.get("pipe", 1)
+    if num_pipe_ranks == 1:
         return Schedule.parse(" ".join(f"0B{k}" for k in range(layout.micro)))
     if layout.schedule_file:
-        return _from_file(layout, num_places)
+        return _from_file(layout, num_pipe_ranks)
     name, _, chunks = layout.schedule.rstrip(")").partition("(")
     default = 2 if name == "interleaved" else 1
-    return schedule(name or "1f1b", num_places, layout.micro, int(chunks) if chunks else default)
+    return schedule(
+        name or "1f1b", num_pipe_ranks, layout.micro, int(chunks) if chunks else default
+    )
 
 
-def _from_file(layout: Layout, num_places: int) -> Schedule:
+def _from_file(layout: Layout, num_pipe_ranks: int) -> Schedule:
     """A user's own rows, which must be right before anything starts."""
     path = Path(layout.schedule_file)
     try:
@@ -59,11 +61,11 @@ def _from_file(layout: Layout, num_places: int) -> Schedule:
             why=str(error),
             fix="the path from where the run starts",
         ) from None
-    if rows.num_ranks != num_places or rows.num_micro != layout.micro:
+    if rows.num_ranks != num_pipe_ranks or rows.num_micro != layout.micro:
         raise ScheduleError(
             f"the schedule is for {rows.num_ranks} ranks and {rows.num_micro} micro-batches",
             at=str(path),
-            why=f'layout "{layout}" has pipe={num_places} micro={layout.micro}',
+            why=f'layout "{layout}" has pipe={num_pipe_ranks} micro={layout.micro}',
             fix=f"pipe={rows.num_ranks} micro={rows.num_micro}, or another schedule",
         )
     validate(rows)

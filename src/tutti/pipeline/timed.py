@@ -1,4 +1,4 @@
-"""A program whose batch is split in time: for each place on the axis `pipe` the graph that its ranks run.
+"""A program whose batch is split in time: for each pipeline rank the graph that its ranks run.
 
     %w  = input                    %w  = input
     %x  = shard(%b, micro)         %l  = loop(body, [%w, %b])     body: x = shard(b, micro) ... g
@@ -23,8 +23,8 @@ from tutti.partition.partition import Program
 from tutti.pipeline.cut import Stages, cut
 from tutti.pipeline.moments import Moments, moments_of
 from tutti.pipeline.owners import owners_of, stages_of_homes
-from tutti.pipeline.place_graph import PlaceGraph, output_of, sum_of
-from tutti.pipeline.places import PipelinePlan, plan_places
+from tutti.pipeline.pipe_rank_graph import PipeRankGraph, output_of, sum_of
+from tutti.pipeline.pipe_ranks import PipelinePlan, plan_pipe_ranks
 from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.schedule_rows import completed, in_halves, rows_of
 from tutti.pipeline.stage_parts import Parts, fake_of, parts_of
@@ -33,10 +33,10 @@ from tutti.pipeline.tied import add_apart
 
 @dataclass
 class Timed:
-    """What the ranks at each place run, and where state lives.
+    """What the ranks of each pipeline rank run, and where state lives.
 
-    programs: by place; each returns the new values of the state that its place keeps. owners: the places that
-    keep each state tensor. schedule: the rows of actions, without sends and receives.
+    programs: by pipeline rank; each returns the new values of the state that is kept there. owners: the
+    pipeline ranks that keep each state tensor. schedule: the rows of actions, without sends and receives.
     """
 
     programs: list[Program]
@@ -57,7 +57,7 @@ def timed(
     """Lower `graph`, the flat graph of `program`, which is changed.
 
     Args:
-        schedule: compute actions only, one row per place.
+        schedule: compute actions only, one row per pipeline rank.
         cut_at: names of modules at which stages begin.
         homes: where state is kept already.
 
@@ -66,15 +66,15 @@ def timed(
         LayoutError: the step cannot be cut so.
     """
     moments = moments_of(graph, program.layout.micro, program.layout)
-    place_of = [schedule.rank_of(s) for s in range(schedule.num_stages)]
-    known = stages_of_homes(homes or {}, place_of)
+    pipe_rank_of = [schedule.rank_of(s) for s in range(schedule.num_stages)]
+    known = stages_of_homes(homes or {}, pipe_rank_of)
     stages = cut(moments, schedule.num_stages, names=cut_at, homes=known)
     while sum(add_apart(moments, stages, total) for total in list(moments.sums)):
         pass
     halves = any(a.kind in "IW" for row in schedule.rows for a in row)
     parts = parts_of(moments, stages, halves=halves)
     schedule = completed(in_halves(schedule) if halves else schedule, parts)
-    owners = owners_of(program, parts, place_of, homes or {})
+    owners = owners_of(program, parts, pipe_rank_of, homes or {})
     return _TimedProgramWriter(program, moments, stages, parts, owners, schedule).write()
 
 
@@ -90,53 +90,53 @@ class _TimedProgramWriter:
     ) -> None:
         self.program, self.moments, self.stages = program, moments, stages
         self.parts, self.owners, self.schedule = parts, owners, schedule
-        self.num_places = len(schedule.rows)
-        self.places = range(self.num_places)
+        self.num_pipe_ranks = len(schedule.rows)
+        self.pipe_ranks = range(self.num_pipe_ranks)
 
     def write(self) -> Timed:
         rows = rows_of(self.schedule, self.parts)
-        self.bodies = [self._body(p, rows[p]) for p in self.places]
-        self.given = [self._given(p) for p in self.places]
+        self.bodies = [self._body(p, rows[p]) for p in self.pipe_ranks]
+        self.given = [self._given(p) for p in self.pipe_ranks]
         made_at = {
             x: self.schedule.rank_of(stage) for stage, xs in self.parts.results.items() for x in xs
         }
-        plan = plan_places(
-            self.moments, self.num_places, self.owners, made_at, self.given, self._results()
+        plan = plan_pipe_ranks(
+            self.moments, self.num_pipe_ranks, self.owners, made_at, self.given, self._results()
         )
-        programs = [self._program(plan, p) for p in self.places]
+        programs = [self._program(plan, p) for p in self.pipe_ranks]
         return Timed(programs, self.stages, self.owners, self.schedule, self.bodies)
 
-    def _program(self, plan: PipelinePlan, place: int) -> Program:
+    def _program(self, plan: PipelinePlan, pipe_rank: int) -> Program:
         captured = self.program.captured
-        graph = PlaceGraph(
+        graph = PipeRankGraph(
             self.moments,
             plan,
-            place,
+            pipe_rank,
             updated=captured.updated,
             owners=self.owners,
-            body=self.bodies[place],
-            given=self.given[place],
-            made=self._made(place),
+            body=self.bodies[pipe_rank],
+            given=self.given[pipe_rank],
+            made=self._made(pipe_rank),
         ).write()
-        mine = [name for name in captured.updated if place in self.owners[name]]
+        mine = [name for name in captured.updated if pipe_rank in self.owners[name]]
         return replace(self.program, graph=graph, captured=replace(captured, updated=mine))
 
-    def _mine(self, place: int) -> list[tuple[int, str]]:
-        return [k for k in self.parts.parts if self.schedule.rank_of(k[0]) == place]
+    def _mine(self, pipe_rank: int) -> list[tuple[int, str]]:
+        return [k for k in self.parts.parts if self.schedule.rank_of(k[0]) == pipe_rank]
 
-    def _given(self, place: int) -> list[fx.Node]:
-        mine = self._mine(place)
+    def _given(self, pipe_rank: int) -> list[fx.Node]:
+        mine = self._mine(pipe_rank)
         return list(dict.fromkeys(x for k in mine for x in self.parts.given[k]))
 
-    def _made(self, place: int) -> list[fx.Node]:
-        """What comes out of the loop of a place."""
+    def _made(self, pipe_rank: int) -> list[fx.Node]:
+        """What comes out of the loop of a pipeline rank."""
         stages = self.parts.results.items()
-        return [x for stage, xs in stages if self.schedule.rank_of(stage) == place for x in xs]
+        return [x for stage, xs in stages if self.schedule.rank_of(stage) == pipe_rank for x in xs]
 
-    def _body(self, place: int, row: list[Do]) -> Body:
-        mine = self._mine(place)
+    def _body(self, pipe_rank: int, row: list[Do]) -> Body:
+        mine = self._mine(pipe_rank)
         for key in mine:
-            self._forget_others_state(place, self.parts.parts[key].graph)
+            self._forget_others_state(pipe_rank, self.parts.parts[key].graph)
         stages = {s for s, _ in mine}
         messages = {k: v for k, v in self.parts.messages.items() if {k[0], k[2]} & stages}
         totals = {t.name: t for t in self.moments.sums}
@@ -145,22 +145,22 @@ class _TimedProgramWriter:
             num_micro=self.program.layout.micro,
             parts={k: self.parts.parts[k] for k in mine},
             row=tuple(row),
-            given=tuple(x.name for x in self._given(place)),
+            given=tuple(x.name for x in self._given(pipe_rank)),
             sums=tuple(sum_of(totals[n]) for n in names),
-            results=tuple(x.name for x in self._made(place)),
+            results=tuple(x.name for x in self._made(pipe_rank)),
             messages={k: tuple(x.name for x in v) for k, v in messages.items()},
             vals={x.name: fake_of(x) for v in messages.values() for x in v},
             sources={x.name: source_of(x) for v in messages.values() for x in v},
         )
 
-    def _forget_others_state(self, place: int, graph: fx.Graph) -> None:
-        """What another place keeps comes here as any value does."""
+    def _forget_others_state(self, pipe_rank: int, graph: fx.Graph) -> None:
+        """What another pipeline rank keeps comes here as any value does."""
         for node in filter(is_state, graph.nodes):
-            if place not in self.owners.get(node.meta["name"], {place}):
+            if pipe_rank not in self.owners.get(node.meta["name"], {pipe_rank}):
                 node.meta = {k: v for k, v in node.meta.items() if k != "kind"}
 
     def _results(self) -> list[tuple[fx.Node, frozenset[int]]]:
         returned, updates = output_of(self.moments.graph)
-        found = [(x, frozenset(self.places)) for x in returned if isinstance(x, fx.Node)]
+        found = [(x, frozenset(self.pipe_ranks)) for x in returned if isinstance(x, fx.Node)]
         named = zip(updates, self.program.captured.updated, strict=True)
         return found + [(x, self.owners[name]) for x, name in named]

@@ -14,7 +14,7 @@ from itertools import zip_longest
 
 from tutti.errors import ScheduleError
 from tutti.pipeline.action import WEIGHT_GRADIENTS, Action
-from tutti.pipeline.complete import Position, check_complete, place
+from tutti.pipeline.complete import Position, check_complete, position_text
 from tutti.pipeline.edges import Edges, Pairs
 from tutti.pipeline.live import peak_held
 from tutti.pipeline.progress import playing_order
@@ -85,7 +85,7 @@ def _check_order_on_rank(schedule: Schedule, rank: int, edges: Edges) -> None:
             if positions.get(need, -1) > i:
                 raise ScheduleError(
                     f"{action} stands before {need}",
-                    at=place(schedule, rank, i),
+                    at=position_text(schedule, rank, i),
                     why=f"{action} needs what {need} makes",
                     fix=f"move {need} before {action} in the row of rank {rank}",
                 )
@@ -119,7 +119,7 @@ def _check_transfers(schedule: Schedule, edges: Edges) -> None:
     }
     for action, position in present.items():
         if (action if action.kind == "S" else action.counterpart) not in due:
-            raise _not_due(schedule, action, place(schedule, *position))
+            raise _not_due(schedule, action, position_text(schedule, *position))
     for send in sorted(due, key=str):
         for action in (send, send.counterpart):
             if action not in present:
@@ -148,7 +148,7 @@ def _missing(schedule: Schedule, action: Action, other: Position | None) -> Sche
     return ScheduleError(
         f"the {what} {action} is missing",
         at=f"rank {rank}, which plays stage {action.stage}",
-        why=f"its other end is there: {place(schedule, *other)}"
+        why=f"its other end is there: {position_text(schedule, *other)}"
         if other
         else f"{action.made} is read on another rank",
         fix=f"add {action} to the row of rank {rank}",
@@ -165,7 +165,7 @@ def _check_received(schedule: Schedule, edges: Edges) -> None:
                 if schedule.rank_of(need.stage) != rank and positions[receive] > i:
                     raise ScheduleError(
                         f"{action} stands before {receive}",
-                        at=place(schedule, rank, i),
+                        at=position_text(schedule, rank, i),
                         why=f"{action} needs what {need} makes on rank {schedule.rank_of(need.stage)}",
                         fix=f"move {receive} before {action} in the row of rank {rank}",
                     )
@@ -187,7 +187,7 @@ def _check_streams(schedule: Schedule) -> None:
                 position = schedule.rows[target].index(receive)
                 raise ScheduleError(
                     f"{receive} is out of order",
-                    at=place(schedule, target, position),
+                    at=position_text(schedule, target, position),
                     why=f"the next value that rank {source} sends to rank {target} is {send}",
                     fix=f"receive {send.counterpart} before {receive}, or send {receive.counterpart} first",
                 )

@@ -78,10 +78,10 @@ def predict(program: Program, graph: fx.Graph | None = None) -> PeakMemory:
 
     `graph` is the program's graph as it is to run; by default after every pass of `passes.pass_table`, with
     all state that the step updates overwritten in place. Of a program that is yet to be split in time,
-    the place of the pipeline that holds most counts.
+    the pipeline rank that holds most counts.
     """
     if graph is None and program.layout.in_time and not _has_loop(program.graph):
-        return max(predict_places(in_time(program)), key=lambda memory: memory.peak_nbytes)
+        return max(predict_pipe_ranks(in_time(program)), key=lambda memory: memory.peak_nbytes)
     if graph is None:
         donated = frozenset(program.captured.updated)
         graph = optimized(program, Target(donated=donated, onednn=is_faster()))
@@ -115,8 +115,8 @@ def predict(program: Program, graph: fx.Graph | None = None) -> PeakMemory:
     )
 
 
-def predict_places(made: Timed) -> list[PeakMemory]:
-    """The peak of one call at each place of a pipeline."""
+def predict_pipe_ranks(made: Timed) -> list[PeakMemory]:
+    """The peak of one call at each pipeline rank."""
     return [predict(one) for one in made.programs]
 
 

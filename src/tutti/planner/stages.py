@@ -1,4 +1,4 @@
-"""What the stages of a pipeline will take, and what their places send each other, told before they run.
+"""What the stages of a pipeline will take, and what pipeline ranks send each other, told before they run.
 
     seconds of a part      =  sum of its nodes' (`graph.cost`)
     seconds of a message   =  its bytes / the rate of the link
@@ -28,14 +28,14 @@ LINKS = {"cpu": RATES["cpu"].bytes, "cuda": 5e10}
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its place along `pipe`, its modules, and the seconds of its parts for one micro-batch.
+    """One stage: its pipeline rank, its modules, and the seconds of its parts for one micro-batch.
 
     `G` and `A`, where there are such parts, are those of a step. A module that several stages share in is
     named "part of" it. `source` is the line that begins the stage.
     """
 
     number: int
-    place: int
+    pipe_rank: int
     modules: tuple[str, ...]
     seconds_of: dict[str, float]
     source: str
@@ -48,15 +48,15 @@ class Stage:
 
 @dataclass(frozen=True)
 class Message:
-    """What one place sends another, `times` a step: how many values and bytes each time, made at which line.
+    """What one pipeline rank sends another, `times` a step: its values and bytes each time, from which line.
 
-    edge: the sending and the receiving stage; within a loop. places: the same of places. kind: what the
+    edge: the sending and the receiving stage; within a loop. pipe_ranks: theirs. kind: what the
     sending stage has done, `F`, `B` or `I`; "" outside of the loop.
     """
 
     kind: str
     edge: tuple[int, int] | None
-    places: tuple[int, int]
+    pipe_ranks: tuple[int, int]
     num_values: int
     nbytes: int
     times: int
@@ -90,7 +90,7 @@ class Forecast:
     def dear_cuts(self) -> Iterator[str]:
         """A sentence for each cut that takes longer to cross, each micro-batch, than it saves.
 
-        A cut saves at most the shorter of the stages on its two sides: without it, one place would do both.
+        A cut saves at most the shorter of the stages on its two sides: without it, one rank would do both.
         """
         for before, after in zip(self.stages, self.stages[1:], strict=False):
             over = [
@@ -115,8 +115,8 @@ def forecast(made: Timed) -> Forecast:
 
 
 def _stage(made: Timed, number: int) -> Stage:
-    place = made.schedule.rank_of(number)
-    parts = made.bodies[place].parts
+    pipe_rank = made.schedule.rank_of(number)
+    parts = made.bodies[pipe_rank].parts
     seconds = {
         kind: sum(map(seconds_of, part.graph.nodes))
         for (stage, kind), part in parts.items()
@@ -124,7 +124,7 @@ def _stage(made: Timed, number: int) -> Stage:
     }
     nodes = [n for n in made.stages.stage if _is(made, n, number)]
     source = next(filter(None, map(source_of, nodes)), "")
-    return Stage(number, place, tuple(_modules(made, number)), seconds, source)
+    return Stage(number, pipe_rank, tuple(_modules(made, number)), seconds, source)
 
 
 def _is(made: Timed, node: fx.Node, number: int) -> bool:
@@ -153,16 +153,16 @@ def _prefixes(node: fx.Node) -> list[str]:
 
 
 def _messages(made: Timed) -> Iterator[Message]:
-    place_of = made.schedule.rank_of
+    pipe_rank_of = made.schedule.rank_of
     seen = {key: body for body in made.bodies for key in body.messages}
     for (stage, kind, other), body in sorted(seen.items(), key=lambda entry: entry[0]):
-        places = place_of(stage), place_of(other)
-        if places[0] != places[1]:
+        pipe_ranks = pipe_rank_of(stage), pipe_rank_of(other)
+        if pipe_ranks[0] != pipe_ranks[1]:
             names = body.messages[stage, kind, other]
             nbytes = sum(body.vals[n].nbytes for n in names)
             line = body.source_of(stage, kind, other)
             edge = stage, other
-            yield Message(kind, edge, places, len(names), nbytes, body.num_micro, line)
+            yield Message(kind, edge, pipe_ranks, len(names), nbytes, body.num_micro, line)
     for program in made.programs:
         for node in program.graph.nodes:
             if node.target is collectives.send:

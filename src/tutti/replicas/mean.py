@@ -35,15 +35,15 @@ class Mean:
         compression: in what messages travel; a tensor without an error in `state` travels as it is.
         message: what this replica has a mean taken of.
         state: with `error.name` for what is compressed.
-        place, count: which of how many replicas this is.
+        index, count: which of how many replicas this is.
 
     `parts` is what goes to each of them, `errors` what has changed in the state.
     """
 
     def __init__(
-        self, compression: str, message: Message, state: State, place: int, count: int
+        self, compression: str, message: Message, state: State, index: int, count: int
     ) -> None:
-        self._compression, self._likes, self._place = compression, message, place
+        self._compression, self._likes, self._index = compression, message, index
         compressed = compression in COMPRESSIONS
         self.errors = {
             f"error.{n}": state[f"error.{n}"].clone(memory_format=torch.contiguous_format)
@@ -65,7 +65,7 @@ class Mean:
             mean = (total / len(xs)).to(dtype)
             found |= (
                 self._compressed(piece, mean, len(xs))
-                if part == self._place
+                if part == self._index
                 else self._compressed(piece, mean)
             )
         return found
@@ -85,7 +85,7 @@ class Mean:
             x = piece.of(self._likes)
             if f"error.{piece.name}" in self.errors:
                 x = x + self._error(piece)
-                if j == self._place:  # it does not travel, so nothing is lost
+                if j == self._index:  # it does not travel, so nothing is lost
                     self._error(piece).zero_()
                 else:
                     found |= self._compressed(piece, x, 1)

@@ -64,9 +64,9 @@ class ReplicaMember:
             message = message | buffers
         return own, message
 
-    def mean(self, message: Message, place: int, count: int) -> Mean:
+    def mean(self, message: Message, index: int, count: int) -> Mean:
         """This rank's side of a mean over `count` replicas; `settle` when it has been taken."""
-        return Mean(self.strategy.compression, message, self.state, place, count)
+        return Mean(self.strategy.compression, message, self.state, index, count)
 
     def settle(self, mean: Mean) -> None:
         """Remember what compression has lost."""

@@ -23,8 +23,8 @@ class Record:
 
     `dtype` is short (`f32`): what is moved, where a sum over ranks is wider than the value.
     `nbytes` is what each rank moves by a bandwidth-optimal algorithm on its group, each of the `times` that
-    it runs in a step: once a micro-batch where it stands within a loop. `place` is that of the ranks that
-    run it, along the axis `pipe`.
+    it runs in a step: once a micro-batch where it stands within a loop. `place` is the pipeline rank of the
+    ranks that run it.
     """
 
     kind: str
@@ -41,16 +41,16 @@ class Record:
 
 
 def records(program: Program, made: Timed | None = None) -> list[Record]:
-    """Every collective of the program, in order; with `micro` or `pipe`, those of each place in turn.
+    """Every collective of the program, in order; with `micro` or `pipe`, those of each pipeline rank in turn.
 
     `made` is the program split in time, where it is known. Sums over micro-batches move nothing.
     """
     if not program.layout.in_time:
         return [_record(program, node) for node in program.collectives]
     found = []
-    for place, one in enumerate((made or in_time(program)).programs):
+    for pipe_rank, one in enumerate((made or in_time(program)).programs):
         for node, times in _with_times(one.graph):
-            found.append(replace(_record(program, node), times=times, place=place))
+            found.append(replace(_record(program, node), times=times, place=pipe_rank))
     return found
 
 

@@ -15,7 +15,7 @@ from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
-from tutti.planner.memory import predict, predict_places
+from tutti.planner.memory import predict, predict_pipe_ranks
 from tutti.quantities import format_nbytes
 from tutti.report.collective_records import Record, dtype_text, records
 from tutti.report.memory_table import memory_text
@@ -34,7 +34,7 @@ def explain(
     made: Timed | None = None,
 ) -> str:
     """The layout table, the memory, the stages and the collectives; with `tensor` (a name pattern) where
-    its sharding came from, with `graph` the partitioned graph, of each place.
+    its sharding came from, with `graph` the partitioned graph, of each pipeline rank.
 
     `measured`: bytes that a call was seen to take. `run`: the graph as it runs here, `made`: the program
     split in time, where they are known.
@@ -63,11 +63,11 @@ def explain(
 def _memory(
     program: Program, measured: int | None, run: fx.Graph | None, made: Timed | None
 ) -> list[str]:
-    """The predicted memory here, where something ran, else at the place that holds most; and at each."""
+    """The predicted memory here, where something ran, else of the pipeline rank that holds most; of each."""
     if made is None or len(made.programs) == 1:
         one = made.programs[0] if made else program
         return [memory_text(predict(one, run), measured)]
-    every = predict_places(made)
+    every = predict_pipe_ranks(made)
     most = max(every, key=lambda memory: memory.peak_nbytes)
     peaks = ", ".join(format_nbytes(m.peak_nbytes) for m in every)
     here = predict(program, run) if run is not None else most
@@ -83,17 +83,17 @@ def _header(program: Program) -> str:
 
 def _layout_table(program: Program, made: Timed | None) -> str:
     rows, whole = [], 0
-    places = range(len(made.programs)) if made else range(1)
-    owners = made.owners if made and len(places) > 1 else {}
-    totals = dict.fromkeys(places, 0)
+    pipe_ranks = range(len(made.programs)) if made else range(1)
+    owners = made.owners if made and len(pipe_ranks) > 1 else {}
+    totals = dict.fromkeys(pipe_ranks, 0)
     for state in program.captured.state:
         storage = program.storage[state.name]
         compute = program.plan.compute.get(state.name)
         itemsize = state.tensor.element_size()
         nbytes = math.prod(storage.local_shape(program.mesh)) * itemsize
-        kept = owners.get(state.name, places)
-        for place in kept:
-            totals[place] += nbytes
+        kept = owners.get(state.name, pipe_ranks)
+        for pipe_rank in kept:
+            totals[pipe_rank] += nbytes
         whole += state.tensor.numel() * itemsize
         rows.append(
             (
@@ -107,12 +107,12 @@ def _layout_table(program: Program, made: Timed | None) -> str:
                 program.plan.reasons.get(state.name, ""),
             )
         )
-    place = ("place",) if owners else ()
-    head = ("state", "dtype", "shape", "stored", "computed", *place, "per rank", "")
+    column = ("place",) if owners else ()
+    head = ("state", "dtype", "shape", "stored", "computed", *column, "per rank", "")
     last = f"in all {format_nbytes(max(totals.values()))} per rank of {format_nbytes(whole)}"
     if owners:
-        by_place = ", ".join(format_nbytes(n) for n in totals.values())
-        last = f"in all {by_place} per rank of places 0 to {places[-1]}, of {format_nbytes(whole)}"
+        by_pipe_rank = ", ".join(format_nbytes(n) for n in totals.values())
+        last = f"in all {by_pipe_rank} per rank of places 0 to {pipe_ranks[-1]}, of {format_nbytes(whole)}"
     return f"{columns(head, rows)}\n{last}"
 
 

@@ -16,7 +16,7 @@ MOST_ACTIONS, MOST_BLOCKS = 96, 3
 
 
 def pipeline_text(made: Timed) -> str:
-    """The stages with their predicted time, what each place sends another, and the schedule drawn.
+    """The stages with their predicted time, what each pipeline rank sends another, and the schedule drawn.
 
     Of a step without stages, what runs once a micro-batch.
     """
@@ -38,7 +38,7 @@ def _stages_table(found: Forecast) -> str:
     rows = [
         (
             str(s.number),
-            str(s.place),
+            str(s.pipe_rank),
             *(format_seconds(s.seconds_of.get(k, 0.0)) for k in kinds),
             f"{s.seconds / total:.0%}",
             os.path.basename(s.source),
@@ -60,7 +60,7 @@ def _modules(stage: Stage, most: int = 8) -> str:
 def _messages_table(found: Forecast) -> str:
     rows = [
         (
-            f"{m.places[0]} -> {m.places[1]}",
+            f"{m.pipe_ranks[0]} -> {m.pipe_ranks[1]}",
             f"{m.edge[0]}{m.kind} for stage {m.edge[1]}" if m.edge else "outside of the loop",
             "once a micro-batch" if m.edge else "once a step",
             str(m.num_values),

@@ -28,7 +28,7 @@ class Exchange:
     """One kind of round.
 
     steps: after which it happens first, and again. num_weights: how many take part. nbytes: what a rank
-    sends in it at most, without what an answer to others takes; of several ranks' places the most.
+    sends in it at most, without what an answer to others takes; of several pipeline ranks the most.
     """
 
     due: Round
@@ -84,12 +84,12 @@ def _exchange(
         s.name for s in state.values() if s.kind == "buffer" and s.tensor.dtype in AVERAGED
     ]
     plain = statistics if due.kind == MEAN and due.fragment == 0 else []
-    places = range(len(made.programs)) if made else range(1)
-    owners = made.owners if made and len(places) > 1 else {}
+    pipe_ranks = range(len(made.programs)) if made else range(1)
+    owners = made.owners if made and len(pipe_ranks) > 1 else {}
     each = [
-        _nbytes(program, [n for n in names if p in owners.get(n, places)], strategy.compression)
-        + _nbytes(program, [n for n in plain if p in owners.get(n, places)], "fp32")
-        for p in places
+        _nbytes(program, [n for n in names if p in owners.get(n, pipe_ranks)], strategy.compression)
+        + _nbytes(program, [n for n in plain if p in owners.get(n, pipe_ranks)], "fp32")
+        for p in pipe_ranks
     ]
     members = due.group or count
     share = {MEAN: 2 * (members - 1) / members, CENTRE: (count - 1) / count}.get(due.kind, 1.0)

@@ -59,7 +59,7 @@ def _as_dict(running: Running, every: list[StateTensor]) -> dict[str, Any]:
 
 
 def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
-    """The tensors of `state` by name, without those at other places of a pipeline."""
+    """The tensors of `state` by name, without those of other pipeline ranks."""
     return {s.name: s.tensor for s in state if is_here(s.tensor)}
 
 

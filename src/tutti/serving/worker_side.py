@@ -90,26 +90,28 @@ class WorkerSide:
         own = own_memory(state_of(self.job.model, None)) & set(program.captured.updated)
         for captured in (made.captured, program.captured):
             forget_values(captured.state)
-        sums, player, place = self._players(program)
-        return Worked(made, part, program, updater, player, sums, place, apart, own)
+        sums, player, coordinates = self._players(program)
+        return Worked(made, part, program, updater, player, sums, coordinates, apart, own)
 
     def _players(self, program: Program) -> tuple[SmallSums | None, Player | None, dict[str, int]]:
-        """What forms sums over the workers, what plays all collectives, and this rank's place."""
+        """What forms sums over the workers, what plays all collectives, and this rank's coordinates."""
         inside: Player | None = None
-        place = self.weights.place
+        coordinates = self.weights.coordinates
         if self.worker_ranks.size > 1:
-            used = [tuple(a for a in axes if a in place) for axes in between_ranks(program.graph)]
+            used = [
+                tuple(a for a in axes if a in coordinates) for axes in between_ranks(program.graph)
+            ]
             inside = ProcessGroups(self.weights.home.groups_for(filter(None, used)))
         count = program.layout.num_replicas
         if count == 1:
-            return None, inside, place
-        sums, place = (
+            return None, inside, coordinates
+        sums, coordinates = (
             SmallSums(self._add, self.role.number, count),
-            {REPLICA: self.role.number, **place},
+            {REPLICA: self.role.number, **coordinates},
         )
         if inside is None:
-            return sums, sums, place
-        return sums, TwoLevels(inside, sums, program.layout.mesh, place), place
+            return sums, sums, coordinates
+        return sums, TwoLevels(inside, sums, program.layout.mesh, coordinates), coordinates
 
     def call(
         self,

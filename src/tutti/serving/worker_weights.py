@@ -44,7 +44,7 @@ class WorkerWeights:
         return residence_of(self.job.model, self.job.layout)
 
     @cached_property
-    def place(self) -> dict[str, int]:
+    def coordinates(self) -> dict[str, int]:
         """This rank's coordinates in its worker."""
         return self.home.layout.mesh.coordinates(self.worker_ranks.rank)
 
@@ -87,7 +87,7 @@ class WorkerWeights:
         set_local(s.tensor, whole.to(s.tensor.device))
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
-        return self.home.storage[name].cut(whole, self.home.layout.place_mesh, self.place)
+        return self.home.storage[name].cut(whole, self.home.layout.place_mesh, self.coordinates)
 
     def make_slots(self, variables: Iterable[ServedVariable]) -> None:
         """The optimizer's slots, with no values yet; on several ranks each its part."""

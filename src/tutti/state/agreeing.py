@@ -91,11 +91,11 @@ class Agreeing:
         return {s.name: local_of(s.tensor) for s in kept}
 
     def here(self) -> list[StateTensor]:
-        """The state that this rank keeps: of a pipeline, that of its place."""
+        """The state that this rank keeps: of a pipeline, that of its pipeline rank."""
         home = residence_of(self.job.model, self.layout)
-        place = self.layout.mesh.coordinates(dist.get_rank()).get("pipe", 0)
+        pipe_rank = self.layout.mesh.coordinates(dist.get_rank()).get("pipe", 0)
         state = state_of(self.job.model, self.job.optimizer)
-        return [s for s in state if home.keeper(s.name, place) == place]
+        return [s for s in state if home.keeper(s.name, pipe_rank) == pipe_rank]
 
     def _trained(self) -> list[StateTensor]:
         return trained(self.job.model, self.job.optimizer)

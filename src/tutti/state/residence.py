@@ -57,7 +57,7 @@ class WholeBlock:
 class Residence:
     """How one model's state is kept on this rank, shared by every step on that model.
 
-    `owners` are the places on the axis `pipe` that keep each state tensor; empty where there is no such axis.
+    `owners` are the pipeline ranks that keep each state tensor; empty where there is no such axis.
     `renewed` holds, by the id of a tensor that was replaced, that tensor and the one in its place.
     `settled` are the tensors that stay as they are: a rank has all of each. `optimizers` are those of all
     steps. `fetch` brings the weights of now, where servers keep them.
@@ -101,34 +101,34 @@ class Residence:
         self.groups.add(used)
         return self.groups
 
-    def device_mesh(self, device: torch.device, place: int = 0) -> DeviceMesh:
-        """The `DeviceMesh` of the ranks at a place, axes ordered as storage splits dims.
+    def device_mesh(self, device: torch.device, pipe_rank: int = 0) -> DeviceMesh:
+        """The `DeviceMesh` of the ranks of one pipeline rank, axes ordered as storage splits dims.
 
-        Without an axis `pipe` all ranks are at one place; of replicas it is this rank's. All ranks ask
+        Without an axis `pipe` there is one pipeline rank; of replicas the mesh is this rank's. All ranks ask
         together the first time.
         """
         if not self.meshes:
             mesh = self.layout.place_mesh
             axes = dtensor_axes(mesh)
             order = [list(mesh).index(a) for a in axes]
-            num_places = self.layout.axes.get("pipe", 1) * self.layout.num_replicas
+            num_pipe_ranks = self.layout.axes.get("pipe", 1) * self.layout.num_replicas
             ranks = torch.arange(self.layout.num_ranks).reshape(
-                num_places, *(n for _, n in mesh.axes)
+                num_pipe_ranks, *(n for _, n in mesh.axes)
             )
             for here in ranks:
                 named = (here.permute(order), axes) if axes else (here.reshape(1), ("place",))
                 self.meshes.append(DeviceMesh(device.type, named[0], mesh_dim_names=named[1]))
-        return self.meshes[self.replica * self.layout.axes.get("pipe", 1) + place]
+        return self.meshes[self.replica * self.layout.axes.get("pipe", 1) + pipe_rank]
 
     @property
     def replica(self) -> int:
         """Which replica this rank belongs to."""
         return replica_here(self.layout.mesh)
 
-    def keeper(self, name: str, place: int) -> int:
-        """The place whose ranks keep a state tensor: `place` itself, if it does."""
-        owners = self.owners.get(name, frozenset({place}))
-        return place if place in owners else min(owners)
+    def keeper(self, name: str, pipe_rank: int) -> int:
+        """The pipeline rank that keeps a state tensor: `pipe_rank` itself, if it does."""
+        owners = self.owners.get(name, frozenset({pipe_rank}))
+        return pipe_rank if pipe_rank in owners else min(owners)
 
 
 _RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDictionary()
@@ -213,7 +213,7 @@ def set_local(x: Tensor, value: Tensor) -> None:
 
 
 def is_here(x: Tensor) -> bool:
-    """Whether this rank keeps a part of a state tensor; in a pipeline another place may have all of it."""
+    """Whether this rank keeps a part of a state tensor; another pipeline rank may have all of it."""
     return not isinstance(x, DTensor) or x.device_mesh.get_coordinate() is not None
 
 
@@ -271,12 +271,12 @@ def settle(
     several = home.layout.num_ranks > 1
     if not several and not is_deferred(model):
         return
-    place = home.layout.mesh.coordinates(dist.get_rank() if several else 0)
+    coordinates = home.layout.mesh.coordinates(dist.get_rank() if several else 0)
     state = state_of(model, optimizer)
     check_order([f"state {s.name}: {list(s.tensor.shape)} {s.tensor.dtype}" for s in state])
     replaced: dict[int, Tensor] = {}
     for entry, whole in _deferred(model, optimizer, state, device, seed):
-        replaced[id(entry.tensor)] = part_of(entry, whole, home, place, device)
+        replaced[id(entry.tensor)] = part_of(entry, whole, home, coordinates, device)
     new = [s.name for s in state if several and not home.has_settled(s.tensor)]
     warn_of_onlookers(state, [name for name in new if home.moves(name)])
     for entry in state:
@@ -285,7 +285,7 @@ def settle(
         whole = entry.tensor.detach().to(device).contiguous()
         dist.broadcast(whole, 0)
         if not home.keeps_whole(entry.name):
-            replaced[id(entry.tensor)] = part_of(entry, whole, home, place, device)
+            replaced[id(entry.tensor)] = part_of(entry, whole, home, coordinates, device)
         elif whole.data_ptr() != entry.tensor.data_ptr():
             set_local(entry.tensor, whole)
     take_the_place(model, optimizer, home, replaced)
@@ -353,20 +353,24 @@ def _deferred(
 
 
 def part_of(
-    entry: StateTensor, whole: Tensor, home: Residence, place: dict[str, int], device: torch.device
+    entry: StateTensor,
+    whole: Tensor,
+    home: Residence,
+    coordinates: dict[str, int],
+    device: torch.device,
 ) -> Tensor:
     """This rank's part of a state tensor, to take the place of the tensor that `entry` holds."""
     if home.layout.num_ranks == 1 or home.keeps_whole(entry.name):
         parameter = isinstance(entry.tensor, nn.Parameter)
         return nn.Parameter(whole, entry.tensor.requires_grad) if parameter else whole
     sharding = home.storage[entry.name]
-    here = place.get("pipe", 0)
+    here = coordinates.get("pipe", 0)
     keeper = home.keeper(entry.name, here)
     if keeper != here:
         # of a scalar too, as `from_local` takes the global shape of one from its local tensor
         nothing = whole.new_empty((0,) if sharding.shape else ())
         return as_shard(nothing, sharding, home, device, entry.tensor, keeper)
-    local = sharding.cut(whole, home.layout.place_mesh, place)
+    local = sharding.cut(whole, home.layout.place_mesh, coordinates)
     if sharding.axes:
         local = local.clone(memory_format=torch.contiguous_format)
     return as_shard(local, sharding, home, device, entry.tensor, keeper)
@@ -378,12 +382,12 @@ def as_shard(
     home: Residence,
     device: torch.device,
     like: Tensor,
-    place: int = 0,
+    pipe_rank: int = 0,
 ) -> Tensor:
-    """`local` as this rank's part of a tensor on the ranks of a place; a Parameter where `like` is one."""
+    """`local` as this rank's part of a tensor on one pipeline rank; a Parameter where `like` is one."""
     x: Any = DTensor.from_local(
         local,
-        home.device_mesh(device, place),
+        home.device_mesh(device, pipe_rank),
         placements(sharding, home.layout.place_mesh),
         run_check=False,
         shape=torch.Size(sharding.shape),

@@ -99,12 +99,12 @@ class StateShard(AnsweringDTensor):
         refuse(self, "tolist")
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """All of it, on the ranks of its place, which ask together."""
+        """All of it, on the ranks of its pipeline rank, which ask together."""
         self._refuse_elsewhere()
         return super().full_tensor(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """In other shards, on the ranks of its place, which ask together."""
+        """In other shards, on the ranks of its pipeline rank, which ask together."""
         self._refuse_elsewhere()
         return super().redistribute(*args, **options)
 
@@ -194,10 +194,12 @@ def refuse(x: Tensor, wanted: str) -> NoReturn:
 
 def cut(whole: Tensor, like: DTensor) -> Tensor:
     """The part of a whole tensor that `like` has of its own; its dims divide."""
-    place = like.device_mesh.get_coordinate()
-    if place is None:  # another place of a pipeline has it
+    coordinate = like.device_mesh.get_coordinate()
+    if coordinate is None:  # another pipeline rank has it
         return whole.new_empty(local_part(like).shape)
-    for at, placement, size in zip(place, like.placements, like.device_mesh.shape, strict=True):
+    for at, placement, size in zip(
+        coordinate, like.placements, like.device_mesh.shape, strict=True
+    ):
         if isinstance(placement, Shard):
             part = whole.shape[placement.dim] // size
             whole = whole.narrow(placement.dim, at * part, part)

@@ -26,7 +26,7 @@ def take_over(
     home = known_residence(model)
     assert home is not None
     replaced: dict[int, Tensor] = {}
-    place = home.layout.mesh.coordinates(dist.get_rank())
+    coordinates = home.layout.mesh.coordinates(dist.get_rank())
     for entry, x in zip(expected, now, strict=True):
         if home.keeps_whole(entry.name):
             if isinstance(x, DTensor):
@@ -35,7 +35,9 @@ def take_over(
             whole = whole_of(x).to(home.device)
             if tuple(whole.shape) != home.storage[entry.name].shape:
                 raise _of_another_shape(entry.name, x, home.storage[entry.name])
-            replaced[id(x)] = part_of(replace(entry, tensor=x), whole, home, place, home.device)
+            replaced[id(x)] = part_of(
+                replace(entry, tensor=x), whole, home, coordinates, home.device
+            )
     take_the_place(model, optimizer, home, replaced)
     if replaced:
         name_shards(state_of(model, optimizer))

@@ -196,14 +196,14 @@ def gathered(x: Tensor, home: Residence, *, only: int | None = None) -> Tensor |
     assert isinstance(x, DTensor)
     full = x.full_tensor().detach() if is_here(x) else None
     if full is not None and full.data_ptr() == local_part(x).data_ptr():
-        full = full.clone()  # all of it lies on each rank of this place
+        full = full.clone()  # all of it lies on each rank of this pipeline rank
     if "pipe" in home.layout.mesh:
-        full = _from_its_place(x, full, home)
+        full = _from_its_pipe_rank(x, full, home)
     return full if only in (None, dist.get_rank()) else None
 
 
-def _from_its_place(x: DTensor, full: Tensor | None, home: Residence) -> Tensor:
-    """What the ranks of one place have, on those of all places."""
+def _from_its_pipe_rank(x: DTensor, full: Tensor | None, home: Residence) -> Tensor:
+    """What the ranks of one pipeline rank have, on those of all."""
     group, source = group_of(home), int(x.device_mesh.mesh.flatten()[0])
     if full is None:
         full = torch.empty(x.shape, dtype=x.dtype, device=local_part(x).device)

@@ -40,14 +40,14 @@ class AlignedPartition(PartitionComparison):
 
     def advance(self, k: int) -> None:
         """Take step `k` on both sides, and compare."""
-        places = self.play(k)
-        count = len(places[0][0][0]) - len(self._seen.gradients)
-        other = self._other(places, count, k)
+        pipe_ranks = self.play(k)
+        count = len(pipe_ranks[0][0][0]) - len(self._seen.gradients)
+        other = self._other(pipe_ranks, count, k)
         aligned = Aligned(self._device, PARTITION_TOLERANCE, _own_scales, self.errors)
         aligned.step(k, inputs_of(self.captured, self.one, self.feed), self.one, other)
-        for place, ranks in enumerate(places):
-            for state, (returned, update) in zip(self.many[place], ranks, strict=True):
-                state |= dict(zip(self.played.updated[place], update, strict=True))
+        for pipe_rank, ranks in enumerate(pipe_ranks):
+            for state, (returned, update) in zip(self.many[pipe_rank], ranks, strict=True):
+                state |= dict(zip(self.played.updated[pipe_rank], update, strict=True))
                 state |= following(self.captured, self.feed, returned[:count])[1]
         self.feed, others = following(self.captured, self.feed, other.returned)
         self.one |= other.state | others
@@ -55,28 +55,28 @@ class AlignedPartition(PartitionComparison):
     def compare_state(self, k: int) -> None:
         """What comes after a step is compared from one state, too."""
         super().compare_state(k)
-        for place, ranks in enumerate(self.many):
-            for name in self.played.updated[place]:
+        for pipe_rank, ranks in enumerate(self.many):
+            for name in self.played.updated[pipe_rank]:
                 parts = [s[name] for s in ranks]
                 self.one[name] = assemble(parts, self.program.storage[name], self.mesh)
 
-    def _other(self, places: list[list[Any]], count: int, k: int) -> Made:
+    def _other(self, pipe_ranks: list[list[Any]], count: int, k: int) -> Made:
         """What the ranks have made, whole."""
-        lead = places[0][0][0]
-        for returned, _ in (one for ranks in places for one in ranks):
+        lead = pipe_ranks[0][0][0]
+        for returned, _ in (one for ranks in pipe_ranks for one in ranks):
             for i, (x, first) in enumerate(zip(returned[:count], lead[:count], strict=True)):
                 if isinstance(x, Tensor):
                     error = largest_difference(x, first)
                     self.errors.see(f"returned value {i} (step {k})", error, largest(first))
         gradients = {
             name: self.whole(
-                f"the gradient {name}", [r[0][count + i] for r in places[0]], sharding, k
+                f"the gradient {name}", [r[0][count + i] for r in pipe_ranks[0]], sharding, k
             )
             for i, (name, (_, sharding)) in enumerate(self._seen.gradients.items())
         }
         state: dict[str, Tensor] = {}
-        for place, ranks in enumerate(places):
-            for i, name in enumerate(self.played.updated[place]):
+        for pipe_rank, ranks in enumerate(pipe_ranks):
+            for i, name in enumerate(self.played.updated[pipe_rank]):
                 parts = [update[i] for _, update in ranks]
                 state[name] = self.whole(name, parts, self.program.storage[name], k)
         return Made(lead[:count], gradients, state)

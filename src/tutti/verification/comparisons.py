@@ -151,8 +151,8 @@ class Made:
 
 @dataclass(frozen=True)
 class Played:
-    """What virtual ranks play: for each place on the axis `pipe` a graph, and the state whose new values
-    it returns. `mesh` are the ranks of one place, `owners` the places that keep each state tensor (all,
+    """What virtual ranks play: for each pipeline rank a graph, and the state whose new values it
+    returns. `mesh` are the ranks of one pipeline rank, `owners` those that keep each state tensor (all,
     where it is not named)."""
 
     mesh: Mesh
@@ -165,9 +165,9 @@ class Played:
         """One graph for all ranks; an axis `micro` counts as ranks."""
         return cls(program.mesh, [graph], [program.captured.updated])
 
-    def keeps(self, place: int, name: str) -> bool:
-        """Whether a place keeps a state tensor."""
-        return name not in self.owners or place in self.owners[name]
+    def keeps(self, pipe_rank: int, name: str) -> bool:
+        """Whether a pipeline rank keeps a state tensor."""
+        return name not in self.owners or pipe_rank in self.owners[name]
 
 
 class PartitionComparison:
@@ -197,11 +197,11 @@ class PartitionComparison:
                 {
                     n: program.storage[n].cut(x, self.mesh, at).clone()
                     for n, x in self.one.items()
-                    if played.keeps(place, n)
+                    if played.keeps(pipe_rank, n)
                 }
                 for at in ranks
             ]
-            for place in range(len(played.graphs))
+            for pipe_rank in range(len(played.graphs))
         ]
         self.errors = Errors()
         self._local = [promoted(graph, self.captured.owner)[:2] for graph in self.played.graphs]
@@ -216,30 +216,30 @@ class PartitionComparison:
             *self.wide[:2], [inputs_of(self.captured, self.one, self.feed)]
         )[0]
         self.one |= dict(zip(self.captured.updated, new, strict=True))
-        for place, ranks in enumerate(self.play(k)):
+        for pipe_rank, ranks in enumerate(self.play(k)):
             for returned, _ in ranks:
                 add_returned(self.errors, returned, out, k)
-            for state, (returned, update) in zip(self.many[place], ranks, strict=True):
-                state |= dict(zip(self.played.updated[place], update, strict=True))
+            for state, (returned, update) in zip(self.many[pipe_rank], ranks, strict=True):
+                state |= dict(zip(self.played.updated[pipe_rank], update, strict=True))
                 state |= following(self.captured, self.feed, returned)[1]
         self.compare_state(k)
         self.feed, others = following(self.captured, self.feed, out)
         self.one |= others
 
     def play(self, k: int) -> list[list[Any]]:
-        """Step `k` of every place; several at once, as they send each other what crosses."""
+        """Step `k` of every pipeline rank; several at once, as they send each other what crosses."""
         post, local = VirtualPost(), self._local
 
-        def play(place: int) -> list[Any]:
-            graph, owner = local[place]
+        def play(pipe_rank: int) -> list[Any]:
+            graph, owner = local[pipe_rank]
             ranks = VirtualRanks(self.mesh, seed=self.seed, step=k, post=post)
-            feeds = [inputs_of(self.captured, s, self.feed) for s in self.many[place]]
+            feeds = [inputs_of(self.captured, s, self.feed) for s in self.many[pipe_rank]]
             return ranks.run(graph, owner, feeds)
 
         if len(local) == 1:
             return [play(0)]
         with ThreadPoolExecutor(len(local)) as pool:
-            waiting = [pool.submit(play, place) for place in range(len(local))]
+            waiting = [pool.submit(play, pipe_rank) for pipe_rank in range(len(local))]
             wait(waiting, return_when=FIRST_EXCEPTION)
             failed = [one for one in waiting if one.done() and one.exception() is not None]
             if failed:
@@ -249,10 +249,10 @@ class PartitionComparison:
 
     def compare_state(self, k: int) -> None:
         """Compare what is kept after step `k`."""
-        for place, ranks in enumerate(self.many):
+        for pipe_rank, ranks in enumerate(self.many):
             mine = {
                 n: self.whole(n, [s[n] for s in ranks], self.program.storage[n], k)
-                for n in self.played.updated[place]
+                for n in self.played.updated[pipe_rank]
             }
             add_state(self.errors, mine, self.one, k)
 

@@ -184,7 +184,7 @@ class ReplicaComparison:
 
     @property
     def _ranks(self) -> list[tuple[int, int]]:
-        """The virtual ranks of a replica, by place and number there."""
+        """The virtual ranks of a replica, by pipeline rank and number there."""
         return [(p, r) for p, ranks in enumerate(self.parts[0].many) for r in range(len(ranks))]
 
     def _begun(

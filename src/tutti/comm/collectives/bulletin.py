@@ -24,7 +24,7 @@ class Bulletin:
 
     Args:
         ranks: the group's ranks in its order.
-        position: this rank's place among them.
+        position: this rank's index among them.
         group: of these ranks alone, for CPU tensors, and used for nothing else.
     """
 

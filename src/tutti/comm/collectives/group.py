@@ -20,8 +20,8 @@ class Group:
     """This rank's group along some mesh axes.
 
     `ranks` stand in the order of their coordinates along the axes, major to minor; `position` is
-    this rank's place there. torch.distributed orders the members of a group by rank: where that is
-    another order, `order[i]` is the place of `ranks[i]` in it, and None otherwise.
+    this rank's index there. torch.distributed orders the members of a group by rank: where that is
+    another order, `order[i]` is the index of `ranks[i]` in it, and None otherwise.
     """
 
     handle: dist.ProcessGroup | None

@@ -28,7 +28,7 @@ class Hierarchical:
         ranks: the whole group in its order.
         hosts: the ranks of each host, in the group's order; equally many each.
         shared: the ranks of this host.
-        across: the ranks at this rank's place on every host, in the order of `hosts`.
+        across: the ranks at this rank's position on every host, in the order of `hosts`.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Hierarchical:
     ) -> None:
         self._shared, self._across = shared, across
         self._width, self._num_hosts = len(hosts[0]), len(hosts)
-        # The place in the group of every host's ranks: what is stacked by (host, rank) lies so.
-        self._places = [list(ranks).index(rank) for host in hosts for rank in host]
+        # The position in the group of every host's ranks: what is stacked by (host, rank) lies so.
+        self._positions = [list(ranks).index(rank) for host in hosts for rank in host]
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """`x` reduced over the group, a new tensor."""
@@ -58,27 +58,27 @@ class Hierarchical:
 
     def all_gather(self, x: Tensor) -> Tensor:
         """`[*shape]` of each rank to `[n, *shape]`."""
-        across = self._across.all_gather(x)  # [hosts, *shape] of the ranks at my place
+        across = self._across.all_gather(x)  # [hosts, *shape] of the ranks at my position
         every = self._shared.all_gather(across).transpose(0, 1)  # [hosts, width, *shape]
-        result = x.new_empty(len(self._places), *x.shape)
-        result[self._places] = every.reshape(len(self._places), *x.shape)
+        result = x.new_empty(len(self._positions), *x.shape)
+        result[self._positions] = every.reshape(len(self._positions), *x.shape)
         return result
 
     def reduce_scatter(self, parts: Tensor, op: str) -> Tensor:
         """`[n, *shape]`, one part for each rank, to the reduced part `[*shape]` of this rank."""
         if parts.dtype in _HALF:
             return self.reduce_scatter(parts.float(), op).to(parts.dtype)
-        ordered = parts[self._places].view(self._num_hosts, self._width, *parts.shape[1:])
+        ordered = parts[self._positions].view(self._num_hosts, self._width, *parts.shape[1:])
         mine = self._shared.reduce_scatter(ordered.transpose(0, 1).contiguous(), op)
         return self._across.reduce_scatter(mine, op)
 
     def all_to_all(self, parts: Tensor) -> Tensor:
         """`[n, *shape]`, one part for each rank, to `[n, *shape]`, one part from each rank."""
         shape = parts.shape[1:]
-        ordered = parts[self._places].view(self._num_hosts, self._width, *shape)
-        # First to the rank of this host that stands at the receiver's place, then to its host.
+        ordered = parts[self._positions].view(self._num_hosts, self._width, *shape)
+        # First to the rank of this host that stands at the receiver's position, then to its host.
         near = self._shared.all_to_all(ordered.transpose(0, 1).contiguous())  # [from, host, ...]
         far = self._across.all_to_all(near.transpose(0, 1).contiguous())  # [from host, from, ...]
         result = torch.empty_like(parts)
-        result[self._places] = far.reshape(len(self._places), *shape)
+        result[self._positions] = far.reshape(len(self._positions), *shape)
         return result

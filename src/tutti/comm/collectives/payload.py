@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-# A dtype's place is its code in the frames, journals and snapshots of servers: new ones go to the end.
+# A dtype's position is its code in the frames, journals and snapshots of servers: new ones go to the end.
 DTYPES = (
     torch.float32,
     torch.float64,

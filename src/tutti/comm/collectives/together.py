@@ -54,11 +54,11 @@ def reduce_scatter(wholes: Sequence[Tensor], op: str, via: Transport) -> list[Te
 
 def _by_dtype(xs: list[Tensor], move: Callable[[list[Tensor]], list[Tensor]]) -> list[Tensor]:
     """`move` the tensors of each dtype together, in the order in which dtypes first come."""
-    places: dict[torch.dtype, list[int]] = {}
+    positions: dict[torch.dtype, list[int]] = {}
     for i, x in enumerate(xs):
-        places.setdefault(x.dtype, []).append(i)
+        positions.setdefault(x.dtype, []).append(i)
     results = list(xs)
-    for chosen in places.values():
+    for chosen in positions.values():
         for i, y in zip(chosen, move([xs[i] for i in chosen]), strict=True):
             results[i] = y
     return results

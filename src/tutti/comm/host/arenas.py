@@ -20,7 +20,7 @@ class Arenas:
     """The arenas of one group: all ranks have added the same sizes in the same order.
 
     Args:
-        position: this rank's place in the group.
+        position: this rank's index in the group.
     """
 
     def __init__(self, position: int) -> None:
@@ -33,8 +33,8 @@ class Arenas:
         begin = rows[self._position].data_ptr()
         self._arenas.append(_Arena(rows, begin, begin + rows.shape[1]))
 
-    def place(self, x: Tensor) -> int:
-        """A number for the place of `x`, the same on all ranks that have a tensor there; 0 outside.
+    def location(self, x: Tensor) -> int:
+        """A number for the location of `x`, the same on all ranks that have a tensor there; 0 outside.
 
         Also 0 where `x` is not contiguous, is empty, or is a lazy conjugate.
         """
@@ -44,7 +44,7 @@ class Arenas:
         return 0 if number < 0 else (number + 1) | offset << 16
 
     def everywhere(self, x: Tensor) -> list[Tensor] | None:
-        """Each rank's tensor at the place of `x`; None where `place` is 0."""
+        """Each rank's tensor at the location of `x`; None where `location` is 0."""
         number, offset = self._find(x)
         if number < 0:
             return None

@@ -41,7 +41,7 @@ class Board:
 
     Args:
         ranks: the group's ranks in its order.
-        position: this rank's place among them.
+        position: this rank's index among them.
         pids: the process id of each.
         exchange: gives a text to all ranks of the group and returns theirs; used to set up only.
 
@@ -65,7 +65,7 @@ class Board:
     def write(self, call: int, text: bytes, data: bytes) -> None:
         """This rank is in a call, and what it is given there."""
         turn = self._turn = (self._turn + 1) % NUM_ENTRIES
-        at = self._place(self.position, turn)
+        at = self._offset(self.position, turn)
         self._words[at // 8] = 0
         full_fence()
         self._raw[at + _DATA : at + _DATA + len(data)] = data
@@ -129,5 +129,5 @@ class Board:
                 return first + turn * NBYTES
         return None
 
-    def _place(self, j: int, turn: int) -> int:
+    def _offset(self, j: int, turn: int) -> int:
         return j * _RANK + _NOW + turn * NBYTES

@@ -1,4 +1,4 @@
-"""Places in shared memory through which ranks pass tensors, chunk by chunk.
+"""Slots in shared memory through which ranks pass tensors, chunk by chunk.
 
     rank 0   copy chunk 0 | sync | read chunk 0 | copy chunk 1 | sync | ...
     rank 1   copy chunk 0 | sync | read chunk 0 | copy chunk 1 | sync | ...
@@ -39,7 +39,7 @@ class Mailboxes:
 
     Args:
         memory: `num_bytes(size)` shared bytes.
-        position: this rank's place in the group.
+        position: this rank's index in the group.
         size: how many ranks it has.
     """
 
@@ -73,13 +73,13 @@ class Mailboxes:
         """The boxes for what each rank has reduced."""
         return self._boxes(_SHARES, dtype, numel)
 
-    def _boxes(self, place: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        key = (place, numel, dtype)
+    def _boxes(self, slot: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        key = (slot, numel, dtype)
         views = self._views.get(key)
         if views is None:
             if len(self._views) == _MOST_VIEWS:
                 self._views.clear()
             nbytes = numel * dtype.itemsize
-            views = tuple(row[:nbytes].view(dtype) for row in self._memory[place])
+            views = tuple(row[:nbytes].view(dtype) for row in self._memory[slot])
             self._views[key] = views
         return list(views)

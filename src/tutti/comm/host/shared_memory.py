@@ -7,7 +7,7 @@ written. Others go through mailboxes, chunk by chunk.
 Reductions run over the group's ranks in its order, whoever computes them: every rank gets the same bits.
 
 Where the ranks first meet in a collective they compare what they are in: its name, dtype, size, and the
-place of its tensor in an arena. Ranks that differ are told so before any of them reads a wrong value.
+location of its tensor in an arena. Ranks that differ are told so before any of them reads a wrong value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SharedGroup:
 
     Args:
         ranks: the group's ranks in its order.
-        position: this rank's place among them.
+        position: this rank's index among them.
         exchange: gives a text to all ranks of the group and returns theirs; used to set up only.
         timeout_seconds: how long a collective waits.
         num_neighbors: how many ranks share the cores of this host; the group's by default.
@@ -48,7 +48,7 @@ class SharedGroup:
         SharedMemoryError: on every rank, where memory cannot be shared.
 
     Collectives raise `PeerLost`, `PeerLate` or `PeerDiffers`. All ranks call them in the same order, with
-    tensors at the same place of an arena or all of them outside.
+    tensors at the same location of an arena or all of them outside.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SharedGroup:
         return make_segment(nbytes, self.position, self._exchange)
 
     def everywhere(self, x: Tensor) -> list[Tensor] | None:
-        """Each rank's tensor at the place that `x` has in this rank's row of an arena.
+        """Each rank's tensor at the location that `x` has in this rank's row of an arena.
 
         None if `x` lies elsewhere, is empty or is not contiguous.
         """
@@ -258,8 +258,8 @@ class SharedGroup:
         """A number that ranks in the same collective agree on; of ints only, whose hash is fixed."""
         words = [_number(name), _number(op)]
         for x in xs:
-            place = self._arenas.place(x) if placed else 0
-            words += (_number(x.dtype), x.numel(), place)
+            location = self._arenas.location(x) if placed else 0
+            words += (_number(x.dtype), x.numel(), location)
         return hash(tuple(words))
 
     def _chunks(

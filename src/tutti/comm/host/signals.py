@@ -82,7 +82,7 @@ class Signals:
     Args:
         memory: shared bytes, zeros at first, `LINE` for each rank.
         ranks: the ranks, in the group's order, as errors name them.
-        position: this rank's place among them.
+        position: this rank's index among them.
         pids: the process id of each.
         timeout_seconds: how long a wait lasts at most.
         num_neighbors: how many ranks share the cores of this host; the group's by default.
@@ -154,13 +154,13 @@ class Signals:
         """
         words = self._words
         self._note ^= 1
-        place = _NOTES + self._note
+        at = _NOTES + self._note
         note &= _MASK
-        words[self._own + place] = note
+        words[self._own + at] = note
         self.sync()
         for j in self._others:
-            if words[j * _WORDS + place] != note:
-                different = [k for k in self._others if words[k * _WORDS + place] != note]
+            if words[j * _WORDS + at] != note:
+                different = [k for k in self._others if words[k * _WORDS + at] != note]
                 raise PeerDiffers([self._ranks[k] for k in different])
 
     def late(self, count: int) -> list[int]:
@@ -172,17 +172,17 @@ class Signals:
 
     def _wait_for(self, j: int, count: int) -> None:
         began = time.monotonic()
-        words, place = self._words, j * _WORDS
+        words, at = self._words, j * _WORDS
         while time.monotonic() - began < self._spin:
             for _ in range(50):
-                if (words[place] - count) & _MASK < _HALF:
+                if (words[at] - count) & _MASK < _HALF:
                     return
         look = began + _LOOK_SECONDS
         while True:
-            seen = words[place]
+            seen = words[at]
             if (seen - count) & _MASK < _HALF:
                 return
-            words[place + _SLEEPERS] = 1
+            words[at + _SLEEPERS] = 1
             self._futex(j, _WAIT, seen, _LOOK_SECONDS)
             now = time.monotonic()
             if now >= look:

@@ -1,10 +1,11 @@
 """Where on the axis `pipe` everything outside of the micro-batches is worked out.
 
-A *place* is a coordinate along `pipe`. State lives where the stages that read it first are. What comes
-before the loop is worked out where it is needed. After the loop each node runs where its operands are: the
-update of a weight at its place; what couples several places (the norm of all gradients) at all of them,
-from a few small tensors that travel; a large value from several places (the gradient of a tied weight) at
-one. Python's numbers (`.item()` of a norm) do not travel: each place takes its own from such a tensor.
+A *pipeline rank* is a coordinate along `pipe`. State lives where the stages that read it first are. What
+comes before the loop is worked out where it is needed. After the loop each node runs where its operands
+are: the update of a weight at its pipeline rank; what couples several of them (the norm of all gradients)
+at all of them, from a few small tensors that travel; a large value from several (the gradient of a tied
+weight) at one. Python's numbers (`.item()` of a norm) do not travel: each pipeline rank takes its own from
+such a tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tutti.graph.state import is_state
 from tutti.pipeline.moments import AFTER, BEFORE, Moments
 from tutti.pipeline.stage_parts import early_part
 
-# Values of so many elements travel to every place rather than making one place work for all.
+# Values of so many elements travel to every pipeline rank rather than making one pipeline rank work for all.
 SMALL = 4096
 # What a node's value is where it is no tensor but one number of Python.
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -27,7 +28,7 @@ NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class Transfer:
-    """`node` goes from one place to another; it is there `after` a position, needed `until` one."""
+    """`node` goes from one pipeline rank to another; it is there `after` a position, needed `until` one."""
 
     node: fx.Node
     source: int
@@ -38,7 +39,7 @@ class Transfer:
 
 @dataclass
 class PipelinePlan:
-    """What each place works out, in positions: nodes before the loop, the loop, nodes after it, the end."""
+    """What each pipeline rank works out, in positions: nodes before the loop, the loop, nodes after it."""
 
     order: list[fx.Node]
     loop_at: int
@@ -60,9 +61,9 @@ class PipelinePlan:
         return len(self.order) + 1
 
 
-def plan_places(
+def plan_pipe_ranks(
     moments: Moments,
-    num_places: int,
+    num_pipe_ranks: int,
     owners: dict[str, frozenset[int]],
     made_at: dict[fx.Node, int],
     given: list[list[fx.Node]],
@@ -71,39 +72,39 @@ def plan_places(
     """What runs where.
 
     Args:
-        owners: the places that keep each state tensor.
-        made_at: the place whose loop makes each of what comes out of a loop.
-        given: what the loop of each place reads.
+        owners: the pipeline ranks that keep each state tensor.
+        made_at: the pipeline rank whose loop makes each of what comes out of a loop.
+        given: what the loop of each pipeline rank reads.
         results: nodes that are needed in the end, and where.
     """
     before = [n for n in moments.graph.nodes if moments.when[n] == BEFORE]
     after = [n for n in moments.graph.nodes if moments.when[n] == AFTER and n.op != "output"]
-    plan = PipelinePlan([*before, *after], len(before), [set() for _ in range(num_places)])
-    can = _possible_places(plan, moments, num_places, owners, made_at)
-    needs: list[dict[fx.Node, int]] = [{} for _ in range(num_places)]
+    plan = PipelinePlan([*before, *after], len(before), [set() for _ in range(num_pipe_ranks)])
+    can = _possible_pipe_ranks(plan, moments, num_pipe_ranks, owners, made_at)
+    needs: list[dict[fx.Node, int]] = [{} for _ in range(num_pipe_ranks)]
 
-    def need(place: int, node: fx.Node, until: int) -> None:
-        needs[place][node] = min(until, needs[place].get(node, until))
+    def need(pipe_rank: int, node: fx.Node, until: int) -> None:
+        needs[pipe_rank][node] = min(until, needs[pipe_rank].get(node, until))
 
-    for node, places in results:
-        for place in places:
-            need(place, node, plan.end)
-    for place, nodes in enumerate(given):
+    for node, pipe_ranks in results:
+        for pipe_rank in pipe_ranks:
+            need(pipe_rank, node, plan.end)
+    for pipe_rank, nodes in enumerate(given):
         for node in nodes:
-            need(place, node, plan.loop_at)
+            need(pipe_rank, node, plan.loop_at)
     for node in reversed(plan.order):
         here = plan.position(node)
-        own = frozenset(can[node]) if _is_bound(node, moments) else frozenset(range(num_places))
-        for place in [p for p in range(num_places) if node in needs[p] and p not in own]:
+        own = frozenset(can[node]) if _is_bound(node, moments) else frozenset(range(num_pipe_ranks))
+        for pipe_rank in [p for p in range(num_pipe_ranks) if node in needs[p] and p not in own]:
             source = min(own)
             made = plan.loop_at if node in made_at else here
-            plan.transfers.append(Transfer(node, source, place, made, needs[place][node]))
+            plan.transfers.append(Transfer(node, source, pipe_rank, made, needs[pipe_rank][node]))
             need(source, node, plan.end)
-        for place in own:
-            if node in needs[place]:
-                plan.works[place].add(node)
+        for pipe_rank in own:
+            if node in needs[pipe_rank]:
+                plan.works[pipe_rank].add(node)
                 for x in [] if node in made_at else _operands(node, moments):
-                    need(place, x, here)
+                    need(pipe_rank, x, here)
     return plan
 
 
@@ -119,14 +120,14 @@ def _operands(node: fx.Node, moments: Moments) -> list[fx.Node]:
     return list(node.all_input_nodes)
 
 
-def _possible_places(
+def _possible_pipe_ranks(
     plan: PipelinePlan,
     moments: Moments,
-    num_places: int,
+    num_pipe_ranks: int,
     owners: dict[str, frozenset[int]],
     made_at: dict[fx.Node, int],
 ) -> dict[fx.Node, frozenset[int]]:
-    everywhere = frozenset(range(num_places))
+    everywhere = frozenset(range(num_pipe_ranks))
     can: dict[fx.Node, frozenset[int]] = {}
     for node in plan.order:
         if node in made_at:
@@ -152,8 +153,8 @@ def _together(
     if all(_numel(x) <= SMALL for x in bound):
         return everywhere
     large = [x for x in bound if _numel(x) > SMALL]
-    places = sorted(everywhere)
-    return frozenset({max(places, key=lambda p: (sum(p in can[x] for x in large), -p))})
+    pipe_ranks = sorted(everywhere)
+    return frozenset({max(pipe_ranks, key=lambda p: (sum(p in can[x] for x in large), -p))})
 
 
 def _numel(node: fx.Node) -> int:
@@ -166,7 +167,7 @@ def _numel(node: fx.Node) -> int:
 def bundles(transfers: Iterable[Transfer]) -> list[tuple[int, int, int, list[fx.Node]]]:
     """Messages `(position, source, to, nodes)`: each as late as may be, with all that is there by then.
 
-    Every place goes through them in the one order of the list, so none waits for another in a ring.
+    Every pipeline rank goes through them in the one order of the list, so none waits for another in a ring.
     """
     edges: dict[tuple[int, int], list[Transfer]] = {}
     for one in transfers:

@@ -1,4 +1,4 @@
-"""The graph of one place of a pipeline, with its loop as one node."""
+"""The graph of one pipeline rank, with its loop as one node."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tutti.graph import collectives
 from tutti.graph.edit import source_of
 from tutti.graph.loop import Body, Do, Sum, loop
 from tutti.pipeline.moments import Moments
-from tutti.pipeline.places import PipelinePlan, bundles
+from tutti.pipeline.pipe_ranks import PipelinePlan, bundles
 from tutti.pipeline.stage_parts import early_part
 
 
-class PlaceGraph:
-    """Writes the graph of one place.
+class PipeRankGraph:
+    """Writes the graph of one pipeline rank.
 
     Args:
-        updated: the names of the state that the step updates, at any place.
-        owners: the places that keep each state tensor.
-        body: what the loop of this place does; `given`, what it reads; `made`, what comes out of it.
+        updated: the names of the state that the step updates, at any pipeline rank.
+        owners: the pipeline ranks that keep each state tensor.
+        body: what the loop of this pipeline rank does; `given`, what it reads; `made`, what comes out of it.
     """
 
     def __init__(
         self,
         moments: Moments,
         plan: PipelinePlan,
-        place: int,
+        pipe_rank: int,
         *,
         updated: Sequence[str],
         owners: Mapping[str, frozenset[int]],
@@ -37,7 +37,7 @@ class PlaceGraph:
         given: list[fx.Node],
         made: list[fx.Node],
     ) -> None:
-        self.moments, self.plan, self.place = moments, plan, place
+        self.moments, self.plan, self.pipe_rank = moments, plan, pipe_rank
         self.updated, self.owners = updated, owners
         self.body, self.given, self.made = body, given, made
         self.graph = fx.Graph()
@@ -46,7 +46,7 @@ class PlaceGraph:
     def write(self) -> fx.Graph:
         messages = bundles(self.plan.transfers)
         """The graph: its inputs and outputs are those of the program, as far as they are here."""
-        moments, works = self.moments, self.plan.works[self.place]
+        moments, works = self.moments, self.plan.works[self.pipe_rank]
         early = {t for level in moments.early for t in level}
         for node in moments.graph.nodes:
             if node.op == "placeholder":
@@ -69,18 +69,18 @@ class PlaceGraph:
         return self.graph
 
     def _input(self, node: fx.Node) -> fx.Node:
-        """An input; of state that other places keep there is nothing here."""
+        """An input; of state that other pipeline ranks keep there is nothing here."""
         here, name = self.graph.node_copy(node), node.meta.get("name")
-        if self.place not in self.owners.get(name, {self.place}):  # type: ignore[arg-type]
+        if self.pipe_rank not in self.owners.get(name, {self.pipe_rank}):  # type: ignore[arg-type]
             here.meta = {**here.meta, "val": here.meta["val"].new_empty(0)}
         return here
 
     def _exchange(self, source: int, to: int, nodes: list[fx.Node]) -> None:
-        if self.place == source:
+        if self.pipe_rank == source:
             xs = [self.here[n] for n in nodes]
             sent = self.graph.call_function(collectives.send, (xs, source, to))
             sent.meta = {"val": None, "source": source_of(nodes[0])}
-        elif self.place == to:
+        elif self.pipe_rank == to:
             likes = [n.meta["val"] for n in nodes]
             args = (source, to, [(tuple(v.shape), v.dtype) for v in likes])
             got = self.graph.call_function(collectives.receive, args)
@@ -114,9 +114,9 @@ class PlaceGraph:
         self._items(node, results)
 
     def _output(self) -> None:
-        """All that is returned, and the new values of the state that this place keeps."""
+        """All that is returned, and the new values of the state that this pipeline rank keeps."""
         returned, updates = output_of(self.moments.graph)
-        mine = [self.place in self.owners[n] for n in self.updated]
+        mine = [self.pipe_rank in self.owners[n] for n in self.updated]
         self.graph.output(
             (
                 fx.map_arg(list(returned), self.here.__getitem__),

@@ -1,4 +1,4 @@
-"""Messages between places: never before what they carry is there, never after it is needed."""
+"""Messages between pipeline ranks: never before what they carry is there, never after it is needed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import fx
 import stacks
 from tutti.graph import collectives
 from tutti.layout import Layout
-from tutti.pipeline.places import Transfer, bundles
+from tutti.pipeline.pipe_ranks import Transfer, bundles
 from tutti.pipeline.ready import in_time
 
-NUM_PLACES, END = 3, 12
+NUM_PIPE_RANKS, END = 3, 12
 
 
 @st.composite
 def transfers(draw: st.DrawFn) -> list[Transfer]:
-    """Nodes of several places, each there at one position and needed at a later one."""
+    """Nodes of several pipeline ranks, each there at one position and needed at a later one."""
     graph, found = fx.Graph(), []
     for i in range(draw(st.integers(1, 12))):
-        source, to = draw(st.permutations(range(NUM_PLACES)))[:2]
+        source, to = draw(st.permutations(range(NUM_PIPE_RANKS)))[:2]
         after = draw(st.integers(0, END - 1))
         until = draw(st.integers(after + 1, END))
         found.append(Transfer(graph.placeholder(f"x{i}"), source, to, after, until))
@@ -58,7 +58,7 @@ def test_no_two_messages_where_one_would_do(given_: list[Transfer]) -> None:
 
 @pytest.mark.parametrize("layout", ["pipe=2 micro=4", "pipe=4 micro=4 schedule=zb"])
 @pytest.mark.parametrize("name", ["stack", "thrice", "common", "telling", "summed"])
-def test_places_send_and_receive_in_one_order(name: str, layout: str) -> None:
+def test_pipe_ranks_send_and_receive_in_one_order(name: str, layout: str) -> None:
     """Played one after the other in the order of the list, every receive finds its send done."""
     made = in_time(stacks.subject(name).program(Layout.parse(layout)))
     rows = [
@@ -69,14 +69,14 @@ def test_places_send_and_receive_in_one_order(name: str, layout: str) -> None:
     moved = True
     while moved:
         moved = False
-        for place, row in enumerate(rows):
-            while at[place] < len(row):
-                target, source, to = row[at[place]]
-                assert place == (source if target is collectives.send else to)
+        for pipe_rank, row in enumerate(rows):
+            while at[pipe_rank] < len(row):
+                target, source, to = row[at[pipe_rank]]
+                assert pipe_rank == (source if target is collectives.send else to)
                 if target is collectives.receive and not flying[source, to]:
                     break
                 flying[source, to] += 1 if target is collectives.send else -1
-                at[place] += 1
+                at[pipe_rank] += 1
                 moved = True
     assert at == [len(row) for row in rows] and not any(flying.values())
     assert any(rows)
