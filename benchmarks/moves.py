@@ -1,7 +1,7 @@
 """Collectives between two ranks: tutti's players next to bare Gloo.
 
-A `graph.collectives.Player` is anything that answers a program's collectives; to measure another one, add it
-to `PLAYERS`. All stand in the same pair of processes and take turns.
+A `graph.player.Player` is anything that plays a program's collectives; to measure another one, add it to
+`PLAYERS`. All stand in the same pair of processes and take turns.
 
 `tutti` takes tensors of the process's own and returns new ones. `in a program` is what a partitioned program
 does with gradients and weights: they lie in shared memory from the start, sums are made where they lie.
@@ -25,6 +25,7 @@ from benchmarks.models import CASES, Case
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.execution.allocator import keep_freed_memory
+from tutti.graph.move import Move
 
 AXES = ("data",)
 TURN_SECONDS = 0.05
@@ -40,24 +41,24 @@ MOVES = (
 
 
 class Moves(Protocol):
-    """The part of a `Player` that is measured."""
+    """The collectives that are measured, as `graph.by_dim.ByDim` names them."""
 
     def lay(self, x: Tensor, name: str) -> Tensor:
         """`x` where the player wants what it is given for collective `name`; not measured."""
         ...
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
-        """See `Player`."""
+        """See `ByDim`."""
         ...
 
     def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
-        """See `Player`."""
+        """See `ByDim`."""
         ...
 
     def reduce_scatter(
         self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int, op: str
     ) -> Tensor:
-        """See `Player`."""
+        """See `ByDim`."""
         ...
 
 
@@ -119,10 +120,13 @@ class InProgram(Tutti):
     def __init__(self) -> None:
         super().__init__()
         self._gathered: dict[int, Tensor] = {}
+        shared = self.groups.shared(AXES)
+        assert shared is not None
+        self._shared, self._lying = shared, self.lodge({}, {})
 
     def lay(self, x: Tensor, name: str) -> Tensor:
         """In an arena; what is gathered, as this rank's part of the whole."""
-        shared = self._shared(AXES)
+        shared = self._shared
         if name != "all_gather":
             return shared.empty(x.shape, x.dtype).copy_(x)
         whole = shared.empty((shared.size, *x.shape), x.dtype)
@@ -132,20 +136,20 @@ class InProgram(Tutti):
 
     def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
         """The sum, in `x` itself."""
-        return self.together_("all_reduce", [x], axes, [()], op)[0]  # type: ignore[list-item]
+        return self._lying.play(Move.alike("all_reduce", axes, (), op), [x])[0]
 
     def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
         """The whole of which `x` is this rank's part, with the parts of the others."""
         whole = self._gathered[x.data_ptr()]
-        self._shared(AXES).all_gather_([whole])
+        self._shared.all_gather_([whole])
         return whole.view(-1)
 
     def reduce_scatter(
         self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int, op: str
     ) -> Tensor:
         """This rank's part of the sum, in `x` itself."""
-        (x,) = self.together_("reduce_part", [x], axes, [(dim, outer)], op)
-        return self.part(x, axes, dim, outer)
+        (x,) = self._lying.play(Move.alike("reduce_part", axes, (dim, outer), op), [x])
+        return self._lying.part(x, axes, dim, outer)
 
 
 PLAYERS: dict[str, Callable[[], Moves]] = {

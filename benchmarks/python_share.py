@@ -207,13 +207,14 @@ def _function(execution: Execution, function: Any) -> Iterator[None]:
 def _collectives(contender: Distributed, change: Callable[[Any], Any]) -> Iterator[None]:
     """With each collective changed; what pipeline ranks send each other is one, waiting included."""
     execution = execution_of(contender)
+    generated, player = execution.generated, execution.player
+    players = [] if player is None else [player, player.shared_memory or player]
 
     def changed(x: Any) -> Any:
-        is_move = execution.player is not None and getattr(x, "__self__", None) is execution.player
-        return change(x) if is_move else x
+        return change(x) if any(getattr(x, "__self__", None) is p for p in players) else x
 
     with (
-        _function(execution, rewritten(execution.generated.function, changed)),
+        _function(execution, rewritten(generated.function, changed)),
         mock.patch.object(RowEngine, "send", change(RowEngine.send)),
         mock.patch.object(RowEngine, "receive", change(RowEngine.receive)),
         mock.patch.object(RowEngine, "_post", change(RowEngine._post)),

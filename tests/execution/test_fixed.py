@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import getitem
 from typing import Any
 
@@ -13,20 +14,21 @@ from tutti.execution.fixed import Fixed
 from tutti.execution.generate import generate
 from tutti.graph import collectives
 from tutti.graph.dim_segments import split
+from tutti.graph.move import Move
 from tutti.layout import Mesh
+from tutti.server.split.small_sums import SmallSums
 
 aten = torch.ops.aten
 HERE = ("data",)
 
 
-class Player:
+class Memory:
     """The first of two ranks; the other one's values are zeros."""
 
     def __init__(self) -> None:
         self.arena, self.claims = torch.zeros(64), 0
-        self.wholes: dict[Any, Tensor] = {}
 
-    def memory(self, axes: Any, offset: int, shape: Any, dtype: torch.dtype) -> Tensor:
+    def buffer(self, axes: Any, offset: int, shape: Any, dtype: torch.dtype) -> Tensor:
         numel = torch.Size(shape).numel()
         return self.arena[offset // 4 : offset // 4 + numel].view(*shape)
 
@@ -34,12 +36,33 @@ class Player:
         self.claims += 1
         return x
 
+    def whole(self, x: Tensor, axes: Any) -> Tensor | None:
+        return None
+
     def part(self, x: Tensor, axes: Any, dim: int, outer: int) -> Tensor:
         return split(x, dim, outer, 2)[0]
 
-    def together_(self, kind: str, xs: list[Tensor], *_: Any) -> list[Tensor]:
-        assert kind == "reduce_part"
+    def play(self, move: Move, xs: Sequence[Tensor]) -> list[Tensor]:
+        assert move.kind == "reduce_part"
         return list(xs)
+
+    def gather_into(self, move: Move, names: Sequence[str], xs: Sequence[Tensor]) -> list[Tensor]:
+        raise AssertionError
+
+    def meet(self, axes: Any) -> None:
+        raise AssertionError
+
+
+class Player(SmallSums):
+    """Has such memory; nothing else of it is played."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__(lambda name, values: values, 0, 2)
+        self._memory = memory
+
+    @property
+    def shared_memory(self) -> Memory:
+        return self._memory
 
 
 def _program() -> fx.Graph:
@@ -62,12 +85,12 @@ def _program() -> fx.Graph:
 
 
 def test_views_of_what_stays_are_constants() -> None:
-    player: Any = Player()
+    memory = Memory()
     w = torch.randn(4, 4)
     made = generate(
         _program(),
         nn.Module(),
-        player,
+        Player(memory),
         Mesh((("data", 2),)),
         {"data": 0},
         lodged={"w": w},
@@ -81,21 +104,21 @@ def test_views_of_what_stays_are_constants() -> None:
         torch.testing.assert_close(total, 2 * (x @ x)[:2])
         torch.testing.assert_close(ones, w[:2].sum())
         assert (
-            player.claims == step + 1
+            memory.claims == step + 1
         )  # the second buffer is asked for before anybody can read it
         w.add_(1.0)  # in place, as a step does
 
 
 def test_what_may_be_replaced_is_looked_at_again() -> None:
     graph, w = _program(), torch.randn(4, 4)
-    fixed = Fixed(Player(), {})
+    fixed = Fixed(Memory(), {})
     own = next(n for n in graph.nodes if n.target is aten.permute.default).args[0]
     assert fixed.of(own) is None
-    assert Fixed(Player(), {"w": w}).of(own) is not None
+    assert Fixed(Memory(), {"w": w}).of(own) is not None
 
 
 def test_a_copy_is_no_look() -> None:
-    fixed = Fixed(Player(), {"w": torch.randn(4, 4)})
+    fixed = Fixed(Memory(), {"w": torch.randn(4, 4)})
     copied = next(n for n in _program().nodes if n.target is aten.reshape.default)
     assert fixed.of(copied) is None and not fixed.is_look(copied)
     assert fixed.is_look(copied.args[0])  # type: ignore[arg-type]

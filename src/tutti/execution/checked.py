@@ -13,9 +13,9 @@ from tutti.errors import TuttiError
 from tutti.execution.generate import generate
 from tutti.execution.loops import Loops
 from tutti.graph import collectives, random
-from tutti.graph.collectives import Player
 from tutti.graph.edit import source_of
 from tutti.graph.loop import Body, loop
+from tutti.graph.player import Player
 from tutti.graph.playing import Row
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program

@@ -15,6 +15,7 @@ from tutti.comm.collectives.channels import make_channels
 from tutti.comm.collectives.failure import Wait, waiting
 from tutti.comm.collectives.groups import Groups
 from tutti.graph import collectives
+from tutti.graph.player import Like
 from tutti.layout import Mesh
 from tutti.pipeline.timed import Timed
 
@@ -22,7 +23,7 @@ Edge = tuple[int, int]
 
 
 class Places:
-    """What a program sends between pipeline ranks outside of its loops.
+    """The `graph.player.Messages` that a program sends between pipeline ranks outside of its loops.
 
     Args:
         coordinates: of this rank; the rank at another pipeline rank has all but `pipe` in common.
@@ -46,9 +47,7 @@ class Places:
             self._channels[edge].send(x)
         self.current = None
 
-    def receive(
-        self, source: int, to: int, likes: Sequence[tuple[Sequence[int], torch.dtype]]
-    ) -> list[Tensor]:
+    def receive(self, source: int, to: int, likes: Sequence[Like]) -> list[Tensor]:
         """What pipeline rank `source` has sent here, of these shapes and dtypes."""
         edge = self._ranks[source], self._ranks[to]
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in likes)

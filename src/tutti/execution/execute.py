@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from tutti.comm.collectives.agree import check_order
+from tutti.comm.collectives.channel import Channel
 from tutti.comm.collectives.failure import with_line
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.process_groups import ProcessGroups
@@ -25,7 +26,7 @@ from tutti.execution.allocator import FRAGMENTS, give_back_now, keep_freed_memor
 from tutti.execution.checked import Checked
 from tutti.execution.collector import rarely_collected
 from tutti.execution.cuda_graph import CudaGraph, asked_for, obstacle, say_why
-from tutti.execution.edge_channels import Places, edges_of, in_common
+from tutti.execution.edge_channels import Edge, Places, edges_of, in_common
 from tutti.execution.generate import Generated, generate
 from tutti.execution.loops import Loops
 from tutti.graph import collectives, random
@@ -65,11 +66,11 @@ class Execution:
     ) -> None:
         self.seed, self._home, self._gives_back = seed, home, gives_back
         self.donated: frozenset[str] = frozenset()
-        self.player: ProcessGroups | None = None
         mesh, rank = program.layout.mesh, 0
+        groups: Groups | None = None
         if mesh.num_ranks > 1:
             rank = dist.get_rank()
-            self.player = ProcessGroups(home.groups_for(between_ranks(program.graph)))
+            groups = home.groups_for(between_ranks(program.graph))
             check_order([describe(n) for n in program.collectives])
         self._place = mesh.coordinates(rank)
         self.timed: Timed | None = None
@@ -83,9 +84,14 @@ class Execution:
             home.owners.update(self.timed.owners)
         self.place = self._place.get("pipe", 0)
         self.program = self.timed.programs[self.place] if self.timed else program
-        self._loops: Loops | None = None
-        if self.timed is not None:
-            self._loops = self._stage(self.timed)
+        self.player: ProcessGroups | None = None
+        channels: Mapping[Edge, Channel] = {}
+        if groups is not None and self.timed is not None and "pipe" in mesh:
+            channels = edges_of(self.timed, mesh, groups, home.device)
+            self.player = ProcessGroups(groups, places=Places(mesh, self._place, channels))
+        elif groups is not None:
+            self.player = ProcessGroups(groups)
+        self._loops = self._stage(self.timed, channels) if self.timed is not None else None
         keep_freed_memory()
         self._lodger: Lodger | None = None
         self.graph: fx.Graph | None = None
@@ -150,25 +156,16 @@ class Execution:
         shared = frozenset(axes for axes in used if groups.shared(axes) is not None)
         return Target(donated=self.donated, shared=shared, onednn=groups.onednn)
 
-    def _stage(self, made: Timed) -> Loops:
-        """What plays the loops; with stages on several ranks, the channels between them."""
-        mesh, rank_of, channels = self.program.layout.mesh, {}, {}
+    def _stage(self, made: Timed, channels: Mapping[Edge, Channel]) -> Loops:
+        """What plays the loops; with stages on several ranks, over the channels between them."""
+        mesh, rank_of, program = self.program.layout.mesh, {}, self.program
         if "pipe" in mesh:
             rank_of = {
                 stage: mesh.rank({**self._place, "pipe": made.schedule.rank_of(stage)})
                 for stage in range(made.schedule.num_stages)
             }
-            assert self.player is not None
-            channels = edges_of(made, mesh, self.player.groups, self._home.device)
-            self.player.places = Places(mesh, self._place, channels)
-        return Loops(
-            self.program.captured.owner,
-            self.player,
-            self.program.mesh,
-            self._place,
-            rank_of,
-            channels,
-        )
+        owner = program.captured.owner
+        return Loops(owner, self.player, program.mesh, self._place, rank_of, channels)
 
     def run(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """(returned leaves, new local state values) for local `inputs`; `inputs` is emptied."""

@@ -13,18 +13,19 @@ from torch import Tensor, fx
 
 from tutti.graph import collectives
 from tutti.graph.aliases import aliased, written
+from tutti.graph.player import SharedMemory
 
 
 class Fixed:
     """The fixed values of one graph.
 
     Args:
-        player: has the buffers; None on one device.
+        memory: has the buffers; None where ranks share no memory.
         lodged: inputs by name that are always the tensor given here.
     """
 
-    def __init__(self, player: Any, lodged: Mapping[str, Tensor]) -> None:
-        self._player, self._lodged = player, lodged
+    def __init__(self, memory: SharedMemory | None, lodged: Mapping[str, Tensor]) -> None:
+        self._memory, self._lodged = memory, lodged
         self._known: dict[fx.Node, Tensor | None] = {}
 
     def of(self, node: fx.Node) -> Tensor | None:
@@ -44,7 +45,8 @@ class Fixed:
         if node.op != "call_function":
             return None
         if node.target is collectives.buffer:
-            return self._player.memory(*node.args)
+            given: Any = node.args
+            return self._shared.buffer(*given)
         if node.target is operator.getitem:
             return self._result(*node.args)
         source = aliased(node)
@@ -61,15 +63,20 @@ class Fixed:
         x = self.of(xs[index])
         if x is None or kind == "reduce_scatter":
             return None
-        return self._player.wholes.get((axes, x.data_ptr())) if kind == "all_gather" else x
+        return self._shared.whole(x, axes) if kind == "all_gather" else x
 
     def _view(self, node: fx.Node, memory: Tensor) -> Tensor | None:
         """What a view shows; None for one that needs other values, and for a copy."""
         rest: Any = node.args[1:]
         if node.target is collectives.part:
-            return self._player.part(memory, *rest)
+            return self._shared.part(memory, *rest)
         if node.target is collectives.partialize or len(node.all_input_nodes) > 1:
             return None
         made = node.target(memory, *rest, **node.kwargs)  # type: ignore[operator]
         same = made.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
         return made if same else None
+
+    @property
+    def _shared(self) -> SharedMemory:
+        assert self._memory is not None, "a value in shared memory that the ranks do not have"
+        return self._memory

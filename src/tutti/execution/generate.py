@@ -15,11 +15,12 @@ from tutti.execution.direct import direct, shorter
 from tutti.execution.fixed import Fixed
 from tutti.graph import collectives, dim_segments, random
 from tutti.graph.aliases import is_overwritten, itself
-from tutti.graph.collectives import Player
 from tutti.graph.draw import drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import Body, loop, post
 from tutti.graph.matmul import matmul, onednn_linear
+from tutti.graph.move import Move
+from tutti.graph.player import Player, SharedMemory
 from tutti.layout import Mesh, Sharding
 
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
@@ -67,21 +68,47 @@ def generate(
     and `coordinates` has not. `loops` gives the function that plays a loop; `lodged` are inputs that are the
     same tensor at every call.
     """
-    writer = _CodeWriter(owner, player, mesh, dict(coordinates), loops, Fixed(player, lodged or {}))
-    return writer.write(graph, name)
+    memory = player.shared_memory if player is not None else None
+    fixed = Fixed(memory, lodged or {})
+    calls = _calls(player, memory)
+    return _CodeWriter(owner, calls, mesh, dict(coordinates), loops, fixed).write(graph, name)
+
+
+def _calls(player: Player | None, memory: SharedMemory | None) -> dict[Any, Callable[..., Any]]:
+    """The function that plays each node target; none on one device, none in memory without such memory."""
+    calls: dict[Any, Callable[..., Any]] = {}
+    if player is not None:
+        calls |= dict.fromkeys((*collectives.COLLECTIVES, collectives.together), player.play)
+        calls |= {
+            collectives.start: player.start,
+            collectives.finish: player.finish,
+            collectives.shard: player.shard,
+            collectives.partialize: player.partialize,
+            collectives.send: player.send,
+            collectives.receive: player.receive,
+        }
+    if memory is not None:
+        calls |= {
+            collectives.together_: memory.play,
+            collectives.gather_into: memory.gather_into,
+            collectives.part: memory.part,
+            collectives.meet: memory.meet,
+            collectives.buffer: memory.claimed,
+        }
+    return calls
 
 
 class _CodeWriter:
     def __init__(
         self,
         owner: nn.Module,
-        player: Player | None,
+        calls: dict[Any, Callable[..., Any]],
         mesh: Mesh,
         coordinates: dict[str, int],
         loops: Loops | None,
         fixed: Fixed,
     ) -> None:
-        self.owner, self.player, self.mesh, self.loops = owner, player, mesh, loops
+        self.owner, self.calls, self.mesh, self.loops = owner, calls, mesh, loops
         self.fixed = fixed
         in_time = MICRO in mesh and MICRO not in coordinates
         self.moments = (
@@ -93,7 +120,7 @@ class _CodeWriter:
         self.num_names = 0
         self.globals: dict[str, Any] = {}
         self.known: dict[Any, str] = {}
-        self.moves: dict[str, Any] = {}
+        self.moves: dict[Move, Move] = {}
         self.claimed: set[tuple[str, ...]] = set()
         self.zeros: dict[Any, Tensor] = {}
         self.body: list[str] = []
@@ -185,9 +212,8 @@ class _CodeWriter:
         if node.target is collectives.buffer:
             return self._buffer(self.fixed.of(node), node.args[0])
         if node.target in collectives.PLAYED:
-            function: Any = self._move(node.target.__name__)  # type: ignore[union-attr]
-        else:
-            function = getattr(node.target, "silent", node.target) if unused else node.target
+            return self._played(node)
+        function: Any = getattr(node.target, "silent", node.target) if unused else node.target
         if node.target is operator.getitem:
             return f"{self._text(node.args[0])}[{node.args[1]}]"
         if node.target is matmul and node.meta["val"].dtype == torch.float32:
@@ -240,15 +266,26 @@ class _CodeWriter:
         if axes in self.claimed:
             return self._constant(memory)
         self.claimed.add(axes)
-        return (
-            f"{self._constant(self._move('claimed'))}({self._constant(memory)}, {self._text(axes)})"
-        )
+        claimed = self._constant(self.calls[collectives.buffer])
+        return f"{claimed}({self._constant(memory)}, {self._text(axes)})"
 
-    def _move(self, name: str) -> Any:
-        """A method of the player, the same object each time."""
-        if name not in self.moves:
-            self.moves[name] = getattr(self.player, name)
-        return self.moves[name]
+    def _played(self, node: fx.Node) -> str:
+        """A call of the player. Its move, which stays the same at every step, is made here."""
+        assert node.target in self.calls, f"nothing here plays {node.target}"
+        function = self._constant(self.calls[node.target])
+        if node.target in collectives.COLLECTIVES:
+            return f"{function}({self._move(node)}, [{self._text(node.args[0])}])[0]"
+        if node.target is collectives.gather_into:
+            names, xs = map(self._text, node.args[:2])
+            return f"{function}({self._move(node)}, {names}, {xs})"
+        if node.target in (collectives.together, collectives.together_, collectives.start):
+            return f"{function}({self._move(node)}, {self._text(node.args[1])})"
+        return f"{function}({', '.join(map(self._text, node.args))})"
+
+    def _move(self, node: fx.Node) -> str:
+        """The move of a node; equal ones are the same object."""
+        move = Move.of(node)
+        return self._constant(self.moves.setdefault(move, move))
 
     def _in_time(self, node: fx.Node) -> str:
         """This micro-batch's part of a value; or the value at the first one, nothing at the others."""

@@ -1,8 +1,8 @@
 """The collectives of a partitioned program, as graph node targets.
 
 A partitioned graph holds calls to the functions below. They are names, not implementations: a
-*player* answers them. `comm` does so between real ranks, `graph.virtual_ranks` between the
-virtual ranks of one process. Two move nothing and need no player: `positions(sharding, dim, device)`,
+*player* answers them (`graph.player`). `comm` does so between real ranks, `graph.virtual_ranks` between
+the virtual ranks of one process. Two move nothing and need no player: `positions(sharding, dim, device)`,
 the global indices that a rank holds along a dim (int64, 1-D), and `draw_part(..., sharding)`, its part
 of a random tensor (see `graph.draw`); whoever runs the graph works these out for its rank.
 
@@ -35,60 +35,10 @@ same other coordinates is meant.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
-
-
-class Player(Protocol):
-    """What runs a partitioned program's collectives for one rank."""
-
-    def all_reduce(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
-        """The sum (`op="sum"`), "max", "min" or "prod" of `x` over the group; same shape."""
-        ...
-
-    def all_gather(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
-        """Parts of the group joined along `dim`: `(outer, inner)` becomes `(outer, n * inner)`."""
-        ...
-
-    def reduce_scatter(
-        self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int, op: str
-    ) -> Tensor:
-        """This rank's part of the reduced `x`: `(outer, inner)` becomes `(outer, inner / n)`."""
-        ...
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        axes: tuple[str, ...],
-        split_dim: int,
-        split_outer: int,
-        cat_dim: int,
-        cat_outer: int,
-    ) -> Tensor:
-        """Split `split_dim` over the group and join `cat_dim` from it."""
-        ...
-
-    def partialize(self, x: Tensor, axes: tuple[str, ...], op: str) -> Tensor:
-        """A whole `x` as a pending reduction: of a sum the first rank has it, the others zeros."""
-        ...
-
-    def together(
-        self,
-        kind: str,
-        xs: Sequence[Tensor],
-        axes: tuple[str, ...],
-        wheres: Sequence[tuple[int, int]],
-        op: str,
-    ) -> list[Tensor]:
-        """Several collectives of one kind at once: the list of their results."""
-        ...
-
-    def shard(self, x: Tensor, axes: tuple[str, ...], dim: int, outer: int) -> Tensor:
-        """This rank's part of an `x` that every rank of the group holds; moves nothing."""
-        ...
 
 
 def _unplayed(name: str):

@@ -18,6 +18,7 @@ from tutti.graph.dim_segments import join, split
 from tutti.graph.draw import draw, drawn
 from tutti.graph.liveness import last_uses
 from tutti.graph.loop import SEND, Body, Do, LoopPart, loop
+from tutti.graph.move import Move
 from tutti.graph.playing import ADD, Row, play
 from tutti.layout import Mesh, Sharding
 
@@ -203,13 +204,11 @@ class VirtualRanks:
 
     def _together(self, args: list[Any]) -> list[list[Tensor]]:
         kind, xs, axes, wheres, op = args[0]
-        play = getattr(self, f"_{kind}")
+        move, play = Move(kind, axes, tuple(map(tuple, wheres)), op), getattr(self, f"_{kind}")
         results: list[list[Tensor]] = [[] for _ in args]
         for i in range(len(xs)):
-            rest = _rest(kind, wheres[i], op)
-            for mine, value in zip(
-                results, play([(a[1][i], axes, *rest) for a in args]), strict=True
-            ):
+            single = [(a[1][i], axes, *move.rest(i)) for a in args]
+            for mine, value in zip(results, play(single), strict=True):
                 mine.append(value)
         return results
 
@@ -307,8 +306,3 @@ class _VirtualEngine:
 
 def _by_value(of_ranks: list[list[Any]]) -> list[Any]:
     return [list(of) for of in zip(*of_ranks, strict=True)]
-
-
-def _rest(kind: str, where: Sequence[int], op: str) -> tuple[Any, ...]:
-    """What a single collective of `kind` is told behind its axes."""
-    return {"reduce_scatter": (*where, op), "all_gather": tuple(where)}.get(kind, (op,))

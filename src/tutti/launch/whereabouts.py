@@ -85,7 +85,7 @@ def _plain_wait(stack: Stack, cpu_seconds: float) -> Waiting | None:
 
 
 def _members(owner: Any, current: Any) -> tuple[int, ...]:
-    """The other ranks of the group over a collective's axes, of a `comm.ProcessGroups`."""
+    """The other ranks of the group over a collective's axes, of a `comm.InCollective`."""
     groups = getattr(owner, "groups", ())
     return _others(groups[current.axes]) if current.axes in groups else ()
 
@@ -161,7 +161,7 @@ def collective(stack: list[tuple[FrameType, int]]) -> str:
     for frame, _ in stack:
         name = frame.f_code.co_filename
         if name.startswith(_TUTTI):
-            # A player keeps the collective it is in (`comm.ProcessGroups.current`).
+            # A player keeps the collective it is in (`comm.InCollective.current`).
             current = getattr(frame.f_locals.get("self"), "current", None)
             if current is not None:
                 return str(current)

@@ -9,6 +9,7 @@ from torch import fx
 
 from tutti.graph import collectives
 from tutti.graph.edit import NOTES
+from tutti.graph.move import Move
 from tutti.graph.order import item
 
 
@@ -23,11 +24,10 @@ def as_together(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A single collective as one of several."""
     if node.target is collectives.together:
         return node
-    x, axes, *rest = node.args
-    kind: str = node.target.__name__  # type: ignore[union-attr]
-    op = rest.pop() if node.target in collectives.REDUCTIONS else ""
+    move = Move.of(node)
+    args = (move.kind, [node.args[0]], move.axes, list(move.wheres), move.op)
     with graph.inserting_before(node):
-        made = graph.call_function(collectives.together, (kind, [x], axes, [tuple(rest)], op))
+        made = graph.call_function(collectives.together, args)
     made.meta = {k: node.meta[k] for k in NOTES if k in node.meta} | {"val": [node.meta["val"]]}
     node.replace_all_uses_with(item(graph, made, made, 0, node))
     graph.erase_node(node)

@@ -16,7 +16,7 @@ from tutti.execution.checked import Checked
 from tutti.execution.generate import generate
 from tutti.execution.loops import Loops
 from tutti.graph import random
-from tutti.graph.collectives import Player
+from tutti.graph.player import Player
 from tutti.job import Job
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed

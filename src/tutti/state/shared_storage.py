@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.comm.collectives.groups import Groups
+from tutti.comm.collectives.in_shared_memory import InSharedMemory
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.comm.host.shared_memory import SharedGroup
 from tutti.graph import collectives
@@ -121,8 +122,8 @@ class Lodger:
     def __init__(
         self, graph: fx.Graph, inputs: list[str], player: ProcessGroups, home: SharedState
     ) -> None:
-        self._player, self._home = player, home
-        player.arenas = {
+        self._home = home
+        arenas = {
             axes: home.arena(_shared(player.groups, axes), nbytes)
             for axes, nbytes in _buffers(graph).items()
         }
@@ -132,11 +133,15 @@ class Lodger:
         self._places = {name: inputs.index(name) for name in inputs if name in home.lodgings}
         self._axes = sorted({home.lodgings[name].axes for name in self._places})
         dims = _gathered_dims(graph)
+        wholes: dict[tuple[Axes, int], Tensor] = {}
         for name in viewed:
             lodging = home.lodgings[name]
             if lodging.whole is not None and name in dims:
                 whole = lodging.whole.view(dims[name])
-                player.wholes[lodging.axes, lodging.own.data_ptr()] = whole
+                wholes[lodging.axes, lodging.own.data_ptr()] = whole
+        self._memory: InSharedMemory | None = None
+        if arenas or home.lodgings:
+            self._memory = player.lodge(arenas, wholes)
 
     @property
     def lodged(self) -> dict[str, Tensor]:
@@ -145,6 +150,8 @@ class Lodger:
 
     def prepare(self, inputs: list[Any]) -> None:
         """Let `inputs` be in shared memory as far as the program wants them there."""
+        if self._memory is None:
+            return
         moved = [
             (name, i)
             for name, i in self._places.items()
@@ -152,10 +159,10 @@ class Lodger:
         ]
         if moved:
             for axes in self._axes:  # nobody may still read the values of the step before
-                self._player.meet(axes)
+                self._memory.meet(axes)
             for name, i in moved:
                 inputs[i] = self._home.move_in(name, inputs[i])
-        self._player.state = {name: inputs[i] for name, i in self._copied.items()}
+        self._memory.hold({name: inputs[i] for name, i in self._copied.items()})
 
 
 def _buffers(graph: fx.Graph) -> dict[Axes, int]:

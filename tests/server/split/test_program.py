@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from server.split.steps import (
@@ -23,8 +21,10 @@ from server.split.steps import (
     start,
     step,
 )
+from thread_sums import Sums
 from tutti.capture.step import capture
 from tutti.graph import collectives
+from tutti.graph.move import Move
 from tutti.graph.promote import promoted, promoted_value
 from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
@@ -124,7 +124,8 @@ def test_two_levels_are_the_collectives_of_one_mesh(axes: tuple[str, ...], op: s
         player = TwoLevels(*levels, mesh, place)
         found = {n: getattr(player, n)(x, *a) for n, a in calls.items()}
         for kind, rest in (("all_gather", ""), ("reduce_scatter", op)):
-            found[kind + " together"] = player.together(kind, [x, x + 1], axes, wheres, rest)
+            move = Move(kind, axes, tuple(wheres), rest)
+            found[kind + " together"] = player.play(move, [x, x + 1])
         return found
 
     with ThreadPoolExecutor(6) as pool:
@@ -143,23 +144,6 @@ COLLECTIVE: dict[str, tuple[Any, ...]] = {
     "partialize": (("data",), "sum"),
     "shard": (("data",), 1, 1),
 }
-
-
-class Sums:
-    """Adds up what several threads give, in the order of their numbers."""
-
-    def __init__(self, num_workers: int) -> None:
-        self.barrier = threading.Barrier(num_workers)
-        self.given: dict[tuple[str, int], Tensor] = {}
-
-    def of(self, worker: int) -> Any:
-        def add(name: str, values: Tensor) -> Tensor:
-            assert values.dtype == torch.float64 and values.ndim == 1
-            self.given[name, worker] = values
-            self.barrier.wait(20)
-            return torch.stack([self.given[name, w] for w in range(self.barrier.parties)]).sum(0)
-
-        return add
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min", "prod"])
@@ -183,8 +167,11 @@ def test_small_sums_are_the_collectives(op: str, dtype: torch.dtype) -> None:
         player, x = SmallSums(sums.of(worker), worker, size), xs[worker]
         player.begin()
         found = {n: getattr(player, n)(x, *a) for n, a in calls.items()}
-        found["together"] = player.together(joint[0], [x, x + 1], axes, wheres, joint[2])
-        found["sums"] = player.together("all_reduce", [x, x + 1], axes, wheres, op)
+        several = (
+            Move(joint[0], axes, tuple(wheres), joint[2]),
+            Move("all_reduce", axes, ((), ()), op),
+        )
+        found["together"], found["sums"] = (player.play(move, [x, x + 1]) for move in several)
         return found
 
     with ThreadPoolExecutor(size) as pool:

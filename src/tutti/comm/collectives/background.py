@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Move = Callable[[], list[Tensor]]
+Work = Callable[[], list[Tensor]]
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Background:
         self._streams: dict[torch.device, Any] = {}
         self._pending = 0
 
-    def start(self, move: Move, operands: Sequence[Tensor]) -> Underway:
+    def start(self, move: Work, operands: Sequence[Tensor]) -> Underway:
         """Begin `move()`; its `operands` must stay as they are until `finish`."""
         device = operands[0].device
         if device.type == "cuda":
@@ -57,14 +57,14 @@ class Background:
             x.record_stream(now)
         return underway.results
 
-    def in_turn(self, move: Move) -> list[Tensor]:
+    def in_turn(self, move: Work) -> list[Tensor]:
         """`move()`, behind what has been started and not finished yet."""
         if self._thread is None or not self._pending:
             return move()
         return self._thread.submit(_plain, move).result()
 
     def _start_on_stream(
-        self, move: Move, operands: Sequence[Tensor], device: torch.device
+        self, move: Work, operands: Sequence[Tensor], device: torch.device
     ) -> Underway:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
@@ -78,6 +78,6 @@ class Background:
         return Underway(results=results, event=event)
 
 
-def _plain(move: Move) -> list[Tensor]:
+def _plain(move: Work) -> list[Tensor]:
     with torch.no_grad():  # a setting of each thread
         return move()

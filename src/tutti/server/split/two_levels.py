@@ -10,16 +10,17 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tutti.graph.collectives import Player
-from tutti.graph.dim_segments import part, share
+from tutti.graph.by_dim import ByDim
+from tutti.graph.move import Axes, Move
+from tutti.graph.player import Player
 from tutti.layout import Mesh
 
-Axes = tuple[str, ...]
 REPLICA = "replica"
+_STACKED, _EXCHANGED = (0, 1), (0, 1, 0, 1)  # where, of parts along a first dim
 
 
-class TwoLevels:
-    """A `graph.collectives.Player` for one rank of one of several workers.
+class TwoLevels(ByDim):
+    """A `graph.player.Player` for one rank of one of several workers.
 
     Args:
         inside: plays what names axes of the worker's own.
@@ -31,65 +32,38 @@ class TwoLevels:
     def __init__(self, inside: Player, across: Player, mesh: Mesh, place: dict[str, int]) -> None:
         self.inside, self.across, self.mesh, self.place = inside, across, mesh, place
 
-    def all_reduce(self, x: Tensor, axes: Axes, op: str) -> Tensor:
-        """The sum, "max", "min" or "prod" of `x` over the group."""
-        for player, some in self._levels(axes):
-            x = player.all_reduce(x, some, op)
-        return x
+    def rank_in(self, axes: Axes) -> tuple[int, int]:
+        """This rank's position in the group over `axes`, and how many ranks that has."""
+        return self.mesh.index(axes, self.place), self.mesh.size(axes)
 
-    def all_gather(self, x: Tensor, axes: Axes, dim: int, outer: int) -> Tensor:
-        """Parts of the group joined along `dim`."""
+    def reduced(self, xs: Sequence[Tensor], axes: Axes, op: str) -> list[Tensor]:
+        """Each of `xs` reduced over the group."""
+        for player, some in self._levels(axes):
+            xs = player.play(Move.alike("all_reduce", some, (), op, count=len(xs)), xs)
+        return list(xs)
+
+    def gathered(self, xs: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """Each `[*shape]` of every rank as `[n, *shape]`."""
         assert REPLICA not in axes[1:], f"{axes}: workers are the outermost"
+        rows = [x.unsqueeze(0) for x in xs]
         for player, some in self._levels(axes):
-            x = player.all_gather(x, some, dim, outer)
-        return x
+            rows = player.play(Move.alike("all_gather", some, _STACKED, count=len(rows)), rows)
+        return rows
 
-    def reduce_scatter(self, x: Tensor, axes: Axes, dim: int, outer: int, op: str) -> Tensor:
-        """This rank's part of the reduced `x`."""
+    def scattered(self, xs: Sequence[Tensor], axes: Axes, op: str) -> list[Tensor]:
+        """Of each `[n, *shape]`, one part for each rank, this rank's reduced part."""
         if REPLICA not in axes:
-            return self.inside.reduce_scatter(x, axes, dim, outer, op)
-        return self.shard(self.all_reduce(x, axes, op), axes, dim, outer)
+            move = Move.alike("reduce_scatter", axes, _STACKED, op, count=len(xs))
+            return [x.squeeze(0) for x in self.inside.play(move, xs)]
+        position, _ = self.rank_in(axes)
+        return [whole[position].clone() for whole in self.reduced(xs, axes, op)]
 
-    def all_to_all(
-        self,
-        x: Tensor,
-        axes: Axes,
-        split_dim: int,
-        split_outer: int,
-        cat_dim: int,
-        cat_outer: int,
-    ) -> Tensor:
-        """Split one dim over the group and join another from it."""
+    def exchanged(self, xs: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """Each `[n, *shape]`, one part for each rank, as `[n, *shape]`, one part from each rank."""
         if REPLICA not in axes:
-            given = (split_dim, split_outer, cat_dim, cat_outer)
-            return self.inside.all_to_all(x, axes, *given)
-        whole = self.all_gather(x, axes, cat_dim, cat_outer)
-        return self.shard(whole, axes, split_dim, split_outer)
-
-    def shard(self, x: Tensor, axes: Axes, dim: int, outer: int) -> Tensor:
-        """This rank's part of an `x` that all have."""
-        return part(x, dim, outer, self.mesh.size(axes), self.mesh.index(axes, self.place))
-
-    def partialize(self, x: Tensor, axes: Axes, op: str) -> Tensor:
-        """A whole `x` as part of a pending reduction: the first rank has it."""
-        return share(x, op, first=self.mesh.index(axes, self.place) == 0)
-
-    def together(
-        self,
-        kind: str,
-        xs: Sequence[Tensor],
-        axes: Axes,
-        wheres: Sequence[tuple[int, int]],
-        op: str,
-    ) -> list[Tensor]:
-        """Several collectives of one kind."""
-        if kind in ("all_reduce", "all_gather") or REPLICA not in axes:
-            for player, some in self._levels(axes):
-                xs = player.together(kind, xs, some, wheres, op)
-            return list(xs)
-        return [
-            self.reduce_scatter(x, axes, *where, op) for x, where in zip(xs, wheres, strict=True)
-        ]
+            return self.inside.play(Move.alike("all_to_all", axes, _EXCHANGED, count=len(xs)), xs)
+        position, _ = self.rank_in(axes)
+        return [rows[:, position].contiguous() for rows in self.gathered(xs, axes)]
 
     def _levels(self, axes: Axes) -> list[tuple[Player, Axes]]:
         """Who plays which of `axes`, minor ones first."""
