@@ -69,10 +69,11 @@ class Fixed:
         """What a view shows; None for one that needs other values, and for a copy."""
         rest: Any = node.args[1:]
         if node.target is collectives.part:
-            return self._shared.part(memory, *rest)
-        if node.target is collectives.partialize or len(node.all_input_nodes) > 1:
+            made = self._shared.part(memory, *rest)
+        elif node.target is collectives.partialize or len(node.all_input_nodes) > 1:
             return None
-        made = node.target(memory, *rest, **node.kwargs)  # type: ignore[operator]
+        else:
+            made = node.target(memory, *rest, **node.kwargs)  # type: ignore[operator]
         same = made.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
         return made if same else None
 

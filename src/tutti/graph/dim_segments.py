@@ -25,6 +25,13 @@ def part(x: Tensor, dim: int, outer: int, num_parts: int, index: int) -> Tensor:
     return own.clone(memory_format=torch.contiguous_format)
 
 
+def segments(x: Tensor, dim: int, outer: int, num_parts: int, index: int) -> Tensor:
+    """Part `index` of `split`, always a view: `dim` becomes the two dims `(outer, inner)`."""
+    dim %= x.dim()
+    inner = x.shape[dim] // (outer * num_parts)
+    return x.unflatten(dim, (outer, num_parts, inner)).select(dim + 1, index)
+
+
 def share(x: Tensor, op: str, *, first: bool) -> Tensor:
     """A whole `x` as one rank's share of a pending reduction: on the first `x`, else what changes nothing."""
     if first or op in ("max", "min"):

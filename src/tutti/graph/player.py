@@ -86,7 +86,7 @@ class SharedMemory(Protocol):
         ...
 
     def part(self, x: Tensor, axes: Axes, dim: int, outer: int) -> Tensor:
-        """This rank's part of `x`, a view."""
+        """This rank's part of `x`: a view, but a copy where `outer` segments lie apart."""
         ...
 
     def meet(self, axes: Axes) -> None:

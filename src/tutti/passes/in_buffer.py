@@ -39,27 +39,30 @@ def in_buffer(graph: fx.Graph) -> int:
         end = max(ends[roots[item]] for item in node.users)
         waiting = [other for other, until in chosen.items() if until > order[node]]
         fits = sum(map(_nbytes, (*waiting, node))) <= most
-        if end < len(order) and fits and all(_is_block(x, p) for x, p in _members(node)):
+        if end < len(order) and fits and all(_is_block(*member) for member in _members(node)):
             chosen[node] = end
     for node in chosen:
         _keep(graph, node)
     return sum(len(node.users) for node in chosen)
 
 
-def _members(node: fx.Node) -> list[tuple[fx.Node, Tensor]]:
-    """Each operand, and what this rank gets of it."""
-    xs: Any = node.args[1]
-    return list(zip(xs, node.meta["val"], strict=True))
+def _members(node: fx.Node) -> list[tuple[fx.Node, Tensor, int]]:
+    """Each operand, this rank's part of it, and in how many outer segments that lies."""
+    given: Any = node.args
+    _, xs, _, wheres, _ = given
+    return [
+        (x, own, outer) for x, own, (_, outer) in zip(xs, node.meta["val"], wheres, strict=True)
+    ]
 
 
 def _nbytes(node: fx.Node) -> int:
-    return sum(x.meta["val"].nbytes for x, _ in _members(node))
+    return sum(x.meta["val"].nbytes for x, *_ in _members(node))
 
 
-def _is_block(x: fx.Node, own: Tensor) -> bool:
+def _is_block(x: fx.Node, own: Tensor, outer: int) -> bool:
     """Whether a rank's part lies in one piece."""
     whole: Tensor = x.meta["val"]
-    return whole.is_contiguous() and own.shape[1:] == whole.shape[1:]
+    return outer == 1 and whole.is_contiguous() and own.shape[1:] == whole.shape[1:]
 
 
 def _keep(graph: fx.Graph, node: fx.Node) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from tutti.comm.collectives.groups import Axes, Groups
 from tutti.comm.collectives.in_collective import InCollective
 from tutti.comm.host.shared_memory import SharedGroup
-from tutti.graph.dim_segments import split
+from tutti.graph.dim_segments import segments, split
 from tutti.graph.move import Move
 from tutti.graph.player import Player
 
@@ -84,7 +84,11 @@ class InSharedMemory(InCollective):
                 shared.reduce_(lying, move.op)
                 return list(xs)
             assert kind == "reduce_scatter", f"no {kind} in shared memory"
-            return shared.reduce(lying, move.op)
+            results = shared.reduce(lying, move.op)
+            return [
+                x if outer == 1 else x.flatten(dim % (x.dim() - 1), dim % (x.dim() - 1) + 1)
+                for x, (dim, outer) in zip(results, move.wheres, strict=True)
+            ]
 
     def gather_into(self, move: Move, names: Sequence[str], xs: Sequence[Tensor]) -> list[Tensor]:
         """Gather into the state `names`, of which each rank has a copy that the others can read."""
@@ -103,7 +107,7 @@ class InSharedMemory(InCollective):
         return wholes
 
     def part(self, x: Tensor, axes: Axes, dim: int, outer: int) -> Tensor:
-        """This rank's part of `x`, a view."""
+        """This rank's part of `x`: a view, but a copy where `outer` segments lie apart."""
         group = self.groups[axes]
         return split(x, dim, outer, group.size)[group.position]
 
@@ -118,11 +122,18 @@ class InSharedMemory(InCollective):
         return found
 
     def _parts(self, x: Tensor, axes: Axes, where: tuple[int, ...]) -> list[Tensor]:
-        """Every rank's tensor at the place of `x` in an arena, as far as this rank reduces it."""
+        """Every rank's tensor at the place of `x` in an arena, as far as this rank reduces it.
+
+        All are views. With several outer segments `dim` is the two dims `(outer, inner)`.
+        """
         key = (axes, x.data_ptr(), tuple(x.shape), x.dtype, where)
         if key not in self._cut:
             group, rows = self.groups[axes], self._shared(axes).everywhere(x)
             assert rows is not None, "a buffer outside of the arenas"
             dim, outer = where
-            self._cut[key] = [split(row, dim, outer, group.size)[group.position] for row in rows]
+            n, own = group.size, group.position
+            if outer == 1:
+                self._cut[key] = [split(row, dim, outer, n)[own] for row in rows]
+            else:
+                self._cut[key] = [segments(row, dim, outer, n, own) for row in rows]
         return self._cut[key]
