@@ -17,7 +17,7 @@ class ByDim(ABC):
     """A `Player` on moves of parts that are stacked along a first dim.
 
     A subclass moves whole parts. It overrides `start` and `finish` where moves can run beside the
-    computation, `send` and `receive` where a pipeline has several places, and `shared_memory`.
+    computation, `send` and `receive` in a pipeline, and `shared_memory`.
     """
 
     @abstractmethod
@@ -92,12 +92,12 @@ class ByDim(ABC):
         return share(x, op, first=position == 0)
 
     def send(self, xs: Sequence[Tensor], source: int, to: int) -> None:
-        """A player at the only place sends nothing."""
-        raise AssertionError(f"no message from place {source} to {to}: there is one place only")
+        """A player without a pipeline sends nothing."""
+        raise AssertionError(f"no message from pipeline rank {source} to {to}: there is one only")
 
     def receive(self, source: int, to: int, likes: Sequence[Like]) -> list[Tensor]:
-        """A player at the only place receives nothing."""
-        raise AssertionError(f"no message from place {source} to {to}: there is one place only")
+        """A player without a pipeline receives nothing."""
+        raise AssertionError(f"no message from pipeline rank {source} to {to}: there is one only")
 
     # Single collectives by name
 

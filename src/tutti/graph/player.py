@@ -15,14 +15,14 @@ Like = tuple[Sequence[int], torch.dtype]
 
 
 class Messages(Protocol):
-    """Messages between the places of a pipeline."""
+    """Messages between the ranks of a pipeline."""
 
     def send(self, xs: Sequence[Tensor], source: int, to: int) -> None:
-        """Send `xs` from this place `source` to the rank at place `to`."""
+        """Send `xs` from this pipeline rank `source` to pipeline rank `to`."""
         ...
 
     def receive(self, source: int, to: int, likes: Sequence[Like]) -> list[Tensor]:
-        """The tensors that the rank at place `source` has sent here."""
+        """The tensors that pipeline rank `source` has sent here."""
         ...
 
 
