@@ -17,7 +17,7 @@ from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.localize import Local
 from tutti.partition.partition import Program, partition
-from tutti.partition.reshard import Move, route
+from tutti.partition.reshard import RouteStep, route
 from tutti.partition.wide import Mover
 from tutti.propagate.plan import plan
 from tutti.report.explanation import records
@@ -140,7 +140,7 @@ def test_between_two_reductions_nothing_is_rounded() -> None:
     assert (rounded[0] != whole).float().mean() > 1e-1
 
 
-def moved(source: Sharding, steps: Sequence[Move], mesh: Mesh) -> fx.Graph:
+def moved(source: Sharding, steps: Sequence[RouteStep], mesh: Mesh) -> fx.Graph:
     """A graph that takes one bf16 value along `steps`, dead casts erased."""
     mode = FakeTensorMode()
     value = fx.Graph().placeholder("x")

@@ -19,7 +19,7 @@ COPY = 1e-3
 
 
 @dataclass(frozen=True)
-class Move:
+class RouteStep:
     """One collective (or local cut) on the way, and how the value lies after it.
 
     `kind` names the function of `graph.collectives`; `arguments` follow the value there. `moved` is the
@@ -36,7 +36,7 @@ class Move:
 class Route:
     """The steps from one sharding to another and their cost in elements."""
 
-    steps: tuple[Move, ...]
+    steps: tuple[RouteStep, ...]
     cost: float
 
 
@@ -48,7 +48,7 @@ def route(source: Sharding, target: Sharding, mesh: Mesh) -> Route:
     axis can only be added below those that the target has above it.
     """
     tie = count()
-    heap: list[tuple[float, int, Sharding, tuple[Move, ...]]] = [(0.0, next(tie), source, ())]
+    heap: list[tuple[float, int, Sharding, tuple[RouteStep, ...]]] = [(0.0, next(tie), source, ())]
     done: set[Sharding] = set()
     while heap:
         cost, _, at, steps = heapq.heappop(heap)
@@ -65,7 +65,7 @@ def route(source: Sharding, target: Sharding, mesh: Mesh) -> Route:
     raise AssertionError(f"no route from {source} to {target}")
 
 
-def _communicates(step: Move) -> bool:
+def _communicates(step: RouteStep) -> bool:
     return step.kind not in ("shard", "partialize")
 
 
@@ -73,7 +73,7 @@ def _numel(sharding: Sharding, mesh: Mesh) -> int:
     return math.prod(sharding.local_shape(mesh))
 
 
-def _moves(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Move]:
+def _moves(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
     yield from _reduce(at, target, mesh)
     yield from _cut(at, target, mesh)
     yield from _gather(at, mesh)
@@ -81,7 +81,7 @@ def _moves(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Move]:
     yield from _make_partial(at, target)
 
 
-def _reduce(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Move]:
+def _reduce(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
     """All-reduce what is pending here and not in the target; or reduce-scatter onto a dim of it."""
     n = _numel(at, mesh)
     pending = [(a, op) for a, op in at.partial if (a, op) not in target.partial]
@@ -90,30 +90,32 @@ def _reduce(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Move]:
         for over in {axes, *((a,) for a in axes)}:
             rest = at.with_partial(p for p in at.partial if p[0] not in over)
             size = mesh.size(over)
-            yield Move("all_reduce", (over, op), rest, 2 * n * (size - 1) / size)
+            yield RouteStep("all_reduce", (over, op), rest, 2 * n * (size - 1) / size)
     for axis, op in pending:
         rest = at.with_partial(p for p in at.partial if p[0] != axis)
         for dim, outer, result in _additions(rest, target, axis, mesh):
             size = mesh.size(axis)
-            yield Move("reduce_scatter", ((axis,), dim, outer, op), result, n * (size - 1) / size)
+            yield RouteStep(
+                "reduce_scatter", ((axis,), dim, outer, op), result, n * (size - 1) / size
+            )
 
 
-def _cut(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Move]:
+def _cut(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
     for axis in mesh:
         if axis in at.axes or axis in at.partial_axes:
             continue
         for dim, outer, result in _additions(at, target, axis, mesh):
-            yield Move("shard", ((axis,), dim, outer), result, 0.0)
+            yield RouteStep("shard", ((axis,), dim, outer), result, 0.0)
 
 
-def _gather(at: Sharding, mesh: Mesh) -> Iterator[Move]:
+def _gather(at: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
     """Gather the minor axis of a segment, or at once all axes that a segment is to lose at its end."""
     for dim, outer, axes, result in _removals(at, mesh):
         n, size = _numel(result, mesh), mesh.size(axes)
-        yield Move("all_gather", (axes, dim, outer), result, n * (size - 1) / size)
+        yield RouteStep("all_gather", (axes, dim, outer), result, n * (size - 1) / size)
 
 
-def _exchange(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Move]:
+def _exchange(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
     """All-to-all: an axis leaves the end of one segment and splits another dim as in the target."""
     n = _numel(at, mesh)
     for cat_dim, cat_outer, axes, gathered in _removals(at, mesh):
@@ -123,10 +125,10 @@ def _exchange(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[Move]:
         for dim, outer, result in _additions(gathered, target, axes[0], mesh):
             if dim != cat_dim:
                 arguments = (axes, dim, outer, cat_dim, cat_outer)
-                yield Move("all_to_all", arguments, result, n * (size - 1) / size)
+                yield RouteStep("all_to_all", arguments, result, n * (size - 1) / size)
 
 
-def _make_partial(at: Sharding, target: Sharding) -> Iterator[Move]:
+def _make_partial(at: Sharding, target: Sharding) -> Iterator[RouteStep]:
     """A whole value becomes a pending sum: one rank keeps it, the others hold zeros.
 
     Reductions of two kinds are never pending at once: it would matter which is carried out first.
@@ -134,7 +136,9 @@ def _make_partial(at: Sharding, target: Sharding) -> Iterator[Move]:
     for axis, op in target.partial:
         mixed = any(other != op for _, other in at.partial)
         if not mixed and axis not in at.axes and axis not in at.partial_axes:
-            yield Move("partialize", ((axis,), op), at.with_partial((*at.partial, (axis, op))), 0.0)
+            yield RouteStep(
+                "partialize", ((axis,), op), at.with_partial((*at.partial, (axis, op))), 0.0
+            )
 
 
 def _additions(

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from tutti.graph import collectives
 from tutti.partition.localize import Local
-from tutti.partition.reshard import Move
+from tutti.partition.reshard import RouteStep
 
 aten = torch.ops.aten
 _ADDS = ("sum", "prod")
@@ -32,7 +32,7 @@ class Mover:
         self.dtype: torch.dtype = value.meta["val"].dtype
         self.wide: fx.Node | None = None
 
-    def move(self, node: fx.Node, step: Move) -> fx.Node:
+    def move(self, node: fx.Node, step: RouteStep) -> fx.Node:
         """The value behind `step`, in its own dtype."""
         if not self._adds(step):
             self.wide = None
@@ -41,12 +41,12 @@ class Mover:
         self.wide = self._collective(wide, step, torch.float32)
         return self._cast(self.wide, self.dtype)
 
-    def _adds(self, step: Move) -> bool:
+    def _adds(self, step: RouteStep) -> bool:
         half = self.dtype in (torch.bfloat16, torch.float16)
         reduces = step.kind in ("all_reduce", "reduce_scatter")
         return half and reduces and step.arguments[-1] in _ADDS
 
-    def _collective(self, node: fx.Node, step: Move, dtype: torch.dtype) -> fx.Node:
+    def _collective(self, node: fx.Node, step: RouteStep, dtype: torch.dtype) -> fx.Node:
         like: Tensor = self.value.meta["val"]
         val = self.local.empty(like, step.result, dtype=dtype)
         function: Any = getattr(collectives, step.kind)

@@ -159,7 +159,7 @@ def test_a_full_filesystem_leaves_it_to_gloo_and_says_so_once(tmp_path: Path) ->
     where = tmp_path / "tiny"
     where.mkdir()
     with tiny_filesystem(where, 2**20) as where:
-        check_fallback(tmp_path, where, f"{where} has no room for 6.29 MB")
+        check_fallback(tmp_path, where, f"{where} has no room for 6.3 MB")
 
 
 def test_a_missing_directory_leaves_it_to_gloo_and_says_so_once(tmp_path: Path) -> None:

@@ -192,9 +192,9 @@ def test_two_levels(axes: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("player", [SmallSums(lambda name, x: x, 0, 2)])
-def test_a_player_at_the_only_place_has_no_messages(player: Player) -> None:
+def test_a_player_without_a_pipeline_has_no_messages(player: Player) -> None:
     for message in (lambda: player.send([], 0, 1), lambda: player.receive(0, 1, [])):
-        with pytest.raises(AssertionError, match="one place only"):
+        with pytest.raises(AssertionError, match="there is one only"):
             message()
 
 
