@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import DTensor
 
+import forked
 import tutti
 import zoo
 import zoo_models
@@ -23,9 +22,9 @@ SCRIPT = Path(__file__).parent / "memory.py"
 SECONDS = 270
 REST = 30e6  # bytes beside the state: the graph, the batch
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_attention_heads": 4}
-MODELS = {
-    "llama": (partial(zoo.LLAMA, **SIZES), zoo_steps.labels_step),
-    "gpt": (partial(zoo_models.GPT, dim=64), zoo_steps.plain_step),
+MODELS = {  # of one layer: another has the same tensors
+    "llama": (partial(zoo.LLAMA, **SIZES, num_hidden_layers=1), zoo_steps.labels_step),
+    "gpt": (partial(zoo_models.GPT, dim=64, num_layers=1), zoo_steps.plain_step),
 }
 
 
@@ -72,8 +71,8 @@ def test_zero_1_shares_out_the_slots_alone(ranks: Ranks) -> None:
 def measured(layout: str, **options: str) -> dict[str, Any]:
     """What rank 0 of a run holds; small allocations too go back to the system when freed."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"} | options
-    command = [sys.executable, "-m", "tutti", "run", "--layout", layout, str(SCRIPT)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
+    command = ["-m", "tutti", "run", "--layout", layout, SCRIPT]
+    done = forked.run(command, env=environment, cwd=Path.cwd(), timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
