@@ -5,13 +5,15 @@
 
 A fresh interpreter takes 4 to 6 s of processor time until torch, tutti and transformers are imported, which
 is most of a short run. These are processes in all else: a pid, a parent, a group, streams, an environment and
-signals of their own; and so are the ranks that torch's elastic agent starts in them. test_examples.py,
-state/test_memory.py and launch/test_launch.py start fresh ones and show that these do the same.
+signals of their own; and so are the ranks that torch's elastic agent and `Supervisor` start in them.
+test_examples.py, launch/test_causes.py and launch/test_launch.py start fresh ones and show that these do the
+same.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import os
 import runpy
@@ -109,6 +111,8 @@ def _become(
     """In a copy of the process that has imported: be an interpreter that was given these words."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+    from tutti.launch.supervise import Supervisor
+
     os.chdir(cwd)
     if network is not None:
         with network.open() as namespace:
@@ -119,20 +123,36 @@ def _become(
             lambda: _interpret(args[1:], env, [self._stdout, self._stderr])
         )
     )
+    Supervisor.spawn = _spawned  # type: ignore[method-assign]
     _interpret(words, env, streams)
 
 
-class _Child:
-    """A forked process that the agent takes for a `subprocess.Popen` in a session of its own."""
+def _spawned(supervisor: Any, environment: dict[str, str], log: Path | None) -> _Child:
+    """As `Supervisor.spawn`."""
+    words = ["-m", "tutti.launch.worker", *supervisor.command]
+    with contextlib.ExitStack() as stack:
+        out = stack.enter_context(open(log, "ab")) if log is not None else None
+        nothing = stack.enter_context(open(os.devnull, "rb"))
 
-    def __init__(self, becomes: Callable[[], NoReturn]) -> None:
+        def becomes() -> NoReturn:
+            os.dup2(nothing.fileno(), 0)
+            _interpret(words, environment, [out, out])
+
+        return _Child(becomes, own_session=False)
+
+
+class _Child:
+    """A forked process that a launcher takes for a `subprocess.Popen`."""
+
+    def __init__(self, becomes: Callable[[], NoReturn], *, own_session: bool = True) -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.returncode: int | None = None
         self.pid = os.fork()
         if not self.pid:
-            os.setsid()
-            atexit._clear()  # the agent's
+            if own_session:
+                os.setsid()
+            atexit._clear()  # the launcher's
             util._finalizer_registry.clear()
             atexit.register(util._exit_function)
             becomes()
@@ -142,6 +162,10 @@ class _Child:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
         until = time.monotonic() + (float("inf") if timeout is None else timeout)

@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 
+import matplotlib.figure  # noqa: F401
 import sklearn.datasets  # noqa: F401
 import torch  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
@@ -15,7 +16,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 import tutti.api
 import tutti.cli.main
 import tutti.launch.launch
-import tutti.launch.ranks  # noqa: F401
+import tutti.launch.ranks
+import tutti.launch.supervise  # noqa: F401
 
 inspect.stack()  # torch's elastic agent asks for it, and the first call reads where every module lies
 gc.collect()

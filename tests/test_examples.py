@@ -23,7 +23,7 @@ SHORT = {
     "gpt": "--steps 4 --every 2 --batch 4 --width 32 --depth 1 --out {out}",
 }
 # Started as a user does; the others by copies of an interpreter that has imported (forked.py). A fresh
-# `tutti run` is in state/test_memory.py.
+# `tutti run` is in launch/test_launch.py.
 FRESH = {("digits", "torchrun --nproc-per-node 2 examples/digits.py")}
 
 

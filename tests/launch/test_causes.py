@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -88,6 +90,8 @@ PART = [
     Case("segfault", "0", SERVED),
     Case("SIGTERM", "launcher", SERVED),
 ]
+# Its launcher, workers and server are fresh interpreters; in the others all are copies (forked.py).
+FRESH = Case("segfault", "0", SERVED)
 ALL = os.environ.get("ALL_CAUSES") == "1"
 
 
@@ -122,6 +126,16 @@ def test_the_part_has_every_cause_and_layout() -> None:
     assert set(PART) < set(EVERY)
 
 
+def started(
+    words: list[str], env: dict[str, str], *, fresh: bool
+) -> Forked | subprocess.Popen[str]:
+    if not fresh:
+        return Forked(words, env=env, cwd=Path.cwd())
+    return subprocess.Popen(
+        [sys.executable, *words], text=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
 @pytest.mark.parametrize("case", EVERY if ALL else PART, ids=str)
 def test_the_first_line_is_the_first_cause(case: Case, tmp_path: Path) -> None:
     waits = case.cause in ("SIGSTOP", "sleep")
@@ -134,7 +148,7 @@ def test_the_first_line_is_the_first_cause(case: Case, tmp_path: Path) -> None:
     env["TUTTI_LEASE"] = (
         "3" if waits else "30"
     )  # replicas must give a stopped one up before the time-out
-    process = Forked(["-m", "tutti", "run", *options, *words], env=env, cwd=Path.cwd())
+    process = started(["-m", "tutti", "run", *options, *words], env, fresh=case == FRESH)
     try:
         if case.where == "launcher":
             assert process.stdout is not None
