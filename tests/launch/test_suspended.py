@@ -6,7 +6,10 @@ import contextlib
 import os
 import signal
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 import forked
 
@@ -29,11 +32,12 @@ for k in range(400):
 print("played to the end")
 """
 
+Ended = tuple[int | None, str, str]  # the exit code, and what it prints
 # Longer than a rank that a busy machine keeps waiting.
 TIMEOUT_SECONDS = 10
 
 
-def suspended(tmp_path: Path, ranks: list[int]) -> tuple[int | None, str, str]:
+def suspended(tmp_path: Path, ranks: list[int]) -> Ended:
     """A run whose `ranks` are stopped for twice its timeout: how it ends, and what it prints."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -59,13 +63,23 @@ def suspended(tmp_path: Path, ranks: list[int]) -> tuple[int | None, str, str]:
     return process.returncode, out, err
 
 
-def test_all_ranks_suspended_for_twice_the_timeout_go_on(tmp_path: Path) -> None:
-    code, out, err = suspended(tmp_path, [0, 1])
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Ended]]:
+    """Both runs at the same time: each of them mostly sleeps."""
+    with ThreadPoolExecutor() as pool:
+        return {
+            name: pool.submit(suspended, tmp_path_factory.mktemp(name), ranks)
+            for name, ranks in (("all", [0, 1]), ("one", [1]))
+        }
+
+
+def test_all_ranks_suspended_for_twice_the_timeout_go_on(runs: dict[str, Future[Ended]]) -> None:
+    code, out, err = runs["all"].result()
     assert code == 0, err
     assert "played to the end" in out
 
 
-def test_one_that_is_suspended_for_longer_is_named(tmp_path: Path) -> None:
-    code, _, err = suspended(tmp_path, [1])
+def test_one_that_is_suspended_for_longer_is_named(runs: dict[str, Future[Ended]]) -> None:
+    code, _, err = runs["one"].result()
     assert code
     assert "rank 1 was stopped (SIGSTOP) and did not go on" in err
