@@ -12,6 +12,7 @@ import torch
 from benchmarks import harness
 from benchmarks.harness import Crew, Entry, Pace, race
 from benchmarks.memory import data_nbytes
+from ranks import context
 from tests.benchmarks.tiny import (
     ABSENT,
     GPT,
@@ -37,7 +38,10 @@ def quiet(_text: str) -> None:
 
 @pytest.fixture(scope="module")
 def entries() -> dict[str, Entry]:
-    found = race(GPT, [SLEEPER, RAISER, KILLER, ABSENT], pace=PACE, tell=quiet, extra=counts)
+    """Of crews that are copies of a process that has imported; the one that is left out starts afresh."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(harness.multiprocessing, "get_context", lambda _method: context())
+        found = race(GPT, [SLEEPER, RAISER, KILLER, ABSENT], pace=PACE, tell=quiet, extra=counts)
     return {entry.way: entry for entry in found}
 
 
