@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 from dataclasses import replace
 
@@ -38,10 +39,12 @@ def quiet(_text: str) -> None:
 
 @pytest.fixture(scope="module")
 def entries() -> dict[str, Entry]:
-    """Of crews that are copies of a process that has imported; the one that is left out starts afresh."""
+    """Of fresh processes, whose memory is measured, and of copies of one that has imported."""
+    ways = [SLEEPER, RAISER, KILLER, ABSENT]
+    starts = iter([multiprocessing.get_context("spawn"), *([context()] * 3)])
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(harness.multiprocessing, "get_context", lambda _method: context())
-        found = race(GPT, [SLEEPER, RAISER, KILLER, ABSENT], pace=PACE, tell=quiet, extra=counts)
+        patched.setattr(harness.multiprocessing, "get_context", lambda _method: next(starts))
+        found = race(GPT, ways, pace=PACE, tell=quiet, extra=counts)
     return {entry.way: entry for entry in found}
 
 
@@ -77,6 +80,8 @@ def test_a_contender_that_fails_leaves_the_others(entries: dict[str, Entry]) -> 
 
 
 def test_a_crew_for_which_memory_is_short_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = context()
+    monkeypatch.setattr(harness.multiprocessing, "get_context", lambda _method: copies)
     monkeypatch.setattr(harness, "available_nbytes", lambda: harness.SPARE_NBYTES)
     (entry,) = race(GPT, [replace(SLEEPER, num_ranks=1)], pace=PACE, tell=quiet)
     assert entry.error.startswith("left out: 1.0 GB of memory left, 1.0 GB") and not entry.seconds
