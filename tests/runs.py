@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import tutti
 import zoo
+from captured_once import captured_once
 from wide import wide_step, widened
 from zoo_steps import Batch
 
@@ -80,7 +81,9 @@ def train(
 ) -> tuple[list[float], dict[str, NDArray[Any]]]:
     """The losses of a run and the whole state after it."""
     play = prepare(name, layout, wide=wide)
-    return play.losses(num_steps), play.whole_state()
+    with captured_once((name, wide)):
+        losses = play.losses(num_steps)
+    return losses, play.whole_state()
 
 
 @functools.cache
@@ -143,7 +146,8 @@ def train_and_save(
 ) -> list[float]:
     """Take steps and save; the losses."""
     play = prepare(name, layout, wide=wide)
-    losses = play.losses(num_steps)
+    with captured_once((name, wide)):
+        losses = play.losses(num_steps)
     play.step.save(Path(path), extra={"losses": losses})
     return losses
 

@@ -24,13 +24,13 @@ ON_TWO = [
     ("gpt", "seq=2"),
     ("gpt2", "data=2 zero=2"),
     ("resnet", "data=2"),
+    ("resnet", "data=2 zero=3"),
     ("lstm", "data=2"),
     ("scheduler", "data=2 zero=1"),
 ]
 ON_FOUR = [
-    ("llama", "data=2 tensor=2 zero=3"),
-    ("gpt2", "data=2 seq=2"),
-    ("resnet", "data=4 zero=3"),
+    ("gpt_tied", "data=2 tensor=2 zero=3"),
+    ("gpt_tied", "data=2 seq=2"),
 ]
 # Smooth models: in float32 a ReLU that rounding flips moves losses by more than a mistake may.
 NARROW = [
