@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import runs
 import tutti
+from captured_once import captured_once
 from ranks import Ranks
 
 NUM_STEPS = 6
@@ -27,8 +29,15 @@ def assert_near(found: list[float], expected: list[float], rtol: float) -> None:
 def train(name: str, layout: str) -> tuple[list[float], set[str]]:
     """The losses of a run, and the dtypes of its state after it."""
     play = runs.prepare(name, layout, wide=False)
-    losses = play.losses(NUM_STEPS)
+    with captured_once((name, False)):
+        losses = play.losses(NUM_STEPS)
     return losses, {str(x.dtype) for x in play.step.state_dict().values()}
+
+
+@cache
+def on_one_device(name: str, layout: str) -> tuple[list[float], set[str]]:
+    """The same run on one device."""
+    return train(name, layout)
 
 
 @pytest.mark.parametrize(
@@ -41,8 +50,8 @@ def train(name: str, layout: str) -> tuple[list[float], set[str]]:
     ],
 )
 def test_ranks_take_the_steps_of_one_device(ranks: Ranks, name: str, layout: str) -> None:
-    one, dtypes = train(name, "precision=bf16")
-    plain, _ = train(name, "")
+    one, dtypes = on_one_device(name, "precision=bf16")
+    plain, _ = on_one_device(name, "")
     assert dtypes <= {"torch.float32", "torch.int64"}
     assert one != plain
     for losses, kept in ranks.run(train, name, f"{layout} precision=bf16", n=2):
@@ -69,7 +78,8 @@ def test_checkpoints_do_not_depend_on_it(ranks: Ranks, tmp_path: Path) -> None:
 def two_precisions(layout: str) -> tuple[float, float, bool]:
     """A model trained in bf16: its loss in float32 and in bf16, and whether it is in shards."""
     play = runs.prepare("gpt", f"{layout} precision=bf16", wide=False)
-    play.losses(1)
+    with captured_once(("gpt", False)):
+        play.losses(1)
     batch = play.batches[1]
 
     def loss_of(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
