@@ -106,12 +106,12 @@ def loss_with_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=32))
+    return GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=32))
 
 
 def llama() -> nn.Module:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes))
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
 
 
 def convolutions() -> nn.Module:

@@ -6,9 +6,11 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import forked
 from tutti.execution.allocator import Fragments
 
 # Training steps with activations of 8 to 32 MB and gradients of other sizes; prints how many pages a step
@@ -39,22 +41,21 @@ print(int(statistics.median(touched[3:])))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator than glibc's")
-def test_later_steps_touch_few_fresh_pages() -> None:
-    kept, given_back = (_faults(TUTTI_KEEP_MEMORY=word) for word in ("1", "0"))
+def test_later_steps_touch_few_fresh_pages(tmp_path: Path) -> None:
+    script = tmp_path / "steps.py"
+    script.write_text(SCRIPT)
+    touched = []
+    for word in ("1", "0"):
+        environment = _environment() | {"TUTTI_KEEP_MEMORY": word}
+        done = forked.run([script], env=environment, cwd=tmp_path, timeout=270)
+        assert done.returncode == 0, done.stderr
+        touched.append(int(done.stdout))
+    kept, given_back = touched
     assert kept < 0.3 * given_back
 
 
-def _faults(**options: str) -> int:
-    return int(_run(SCRIPT, **options))
-
-
-def _run(script: str, **options: str) -> float:
-    environment = {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")} | options
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, timeout=270
-    )
-    assert done.returncode == 0, done.stderr
-    return float(done.stdout)
+def _environment() -> dict[str, str]:
+    return {n: v for n, v in os.environ.items() if not n.startswith("MALLOC_")}
 
 
 def test_memory_in_pieces_is_given_back_once_it_is_a_quarter_more() -> None:
@@ -73,8 +74,15 @@ def test_memory_in_pieces_is_given_back_once_it_is_a_quarter_more() -> None:
 
 def test_lengths_share_the_memory_of_their_steps() -> None:
     """Of many lengths each keeps its program: far less than the gradients, of which all need as much."""
-    peak = _run(LENGTHS)
-    assert peak < 1.6
+    done = subprocess.run(
+        [sys.executable, "-c", LENGTHS],
+        capture_output=True,
+        text=True,
+        env=_environment(),
+        timeout=270,
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.6
 
 
 # A model of 64 MB whose steps have a batch of another length each; prints what the process holds at most, by
