@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tutti
+from captured_once import captured_once
 from ranks import Ranks
 
 PLACE = {"0.weight": "tensor, -", "3.weight": "-, tensor"}
@@ -51,7 +53,7 @@ def run(layout: str) -> tuple[list[Any], list[str]]:
     model = nn.Sequential(*layers).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     step = tutti.distribute(train_step, model, optimizer, layout, place=PLACE)
-    with warnings.catch_warnings(record=True) as caught:
+    with captured_once("uneven"), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = [step(*batch(k, rows)) for k, rows in enumerate(ROWS)]
     return [(float(loss), logits.tolist()) for loss, logits in found], [
@@ -59,9 +61,19 @@ def run(layout: str) -> tuple[list[Any], list[str]]:
     ]
 
 
+@cache
+def on_one_device() -> list[Any]:
+    return run("")[0]
+
+
+@cache
+def on_ranks(ranks: Ranks, layout: str, n: int) -> list[Any]:
+    return ranks.run(run, layout, n=n)
+
+
 def check(ranks: Ranks, layout: str, n: int) -> None:
-    expected, _ = run("")
-    for found, _ in ranks.run(run, layout, n=n):
+    expected = on_one_device()
+    for found, _ in on_ranks(ranks, layout, n):
         for (loss, logits), (one, rows) in zip(found, expected, strict=True):
             assert loss == pytest.approx(one, rel=1e-12, abs=1e-13)
             torch.testing.assert_close(
@@ -80,6 +92,6 @@ def test_four_ranks(ranks: Ranks, layout: str) -> None:
 
 
 def test_it_is_said(ranks: Ranks) -> None:
-    for _, said in ranks.run(run, "data=2", n=2):
+    for _, said in on_ranks(ranks, "data=2", 2):
         uneven = [w for w in said if "do not divide by data=2" in w]
         assert len(uneven) == 1 and "drop_last=True" in uneven[0], said
