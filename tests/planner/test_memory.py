@@ -24,6 +24,7 @@ from torch._subclasses import FakeTensorMode
 import tutti
 import zoo
 import zoo_steps
+from captured_once import captured_once
 from ranks import Ranks
 from subjects import program
 from tutti.comm.collectives import transport
@@ -116,8 +117,9 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
     train_step, model, optimizer, batch = CASES[name]()
     place = gpt.PLACE if "tensor" in layout else None
     step = tutti.distribute(train_step, model, optimizer, layout, place=place)
-    for _ in range(2):
-        step(*batch)
+    with captured_once(name):
+        for _ in range(2):
+            step(*batch)
     assert step._last is not None
     execution = step._last.execution
     predicted = predict(execution.program, execution.graph).call_nbytes
