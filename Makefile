@@ -40,7 +40,7 @@ test-fast: $(STAMP)
 AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
 PLAIN := ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2
 # The tests of the choice of kernels run with both; whole steps run with those of AVX2.
-CHOOSING_TESTS := tests/graph/test_matmul.py tests/passes/test_onednn.py tests/execution/test_generate.py
+CHOOSING_TESTS := tests/graph/ops/test_matmul.py tests/passes/test_onednn.py tests/execution/test_generate.py
 KERNEL_TESTS := $(CHOOSING_TESTS) tests/execution/test_precision.py::test_ranks_take_the_steps_of_one_device \
     tests/execution/test_precision.py::test_the_example_trains_as_in_float32 \
     tests/execution/test_training.py::test_a_few_steps_in_float32 \

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.command_line import parser
-from tutti.graph import random
+from tutti.graph.randomness import random
 
 P = 0.1
 SHAPES = ((64, 64), (256, 256), (1024, 1024), (2**20,), (16, 4, 128, 128), (10, 1024, 1024))

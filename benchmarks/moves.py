@@ -1,7 +1,7 @@
 """Collectives between two ranks: tutti's players next to bare Gloo.
 
-A `graph.player.Player` is anything that plays a program's collectives; to measure another one, add it to
-`PLAYERS`. All stand in the same pair of processes and take turns.
+A `graph.players.player.Player` is anything that plays a program's collectives; to measure another one, add it
+to `PLAYERS`. All stand in the same pair of processes and take turns.
 
 `tutti` takes tensors of the process's own and returns new ones. `in a program` is what a partitioned program
 does with gradients and weights: they lie in shared memory from the start, sums are made where they lie.
@@ -25,7 +25,7 @@ from benchmarks.models import CASES, Case
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.execution.allocator import keep_freed_memory
-from tutti.graph.move import Move
+from tutti.graph.players.move import Move
 
 AXES = ("data",)
 TURN_SECONDS = 0.05
@@ -41,7 +41,7 @@ MOVES = (
 
 
 class Moves(Protocol):
-    """The collectives that are measured, as `graph.by_dim.ByDim` names them."""
+    """The collectives that are measured, as `graph.players.by_dim.ByDim` names them."""
 
     def lay(self, x: Tensor, name: str) -> Tensor:
         """`x` where the player wants what it is given for collective `name`; not measured."""

@@ -27,8 +27,8 @@ from benchmarks.command_line import chosen, parser
 from benchmarks.contenders.tutti_step import train_step
 from benchmarks.models import CASES, Case, LlamaCase, optimizer
 from tutti.execution import loops
-from tutti.graph.loop import LoopPart
-from tutti.graph.playing import Row, play
+from tutti.graph.ops.loop import LoopPart
+from tutti.graph.players.playing import Row, play
 from tutti.planner.simulator import simulate
 
 NUM_MICRO, NUM_STEPS, NUM_WARM = 8, 9, 3

@@ -46,7 +46,7 @@ from benchmarks.worker import steps
 from tutti.comm.collectives.channel import DistributedChannel, SharedChannel
 from tutti.execution.execute import Execution
 from tutti.execution.loops import Loops, RowEngine
-from tutti.graph.playing import ADD
+from tutti.graph.players.playing import ADD
 
 NUM_STEPS, NUM_HOLLOW, NUM_BETWEEN, NUM_SAMPLED = 5, 20, 7, 32
 WHOLE_STEP = "benchmark: step"

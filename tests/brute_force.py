@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
-from tutti.graph.boundary import IDENTITIES
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.ops.boundary import IDENTITIES
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Dim, Mesh, Segment, Sharding, assemble
 from tutti.partition.choose import Choice, _results
 from tutti.partition.localize import Call, Local, emit_local

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from torch.fx.experimental import symbolic_shapes
 
 from ranks import Ranks, collect_seldom
-from tutti.graph.quick import quickly_written
+from tutti.graph.edits.quick import quickly_written
 
 # The longest files, longest first: a worker must not be left with one of them at the end.
 FIRST = (

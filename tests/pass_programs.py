@@ -16,9 +16,9 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from small_programs import Builder
-from tutti.graph import collectives
-from tutti.graph.fused_updates import KERNELS
-from tutti.graph.loop import SEND, Body, Do, LoopPart, Sum, loop
+from tutti.graph.ops import collectives
+from tutti.graph.ops.fused_updates import KERNELS
+from tutti.graph.ops.loop import SEND, Body, Do, LoopPart, Sum, loop
 from tutti.layout import Layout
 from tutti.passes import pass_table
 from tutti.passes.pass_table import Pass, Setting

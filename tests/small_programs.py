@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.graph.text import text
 from tutti.passes.target import Target
 

@@ -118,6 +118,11 @@ ROOMS = {
         **{"state": ("second_trace", "substitutes"), "python": ("state",)},
     },
     "comm": {"host": (), "collectives": ("host",), "posts": ("host", "collectives")},
+    "graph": {
+        **{"ops": (), "randomness": (), "edits": ("ops",)},
+        **{"analysis": ("edits", "ops", "randomness")},
+        **{"players": ("analysis", "ops", "randomness")},
+    },
     "rules": {"families": (), "samples": ("families",)},
 }
 
@@ -126,8 +131,11 @@ ROOMS = {
 def test_rooms_of_a_package_keep_apart(package: str) -> None:
     """Whoever works on the wire never meets a graph."""
     modules = find_modules(SOURCE)
+    depth = package.count(".") + 1
     inside = {
-        n: n.split(".")[1] for n in modules if n.startswith(f"{package}.") and n.count(".") > 1
+        n: n.split(".")[depth]
+        for n in modules
+        if n.startswith(f"{package}.") and n.count(".") > depth
     }
     assert set(inside.values()) == set(ROOMS[package])
     found = [
@@ -137,6 +145,53 @@ def test_rooms_of_a_package_keep_apart(package: str) -> None:
         if target in inside and inside[target] not in (room, *ROOMS[package][room])
     ]
     assert found == []
+
+
+def test_every_package_with_rooms_names_them() -> None:
+    folders = {name.rpartition(".")[0] for name in find_modules(SOURCE)}
+    assert {name.rpartition(".")[0] for name in folders if "." in name} == set(ROOMS)
+
+
+def folder_cycles(root: Path) -> list[str]:
+    """The cycles between the files and subfolders that lie side by side in one folder, a line each."""
+    modules = find_modules(root)
+    beside: dict[str, dict[str, set[str]]] = {}
+    for name in modules:
+        for target in imports(name, modules, root.name):
+            ours, others = name.split("."), target.split(".")
+            depth = next(
+                (i for i, (a, b) in enumerate(zip(ours, others, strict=False)) if a != b), None
+            )
+            if depth is not None:
+                edges = beside.setdefault(".".join(ours[:depth]), {})
+                edges.setdefault(ours[depth], set()).add(others[depth])
+    found = []
+    for folder, edges in beside.items():
+        try:
+            graphlib.TopologicalSorter(edges).prepare()
+        except graphlib.CycleError as error:
+            found.append(f"{folder}: " + " <- ".join(error.args[1]))
+    return found
+
+
+def test_no_cycle_between_folders() -> None:
+    assert folder_cycles(SOURCE) == []
+
+
+def test_a_cycle_between_folders_is_found(tmp_path: Path) -> None:
+    for name, text in {
+        "low/a/one.py": "from band.low.b.two import x",
+        "low/b/two.py": "",
+        "low/b/three.py": "from band.low.a.four import y",
+        "low/a/four.py": "",
+        "high.py": "import band.low.a.one",
+    }.items():
+        path = tmp_path / "band" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert problems(tmp_path / "band", FAKE_LAYERS) == []
+    (found,) = folder_cycles(tmp_path / "band")
+    assert found.startswith("low: ") and set("ab") <= set(found.split())
 
 
 def test_no_two_files_have_one_name() -> None:

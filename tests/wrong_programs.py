@@ -10,7 +10,7 @@ from torch import fx
 
 import zoo
 from subjects import subject
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.verification.verdict import Verdict

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
         ShardingError,
         TuttiError,
     )
-    from tutti.graph.boundary import shard_as
+    from tutti.graph.ops.boundary import shard_as
     from tutti.layout import Layout, Mesh, Sharding
     from tutti.rules import add_rule as rule
     from tutti.state.whole import whole
@@ -54,7 +54,7 @@ _HOMES = {
     "Verdict": "tutti.verification.verdict",
     "distribute": "tutti.api",
     "rule": "tutti.rules",
-    "shard_as": "tutti.graph.boundary",
+    "shard_as": "tutti.graph.ops.boundary",
     "verify": "tutti.api",
     "whole": "tutti.state.whole",
 }

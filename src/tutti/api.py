@@ -13,7 +13,7 @@ from tutti.capture.batch import taken
 from tutti.distributed_step import Step
 from tutti.environment import LAYOUT
 from tutti.execution.collector import rarely_collected
-from tutti.graph.quick import quickly_written
+from tutti.graph.edits.quick import quickly_written
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.modes.choice import kind_of

@@ -10,7 +10,7 @@ from torch import nn
 
 from tutti.capture.state.models import as_one_module
 from tutti.errors import LayoutError
-from tutti.graph.seed import checked_seed
+from tutti.graph.randomness.seed import checked_seed
 from tutti.layout import Layout
 from tutti.propagate.batch_dim import BatchDim, Dims, dims_of
 from tutti.propagate.empty_batch import refuse_empty

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from tutti.capture.spelling.canonical import canonicalize
 from tutti.capture.spelling.compounds import COMPOUNDS
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.rules.samples.sample import Sample, f, ints, pairs, positive, sample, some
 

@@ -18,7 +18,7 @@ from tutti.capture.state.fused import qualifies
 from tutti.capture.state.lift import create_slots
 from tutti.capture.step import Captured, capture
 from tutti.errors import CaptureError
-from tutti.graph.fused_updates import BY_OP
+from tutti.graph.ops.fused_updates import BY_OP
 from tutti.verification.verdict import Subject
 
 Make = Callable[..., Optimizer]

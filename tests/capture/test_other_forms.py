@@ -15,7 +15,7 @@ from other_forms import traced, with_gradients
 from tutti.capture.step import capture
 from tutti.capture.substitutes.other_forms import OTHER_FORMS
 from tutti.errors import CaptureError
-from tutti.graph.ctc import ctc_loss, ctc_slopes
+from tutti.graph.ops.ctc import ctc_loss, ctc_slopes
 
 aten = torch.ops.aten
 LOSS: Any = F.ctc_loss  # it is annotated as of tensors only

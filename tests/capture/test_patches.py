@@ -21,7 +21,7 @@ from tutti.capture import patch_table
 from tutti.capture.patch_table import PATCHES
 from tutti.capture.step import capture
 from tutti.errors import CaptureError
-from tutti.graph.patch import Patch, replaced
+from tutti.graph.edits.patch import Patch, replaced
 from tutti.torch_private.value_checks import CHECK_OF_ARGUMENTS
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 import zoo
 from subjects import subject
 from tutti.capture.step import Captured, capture
-from tutti.graph.draw import draw
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.players.virtual_ranks import VirtualRanks
+from tutti.graph.randomness.draw import draw
 from tutti.layout import Layout, Mesh
 from tutti.verification.verdict import Subject
 from zoo_steps import token_batch

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tutti.cli.main import app
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.players.virtual_ranks import VirtualRanks
 
 SCRIPT = """
 import sys

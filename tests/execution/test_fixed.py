@@ -12,9 +12,9 @@ from torch import Tensor, fx, nn
 from small_programs import Builder
 from tutti.execution.fixed import Fixed
 from tutti.execution.generate import generate
-from tutti.graph import collectives
-from tutti.graph.dim_segments import split
-from tutti.graph.move import Move
+from tutti.graph.ops import collectives
+from tutti.graph.players.dim_segments import split
+from tutti.graph.players.move import Move
 from tutti.layout import Mesh
 from tutti.server.split.small_sums import SmallSums
 

@@ -10,8 +10,8 @@ from torch import fx, nn
 
 from small_programs import Builder
 from tutti.execution.generate import Generated, generate
-from tutti.graph.fused_updates import KERNELS
-from tutti.graph.matmul import matmul
+from tutti.graph.ops.fused_updates import KERNELS
+from tutti.graph.ops.matmul import matmul
 from tutti.layout import Mesh
 from tutti.passes.overwriting import overwriting_lists
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import runs
 import tutti
 from ranks import Ranks
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 
 NUM_STEPS = 6
 

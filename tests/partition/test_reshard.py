@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from brute_force import check_result, parts_of
-from tutti.graph import collectives
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.ops import collectives
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh, Segment, Sharding, canonical
 from tutti.partition.reshard import Route, route
 

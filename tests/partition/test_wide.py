@@ -11,9 +11,9 @@ from torch._subclasses import FakeTensorMode
 
 from subjects import program
 from tutti.capture.step import capture
-from tutti.graph import collectives
-from tutti.graph.edit import erase_dead
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.edits.edit import erase_dead
+from tutti.graph.ops import collectives
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.localize import Local
 from tutti.partition.partition import Program, partition

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from tutti.graph.loop import Body, Do, LoopPart, Sum, loop
+from tutti.graph.ops.loop import Body, Do, LoopPart, Sum, loop
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.graph.text import text
-from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes.accumulate import accumulate
 

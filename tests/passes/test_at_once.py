@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 import tutti
 from small_programs import Builder, lines
 from small_steps import step as train_step
-from tutti.graph import collectives
-from tutti.graph.liveness import held
-from tutti.graph.storage import Storages
+from tutti.graph.analysis.liveness import held
+from tutti.graph.analysis.storage import Storages
+from tutti.graph.ops import collectives
 from tutti.partition.partition import Program
 from tutti.passes.at_once import gathered_once, reduced_then_split
 from tutti.passes.pass_table import optimized

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from small_programs import APART, SHARED, Builder, lines
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.passes import bucket as module
 from tutti.passes.bucket import bucket
 

@@ -6,8 +6,8 @@ import torch
 from torch import fx, nn
 
 from small_programs import Builder, lines
-from tutti.graph.edit import RECOMPUTED
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.edits.edit import RECOMPUTED
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes import common as module
 from tutti.passes.common import common

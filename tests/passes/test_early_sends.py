@@ -14,7 +14,7 @@ import tutti
 from ranks import Ranks
 from tutti.execution import loops
 from tutti.execution.loops import Loops, RowEngine
-from tutti.graph.loop import SEND, Body, Do, LoopPart, graphs_of, loop, post
+from tutti.graph.ops.loop import SEND, Body, Do, LoopPart, graphs_of, loop, post
 from tutti.layout import Layout
 from tutti.passes.early_sends import early_sends
 from tutti.passes.pass_table import optimized

@@ -11,8 +11,8 @@ from torch import fx, nn
 import tutti
 from small_programs import APART, SHARED, Builder, lines
 from small_steps import step as train_step
-from tutti.graph import collectives
-from tutti.graph.liveness import peak_with_given
+from tutti.graph.analysis.liveness import peak_with_given
+from tutti.graph.ops import collectives
 from tutti.passes.early_update import early_update
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target

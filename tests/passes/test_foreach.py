@@ -12,8 +12,8 @@ from torch import Tensor, fx
 
 import subjects
 from pass_rows import replace_row
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.graph.text import text
-from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.passes.foreach import _LISTS, _PLAIN, foreach
 from tutti.passes.in_place import in_place

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.fused_updates import KERNELS
+from tutti.graph.ops.fused_updates import KERNELS
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.graph.text import text
-from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes.fused_update import fused_update
 from tutti.passes.in_place import in_place

@@ -13,7 +13,7 @@ import pytest
 from torch import fx
 
 from pass_programs import PROGRAMS, small
-from tutti.graph.loop import loop
+from tutti.graph.ops.loop import loop
 from tutti.graph.text import lines, text
 from tutti.passes.pass_table import PASSES, Pass
 

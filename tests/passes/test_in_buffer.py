@@ -7,8 +7,8 @@ import torch
 from torch import fx, nn
 
 from small_programs import SHARED, Builder, lines
-from tutti.graph import collectives
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.ops import collectives
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes import in_buffer as module
 from tutti.passes import shared_buffers as buffers

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 import subjects
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.graph.text import text
-from tutti.graph.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.passes.in_place import in_place
 from tutti.verification.comparisons import PARTITION_TOLERANCE

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from small_programs import Builder, lines
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes.linear import linear
 

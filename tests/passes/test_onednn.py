@@ -14,7 +14,7 @@ from small_steps import same_step, squares, step
 from tutti.comm.collectives import groups as module
 from tutti.comm.collectives.groups import Groups
 from tutti.execution import execute
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes.onednn import onednn
 from tutti.passes.pass_table import Setting

@@ -10,7 +10,7 @@ import subjects
 from ranks import Ranks
 from runs import train
 from small_programs import APART, SHARED, Builder, lines
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.passes.in_place import in_place
 from tutti.passes.overlap import overlap

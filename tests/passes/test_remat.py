@@ -20,8 +20,8 @@ from captured_once import captured_once
 from ranks import Ranks
 from tutti.errors import LayoutError
 from tutti.execution.measure import peak_nbytes
-from tutti.graph import collectives
-from tutti.graph.storage import Storages
+from tutti.graph.analysis.storage import Storages
+from tutti.graph.ops import collectives
 from tutti.graph.text import text
 from tutti.layout import Layout
 from tutti.layout.budget import Budget

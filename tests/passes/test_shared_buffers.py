@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from small_programs import APART, SHARED, Builder, lines
-from tutti.graph import collectives
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.ops import collectives
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes import shared_buffers as module
 from tutti.passes.in_place import in_place

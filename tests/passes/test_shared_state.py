@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from small_programs import APART, SHARED, Builder, Named, lines, targets
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.passes.in_place import in_place
 from tutti.passes.shared_state import copy_parts_given_away, shared_state, wait_for_readers
 

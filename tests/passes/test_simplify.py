@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 import tutti
 from small_programs import Builder, lines
 from small_steps import trained
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.passes.in_place import in_place
 from tutti.passes.pass_table import optimized

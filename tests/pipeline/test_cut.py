@@ -11,7 +11,7 @@ from torch import fx
 import stacks
 from subjects import program
 from tutti.errors import LayoutError
-from tutti.graph.cost import RATES, nbytes_of, seconds_of
+from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import ready_to_split

@@ -10,7 +10,7 @@ from torch import fx
 import stacks
 from small_programs import Builder, lines
 from subjects import program
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.passes.pass_table import ready_to_split
 from tutti.passes.target import Target

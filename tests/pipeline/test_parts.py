@@ -13,10 +13,10 @@ from torch import nn
 
 import stacks
 import subjects
-from tutti.graph import collectives
-from tutti.graph.cost import nbytes_of
-from tutti.graph.edit import RECOMPUTED
-from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, WHOLE, Body, loop
+from tutti.graph.analysis.cost import nbytes_of
+from tutti.graph.edits.edit import RECOMPUTED
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import GATHER, RECEIVE, REDUCE, SEND, WHOLE, Body, loop
 from tutti.layout import Layout
 from tutti.pipeline import pipe_ranks
 from tutti.pipeline.ready import in_time

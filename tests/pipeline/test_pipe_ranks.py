@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 import stacks
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.pipeline.pipe_ranks import Transfer, bundles
 from tutti.pipeline.ready import in_time

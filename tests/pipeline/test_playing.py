@@ -10,8 +10,8 @@ import pytest
 from torch import fx
 
 import stacks
-from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, Body, Do, LoopPart, Sum
-from tutti.graph.playing import Row, play
+from tutti.graph.ops.loop import GATHER, RECEIVE, REDUCE, SEND, Body, Do, LoopPart, Sum
+from tutti.graph.players.playing import Row, play
 from tutti.layout import Layout
 from tutti.passes.accumulate import accumulate
 from tutti.pipeline.ready import in_time

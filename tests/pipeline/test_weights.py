@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 
 import stacks
-from tutti.graph import collectives
-from tutti.graph.loop import GATHER, REDUCE, Body
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import GATHER, REDUCE, Body
 from tutti.layout import Layout
 from tutti.pipeline.moments import MICRO
 from tutti.pipeline.ready import in_time

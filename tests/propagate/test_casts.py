@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 import zoo
 from subjects import program
-from tutti.graph.collectives import all_gather
+from tutti.graph.ops.collectives import all_gather
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.report.explanation import records

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from brute_force import MODE, as_list, operands_in
-from tutti.graph.edit import Editor
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.edits.edit import Editor
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.rules import is_tensor_call, rule_of
 from tutti.rules.decompositions import DECOMPOSITIONS

@@ -22,7 +22,7 @@ from brute_force import (
     parts_of,
     written,
 )
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import assemble
 from tutti.rules import rule_of
 from tutti.rules.rule import results_of

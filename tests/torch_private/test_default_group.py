@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch.distributed as dist
 
-from tutti.graph.patch import Patch, replaced
+from tutti.graph.edits.patch import Patch, replaced
 from tutti.torch_private.default_group import DEFAULT_GROUP
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from small_steps import trained
-from tutti.graph import collectives
-from tutti.graph.rounding import PLACES, Rounding
+from tutti.graph.ops import collectives
+from tutti.graph.players.rounding import PLACES, Rounding
 from tutti.layout import Layout
 from tutti.verification.verdict import Subject
 from wrong_programs import drop

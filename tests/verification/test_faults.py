@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 import zoo
 from subjects import subject, verdict
 from tutti.capture.step import Captured, capture
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.rules import table
 from tutti.verification.verdict import Subject, Verdict

@@ -12,7 +12,7 @@ from torch import fx, nn
 import stacks
 import zoo
 from subjects import program, subject
-from tutti.graph.loop import loop
+from tutti.graph.ops.loop import loop
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time

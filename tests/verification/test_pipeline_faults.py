@@ -13,8 +13,9 @@ import stacks
 from pass_rows import replace_row
 from subjects import verdict
 from tutti.errors import ShardingError
-from tutti.graph import collectives, playing, virtual_ranks
-from tutti.graph.loop import Body, Do, LoopPart
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import Body, Do, LoopPart
+from tutti.graph.players import playing, virtual_ranks
 from tutti.passes.accumulate import accumulate
 from tutti.pipeline import pipe_rank_graph, tied, timed
 from tutti.pipeline.pipe_ranks import PipelinePlan

@@ -13,7 +13,7 @@ from torch import fx
 import tutti
 from rounding_steps import CASES, Lion, Make, adam_without_eps, adamw
 from tutti.capture.state.found_gradients import noted
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.verification.verdict import Subject

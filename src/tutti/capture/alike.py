@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.capture.step import Captured
-from tutti.graph.edit import NOTES
+from tutti.graph.edits.edit import NOTES
 from tutti.torch_private.pytrees import TreeSpec
 
 

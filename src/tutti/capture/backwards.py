@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tutti.capture.patch_table import BACKWARD
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 
 Engine = Callable[..., Any]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tutti.capture.patch_table import DEFAULT_GROUP, PROCESSES
 from tutti.errors import CaptureError
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.torch_private.op_tables import all_op_names
 from tutti.user_lines import quoted, user_line
 

@@ -1,6 +1,7 @@
 """Every attribute of PyTorch, `time` and `math` that a capture replaces while it traces, with the reason.
 
-What stands there meanwhile is in the file of its concept, which enters a row with `graph.patch.replaced`.
+What stands there meanwhile is in the file of its concept, which enters a row with
+`graph.edits.patch.replaced`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch.distributed import distributed_c10d
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer, lr_scheduler
 
-from tutti.graph import quick
-from tutti.graph.fused_updates import KERNELS
-from tutti.graph.patch import Patch, each
+from tutti.graph.edits import quick
+from tutti.graph.edits.patch import Patch, each
+from tutti.graph.ops.fused_updates import KERNELS
 from tutti.torch_private import default_group
 from tutti.torch_private.autograd_engine import ENGINE_RUNS
 from tutti.torch_private.fake_tensors import LOG, FakeTensor

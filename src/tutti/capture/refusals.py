@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from tutti.capture.patch_table import IS_CAUSAL, VALIDATE_ARGS
 from tutti.capture.python.ways_out import of_error
 from tutti.errors import CaptureError, TuttiError
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.torch_private.fake_tensors import (
     DataDependentOutputException,
     DynamicOutputShapeException,

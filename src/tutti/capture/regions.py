@@ -22,7 +22,7 @@ from tutti.capture.backwards import Engine, around_backward
 from tutti.capture.patch_table import NODE_NOTED
 from tutti.capture.second_trace.constant_writes import refuse_real_write
 from tutti.capture.second_trace.random_ops import RANDOM_OPS, rewinding
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.torch_private.autograd_engine import (
     next_node_number,
     running_node_number,

@@ -12,11 +12,12 @@ from torch import Tensor, fx
 from tutti.errors import TuttiError
 from tutti.execution.generate import generate
 from tutti.execution.loops import Loops
-from tutti.graph import collectives, random
-from tutti.graph.edit import source_of
-from tutti.graph.loop import Body, loop
-from tutti.graph.player import Player
-from tutti.graph.playing import Row
+from tutti.graph.edits.edit import source_of
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import Body, loop
+from tutti.graph.players.player import Player
+from tutti.graph.players.playing import Row
+from tutti.graph.randomness import random
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
 from tutti.torch_private.pytrees import tree_leaves

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from tutti.environment import CUDA_GRAPH
-from tutti.graph import collectives
-from tutti.graph.draw import draw
-from tutti.graph.fused_updates import KERNELS
-from tutti.graph.loop import graphs_of
+from tutti.graph.ops import collectives
+from tutti.graph.ops.fused_updates import KERNELS
+from tutti.graph.ops.loop import graphs_of
+from tutti.graph.randomness.draw import draw
 from tutti.partition.partition import Program
 
 # Calls that are played op by op first: libraries set themselves up when they are first used.

@@ -14,8 +14,8 @@ from tutti.comm.collectives.channel import DEFAULT_CAPACITY, NUM_SLOTS, Channel
 from tutti.comm.collectives.channels import make_channels
 from tutti.comm.collectives.failure import Wait, waiting
 from tutti.comm.collectives.groups import Groups
-from tutti.graph import collectives
-from tutti.graph.player import Like
+from tutti.graph.ops import collectives
+from tutti.graph.players.player import Like
 from tutti.layout import Mesh
 from tutti.pipeline.timed import Timed
 
@@ -23,7 +23,7 @@ Edge = tuple[int, int]
 
 
 class Places:
-    """The `graph.player.Messages` that a program sends between pipeline ranks outside of its loops.
+    """The `graph.players.player.Messages` that a program sends between pipeline ranks outside of its loops.
 
     Args:
         coordinates: of this rank; the rank at another pipeline rank has all but `pipe` in common.

@@ -29,10 +29,11 @@ from tutti.execution.cuda_graph import CudaGraph, asked_for, obstacle, say_why
 from tutti.execution.edge_channels import Edge, Places, edges_of, in_common
 from tutti.execution.generate import Generated, generate
 from tutti.execution.loops import Loops
-from tutti.graph import collectives, random
-from tutti.graph.loop import graphs_of
-from tutti.graph.matmul import is_faster
-from tutti.graph.quick import quickly_written
+from tutti.graph.edits.quick import quickly_written
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import graphs_of
+from tutti.graph.ops.matmul import is_faster
+from tutti.graph.randomness import random
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target

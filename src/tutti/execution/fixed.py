@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph import collectives
-from tutti.graph.aliases import aliased, written
-from tutti.graph.player import SharedMemory
+from tutti.graph.analysis.aliases import aliased, written
+from tutti.graph.ops import collectives
+from tutti.graph.players.player import SharedMemory
 
 
 class Fixed:

@@ -13,14 +13,16 @@ from torch import Tensor, fx, nn
 
 from tutti.execution.direct import direct, shorter
 from tutti.execution.fixed import Fixed
-from tutti.graph import collectives, dim_segments, random
-from tutti.graph.aliases import is_overwritten, itself
-from tutti.graph.draw import drawn
-from tutti.graph.liveness import last_uses
-from tutti.graph.loop import Body, loop, post
-from tutti.graph.matmul import matmul, onednn_linear
-from tutti.graph.move import Move
-from tutti.graph.player import Player, SharedMemory
+from tutti.graph.analysis.aliases import is_overwritten, itself
+from tutti.graph.analysis.liveness import last_uses
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import Body, loop, post
+from tutti.graph.ops.matmul import matmul, onednn_linear
+from tutti.graph.players import dim_segments
+from tutti.graph.players.move import Move
+from tutti.graph.players.player import Player, SharedMemory
+from tutti.graph.randomness import random
+from tutti.graph.randomness.draw import drawn
 from tutti.layout import Mesh, Sharding
 
 # What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,

@@ -15,10 +15,10 @@ from tutti.comm.collectives.channel import Channel
 from tutti.comm.collectives.failure import Wait, waiting, with_line
 from tutti.errors import CommError
 from tutti.execution.generate import generate
-from tutti.graph.dim_segments import join
-from tutti.graph.loop import SEND, Body, Do, LoopPart
-from tutti.graph.player import Player
-from tutti.graph.playing import ADD, Row, play
+from tutti.graph.ops.loop import SEND, Body, Do, LoopPart
+from tutti.graph.players.dim_segments import join
+from tutti.graph.players.player import Player
+from tutti.graph.players.playing import ADD, Row, play
 from tutti.layout import Mesh
 
 Key = Callable[[int], int]

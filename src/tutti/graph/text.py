@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.loop import loop
+from tutti.graph.ops.loop import loop
 from tutti.layout import Sharding
 from tutti.torch_private.op_tables import OpOverload, overload_name, schema_of
 

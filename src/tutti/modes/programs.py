@@ -15,7 +15,7 @@ from tutti.capture.python.read_values import Seen
 from tutti.capture.state.first_form import FirstStepAhead
 from tutti.environment import MOST_PROGRAMS
 from tutti.execution.collector import rarely_collected
-from tutti.graph.quick import quickly_written
+from tutti.graph.edits.quick import quickly_written
 from tutti.modes.compiled_program import Compiled
 from tutti.modes.mode import Mode
 from tutti.user_lines import OnlyUsersFrames

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph import collectives
-from tutti.graph.draw import draw
-from tutti.graph.edit import NOTES, value_of
+from tutti.graph.edits.edit import NOTES, value_of
+from tutti.graph.ops import collectives
+from tutti.graph.randomness.draw import draw
 from tutti.layout import Mesh, Sharding
 from tutti.partition.choose import Choice
 from tutti.rules import Rule

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 
 from tutti.capture.step import Captured
 from tutti.errors import ShardingError
-from tutti.graph import collectives
-from tutti.graph.boundary import IDENTITIES, boundary
-from tutti.graph.edit import erase_dead, source_of
+from tutti.graph.edits.edit import erase_dead, source_of
+from tutti.graph.ops import collectives
+from tutti.graph.ops.boundary import IDENTITIES, boundary
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.partition.choose import Choice, Chooser, OperandOffer

@@ -22,7 +22,7 @@ COPY = 1e-3
 class RouteStep:
     """One collective (or local cut) on the way, and how the value lies after it.
 
-    `kind` names the function of `graph.collectives`; `arguments` follow the value there. `moved` is the
+    `kind` names the function of `graph.ops.collectives`; `arguments` follow the value there. `moved` is the
     number of elements that each rank sends.
     """
 

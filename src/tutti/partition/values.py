@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.boundary import boundary
+from tutti.graph.ops.boundary import boundary
 from tutti.layout import Sharding
 from tutti.partition.choose import Choice
 from tutti.partition.localize import Call, Local, emit_local

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.partition.localize import Local
 from tutti.partition.reshard import RouteStep
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.edit import NOTES
-from tutti.graph.loop import Body, LoopPart
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops.loop import Body, LoopPart
 
 aten = torch.ops.aten
 # An op and its arguments behind the total.

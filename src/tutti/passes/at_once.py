@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import fx
 
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 
 
 def gathered_once(graph: fx.Graph) -> int:

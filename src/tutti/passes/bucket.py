@@ -25,10 +25,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph import collectives
-from tutti.graph.aliases import is_function
-from tutti.graph.edit import NOTES
-from tutti.graph.order import (
+from tutti.graph.analysis.aliases import is_function
+from tutti.graph.analysis.order import (
     ancestors_where,
     descendants_where,
     item,
@@ -36,6 +34,8 @@ from tutti.graph.order import (
     ready_at,
     used_at,
 )
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops import collectives
 from tutti.passes.target import Target
 
 # What a bucket holds at most, unless one tensor alone is larger.

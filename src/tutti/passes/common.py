@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph import collectives
-from tutti.graph.aliases import aliased, is_function
-from tutti.graph.edit import RECOMPUTED
+from tutti.graph.analysis.aliases import aliased, is_function
+from tutti.graph.edits.edit import RECOMPUTED
+from tutti.graph.ops import collectives
 
 aten = torch.ops.aten
 # A value of more bytes is made twice.

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import fx
 
-from tutti.graph.cost import seconds_of
-from tutti.graph.edit import NOTES
-from tutti.graph.loop import Body, LoopPart, post
+from tutti.graph.analysis.cost import seconds_of
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops.loop import Body, LoopPart, post
 
 # What follows takes at least so long, predicted.
 LEAST_SECONDS = 2e-5

@@ -20,10 +20,10 @@ from typing import Any
 
 from torch import fx
 
-from tutti.graph import collectives
-from tutti.graph.aliases import aliased, written
-from tutti.graph.loop import loop
-from tutti.graph.order import positions_of
+from tutti.graph.analysis.aliases import aliased, written
+from tutti.graph.analysis.order import positions_of
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import loop
 from tutti.passes.target import Target
 
 # What all ranks of a group, or the pipeline ranks, go through in one order.

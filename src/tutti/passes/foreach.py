@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.edit import NOTES
+from tutti.graph.edits.edit import NOTES
 from tutti.rules.families.pointwise import is_pointwise
 
 aten = torch.ops.aten

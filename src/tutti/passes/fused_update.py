@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from tutti.graph.edit import NOTES
-from tutti.graph.fused_updates import BY_OP
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops.fused_updates import BY_OP
 
 # Calls with other work between them are joined up to so many bytes of gradients, which wait for the last: an
 # eighth of all, and at least these. Each call costs some 40 us beside its work.

@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph import collectives
-from tutti.graph.aliases import roots_of
-from tutti.graph.edit import NOTES
-from tutti.graph.liveness import memory_ends
-from tutti.graph.order import positions_of
+from tutti.graph.analysis.aliases import roots_of
+from tutti.graph.analysis.liveness import memory_ends
+from tutti.graph.analysis.order import positions_of
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops import collectives
 
 # Buffers in which results wait take at most this share of all that is scattered, or so many bytes.
 HELD_SHARE, HELD_NBYTES = 4, 4 * 2**20

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import fx
 
-from tutti.graph import collectives
-from tutti.graph.edit import NOTES
-from tutti.graph.move import Move
-from tutti.graph.order import item
+from tutti.graph.analysis.order import item
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops import collectives
+from tutti.graph.players.move import Move
 
 
 def is_kind(node: fx.Node, *kinds: str) -> bool:

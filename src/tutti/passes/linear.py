@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.edit import NOTES, value_of
+from tutti.graph.edits.edit import NOTES, value_of
 
 aten = torch.ops.aten
 _TRANSPOSED = [1, 0]

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.edit import Editor, Emit, value_of
-from tutti.graph.matmul import matmul
+from tutti.graph.edits.edit import Editor, Emit, value_of
+from tutti.graph.ops.matmul import matmul
 from tutti.passes.target import Target
 
 aten = torch.ops.aten

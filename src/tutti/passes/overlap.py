@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from tutti.graph import collectives
-from tutti.graph.edit import NOTES
-from tutti.graph.order import positions_of, ready_at
+from tutti.graph.analysis.order import positions_of, ready_at
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops import collectives
 from tutti.passes.joined import as_together, is_kind
 from tutti.passes.target import Target
 

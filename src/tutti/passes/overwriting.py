@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tutti.graph.fused_updates import BY_OP
-from tutti.graph.overloads import counterpart, name_of
+from tutti.graph.ops.fused_updates import BY_OP
+from tutti.graph.ops.overloads import counterpart, name_of
 from tutti.torch_private.op_tables import OpOverload, schema_of
 
 FOREACH = "aten::_foreach_"

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.aliases import aliased, roots_of
-from tutti.graph.edit import NOTES
+from tutti.graph.analysis.aliases import aliased, roots_of
+from tutti.graph.edits.edit import NOTES
 
 aten = torch.ops.aten
 

@@ -15,8 +15,8 @@ from torch import fx
 
 from tutti.environment import WITHOUT
 from tutti.errors import LayoutError
-from tutti.graph.liveness import peak_with_given
-from tutti.graph.loop import REDUCE, Body, graphs_of, loop
+from tutti.graph.analysis.liveness import peak_with_given
+from tutti.graph.ops.loop import REDUCE, Body, graphs_of, loop
 from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.accumulate import accumulate

@@ -13,8 +13,8 @@ from collections.abc import Collection
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from tutti.graph import collectives
-from tutti.graph.edit import RECOMPUTED, erase_dead
+from tutti.graph.edits.edit import RECOMPUTED, erase_dead
+from tutti.graph.ops import collectives
 from tutti.torch_private.pytrees import tree_leaves
 
 # Their results are kept: to move bytes twice costs more than the memory is worth. A gathered value is

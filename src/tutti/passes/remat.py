@@ -16,10 +16,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from tutti.errors import LayoutError
-from tutti.graph import collectives
-from tutti.graph.cost import flops_of_call
-from tutti.graph.draw import draw
-from tutti.graph.storage import StorageBlock, Storages
+from tutti.graph.analysis.cost import flops_of_call
+from tutti.graph.analysis.storage import StorageBlock, Storages
+from tutti.graph.ops import collectives
+from tutti.graph.randomness.draw import draw
 from tutti.layout.budget import Budget, nbytes_text
 from tutti.passes.recompute import is_forward, is_recomputable, recompute, sources
 from tutti.passes.remat_segments import kept_blocks

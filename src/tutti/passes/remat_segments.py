@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from tutti.graph.storage import StorageBlock, Storages
+from tutti.graph.analysis.storage import StorageBlock, Storages
 from tutti.passes.recompute import is_forward, state_only
 
 # So many limits on the size of a segment are tried, and so many narrow places at most.

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph import collectives
-from tutti.graph.aliases import is_pointwise, written
-from tutti.graph.edit import NOTES
+from tutti.graph.analysis.aliases import is_pointwise, written
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops import collectives
 from tutti.layout import Segment, Sharding
 from tutti.torch_private.op_tables import OpOverload
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph import collectives
-from tutti.graph.aliases import roots_of
-from tutti.graph.edit import NOTES
-from tutti.graph.liveness import memory_ends
-from tutti.graph.loop import graphs_of
-from tutti.graph.order import positions_of
+from tutti.graph.analysis.aliases import roots_of
+from tutti.graph.analysis.liveness import memory_ends
+from tutti.graph.analysis.order import positions_of
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import graphs_of
 from tutti.passes.joined import as_together, is_kind, take_out
 from tutti.passes.target import Target
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph import collectives
-from tutti.graph.aliases import aliased, roots_of, written
-from tutti.graph.liveness import memory_ends
-from tutti.graph.loop import graphs_of, loop
-from tutti.graph.order import positions_of
-from tutti.graph.state import is_state
+from tutti.graph.analysis.aliases import aliased, roots_of, written
+from tutti.graph.analysis.liveness import memory_ends
+from tutti.graph.analysis.order import positions_of
+from tutti.graph.analysis.state import is_state
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import graphs_of, loop
 from tutti.partition.partition import Program
 from tutti.passes.joined import as_together, is_kind, take_out
 from tutti.passes.target import Target

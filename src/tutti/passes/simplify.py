@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.aliases import is_pointwise
-from tutti.graph.edit import Editor, value_of
+from tutti.graph.analysis.aliases import is_pointwise
+from tutti.graph.edits.edit import Editor, value_of
 from tutti.passes.own_results import is_returned
 
 aten = torch.ops.aten

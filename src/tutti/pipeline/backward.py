@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import fx
 
-from tutti.graph.edit import RECOMPUTED
+from tutti.graph.edits.edit import RECOMPUTED
 from tutti.pipeline.moments import BEFORE, Moments
 from tutti.pipeline.recomputed import originals
 

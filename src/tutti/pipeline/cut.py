@@ -20,7 +20,7 @@ from itertools import combinations, pairwise
 from torch import fx
 
 from tutti.errors import LayoutError
-from tutti.graph.cost import RATES, nbytes_of, seconds_of
+from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
 from tutti.pipeline.backward import Backward, backward_of
 from tutti.pipeline.moments import Moments
 from tutti.pipeline.recomputed import read_what_is_there

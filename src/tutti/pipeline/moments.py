@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, fx
 
 from tutti.errors import ShardingError
-from tutti.graph import collectives
-from tutti.graph.edit import NOTES, source_of
-from tutti.graph.order import ancestors
-from tutti.graph.state import is_state
+from tutti.graph.analysis.order import ancestors
+from tutti.graph.analysis.state import is_state
+from tutti.graph.edits.edit import NOTES, source_of
+from tutti.graph.ops import collectives
 from tutti.graph.text import op_name
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import WITHOUT_RULE

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.graph.text import op_name
 from tutti.layout import Layout
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from tutti.graph.order import ancestors
+from tutti.graph.analysis.order import ancestors
 from tutti.partition.partition import Program
 from tutti.pipeline.stage_parts import Parts
 

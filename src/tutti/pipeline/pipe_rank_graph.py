@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import fx
 
-from tutti.graph import collectives
-from tutti.graph.edit import source_of
-from tutti.graph.loop import Body, Do, Sum, loop
+from tutti.graph.edits.edit import source_of
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import Body, Do, Sum, loop
 from tutti.pipeline.moments import Moments
 from tutti.pipeline.pipe_ranks import PipelinePlan, bundles
 from tutti.pipeline.stage_parts import early_part

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.state import is_state
+from tutti.graph.analysis.state import is_state
 from tutti.pipeline.moments import AFTER, BEFORE, Moments
 from tutti.pipeline.stage_parts import early_part
 

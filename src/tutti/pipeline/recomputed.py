@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from tutti.graph.edit import RECOMPUTED
+from tutti.graph.edits.edit import RECOMPUTED
 from tutti.pipeline.moments import Moments
 
 

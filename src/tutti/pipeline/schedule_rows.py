@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tutti.graph.loop import GATHER, RECEIVE, REDUCE, SEND, Do
+from tutti.graph.ops.loop import GATHER, RECEIVE, REDUCE, SEND, Do
 from tutti.pipeline.action import Action
 from tutti.pipeline.schedule import Schedule
 from tutti.pipeline.stage_parts import Parts

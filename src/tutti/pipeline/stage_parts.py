@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.aliases import roots_of
-from tutti.graph.loop import GATHER, REDUCE, LoopPart
-from tutti.graph.order import ancestors
-from tutti.graph.state import is_state
+from tutti.graph.analysis.aliases import roots_of
+from tutti.graph.analysis.order import ancestors
+from tutti.graph.analysis.state import is_state
+from tutti.graph.ops.loop import GATHER, REDUCE, LoopPart
 from tutti.pipeline.cut import Stages
 from tutti.pipeline.gathers import gather_once, gathered
 from tutti.pipeline.moments import BEFORE, DURING, Moments

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.pipeline.moments import AFTER, Moments
 from tutti.pipeline.over_time import sums_over_time
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph import collectives
+from tutti.graph.ops import collectives
 from tutti.pipeline.cut import Stages
 from tutti.pipeline.moments import AFTER, DURING, Moments, is_linear
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from tutti.graph.edit import source_of
-from tutti.graph.loop import Body, Do
-from tutti.graph.state import is_state
+from tutti.graph.analysis.state import is_state
+from tutti.graph.edits.edit import source_of
+from tutti.graph.ops.loop import Body, Do
 from tutti.partition.partition import Program
 from tutti.pipeline.cut import Stages, cut
 from tutti.pipeline.moments import Moments, moments_of

@@ -4,8 +4,9 @@
                     +  what was made and is needed yet      by storage: views share, in-place ops reuse
                     +  what its kernel borrows
 
-The graph is walked as it will run, after every pass. `graph.storage` finds what an op makes,
-`graph.scratch` knows what it borrows, `graph.loop_memory` what a loop over micro-batches holds.
+The graph is walked as it will run, after every pass. `graph.analysis.storage` finds what an op makes,
+`graph.analysis.scratch` knows what it borrows, `graph.analysis.loop_memory` what a loop over micro-batches
+holds.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph.edit import RECOMPUTED, source_of
-from tutti.graph.liveness import last_holders, peak, peak_inside
-from tutti.graph.loop import loop
-from tutti.graph.matmul import is_faster
-from tutti.graph.part_memory import HeldMemory
-from tutti.graph.scratch import borrowed
-from tutti.graph.state import is_state
-from tutti.graph.storage import StorageBlock, Storages
+from tutti.graph.analysis.liveness import last_holders, peak, peak_inside
+from tutti.graph.analysis.part_memory import HeldMemory
+from tutti.graph.analysis.scratch import borrowed
+from tutti.graph.analysis.state import is_state
+from tutti.graph.analysis.storage import StorageBlock, Storages
+from tutti.graph.edits.edit import RECOMPUTED, source_of
+from tutti.graph.ops.loop import loop
+from tutti.graph.ops.matmul import is_faster
 from tutti.graph.text import op_name
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized

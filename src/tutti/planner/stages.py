@@ -1,6 +1,6 @@
 """What the stages of a pipeline will take, and what pipeline ranks send each other, told before they run.
 
-    seconds of a part      =  sum of its nodes' (`graph.cost`)
+    seconds of a part      =  sum of its nodes' (`graph.analysis.cost`)
     seconds of a message   =  its bytes / the rate of the link
 
 Only the ratios of these count: they say whether stages are balanced, and whether a cut pays.
@@ -15,9 +15,9 @@ from functools import cached_property
 
 from torch import fx
 
-from tutti.graph import collectives
-from tutti.graph.cost import RATES, nbytes_of, seconds_of
-from tutti.graph.edit import source_of
+from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
+from tutti.graph.edits.edit import source_of
+from tutti.graph.ops import collectives
 from tutti.pipeline.action import COMPUTE
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulator import Timeline, simulate

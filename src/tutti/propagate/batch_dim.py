@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from tutti.capture.step import Captured
 from tutti.errors import ShardingError
-from tutti.graph.cost import seconds_of
+from tutti.graph.analysis.cost import seconds_of
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.torch_private.pytrees import tree_flatten
 

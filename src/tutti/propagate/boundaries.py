@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from tutti.capture.spelling.rewrites import narrows
 from tutti.capture.step import Captured
-from tutti.graph.boundary import boundary
+from tutti.graph.ops.boundary import boundary
 
 COMPUTE = ("forward", "backward")
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from tutti.capture.step import Captured, copied
 from tutti.errors import ShardingError
-from tutti.graph.boundary import shard_as_op
-from tutti.graph.edit import Editor, erase_dead
+from tutti.graph.edits.edit import Editor, erase_dead
+from tutti.graph.ops.boundary import shard_as_op
 from tutti.layout import AXES, Layout, Mesh, Segment, Sharding, split_order
 from tutti.propagate.batch_dim import (
     MOST_WHOLE,

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph.boundary import boundary
+from tutti.graph.ops.boundary import boundary
 from tutti.layout import Mesh, Segment, Sharding
 from tutti.propagate.factors import Assignment, axes_of, merged, project, read
 from tutti.rules import Rule, is_tensor_call, operands_of

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tutti.graph import random
+from tutti.graph.randomness import random
 from tutti.replicas.strategy import PAIR, Round, State, Strategy, Weights, at_least, of_kind
 
 _STREAM = 0x7061697273  # of no random op of a program

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tutti.errors import ShardingError
-from tutti.graph import random
+from tutti.graph.randomness import random
 from tutti.layout import Mesh
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph import collectives, text
-from tutti.graph.edit import source_of
-from tutti.graph.loop import loop
+from tutti.graph import text
+from tutti.graph.edits.edit import source_of
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import loop
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from torch import fx
 
 from tutti.graph import text
-from tutti.graph.boundary import boundary
-from tutti.graph.edit import source_of
+from tutti.graph.edits.edit import source_of
+from tutti.graph.ops.boundary import boundary
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.edit import Emit
+from tutti.graph.edits.edit import Emit
 from tutti.rules.families import added_rows
 from tutti.rules.families.norms import length_dim
 from tutti.rules.rule import shape

@@ -15,8 +15,8 @@ from tutti.execution.allocator import give_back_now
 from tutti.execution.checked import Checked
 from tutti.execution.generate import generate
 from tutti.execution.loops import Loops
-from tutti.graph import random
-from tutti.graph.player import Player
+from tutti.graph.players.player import Player
+from tutti.graph.randomness import random
 from tutti.job import Job
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed

@@ -16,7 +16,7 @@ from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.errors import ServerError
 from tutti.execution.allocator import keep_freed_memory
 from tutti.execution.execute import between_ranks, describe
-from tutti.graph.player import Player
+from tutti.graph.players.player import Player
 from tutti.job import Job
 from tutti.launch import roles
 from tutti.launch.roles import Role

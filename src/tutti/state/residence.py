@@ -19,7 +19,7 @@ from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.groups import Groups
 from tutti.errors import CaptureError, LayoutError, TuttiError
-from tutti.graph.device import device_of
+from tutti.graph.players.device import device_of
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.replicas.replica_rows import replica_here
 from tutti.state.deferred import initial_slots, initial_values, is_deferred

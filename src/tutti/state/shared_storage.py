@@ -20,8 +20,8 @@ from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.in_shared_memory import InSharedMemory
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.comm.host.shared_memory import SharedGroup
-from tutti.graph import collectives
-from tutti.graph.loop import graphs_of
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import graphs_of
 from tutti.passes.shared_state import copied_state, viewed_state
 
 Axes = tuple[str, ...]

@@ -6,9 +6,9 @@ in every program, another one in each; an optimizer that divides by its size mak
     state before the step -----------> gradients    each on the scale of gradients
     state and the other's gradients -> new state    each on its own scale
 
-Where even that differs, the device runs again with errors of the size of rounding (`graph.rounding`), and
-what these move explains as much, entry by entry, but never more than a share of a tensor: the square root of
-the tolerance.
+Where even that differs, the device runs again with errors of the size of rounding (`graph.players.rounding`),
+and what these move explains as much, entry by entry, but never more than a share of a tensor: the square root
+of the tolerance.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tutti.graph.rounding import Rounding
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.players.rounding import Rounding
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.verification.comparisons import FLOOR, Errors, Made, differences, largest
 

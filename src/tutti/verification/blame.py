@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from tutti.graph.edit import source_of
-from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.edits.edit import source_of
+from tutti.graph.edits.promote import promoted, promoted_value
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
 from tutti.verification.comparisons import (

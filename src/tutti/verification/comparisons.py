@@ -21,8 +21,8 @@ from tutti.capture.state.lift import numbers, optimizers_of, state_of
 from tutti.capture.step import Captured
 from tutti.capture.substitutes.sparse import dense
 from tutti.errors import TuttiError
-from tutti.graph.promote import Promoted, promoted, promoted_value
-from tutti.graph.virtual_ranks import VirtualPost, VirtualRanks
+from tutti.graph.edits.promote import Promoted, promoted, promoted_value
+from tutti.graph.players.virtual_ranks import VirtualPost, VirtualRanks
 from tutti.layout import Mesh, Sharding, assemble
 from tutti.partition.partition import Program
 from tutti.torch_private.pytrees import tree_leaves

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from tutti.graph.edit import source_of
+from tutti.graph.edits.edit import source_of
 from tutti.layout import Sharding
 from tutti.partition.partition import Program
 

@@ -16,9 +16,9 @@ from tutti.capture.python.read_values import Seen
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.step import Captured, capture, copied
 from tutti.execution.execute import axes_used
-from tutti.graph.loop import graphs_of
-from tutti.graph.matmul import is_faster
-from tutti.graph.promote import Promoted, promoted
+from tutti.graph.edits.promote import Promoted, promoted
+from tutti.graph.ops.loop import graphs_of
+from tutti.graph.ops.matmul import is_faster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition

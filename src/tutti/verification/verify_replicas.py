@@ -24,8 +24,8 @@ from torch import Tensor
 
 from tutti.capture.step import Captured, capture
 from tutti.comm.collectives.compression import COMPRESSIONS
-from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.edits.promote import promoted, promoted_value
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.job import Job
 from tutti.layout import Mesh, assemble
 from tutti.partition.partition import Program

@@ -23,8 +23,8 @@ from torch import Tensor, fx, nn
 
 from tutti.capture.step import Captured
 from tutti.comm.collectives.compression import COMPRESSIONS
-from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.edits.promote import promoted, promoted_value
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.job import Job
 from tutti.layout import Layout, Mesh
 from tutti.partition.partition import Program

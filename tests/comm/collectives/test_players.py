@@ -19,11 +19,11 @@ from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.in_shared_memory import InSharedMemory
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.execution.edge_channels import Places
-from tutti.graph import collectives
-from tutti.graph.by_dim import ByDim
-from tutti.graph.move import Move
-from tutti.graph.player import Messages, Player, SharedMemory
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.ops import collectives
+from tutti.graph.players.by_dim import ByDim
+from tutti.graph.players.move import Move
+from tutti.graph.players.player import Messages, Player, SharedMemory
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.server.split.small_sums import SmallSums
 from tutti.server.split.two_levels import TwoLevels

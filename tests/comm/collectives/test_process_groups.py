@@ -17,7 +17,7 @@ from tutti.comm.collectives.hierarchical import Hierarchical
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.comm.collectives.transport import Distributed
 from tutti.comm.host.shared_memory import SharedGroup
-from tutti.graph.dim_segments import join, split
+from tutti.graph.players.dim_segments import join, split
 from tutti.layout.mesh import Mesh
 from ways import GLOO, SHARED, TWO_LEVELS, WAYS, by
 

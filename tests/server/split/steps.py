@@ -13,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from tutti.capture.state.lift import numbers
 from tutti.capture.step import Captured, capture
-from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.edits.promote import promoted, promoted_value
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.server.protocol.update import WEIGHT, ServedVariable
 from tutti.server.split.three_parts import Split

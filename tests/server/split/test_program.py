@@ -23,10 +23,10 @@ from server.split.steps import (
 )
 from thread_sums import Sums
 from tutti.capture.step import capture
-from tutti.graph import collectives
-from tutti.graph.move import Move
-from tutti.graph.promote import promoted, promoted_value
-from tutti.graph.virtual_ranks import VirtualRanks
+from tutti.graph.edits.promote import promoted, promoted_value
+from tutti.graph.ops import collectives
+from tutti.graph.players.move import Move
+from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Layout, Mesh
 from tutti.report.collective_records import records
 from tutti.server.split.program import in_slices, worker_layout, worker_program

@@ -12,7 +12,7 @@ from typing import Any
 from tutti.capture.patch_table import CLOCKS
 from tutti.capture.python.held_values import Table, named
 from tutti.capture.python.reach import is_code_of_library
-from tutti.graph.patch import here_only, replaced
+from tutti.graph.edits.patch import here_only, replaced
 from tutti.user_lines import quoted
 
 

@@ -22,7 +22,7 @@ from tutti.capture.patch_table import (
     TENSOR_OF_TENSORS,
 )
 from tutti.errors import CaptureError
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.pytrees import tree_leaves
 from tutti.user_lines import quoted, user_line

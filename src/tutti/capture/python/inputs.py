@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tutti.capture.python.read_values import Seen, Symbols
 from tutti.capture.python.sizes import FreeSizes
-from tutti.graph.device import device_of
+from tutti.graph.players.device import device_of
 from tutti.torch_private.fake_tensors import FakeTensorMode, SizedFakeMode
 from tutti.torch_private.symbolic import ConstantSource, DimDynamic
 

@@ -29,7 +29,7 @@ from tutti.capture.python.reach import PLAIN, reach
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.state.lift import is_scheduled
 from tutti.errors import CaptureError
-from tutti.graph.device import device_of
+from tutti.graph.players.device import device_of
 from tutti.torch_private.dispatch_modes import no_modes
 from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from tutti.torch_private.pytrees import TreeSpec, tree_flatten, tree_unflatten

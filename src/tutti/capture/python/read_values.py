@@ -23,7 +23,7 @@ from tutti.capture.patch_table import CONVERSIONS, FAKE_CONVERSIONS, ITEM_MEMO
 from tutti.capture.python.host_values import noted
 from tutti.capture.python.ways_out import of_stack
 from tutti.errors import CaptureError
-from tutti.graph.patch import Patch, replaced
+from tutti.graph.edits.patch import Patch, replaced
 from tutti.torch_private.symbolic import (
     ConstantSource,
     DimDynamic,

@@ -18,7 +18,7 @@ from tutti.capture.patch_table import (
     TENSOR_OF_SYMBOLS,
 )
 from tutti.capture.python.read_values import ITEM, Symbols
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.symbolic import expression_of, function_of_symbol
 

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from tutti.capture.second_trace.sharing import MemorySharing, Writers, written
 from tutti.errors import CaptureError
-from tutti.graph.edit import source_of
+from tutti.graph.edits.edit import source_of
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.user_lines import quoted
 

@@ -16,10 +16,10 @@ from tutti.capture.second_trace.random_ops import RANDOM_OPS, answer
 from tutti.capture.second_trace.sharing import MemorySharing
 from tutti.capture.second_trace.verbatim import Copying, copyable
 from tutti.errors import CaptureError
-from tutti.graph.draw import draw
-from tutti.graph.edit import NOTES
-from tutti.graph.fused_updates import BY_RECORDED, Kernel
-from tutti.graph.patch import replaced
+from tutti.graph.edits.edit import NOTES
+from tutti.graph.edits.patch import replaced
+from tutti.graph.ops.fused_updates import BY_RECORDED, Kernel
+from tutti.graph.randomness.draw import draw
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.tracing import PythonKeyTracer, make_fx

@@ -22,8 +22,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.capture.second_trace.sharing import MemorySharing, Writers, is_tensor, written
-from tutti.graph.fused_updates import BY_RECORDED
-from tutti.graph.overloads import counterpart, name_of
+from tutti.graph.ops.fused_updates import BY_RECORDED
+from tutti.graph.ops.overloads import counterpart, name_of
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.storages import memory_id

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tutti.capture.patch_table import RNG_STATES
-from tutti.graph import random
-from tutti.graph.draw import drawn
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
+from tutti.graph.randomness import random
+from tutti.graph.randomness.draw import drawn
 from tutti.torch_private.dispatch_modes import TorchDispatchMode
 
 aten = torch.ops.aten

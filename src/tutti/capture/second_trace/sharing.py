@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.aliases import marked
+from tutti.graph.analysis.aliases import marked
 from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.storages import memory_id
 

@@ -11,7 +11,7 @@ from torch import fx, nn
 from tutti.capture.spelling.compounds import COMPOUNDS
 from tutti.capture.spelling.rewrites import AGAIN, REWRITES, SAME, shape_list
 from tutti.capture.spelling.strided import STRIDED, note_layout
-from tutti.graph.edit import Editor, erase_dead
+from tutti.graph.edits.edit import Editor, erase_dead
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from tutti.capture.spelling.rewrites import Rewrite, shape_list
-from tutti.graph.edit import Emit
+from tutti.graph.edits.edit import Emit
 from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from tutti.graph.edit import Emit, inverse, permuted, shaped, stretched
-from tutti.graph.lookup import IndexLookup
-from tutti.graph.order import ancestors
+from tutti.graph.analysis.lookup import IndexLookup
+from tutti.graph.analysis.order import ancestors
+from tutti.graph.edits.edit import Emit, inverse, permuted, shaped, stretched
 from tutti.torch_private.op_tables import OpOverload
 
 aten = torch.ops.aten

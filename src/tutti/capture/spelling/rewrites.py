@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.capture.spelling import lookups, strided
-from tutti.graph.edit import Emit
+from tutti.graph.edits.edit import Emit
 from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.errors import CaptureError
-from tutti.graph.edit import Emit, inverse, permuted, shaped, source_of
+from tutti.graph.edits.edit import Emit, inverse, permuted, shaped, source_of
 from tutti.user_lines import quoted
 
 aten = torch.ops.aten

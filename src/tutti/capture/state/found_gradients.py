@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tutti.capture.state.gradients import plain_gradient
-from tutti.graph.edit import GRADIENT_OF
+from tutti.graph.edits.edit import GRADIENT_OF
 
 # By name: "0/layer.weight" is what the step's first call of an optimizer finds.
 Found = dict[str, Tensor]

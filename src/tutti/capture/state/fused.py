@@ -13,10 +13,10 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from tutti.capture.patch_table import FUSED
 from tutti.errors import CaptureError
-from tutti.graph.device import device_of
-from tutti.graph.faulty_kernels import is_faulty
-from tutti.graph.fused_updates import KERNELS, Kernel
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
+from tutti.graph.ops.faulty_kernels import is_faulty
+from tutti.graph.ops.fused_updates import KERNELS, Kernel
+from tutti.graph.players.device import device_of
 
 _BY_NAME = {k.name: k for k in KERNELS}
 

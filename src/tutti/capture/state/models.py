@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from tutti.capture.patch_table import WRAPPERS
 from tutti.capture.substitutes.sparse import refuse_sparse_state
 from tutti.errors import CaptureError, TuttiError
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.torch_private.compiled_code import OptimizedModule, plain, plain_module
 from tutti.torch_private.module_tables import children_of
 

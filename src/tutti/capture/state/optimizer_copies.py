@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from tutti.capture.patch_table import DEEPCOPY
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.torch_private.compiled_code import plain
 from tutti.torch_private.optimizer_marks import is_wrapped_by_scheduler
 

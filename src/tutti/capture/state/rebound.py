@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from tutti.capture.patch_table import DATA
 from tutti.capture.state.lift import StateTensor, SwappedTensor
 from tutti.errors import CaptureError
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.user_lines import quoted, user_line
 
 _DATA: Any = Tensor.data

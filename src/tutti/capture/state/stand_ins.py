@@ -17,7 +17,7 @@ from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.capture.state.first_step import inner_optimizers
 from tutti.capture.state.lift import create_slots
 from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole
-from tutti.graph.device import device_of
+from tutti.graph.players.device import device_of
 from tutti.torch_private.optimizer_marks import remove_hooks
 
 NUM_STEPS = 3

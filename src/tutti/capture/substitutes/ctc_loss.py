@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tutti.errors import CaptureError
-from tutti.graph.ctc import ctc_loss, ctc_slopes
+from tutti.graph.ops.ctc import ctc_loss, ctc_slopes
 from tutti.user_lines import quoted, user_line
 
 Lengths = Tensor | Sequence[int]

@@ -25,7 +25,7 @@ from tutti.capture.patch_table import (
     SETITEM,
 )
 from tutti.capture.substitutes import bags, ctc_loss, masks, scaler
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 
 aten = torch.ops.aten
 

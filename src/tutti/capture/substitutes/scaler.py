@@ -16,7 +16,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from tutti.capture.patch_table import SCALED_UPDATE, SCALER_SKIPS, SCALER_STEP
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.torch_private.optimizer_marks import is_scaled_by_kernel
 
 aten = torch.ops.aten

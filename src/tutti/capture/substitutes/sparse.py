@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 from tutti.capture.patch_table import DENSE_BAG, DENSE_EMBEDDING
 from tutti.capture.substitutes import bags
 from tutti.errors import CaptureError
-from tutti.graph.patch import replaced
+from tutti.graph.edits.patch import replaced
 from tutti.quantities import format_nbytes
 from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.user_lines import quoted, user_line

@@ -18,7 +18,7 @@ from tutti.comm.host.hosts import host_name
 from tutti.comm.host.segment import SharedMemoryError, directory
 from tutti.comm.host.shared_memory import SharedGroup
 from tutti.errors import LayoutError
-from tutti.graph.matmul import is_faster
+from tutti.graph.ops.matmul import is_faster
 from tutti.layout.mesh import Mesh
 
 Axes = tuple[str, ...]

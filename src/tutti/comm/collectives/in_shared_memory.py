@@ -12,13 +12,13 @@ from torch import Tensor
 from tutti.comm.collectives.groups import Axes, Groups
 from tutti.comm.collectives.in_collective import InCollective
 from tutti.comm.host.shared_memory import SharedGroup
-from tutti.graph.dim_segments import segments, split
-from tutti.graph.move import Move
-from tutti.graph.player import Player
+from tutti.graph.players.dim_segments import segments, split
+from tutti.graph.players.move import Move
+from tutti.graph.players.player import Player
 
 
 class InSharedMemory(InCollective):
-    """The `graph.player.SharedMemory` of a player between ranks of one host.
+    """The `graph.players.player.SharedMemory` of a player between ranks of one host.
 
     Args:
         groups: the groups of the player.

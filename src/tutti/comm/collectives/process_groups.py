@@ -12,13 +12,13 @@ from tutti.comm.collectives.background import Background, Underway
 from tutti.comm.collectives.groups import Axes, Groups
 from tutti.comm.collectives.in_collective import InCollective
 from tutti.comm.collectives.in_shared_memory import InSharedMemory
-from tutti.graph.by_dim import ByDim
-from tutti.graph.move import Move
-from tutti.graph.player import Like, Messages
+from tutti.graph.players.by_dim import ByDim
+from tutti.graph.players.move import Move
+from tutti.graph.players.player import Like, Messages
 
 
 class ProcessGroups(InCollective, ByDim):
-    """A `graph.player.Player` on shared memory, Gloo (CPU) or NCCL (CUDA), as `Groups` has it.
+    """A `graph.players.player.Player` on shared memory, Gloo (CPU) or NCCL (CUDA), as `Groups` has it.
 
     Args:
         groups: the groups of every tuple of axes that the program uses.

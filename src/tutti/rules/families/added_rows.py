@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.edit import Emit, inverse, permuted, shaped, stretched
-from tutti.graph.lookup import IndexLookup
+from tutti.graph.analysis.lookup import IndexLookup
+from tutti.graph.edits.edit import Emit, inverse, permuted, shaped, stretched
 from tutti.rules.rule import shape
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.lookup import IndexLookup
+from tutti.graph.analysis.lookup import IndexLookup
 from tutti.rules.families.part_ops import embedding_backward_part, embedding_part
 from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, parse_rule, shape
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.ctc import ctc_loss, ctc_slopes
+from tutti.graph.ops.ctc import ctc_loss, ctc_slopes
 from tutti.rules.families.part_ops import nll_backward_part, nll_forward_part
 from tutti.rules.rule import (
     Rule,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from tutti.graph.fused_updates import BY_OP
+from tutti.graph.ops.fused_updates import BY_OP
 from tutti.rules.rule import Rule, Term, shape
 
 

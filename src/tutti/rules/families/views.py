@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.graph.boundary import shard_as_op
-from tutti.graph.draw import draw
+from tutti.graph.ops.boundary import shard_as_op
+from tutti.graph.randomness.draw import draw
 from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, shape
 
 aten = torch.ops.aten

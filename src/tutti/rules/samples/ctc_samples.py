@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tutti.graph.ctc import ctc_loss, ctc_slopes
+from tutti.graph.ops.ctc import ctc_loss, ctc_slopes
 from tutti.rules.samples.sample import Operand, Sample, f, ints
 
 _TIME, _SAMPLES, _CLASSES, _LONGEST, _BLANK = 7, 12, 5, 3, 4

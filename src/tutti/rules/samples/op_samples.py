@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tutti.graph.boundary import shard_as_op
-from tutti.graph.draw import draw
+from tutti.graph.ops.boundary import shard_as_op
+from tutti.graph.randomness.draw import draw
 from tutti.rules.samples.ctc_samples import CTC
 from tutti.rules.samples.image_samples import IMAGES, INTERPOLATION
 from tutti.rules.samples.layer_samples import ATTENTION, NORMS

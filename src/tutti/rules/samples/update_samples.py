@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tutti.graph.fused_updates import KERNELS
+from tutti.graph.ops.fused_updates import KERNELS
 from tutti.rules.samples.sample import Operand, Sample, f, positive
 
 _BY_NAME = {k.name: k for k in KERNELS}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.fused_updates import BY_OP
+from tutti.graph.ops.fused_updates import BY_OP
 from tutti.rules.families.pointwise import is_pointwise
 from tutti.server.split.piece import GraphPiece
 

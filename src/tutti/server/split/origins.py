@@ -6,8 +6,8 @@ from torch import fx
 
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
-from tutti.graph.draw import draw
-from tutti.graph.edit import source_of
+from tutti.graph.edits.edit import source_of
+from tutti.graph.randomness.draw import draw
 from tutti.graph.text import op_name
 from tutti.server.split.halved_reductions import Reduction, reduction_of
 from tutti.user_lines import quoted

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from tutti.graph.edit import value_of
-from tutti.graph.order import ancestors
-from tutti.graph.promote import promoted
+from tutti.graph.analysis.order import ancestors
+from tutti.graph.edits.edit import value_of
+from tutti.graph.edits.promote import promoted
 
 aten = torch.ops.aten
 # What stands in a piece for a value that enters it in another form: (graph, placeholder, the value).

@@ -14,9 +14,9 @@ import torch
 from torch import fx
 
 from tutti.capture.step import copied
-from tutti.graph import collectives
-from tutti.graph.edit import erase_dead
-from tutti.graph.matmul import is_faster
+from tutti.graph.edits.edit import erase_dead
+from tutti.graph.ops import collectives
+from tutti.graph.ops.matmul import is_faster
 from tutti.layout import Layout, Sharding
 from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import left_out_by_environment, optimized

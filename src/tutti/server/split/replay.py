@@ -12,7 +12,7 @@ from dataclasses import replace
 from torch import fx
 
 from tutti.capture.step import Captured, copied
-from tutti.graph.edit import erase_dead
+from tutti.graph.edits.edit import erase_dead
 
 STALE, GIVEN = "stale/", "gradient/"
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tutti.graph.by_dim import ByDim
-from tutti.graph.move import Axes
+from tutti.graph.players.by_dim import ByDim
+from tutti.graph.players.move import Axes
 
 # (name within the step, 1-D float64) -> the sum over the workers, the same bits for all.
 Add = Callable[[str, Tensor], Tensor]
@@ -17,7 +17,7 @@ _PAIRWISE = {"max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
 
 
 class SmallSums(ByDim):
-    """A `graph.player.Player` for one of several workers, who talk to servers only.
+    """A `graph.players.player.Player` for one of several workers, who talk to servers only.
 
     What is no sum is one, too: each adds its values in its own place, with zeros in the others'.
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.capture.step import Captured
-from tutti.graph.edit import value_of
+from tutti.graph.edits.edit import value_of
 from tutti.server.split.piece import Cut, GraphPiece
 
 aten = torch.ops.aten

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tutti.graph.by_dim import ByDim
-from tutti.graph.move import Axes, Move
-from tutti.graph.player import Player
+from tutti.graph.players.by_dim import ByDim
+from tutti.graph.players.move import Axes, Move
+from tutti.graph.players.player import Player
 from tutti.layout import Mesh
 
 REPLICA = "replica"
@@ -20,7 +20,7 @@ _STACKED, _EXCHANGED = (0, 1), (0, 1, 0, 1)  # where, of parts along a first dim
 
 
 class TwoLevels(ByDim):
-    """A `graph.player.Player` for one rank of one of several workers.
+    """A `graph.players.player.Player` for one rank of one of several workers.
 
     Args:
         inside: plays what names axes of the worker's own.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.errors import ServerError
-from tutti.graph.fused_updates import BY_OP
+from tutti.graph.ops.fused_updates import BY_OP
 from tutti.graph.text import text
 from tutti.server.protocol.update import WEIGHT, ServedVariable, Updater
 from tutti.server.split.piece import GraphPiece

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.capture.step import Captured
-from tutti.graph.edit import erase_dead
+from tutti.graph.edits.edit import erase_dead
 from tutti.server.split.sparse_tables import TableLookup, by_rows
 from tutti.server.split.three_parts import Split
 

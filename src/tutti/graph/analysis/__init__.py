@@ -1,0 +1,1 @@
+"""Facts about a graph: memory, lifetimes, order, cost."""

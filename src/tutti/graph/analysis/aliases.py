@@ -1,0 +1,127 @@
+"""Which values of a graph may share memory."""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph.ops import collectives
+from tutti.torch_private.op_tables import OpOverload, schema_of
+
+aten = torch.ops.aten
+
+# Kinds of `together_` whose results are its operands.
+IN_PLACE = ("all_reduce", "reduce_part")
+
+
+def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each tensor the value whose memory it may share; itself for what is freshly made."""
+    roots: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            source = aliased(node)
+            known = None if source is None else roots.get(source)
+            roots[node] = node if known is None else known
+    return roots
+
+
+def aliased(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory the result of `node` may share, or None for fresh memory."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        return _part_of_several(node)
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
+    first: Any = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) and _is_view(node.target) else None
+
+
+def itself(node: fx.Node) -> fx.Node | None:
+    """The operand that `node` is once it has run, the very tensor; None where it is one of its own.
+
+    So is a result of what overwrites lists, and of a reduction where its operands lie.
+    """
+    if node.op != "call_function" or node.target is not operator.getitem:
+        return None
+    several: Any = node.args[0]
+    in_place = several.target is collectives.together_ and several.args[0] in IN_PLACE
+    return _part_of_several(node) if in_place or hasattr(several.target, "written") else None
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The operands that `node` overwrites.
+
+    A function over lists that overwrites says so by its attribute `written`: the positions of the lists,
+    whose tensors one after the other are its results.
+    """
+    target: Any = node.target
+    if hasattr(target, "written"):
+        return [x for k in target.written for x in node.args[k]]  # type: ignore[union-attr]
+    return marked(node, writes=True)
+
+
+def marked(node: fx.Node, *, writes: bool) -> list[fx.Node]:
+    """The operands, those in lists too, that the schema of PyTorch's op marks: as written, or as what results
+    may share memory with."""
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return []
+    names = _marked_arguments(target, writes)
+    if not names:
+        return []
+    given = [node.args[i] if i < len(node.args) else node.kwargs.get(n) for i, n in names]
+    found: list[fx.Node] = []
+    fx.map_arg(given, found.append)
+    return found
+
+
+@cache
+def _marked_arguments(target: OpOverload, writes: bool) -> list[tuple[int, str]]:
+    return [
+        (i, a.name)
+        for i, a in enumerate(schema_of(target).arguments)
+        if a.alias_info is not None and (a.alias_info.is_write or not writes)
+    ]
+
+
+def is_function(node: fx.Node) -> bool:
+    """Whether `node` is an op whose values depend on its operands only, and that changes none of them."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    return not written(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether `target` is an op that works element by element."""
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def is_overwritten(node: fx.Node) -> bool:
+    """Whether a user of `node` overwrites it, be it through a view."""
+    seen = [user for user in node.users if aliased(user) is node]
+    return any(node in written(user) for user in node.users) or any(map(is_overwritten, seen))
+
+
+def _part_of_several(node: fx.Node) -> fx.Node | None:
+    several: Any = node.args[0]
+    if several.target is collectives.together_:
+        kind, xs = several.args[:2]
+        return None if kind == "reduce_scatter" else xs[node.args[1]]  # type: ignore[index]
+    if hasattr(several.target, "written"):
+        return written(several)[node.args[1]]  # type: ignore[index]
+    return aliased(several)
+
+
+@cache
+def _is_view(target: Any) -> bool:
+    if target in (collectives.partialize, collectives.part, aten.reshape.default):
+        return True
+    if not isinstance(target, OpOverload):
+        return False
+    return any(r.alias_info is not None for r in schema_of(target).returns)

@@ -1,0 +1,99 @@
+"""How long an op takes, predicted from its shapes: its arithmetic, and the bytes that it reads and writes.
+
+    seconds = flops / rate + bytes / rate of the memory + elements of an exponential / their rate
+
+The rates are those of one thread of a server CPU, or of a data-center GPU; a tensor that fits a cache moves
+faster than one that does not. Where work is to be shared out evenly only their ratio matters, and every rank
+must come to the same numbers: nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from tutti.graph.analysis.aliases import aliased
+from tutti.graph.edits.edit import value_of
+from tutti.graph.ops.matmul import matmul
+from tutti.torch_private.pytrees import tree_leaves
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second."""
+
+    flops: float
+    bytes: float
+    cached_bytes: float
+    exponentials: float
+
+    def moving(self, x: Tensor) -> float:
+        """Seconds to read or write `x`."""
+        return x.nbytes / (self.cached_bytes if x.nbytes <= CACHE_NBYTES else self.bytes)
+
+
+RATES = {"cpu": Rates(9e10, 6e9, 3e10, 1e9), "cuda": Rates(3e14, 2e12, 4e12, 1e12)}
+CACHE_NBYTES = 2**20
+# What these names stand in works out an exponential or a logarithm of each element.
+_EXPONENTIALS = ("softmax", "exp", "log", "gelu", "silu", "tanh", "sigmoid", "erf")
+# `x @ weight.T`, of which PyTorch's table knows nothing.
+_ROWS = (torch.ops.aten.linear, matmul.overloadpacket)
+# An op that only looks at its operand, or is carried out ahead.
+_FREE = ("getitem", "positions")
+
+
+def seconds_of(node: fx.Node) -> float:
+    """The predicted time of one node."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") in _FREE:
+        return 0.0
+    made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+    if not made or aliased(node) is not None:
+        return 0.0
+    rates = RATES.get(made[0].device.type, RATES["cpu"])
+    read = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
+    moving = sum(rates.moving(x) for x in (*made, *read))
+    hard = any(name in str(node.target) for name in _EXPONENTIALS)
+    return flops_of(node) / rates.flops + moving + hard * made[0].numel() / rates.exponentials
+
+
+def flops_of(node: fx.Node) -> float:
+    """Multiplications and additions of matmuls, convolutions and attention; 0 for other ops."""
+    args, kwargs = value_of(node.args), value_of(node.kwargs)
+    return flops_of_call(node.target, args, kwargs, node.meta.get("val")) or 0.0
+
+
+def flops_of_call(
+    target: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
+) -> float | None:
+    """As `flops_of`, of a call with these values; None for ops that are not of those kinds."""
+    packet = getattr(target, "overloadpacket", None)
+    if "attention" in str(packet):
+        return _attention(str(packet), args)
+    if packet in _ROWS:
+        return 2.0 * result.numel() * args[1].shape[1]
+    count = flop_registry.get(packet)
+    return None if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+def _attention(name: str, args: Sequence[Any]) -> float:
+    """Two matmuls of `(s, d)` and `(t, d)` for each head of the queries; five in a backward.
+
+    Keys may have fewer heads than queries.
+    """
+    shapes = [x.shape for x in args if isinstance(x, Tensor) and x.ndim == 4]
+    backward = "backward" in name
+    if len(shapes) < 2 + backward:
+        return 0.0
+    q, k = shapes[backward : backward + 2]
+    flops = 4.0 * float(q[0] * q[1]) * float(q[2]) * float(k[2]) * float(q[3])
+    return flops * (2.5 if backward else 1.0)
+
+
+def nbytes_of(node: fx.Node) -> int:
+    """The bytes of a node's value."""
+    return sum(x.nbytes for x in tree_leaves(node.meta.get("val")) if isinstance(x, torch.Tensor))

@@ -1,0 +1,109 @@
+"""How long each value of a graph is needed, and how many bytes are held meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from torch import fx
+
+from tutti.graph.analysis.aliases import roots_of
+from tutti.graph.analysis.loop_memory import Peak, RowWalk
+from tutti.graph.analysis.order import positions_of
+from tutti.graph.analysis.part_memory import PartMemory
+from tutti.graph.analysis.scratch import borrowed
+from tutti.graph.analysis.storage import StorageBlock, Storages
+from tutti.graph.ops.loop import Body, LoopPart, loop
+from tutti.torch_private.fake_tensors import FakeTensorMode
+
+
+def last_uses(
+    graph: fx.Graph, same: Mapping[fx.Node, fx.Node] = MappingProxyType({})
+) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that nobody needs after it; what the output needs lives on.
+
+    `same` are nodes that do nothing and stand for another: who needs one needs that other.
+    """
+    seen: set[fx.Node] = set()
+    last: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        if node in same:
+            continue
+        for x in (*(same.get(x, x) for x in node.all_input_nodes), node):
+            if x not in seen and node.op != "output":
+                last.setdefault(node, []).append(x)
+            seen.add(x)
+    return last
+
+
+def memory_ends(graph: fx.Graph) -> dict[fx.Node, int]:
+    """For each root (`aliases.roots_of`) the position of the last node that needs its memory, through any
+    view; behind all nodes for what the output needs."""
+    order = positions_of(graph)
+    dies = {x: order[node] for node, dead in last_uses(graph).items() for x in dead}
+    ends: dict[fx.Node, int] = {}
+    for x, root in roots_of(graph).items():
+        ends[root] = max(ends.get(root, 0), dies.get(x, len(order)))
+    return ends
+
+
+def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[StorageBlock]]:
+    """For each node the blocks that are given back after it: no value in them is needed any more.
+
+    What inputs and constants hold is never given back, nor is what the output needs.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    end: dict[StorageBlock, int] = {}
+    for node, dead in last_uses(graph).items():
+        for x in dead:
+            for block in storages.of.get(x, ()):
+                end[block] = max(end.get(block, 0), order[node])
+    output = graph.output_node()
+    kept = {block for x in output.all_input_nodes for block in storages.of[x]}
+    nodes = list(graph.nodes)
+    freed: dict[fx.Node, list[StorageBlock]] = {}
+    for block, i in end.items():
+        if block not in kept and not storages.is_given(block):
+            freed.setdefault(nodes[i], []).append(block)
+    return freed
+
+
+def held(graph: fx.Graph, storages: Storages) -> Iterator[tuple[fx.Node, int]]:
+    """Each node with the bytes held while it runs: what is needed yet, what it makes and borrows.
+
+    Inputs and constants are not counted: whoever calls holds them. A loop holds, at its peak, what its row
+    does, the sums that it makes among it.
+    """
+    freed = last_holders(graph, storages)
+    live = 0
+    for node in graph.nodes:
+        inside = peak_inside(node, storages.mode)
+        if inside is not None:
+            yield node, live + inside.nbytes
+        live += sum(block.nbytes for block in storages.made(node))
+        if inside is None:
+            yield node, live + borrowed(node, storages)
+        live -= sum(block.nbytes for block in freed.get(node, ()))
+
+
+def peak_inside(node: fx.Node, mode: FakeTensorMode) -> Peak | None:
+    """What a loop holds at its peak, beside what was held before it; None for any other node."""
+    if node.target is not loop:
+        return None
+    body: Body = node.args[0]  # type: ignore[assignment]
+
+    def memory_of(part: LoopPart, adding: bool) -> PartMemory:
+        return PartMemory(part, mode, borrowed, last_holders, adding=adding)
+
+    return RowWalk(body, memory_of).peak()
+
+
+def peak(graph: fx.Graph, storages: Storages) -> tuple[fx.Node, int]:
+    """The node at which the most is held, and how much, as `held` counts."""
+    return max(held(graph, storages), key=lambda entry: entry[1])
+
+
+def peak_with_given(graph: fx.Graph, mode: FakeTensorMode) -> int:
+    """The bytes held at the peak of `graph`, what whoever calls holds included."""
+    storages = Storages(graph, mode)
+    return peak(graph, storages)[1] + sum(block.nbytes for block in storages.given())

@@ -1,0 +1,220 @@
+"""What a loop over micro-batches holds while its row is played, beside what was held before it.
+
+    held in an entry of the row  =  values of micro-batches that are under way
+                                 +  sums, and values to be joined
+                                 +  what the part itself holds at its peak
+
+A value is counted by the memory it lies in: two values of a part may share it, and what a part only looks
+at again of its inputs is nothing new. What a part reads for the last time it may give back on its way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from tutti.graph.analysis.part_memory import HeldMemory, PartMemory
+from tutti.graph.analysis.storage import StorageBlock
+from tutti.graph.ops.loop import RECEIVE, REDUCE, SEND, Body, Do, LoopPart
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most that a loop holds: bytes, the node and the entry of the row at which, and the pieces.
+
+    `borrowed_nbytes` of it no value lies in.
+    """
+
+    nbytes: int
+    node: fx.Node
+    do: Do
+    pieces: tuple[HeldMemory, ...]
+    borrowed_nbytes: int
+
+
+class RowWalk:
+    """Goes through the row of a body as `loop.play` does, with pieces of memory for values."""
+
+    def __init__(self, body: Body, memory_of: Callable[[LoopPart, bool], PartMemory]) -> None:
+        self.body, self._memory_of = body, memory_of
+        self.parts = {key: memory_of(part, False) for key, part in body.parts.items()}
+        self.adding: dict[tuple[int, str], PartMemory] = {}
+        self.live: defaultdict[tuple[int, int], dict[str, tuple[HeldMemory, ...]]] = defaultdict(
+            dict
+        )
+        self.totals: dict[str, tuple[HeldMemory, ...]] = {}
+        self.refs: Counter[HeldMemory] = Counter()
+        self.now = 0
+        self.best: Peak | None = None
+        self.ops = {s.name: s.op for s in body.sums}
+
+    def peak(self) -> Peak | None:
+        """The entry at which most is held; None where nothing is done."""
+        for do, dying in zip(self.body.row, self.body.last_reads, strict=True):
+            if do.way == RECEIVE:
+                self._receive(do)
+            elif do.way == SEND:
+                for name in self.body.messages.get((do.stage, do.kind, do.other), ()):
+                    if name in dying:
+                        self._drop(self._live(do, name).pop(name))
+            elif do.kind == REDUCE:
+                self._reduce(do)
+            else:
+                self._part(do, dying)
+        return self.best
+
+    def _receive(self, do: Do) -> None:
+        for name in self.body.messages.get((do.other, do.kind, do.stage), ()):
+            node = self._reader(do.stage, name)
+            if node is not None:
+                piece = HeldMemory(node, self.body.vals[name].nbytes)
+                self._keep(self.live[do.stage, do.micro], name, (piece,))
+
+    def _reader(self, stage: int, name: str) -> fx.Node | None:
+        found = (m.inputs.get(name) for (s, _), m in self.parts.items() if s == stage)
+        return next((x for x in found if x is not None), None)
+
+    def _part(self, do: Do, dying: frozenset[str]) -> None:
+        memory = self._memory(do)
+        if memory is None:
+            return
+        handed = {n for _, names in self.body.near[do.stage, do.kind] for n in names}
+        held = [n for n in memory.inputs if n in self._live(do, n)]
+        known = {n: self._live(do, n)[n] for n in held}
+        taken = {n: self._live(do, n).pop(n) for n in held if n in dying - handed}
+        results, sums = self._results(do, memory, known, taken)
+        for name, pieces in results.items():
+            self._keep(self._live(do, name), name, pieces)
+        for name, pieces in sums.items():
+            if self.ops[name] == "join":
+                self._keep(self.totals, f"{name} {do.micro}", pieces)
+            elif name not in self.totals:
+                self._keep(self.totals, name, pieces)
+        for pieces in taken.values():
+            self._drop(pieces)
+        for other, names in self.body.near[do.stage, do.kind]:
+            for name in names:
+                self._keep(self.live[other, do.micro], name, self._live(do, name)[name])
+        for name in handed & dying:
+            self._drop(self._live(do, name).pop(name))
+
+    def _memory(self, do: Do) -> PartMemory | None:
+        """That of the part; None of one that makes nothing."""
+        key = do.stage, do.kind
+        part = self.body.parts[key]
+        if not part.outputs and not part.summed:
+            return None
+        added = part.summed[: part.num_added]
+        if part.adding is None or not all(n in self.totals for n in added):
+            return self.parts[key]
+        if key not in self.adding:
+            self.adding[key] = self._memory_of(part, True)
+        return self.adding[key]
+
+    def _reduce(self, do: Do) -> None:
+        memory = self.parts[do.stage, do.kind]
+        taken = {n: self.totals.pop(n) for n in memory.inputs}
+        results, _ = self._results(do, memory, taken, taken)
+        for name, pieces in results.items():
+            self._keep(self.totals, name, pieces)
+        for pieces in taken.values():
+            self._drop(pieces)
+
+    def _live(self, do: Do, name: str) -> dict[str, tuple[HeldMemory, ...]]:
+        """What is held for the micro-batch of `do`, or for its stage as a whole, where `name` is."""
+        return self.live[self.body.scope_of(do, name)]
+
+    def _results(
+        self,
+        do: Do,
+        memory: PartMemory,
+        known: dict[str, tuple[HeldMemory, ...]],
+        taken: dict[str, tuple[HeldMemory, ...]],
+    ) -> tuple[dict[str, tuple[HeldMemory, ...]], dict[str, tuple[HeldMemory, ...]]]:
+        """What a part gives out, and to sums, once it has run; nobody else reads what is `taken`."""
+        self._note(do, memory, self._given_back(memory, taken, known))
+        summed = memory.outputs if do.kind == REDUCE else memory.summed
+        made: dict[StorageBlock, HeldMemory] = {}
+
+        def pieces(values: dict[str, fx.Node]) -> dict[str, tuple[HeldMemory, ...]]:
+            return {n: self._pieces(memory, x, known, made, n in summed) for n, x in values.items()}
+
+        return pieces(memory.outputs), pieces(memory.summed)
+
+    def _given_back(
+        self,
+        memory: PartMemory,
+        taken: dict[str, tuple[HeldMemory, ...]],
+        known: dict[str, tuple[HeldMemory, ...]],
+    ) -> dict[HeldMemory, frozenset[str]]:
+        """What lies in inputs that nobody else holds, and no result lies in."""
+        ends = {
+            b
+            for x in (*memory.outputs.values(), *memory.summed.values())
+            for b in memory.storages.of[x]
+        }
+        names: defaultdict[HeldMemory, set[str]] = defaultdict(set)
+        for name, pieces in taken.items():
+            for piece in pieces:
+                names[piece].add(name)
+        kept = {
+            p
+            for n, ps in known.items()
+            if ends & set(memory.storages.of[memory.inputs[n]])
+            for p in ps
+        }
+        return {
+            piece: frozenset(n)
+            for piece, n in names.items()
+            if self.refs[piece] == len(n) and piece not in kept
+        }
+
+    def _pieces(
+        self,
+        memory: PartMemory,
+        node: fx.Node,
+        known: dict[str, tuple[HeldMemory, ...]],
+        made: dict[StorageBlock, HeldMemory],
+        summed: bool = False,
+    ) -> tuple[HeldMemory, ...]:
+        """What a result of a part lies in: new memory, or that of an input."""
+        found: dict[HeldMemory, None] = {}
+        names = {x: n for n, x in memory.inputs.items()}
+        for block in memory.storages.of[node]:
+            if not memory.storages.is_given(block):
+                piece = made.setdefault(block, HeldMemory(block.node, block.nbytes, summed))
+                found[piece] = None
+            elif block.node in names:
+                found |= dict.fromkeys(known.get(names[block.node], ()))
+        return tuple(found)
+
+    def _note(
+        self, do: Do, memory: PartMemory, given_back: dict[HeldMemory, frozenset[str]]
+    ) -> None:
+        more, node = memory.peak(given_back)
+        if self.best is not None and self.now + more <= self.best.nbytes:
+            return
+        made, gone, borrowed = memory.held_at(node, given_back)
+        summed = memory.outputs if do.kind == REDUCE else memory.summed
+        sums = {b for x in summed.values() for b in memory.storages.of[x]}
+        pieces = [p for p in self.refs if p not in gone]
+        pieces += [HeldMemory(b.node, b.nbytes, b in sums) for b in made]
+        self.best = Peak(self.now + more, node, do, tuple(pieces), borrowed)
+
+    def _keep(
+        self, where: dict[str, tuple[HeldMemory, ...]], name: str, pieces: tuple[HeldMemory, ...]
+    ) -> None:
+        where[name] = pieces
+        for piece in pieces:
+            self.now += 0 if self.refs[piece] else piece.nbytes
+            self.refs[piece] += 1
+
+    def _drop(self, pieces: tuple[HeldMemory, ...]) -> None:
+        for piece in pieces:
+            self.refs[piece] -= 1
+            if not self.refs[piece]:
+                del self.refs[piece]
+                self.now -= piece.nbytes

@@ -1,0 +1,82 @@
+"""Where in a graph a value is ready and where it is needed, and what it is made of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterable
+
+from torch import fx
+
+from tutti.graph.edits.edit import NOTES
+
+
+def positions_of(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The position of every node."""
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def ready_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """The position of the last operand of `node`: it could stand right behind."""
+    return max((order[x] for x in node.all_input_nodes), default=-1)
+
+
+def used_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """The position of the first user of `node`: it could stand right before."""
+    return min((order[user] for user in node.users), default=len(order))
+
+
+def item(graph: fx.Graph, after: fx.Node, several: fx.Node, index: int, like: fx.Node) -> fx.Node:
+    """Result `index` of a node with several, placed behind `after`, with the notes of `like`."""
+    with graph.inserting_after(after):
+        node = graph.call_function(operator.getitem, (several, index))
+    node.meta = {k: like.meta[k] for k in (*NOTES, "val", "sharding") if k in like.meta}
+    return node
+
+
+def ancestors(
+    starts: Iterable[fx.Node],
+    inside: Callable[[fx.Node], bool] = lambda node: True,
+    *,
+    given: Container[fx.Node] = (),
+) -> set[fx.Node]:
+    """`starts`, and what they are made of as far as `inside` holds; what is `given` is not made."""
+    todo = list(starts)
+    found = set(todo)
+    while todo:
+        node = todo.pop()
+        for x in () if node in given else node.all_input_nodes:
+            if x not in found and inside(x):
+                found.add(x)
+                todo.append(x)
+    return found
+
+
+def ancestors_where(
+    starts: Iterable[fx.Node], holds: Callable[[fx.Node], bool]
+) -> set[fx.Node] | None:
+    """`ancestors(starts)` if `holds` is true of all of them; ends at the first of which it is not."""
+    return _reached(starts, lambda node: node.all_input_nodes, holds)
+
+
+def descendants_where(
+    starts: Iterable[fx.Node], holds: Callable[[fx.Node], bool]
+) -> set[fx.Node] | None:
+    """`starts` and what is made of them, if `holds` is true of all; ends at the first of which it is not."""
+    return _reached(starts, lambda node: node.users, holds)
+
+
+def _reached(
+    starts: Iterable[fx.Node],
+    near: Callable[[fx.Node], Iterable[fx.Node]],
+    holds: Callable[[fx.Node], bool],
+) -> set[fx.Node] | None:
+    todo = list(starts)
+    found = set(todo)
+    while todo:
+        node = todo.pop()
+        if not holds(node):
+            return None
+        new = [x for x in near(node) if x not in found]
+        found.update(new)
+        todo += new
+    return found

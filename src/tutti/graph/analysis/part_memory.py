@@ -1,0 +1,110 @@
+"""What one part of a loop holds while it runs, node by node."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from tutti.graph.analysis.storage import StorageBlock, Storages
+from tutti.graph.ops.loop import LoopPart
+from tutti.torch_private.fake_tensors import FakeTensorMode
+
+
+@dataclass(frozen=True, eq=False)
+class HeldMemory:
+    """Memory that is held: what made it, its bytes, and whether it is a sum over the micro-batches."""
+
+    node: fx.Node
+    nbytes: int
+    summed: bool = False
+
+
+Borrowed = Callable[[fx.Node, Storages], int]
+LastHolders = Callable[[fx.Graph, Storages], dict[fx.Node, list[StorageBlock]]]
+
+
+class PartMemory:
+    """The memory of one part: what it makes and gives back, node by node.
+
+    `adding`: where it adds to totals that are there.
+    """
+
+    def __init__(
+        self,
+        part: LoopPart,
+        mode: FakeTensorMode,
+        borrowed: Borrowed,
+        last_holders: LastHolders,
+        *,
+        adding: bool = False,
+    ) -> None:
+        graph = part.adding if adding else part.graph
+        assert graph is not None
+        self.graph, self.storages = graph, Storages(graph, mode)
+        self._borrowed = borrowed
+        self._freed = last_holders(graph, self.storages)
+        num_added = part.num_added if adding else 0
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        names = (*part.inputs, *part.summed[:num_added])
+        self.inputs = dict(zip(names, inputs, strict=True))
+        outputs, summed = graph.output_node().args[0]  # type: ignore[misc]
+        self.outputs: dict[str, fx.Node] = dict(zip(part.outputs, outputs, strict=True))  # type: ignore[arg-type]
+        self.summed: dict[str, fx.Node] = dict(zip(part.summed[num_added:], summed, strict=True))  # type: ignore[arg-type]
+        self._known: dict[frozenset[frozenset[str]], tuple[int, fx.Node]] = {}
+
+    @cached_property
+    def _last_reads(self) -> dict[str, int]:
+        """The position of the last node that reads an input, or looks at it through a view."""
+        order = {n: i for i, n in enumerate(self.graph.nodes)}
+        found: dict[str, int] = {}
+        for name, node in self.inputs.items():
+            own = set(self.storages.of[node])
+            views = [n for n, blocks in self.storages.of.items() if own & set(blocks)]
+            reads = (order[u] for n in views for u in n.users if u.op != "output")
+            found[name] = max(reads, default=-1)
+        return found
+
+    def peak(self, given_back: dict[HeldMemory, frozenset[str]]) -> tuple[int, fx.Node]:
+        """The most bytes above those held when it begins, and where.
+
+        given_back: what no one needs after it, each with the names under which the part reads it.
+        """
+        key = frozenset(given_back.values())
+        if key not in self._known:
+            steps = self._steps(given_back)
+            self._known[key] = max(
+                ((now, node) for node, now, _, _ in steps), key=lambda entry: entry[0]
+            )
+        return self._known[key]
+
+    def held_at(
+        self, at: fx.Node, given_back: dict[HeldMemory, frozenset[str]]
+    ) -> tuple[list[StorageBlock], set[HeldMemory], int]:
+        """At `at`: the blocks made and not given back, what is given back already, bytes borrowed."""
+        for node, _, made, gone in self._steps(given_back):
+            if node is at:
+                return list(made), set(gone), self._borrowed(at, self.storages)
+        raise AssertionError(f"{at} is not of this part")
+
+    def _steps(
+        self, given_back: dict[HeldMemory, frozenset[str]]
+    ) -> Iterator[tuple[fx.Node, int, dict[StorageBlock, None], set[HeldMemory]]]:
+        ends: defaultdict[int, list[HeldMemory]] = defaultdict(list)
+        for piece, names in given_back.items():
+            ends[max(self._last_reads[n] for n in names)].append(piece)
+        now, made, gone = 0, dict[StorageBlock, None](), set[HeldMemory]()
+        for i, node in enumerate(self.graph.nodes):
+            new = list(self.storages.made(node))
+            made |= dict.fromkeys(new)
+            now += sum(b.nbytes for b in new)
+            yield node, now + self._borrowed(node, self.storages), made, gone
+            for block in self._freed.get(node, ()):
+                made.pop(block, None)
+                now -= block.nbytes
+            for piece in ends.get(i, ()):
+                gone.add(piece)
+                now -= piece.nbytes

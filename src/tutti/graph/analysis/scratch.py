@@ -1,0 +1,109 @@
+"""Memory that an op borrows while it runs, beside its operands and results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from tutti.graph.analysis.storage import Storages
+from tutti.graph.ops import collectives
+from tutti.graph.ops.ctc import ctc_loss, ctc_slopes
+from tutti.graph.ops.matmul import matmul
+from tutti.graph.randomness.draw import draw
+from tutti.graph.randomness.random import CHUNK_CPU
+
+aten = torch.ops.aten
+_INT32 = 4
+
+
+def borrowed(node: fx.Node, storages: Storages) -> int:
+    """Bytes that `node` borrows while it runs.
+
+    Measured on CPUs, where PyTorch's allocator sees them; a GPU's libraries keep their own workspaces.
+    """
+    borrow = _BORROWED.get(node.target)
+    if borrow is None:
+        return 0
+    return borrow(map_arg(node.args, storages.fakes.__getitem__), storages.fakes[node])
+
+
+def _convolution(operands: tuple[Any, ...], result: Any) -> int:
+    """Operands in the blocked form of oneDNN; or the result in that form beside the plain one."""
+    x, weight = operands[:2]
+    return max(x.nbytes + weight.nbytes, result.nbytes)
+
+
+def _convolution_backward(operands: tuple[Any, ...], result: Any) -> int:
+    grad, x, weight = operands[:3]
+    return max(grad.nbytes + x.nbytes, weight.nbytes)
+
+
+def _matmul(operands: tuple[Any, ...], result: Any) -> int:
+    """A transposed left operand laid out anew; strips of the right one are small."""
+    return _laid_out(operands[0], 0)
+
+
+def _grad_copy(operands: tuple[Any, ...], result: Any) -> int:
+    return operands[0].nbytes
+
+
+def _paths(operands: tuple[Any, ...], result: Any) -> int:
+    """What the paths up to each time and place of a target come to; no target is longer than its time."""
+    log_probs, targets = operands[:2]
+    time, samples, _ = log_probs.shape
+    return time * samples * (2 * min(time, targets.shape[1]) + 1) * log_probs.element_size()
+
+
+def _paths_both_ways(operands: tuple[Any, ...], result: Any) -> int:
+    return 2 * _paths(operands, result)
+
+
+def _hash(operands: tuple[Any, ...], result: Any) -> int:
+    """The hash and its scratch, a chunk at a time; and the mask, where the result is not boolean."""
+    mask = 0 if result.dtype == torch.bool else result.numel()
+    return 2 * _INT32 * min(result.numel(), CHUNK_CPU) + mask
+
+
+def _all_gather(operands: tuple[Any, ...], result: Tensor) -> int:
+    """Gloo gathers into a buffer of its own. Then the parts as they came, unless that is the result."""
+    x, _, dim, outer = operands
+    gloo = result.nbytes if result.device.type == "cpu" else 0
+    joined = 0 if dim == 0 and outer == 1 else result.nbytes
+    return max(_laid_out(x, 0) + gloo, joined)
+
+
+def _reduce_scatter(operands: tuple[Any, ...], result: Tensor) -> int:
+    """The parts to be sent, and those received, before they are summed."""
+    x, _, dim, outer = operands[:4]
+    return _laid_out(x, dim, outer) + x.nbytes
+
+
+def _all_to_all(operands: tuple[Any, ...], result: Tensor) -> int:
+    x, _, split_dim, split_outer, cat_dim, cat_outer = operands
+    joined = 0 if cat_dim == 0 and cat_outer == 1 else result.nbytes
+    return _laid_out(x, split_dim, split_outer) + joined
+
+
+def _laid_out(x: Tensor, dim: int, outer: int = 1) -> int:
+    """A copy whose parts lie one after another, where those of `x` do not."""
+    return 0 if dim == 0 and outer == 1 and x.is_contiguous() else x.nbytes
+
+
+Borrow = Callable[[tuple[Any, ...], Any], int]
+_BORROWED: dict[Any, Borrow] = {
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.native_batch_norm_backward.default: _grad_copy,
+    ctc_loss: _paths,
+    ctc_slopes: _paths_both_ways,
+    draw: _hash,
+    matmul: _matmul,
+    collectives.draw_part: _hash,
+    collectives.all_gather: _all_gather,
+    collectives.reduce_scatter: _reduce_scatter,
+    collectives.all_to_all: _all_to_all,
+}

@@ -1,0 +1,138 @@
+"""Which memory each value of a graph lies in: found by running the graph on fake tensors.
+
+A fake run makes what a real one makes: views share memory, a reshape of permuted values copies, an
+in-place op writes where its operand lies, one op may make several tensors. So there is no list of ops here.
+
+Of memory that the ranks of a host share, each counts its share: a gathered weight that is only looked at is
+nobody's beyond the parts; the buffers of a program are one block that is there before and after the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from tutti.graph.analysis.aliases import IN_PLACE
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import loop
+from tutti.graph.randomness.draw import draw
+from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.pytrees import tree_leaves
+from tutti.torch_private.storages import storage_id
+
+# There before the call and after it: worked out when the code is written, or memory that is kept.
+_CONSTANTS = (collectives.positions, collectives.buffer)
+# What has no kernel to be run on fake tensors: it makes new, contiguous memory.
+_NAMES = frozenset({*collectives.PLAYED, draw, loop})
+
+
+@dataclass(frozen=True, eq=False)
+class StorageBlock:
+    """A piece of memory, made by `node`, `nbytes` long; views and in-place results lie in it too."""
+
+    node: fx.Node
+    nbytes: int
+
+
+class Storages:
+    """The blocks behind each node of `graph`; one for a tensor, one a result for several results.
+
+    Inputs and constants have blocks too; what they hold lives longer than the graph.
+    """
+
+    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self.of: dict[fx.Node, tuple[StorageBlock, ...]] = {}
+        self.fakes: dict[fx.Node, Any] = {}
+        known: dict[int, StorageBlock] = {}
+        self._arenas = _arenas(graph, mode)
+        self._state = {n.meta.get("name"): n for n in graph.nodes if n.op == "placeholder"}
+        with mode, torch.no_grad():
+            for node in graph.nodes:
+                if node.op == "output":
+                    continue
+                value = self.fakes[node] = self._value(node)
+                blocks: dict[StorageBlock, None] = {}
+                for x in tree_leaves(value):
+                    if isinstance(x, Tensor):
+                        memory = x.untyped_storage()
+                        nbytes = 0 if _is_look(node) else memory.nbytes()
+                        number = storage_id(memory)
+                        block = known.get(number) or StorageBlock(node, nbytes)
+                        blocks[known.setdefault(number, block)] = None
+                self.of[node] = tuple(blocks)
+
+    @staticmethod
+    def is_given(block: StorageBlock) -> bool:
+        """Whether the block is there before the call and after it: an input or a constant."""
+        return block.node.op != "call_function" or block.node.target in _CONSTANTS
+
+    def given(self) -> list[StorageBlock]:
+        """The blocks of inputs and constants."""
+        found = dict.fromkeys(b for blocks in self.of.values() for b in blocks)
+        return [b for b in found if self.is_given(b)]
+
+    def made(self, node: fx.Node) -> Iterator[StorageBlock]:
+        """The blocks that are new at `node` when it runs."""
+        found = (block for block in self.of.get(node, ()) if block.node is node)
+        return (block for block in found if not self.is_given(block))
+
+    def _value(self, node: fx.Node) -> Any:
+        given = node.meta.get("val")
+        if node.op == "call_function" and node.target in _SHARED:
+            return self._shared(node, *map_arg(node.args, self.fakes.__getitem__))
+        if node.op != "call_function" or node.target in _NAMES:
+            return _fresh(given)
+        if not any(isinstance(x, Tensor) for x in tree_leaves(given)):
+            return given
+        function: Callable[..., Any] = node.target  # type: ignore[assignment]
+        args, kwargs = map_arg((node.args, node.kwargs), self.fakes.__getitem__)
+        return function(*args, **kwargs)
+
+    def _shared(self, node: fx.Node, *args: Any) -> Any:
+        """What lies in memory that is there already."""
+        if node.target is collectives.buffer:
+            axes, offset, shape, dtype = args
+            nbytes = math.prod(shape) * dtype.itemsize
+            return self._arenas[axes][offset : offset + nbytes].view(dtype).view(shape)
+        if node.target is collectives.part:
+            own: Tensor = node.meta["val"]
+            return args[0].as_strided(own.shape, args[0].stride())
+        if node.target is collectives.gather_into:
+            return [self.fakes[self._state[name]] for name in args[0]]
+        if args[0] in IN_PLACE:
+            return list(args[1])
+        return _fresh(node.meta["val"])
+
+
+_SHARED = (collectives.buffer, collectives.part, collectives.gather_into, collectives.together_)
+
+
+def _is_look(node: fx.Node) -> bool:
+    """Whether `node` looks at the parts of all ranks, where they lie."""
+    return node.target is collectives.together_ and node.args[0] == "all_gather"
+
+
+def _arenas(graph: fx.Graph, mode: FakeTensorMode) -> dict[Any, Tensor]:
+    """Fake bytes for the buffers over each tuple of axes."""
+    nbytes: dict[Any, int] = {}
+    for node in graph.nodes:
+        if node.target is collectives.buffer:
+            axes, offset = node.args[:2]
+            nbytes[axes] = max(nbytes.get(axes, 0), offset + node.meta["val"].nbytes)
+    with mode:
+        return {axes: torch.empty(n, dtype=torch.uint8) for axes, n in nbytes.items()}
+
+
+def _fresh(given: Any) -> Any:
+    if isinstance(given, list | tuple):
+        return [_fresh(x) for x in given]
+    if not isinstance(given, Tensor):
+        return given
+    return torch.empty(tuple(given.shape), dtype=given.dtype, device=given.device)

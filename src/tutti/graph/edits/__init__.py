@@ -1,0 +1,1 @@
+"""Edits of graphs, and patches of other libraries while graphs are written."""

@@ -1,0 +1,1 @@
+"""The ops that tutti adds to a graph, and their kernels."""

@@ -1,0 +1,1 @@
+"""Players: they carry out the collectives, loops and messages of a program."""
