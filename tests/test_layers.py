@@ -123,6 +123,10 @@ ROOMS = {
         **{"analysis": ("edits", "ops", "randomness")},
         **{"players": ("analysis", "ops", "randomness")},
     },
+    "pipeline": {
+        **{"schedule": (), "micro_batches": (), "stages": ("micro_batches",)},
+        **{"ranks": ("micro_batches", "schedule", "stages")},
+    },
     "rules": {"families": (), "samples": ("families",)},
 }
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.pipeline.strategies import played
+from tests.pipeline.schedule.strategies import played
 from tutti.errors import ScheduleError
-from tutti.pipeline.action import Action
-from tutti.pipeline.schedule import Schedule
-from tutti.pipeline.schedules import schedule
+from tutti.pipeline.schedule.action import Action
+from tutti.pipeline.schedule.schedule import Schedule
+from tutti.pipeline.schedule.schedules import schedule
 from tutti.planner.simulator import Timeline, simulate
 
 # Multiples of a power of two, so that every sum is exact.

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tutti.pipeline.schedule import Schedule
-from tutti.pipeline.schedules import schedule
-from tutti.pipeline.transfers import with_gathers, with_reductions
+from tutti.pipeline.schedule.schedule import Schedule
+from tutti.pipeline.schedule.schedules import schedule
+from tutti.pipeline.schedule.transfers import with_gathers, with_reductions
 from tutti.planner.simulator import Timeline, simulate
 from tutti.report.timeline import staircase, svg
 

@@ -17,8 +17,10 @@ from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import Body, Do, LoopPart
 from tutti.graph.players import playing, virtual_ranks
 from tutti.passes.accumulate import accumulate
-from tutti.pipeline import pipe_rank_graph, tied, timed
-from tutti.pipeline.pipe_ranks import PipelinePlan
+from tutti.pipeline import timed
+from tutti.pipeline.ranks import pipe_rank_graph
+from tutti.pipeline.ranks.pipe_ranks import PipelinePlan
+from tutti.pipeline.stages import tied
 from tutti.verification.verdict import IN_TIME, Verdict
 from wrong_programs import assert_caught, drop, fresh, mean_of_means
 

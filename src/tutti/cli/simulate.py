@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from tutti.pipeline.schedule import Schedule
+    from tutti.pipeline.schedule.schedule import Schedule
     from tutti.planner.simulator import Timeline
 
 
@@ -41,8 +41,8 @@ def simulate(
 
 def _schedule(name: str, ranks: int | None, micro: int | None, chunks: int) -> Schedule:
     from tutti.errors import ScheduleError
-    from tutti.pipeline.schedule import Schedule
-    from tutti.pipeline.schedules import SCHEDULES, schedule
+    from tutti.pipeline.schedule.schedule import Schedule
+    from tutti.pipeline.schedule.schedules import SCHEDULES, schedule
 
     path = Path(name)
     if name not in SCHEDULES and path.is_file():

@@ -37,7 +37,7 @@ from tutti.graph.randomness import random
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
-from tutti.pipeline.over_time import MICRO
+from tutti.pipeline.micro_batches.over_time import MICRO
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast

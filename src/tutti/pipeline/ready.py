@@ -10,10 +10,10 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import left_out_by_environment, ready_to_split, refuse_unknown
 from tutti.passes.target import Target
-from tutti.pipeline.schedule import Schedule
-from tutti.pipeline.schedules import schedule
+from tutti.pipeline.schedule.schedule import Schedule
+from tutti.pipeline.schedule.schedules import schedule
+from tutti.pipeline.schedule.validate import validate
 from tutti.pipeline.timed import Timed, timed
-from tutti.pipeline.validate import validate
 
 
 def in_time(

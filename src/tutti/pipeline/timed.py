@@ -20,15 +20,15 @@ from tutti.graph.analysis.state import is_state
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops.loop import Body, Do
 from tutti.partition.partition import Program
-from tutti.pipeline.cut import Stages, cut
-from tutti.pipeline.moments import Moments, moments_of
-from tutti.pipeline.owners import owners_of, stages_of_homes
-from tutti.pipeline.pipe_rank_graph import PipeRankGraph, output_of, sum_of
-from tutti.pipeline.pipe_ranks import PipelinePlan, plan_pipe_ranks
-from tutti.pipeline.schedule import Schedule
-from tutti.pipeline.schedule_rows import completed, in_halves, rows_of
-from tutti.pipeline.stage_parts import Parts, fake_of, parts_of
-from tutti.pipeline.tied import add_apart
+from tutti.pipeline.micro_batches.moments import Moments, moments_of
+from tutti.pipeline.ranks.owners import owners_of, stages_of_homes
+from tutti.pipeline.ranks.pipe_rank_graph import PipeRankGraph, output_of, sum_of
+from tutti.pipeline.ranks.pipe_ranks import PipelinePlan, plan_pipe_ranks
+from tutti.pipeline.ranks.schedule_rows import completed, in_halves, rows_of
+from tutti.pipeline.schedule.schedule import Schedule
+from tutti.pipeline.stages.cut import Stages, cut
+from tutti.pipeline.stages.stage_parts import Parts, fake_of, parts_of
+from tutti.pipeline.stages.tied import add_apart
 
 
 @dataclass

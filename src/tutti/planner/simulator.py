@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tutti.errors import ScheduleError
-from tutti.pipeline.action import Action
-from tutti.pipeline.edges import Pairs
-from tutti.pipeline.live import peak_held
-from tutti.pipeline.progress import playing_order
-from tutti.pipeline.schedule import Schedule
-from tutti.pipeline.validate import validate
+from tutti.pipeline.schedule.action import Action
+from tutti.pipeline.schedule.edges import Pairs
+from tutti.pipeline.schedule.live import peak_held
+from tutti.pipeline.schedule.progress import playing_order
+from tutti.pipeline.schedule.schedule import Schedule
+from tutti.pipeline.schedule.validate import validate
 
 # Seconds by kind (str), by (stage, kind), or by `Action`; the keys may be mixed, which no type of a
 # mapping says without refusing a plain dict[str, float].
@@ -77,7 +77,7 @@ def simulate(
     """Play `schedule` on a clock.
 
     Args:
-        schedule: what `pipeline.validate` accepts, with or without transfers.
+        schedule: what `pipeline.schedule.validate` accepts, with or without transfers.
         costs: seconds by kind (`{"F": 1.0, "I": 1.0, "W": 1.0}`), by (stage, kind) or by `Action`; the
             most exact one counts. `B` is I + W where it is not given, gathers and reductions are 0.
         transfer_seconds: what a value takes from rank to rank, or that by (maker, reader) stages.

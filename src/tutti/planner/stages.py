@@ -18,7 +18,7 @@ from torch import fx
 from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
-from tutti.pipeline.action import COMPUTE
+from tutti.pipeline.schedule.action import COMPUTE
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulator import Timeline, simulate
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
-from tutti.pipeline.action import Action
+from tutti.pipeline.schedule.action import Action
 from tutti.planner.simulator import Span, Timeline
 
 # A drawing wider than so many lines of text would not be read; beyond it, words are cut short.

@@ -1,0 +1,1 @@
+"""The axis `micro`: the time of each node and collective."""

@@ -1,0 +1,301 @@
+"""When each node of a program runs: before the micro-batches, once for each, or after them.
+
+A program that is split over the axis `micro` is written as if the micro-batches had ranks of their own.
+Here they become moments of one rank:
+
+    all_reduce(x, micro)       add up x over the micro-batches
+    all_gather(x, micro)       join x of all micro-batches
+    shard(x, micro)            this micro-batch's part of x
+
+What depends on a sum over micro-batches runs after the last of them. So a value of one micro-batch that
+needs such a sum couples the samples of the batch; it is refused, unless the sum depends on inputs alone
+(a count of valid tokens): that is worked out first, over the whole batch.
+
+Without micro-batches (`micro=1`, for a pipeline) there is one moment: what the forward and the backward
+make of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.errors import ShardingError
+from tutti.graph.analysis.order import ancestors
+from tutti.graph.analysis.state import is_state
+from tutti.graph.edits.edit import NOTES, source_of
+from tutti.graph.ops import collectives
+from tutti.graph.text import op_name
+from tutti.layout import Layout, Sharding
+from tutti.partition.partition import WITHOUT_RULE
+from tutti.pipeline.micro_batches.over_time import MICRO, sums_over_time, take_apart
+from tutti.user_lines import quoted
+
+aten = torch.ops.aten
+BEFORE, DURING, AFTER = "before", "during", "after"
+# From this level of `zero` on a rank adds up its part of the gradients, below it whole ones.
+GRADIENTS_FROM = 2
+
+
+@dataclass
+class Moments:
+    """When each node of `graph` runs, and which nodes sum or join over the micro-batches.
+
+    `early` are the sums that depend on inputs alone, or on what is the same in every micro-batch, in levels:
+    a level may read those above it.
+    """
+
+    graph: fx.Graph
+    when: dict[fx.Node, str] = field(default_factory=dict)
+    sums: list[fx.Node] = field(default_factory=list)
+    early: list[list[fx.Node]] = field(default_factory=list)
+    stateful: set[fx.Node] = field(default_factory=set)
+
+    def forget(self, node: fx.Node) -> None:
+        """`node` is no longer in the graph."""
+        self.when.pop(node, None)
+        self.stateful.discard(node)
+        if node in self.sums:
+            self.sums.remove(node)
+
+    def during(self) -> list[fx.Node]:
+        """The nodes that run once a micro-batch, in order."""
+        return [n for n in self.graph.nodes if self.when[n] == DURING]
+
+
+def moments_of(graph: fx.Graph, num_micro: int, layout: Layout) -> Moments:
+    """Bring `graph` into the form in which only sums and joins lead out of a micro-batch, and sort it.
+
+    Raises `ShardingError` where the step couples the samples of a batch.
+    """
+    if num_micro == 1:
+        _mark_ends(graph)
+    else:
+        for node in list(graph.nodes):
+            take_apart(node, layout)
+    linear = _linear_in_parts if layout.zero >= GRADIENTS_FROM else is_linear
+    while sum(_sooner(graph, node, linear) for node in reversed(list(graph.nodes))):
+        pass
+    _once(graph)
+    return _Sorter(graph, num_micro, layout).sort()
+
+
+def _once(graph: fx.Graph) -> None:
+    """Add each value up once, whoever reads the sum."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if sums_over_time(node):
+            first = seen.setdefault(node.args, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _mark_ends(graph: fx.Graph) -> None:
+    """One micro-batch: what the update or the caller reads of it is a sum of one."""
+    reads_batch = _dependents(graph, lambda n: n.meta.get("kind") == "batch" or _draws(n))
+    inside = {n for n in reads_batch if n.meta.get("region") in ("forward", "backward")}
+    inside = {n for n in inside if isinstance(n.meta.get("val"), Tensor)}
+    for node in reversed(graph.nodes):
+        # A collective bears the region of its first reader, whose readers may stand before that one.
+        if node.target in collectives.PLAYED and inside.intersection(node.users):
+            inside.update({node} & reads_batch)
+    for node in list(graph.nodes):
+        if node not in inside:
+            continue
+        outside = [u for u in node.users if u not in inside and not _looks_inside(u, inside)]
+        if not outside:
+            continue
+        with graph.inserting_after(node):
+            end = graph.call_function(collectives.all_reduce, (node, (MICRO,), "sum"))
+        end.meta = dict(node.meta)
+        for user in outside:
+            user.replace_input_with(node, end)
+
+
+def _looks_inside(user: fx.Node, inside: set[fx.Node]) -> bool:
+    """A number worked out of a value within the micro-batch, for the micro-batch."""
+    return user.op == "call_function" and user.meta.get("region") in ("forward", "backward")
+
+
+def _draws(node: fx.Node) -> bool:
+    return node.target in (collectives.draw_part, torch.ops.tutti.draw.default)
+
+
+def _dependents(graph: fx.Graph, starts: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if starts(node) or any(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _sooner(graph: fx.Graph, node: fx.Node, linear: Callable[[fx.Node], bool]) -> bool:
+    """Add up before a linear op instead of after it: the op then runs once, after the micro-batches.
+
+    sum(transpose(x))  ->  transpose(sum(x))        sum(all_reduce(x, data))  ->  all_reduce(sum(x), data)
+    """
+    if not sums_over_time(node) or node.args[2:] != ("sum",):
+        return False
+    made: Any = node.args[0]
+    if len(made.users) != 1 or made.op != "call_function":
+        return False
+    if made.target is collectives.partialize and made.args[1:] == ((MICRO,), "sum"):
+        node.replace_all_uses_with(made.args[0])
+        graph.erase_node(node)
+        graph.erase_node(made)
+        return True
+    if made.target is aten.add.Tensor and any(_pending(x) for x in made.all_input_nodes):
+        return _add_after(graph, node, made)
+    if not linear(made):
+        return False
+    x: Any = made.args[0]
+    with graph.inserting_before(made):
+        total = graph.call_function(collectives.all_reduce, (x, (MICRO,), "sum"))
+    total.meta = {**{k: made.meta[k] for k in NOTES if k in made.meta}, "val": x.meta["val"]}
+    if "sharding" in x.meta:
+        sharding = x.meta["sharding"]
+        rest = [p for p in sharding.partial if p[0] != MICRO]
+        total.meta["sharding"] = sharding.with_partial(rest)
+    made.replace_input_with(x, total)
+    made.meta = {**made.meta, **{k: node.meta[k] for k in ("sharding",) if k in node.meta}}
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+    return True
+
+
+def _pending(x: fx.Node) -> bool:
+    return x.target is collectives.partialize and x.args[1:] == ((MICRO,), "sum")
+
+
+def _add_after(graph: fx.Graph, node: fx.Node, made: fx.Node) -> bool:
+    """sum(partialize(a) + x) -> a + sum(x)."""
+    for x in list(made.all_input_nodes):
+        with graph.inserting_before(made):
+            total = graph.call_function(collectives.all_reduce, (x, (MICRO,), "sum"))
+        total.meta = dict(x.meta)
+        made.replace_input_with(x, total)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+    return True
+
+
+_MOVES = (collectives.all_reduce, collectives.reduce_scatter)
+
+
+def is_linear(node: fx.Node) -> bool:
+    """Whether a sum may as well come before `node`, and costs no more there."""
+    if node.target in _MOVES:
+        return node.args[-1] == "sum" and MICRO not in collectives.axes_of(node)
+    return node.target in (aten.permute.default, aten.reshape.default)
+
+
+def _linear_in_parts(node: fx.Node) -> bool:
+    """The same where no rank is to hold whole gradients: they are cut before they are added up."""
+    return node.target is not collectives.reduce_scatter and is_linear(node)
+
+
+class _Sorter:
+    def __init__(self, graph: fx.Graph, num_micro: int, layout: Layout) -> None:
+        self.moments = Moments(graph)
+        self.num_micro, self.layout = num_micro, layout
+        self.level: dict[fx.Node, int] = {}
+
+    def sort(self) -> Moments:
+        made = self.moments
+        for node in made.graph.nodes:
+            inputs = node.all_input_nodes
+            if is_state(node) or any(x in made.stateful for x in inputs):
+                made.stateful.add(node)
+            made.when[node] = self._when(node)
+        return made
+
+    def _when(self, node: fx.Node) -> str:
+        made, inputs = self.moments, node.all_input_nodes
+        times = {made.when[x] for x in inputs}
+        if node.op == "output":
+            return AFTER
+        if sums_over_time(node):
+            return self._summed(node)
+        if AFTER in times:
+            if DURING in times or _in_time(node):
+                self._refuse(node, next(x for x in inputs if made.when[x] == AFTER))
+            return AFTER
+        if DURING in times or _in_time(node) or (self.num_micro == 1 and self._starts(node)):
+            return DURING
+        return BEFORE
+
+    def _starts(self, node: fx.Node) -> bool:
+        """With one micro-batch nothing is cut: what reads the batch or draws is inside."""
+        reads = any(x.meta.get("kind") == "batch" for x in node.all_input_nodes)
+        inside = node.meta.get("region") in ("forward", "backward")
+        return inside and (reads or _draws(node))
+
+    def _summed(self, node: fx.Node) -> str:
+        made = self.moments
+        source: Any = node.args[0]
+        if made.when[source] == AFTER:
+            self._refuse(node, source)
+        # What is the same in every micro-batch needs none of them to be added up.
+        if made.when[source] == DURING and (source in made.stateful or self.num_micro == 1):
+            made.sums.append(node)
+            return AFTER
+        level = 1 + max((self.level.get(x, -1) for x in ancestors([source])), default=-1)
+        self.level[node] = level
+        while len(made.early) <= level:
+            made.early.append([])
+        made.early[level].append(node)
+        return BEFORE
+
+    def _refuse(self, node: fx.Node, summed: fx.Node) -> None:
+        """Name the op that needs all samples at once, not the sum that came of it."""
+        while self.moments.when.get(summed) == AFTER and not sums_over_time(summed):
+            summed = next(x for x in summed.all_input_nodes if self.moments.when[x] == AFTER)
+        coupled = summed.meta.get("user") or node
+        at = quoted(source_of(coupled))
+        module = coupled.meta.get("module") or ""
+        op = f"{op_name(coupled)} in {module}" if module else op_name(coupled)
+        if self.num_micro == 1:
+            raise ShardingError(
+                f"pipe= cannot cut the step: {op} reads what an update has made",
+                at=at,
+                why="stages go through one forward and one backward, and the update follows them",
+                fix="one update a step: two calls of distribute, one for each, share the model",
+            )
+        if coupled.meta.get(WITHOUT_RULE):
+            raise ShardingError(
+                f"micro={self.num_micro} cannot split the batch in time: no rule says how {op} may be split",
+                at=at,
+                why="it reads its operands whole, which would be known only after the last micro-batch",
+                fix=f'leave micro={self.num_micro} out, or tutti.rule("namespace::op", "m k, n k -> m n")',
+            )
+        value = op_name(summed.meta.get("value", summed))
+        read = value if summed.target is collectives.all_gather else f"a sum of {value}"
+        raise ShardingError(
+            f"micro={self.num_micro} cannot split the batch in time: {op} needs all its samples at once",
+            at=at,
+            why=f"it reads {read} over the whole batch, which would be known only after the last "
+            "micro-batch. A batch is split along dim 0: BatchNorm in training and contrastive losses need "
+            "all of it, and so does what mixes dim 0 where the samples lie in another",
+            fix=f"leave micro={self.num_micro} out; or samples along dim 0 of each tensor; or for "
+            "BatchNorm a norm of each sample (GroupNorm, LayerNorm)",
+        )
+
+
+def _in_time(node: fx.Node) -> bool:
+    """Whether `node` is another one for each micro-batch."""
+    if node.op != "call_function":
+        return False
+    if node.target is collectives.positions:
+        return _names_micro(node.args[0])
+    if _draws(node):
+        return len(node.args) > 6 and _names_micro(node.args[6])
+    return node.target in collectives.PLAYED and MICRO in collectives.axes_of(node)
+
+
+def _names_micro(text: Any) -> bool:
+    return MICRO in Sharding.parse(str(text)).axes

@@ -1,0 +1,1 @@
+"""Pipeline ranks: their state, messages, rows and graphs."""

@@ -1,0 +1,57 @@
+"""The rows that the loops play: a schedule's, with the messages that there are."""
+
+from __future__ import annotations
+
+from tutti.graph.ops.loop import GATHER, RECEIVE, REDUCE, SEND, Do
+from tutti.pipeline.schedule.action import Action
+from tutti.pipeline.schedule.schedule import Schedule
+from tutti.pipeline.schedule.transfers import with_gathers, with_reductions, with_transfers
+from tutti.pipeline.stages.stage_parts import Parts
+
+
+def in_halves(schedule: Schedule) -> Schedule:
+    """Each backward as two actions: a file may have some in one, some in halves."""
+    return Schedule(
+        tuple(
+            tuple(
+                Action(kind, a.stage, a.micro)
+                for a in row
+                for kind in ("IW" if a.kind == "B" else a.kind)
+            )
+            for row in schedule.rows
+        )
+    )
+
+
+def completed(schedule: Schedule, parts: Parts) -> Schedule:
+    """The schedule with the gathers and reductions that there are; those it has stay where they are."""
+    having = {kind: {s for s, k in parts.parts if k == kind} for kind in (GATHER, REDUCE)}
+    rows = ([a for a in row if a.stage in having.get(a.kind, (a.stage,))] for row in schedule.rows)
+    schedule = Schedule(tuple(map(tuple, rows)))
+    return with_reductions(with_gathers(schedule, having[GATHER]), having[REDUCE])
+
+
+def rows_of(schedule: Schedule, parts: Parts) -> list[list[Do]]:
+    """The schedule's rows with the messages that there are."""
+    if schedule.num_stages == 1:
+        return [[Do("B", a.stage, a.micro) for a in row] for row in schedule.rows]
+    edges = sorted({(min(a, b), max(a, b)) for a, _, b in parts.messages})
+    rows = []
+    for row in with_transfers(schedule, edges).rows:
+        made = [_do(a) for a in row]
+        rows.append([d for d in made if not d.way or _message(d) in parts.messages])
+    return rows
+
+
+def _message(do: Do) -> tuple[int, str, int]:
+    if do.way == SEND:
+        return do.stage, do.kind, do.other
+    return do.other, do.kind, do.stage
+
+
+def _do(action: Action) -> Do:
+    if action.kind == "S":
+        return Do(action.moved, action.stage, action.micro, SEND, action.peer)
+    if action.kind == "R":
+        return Do(action.moved, action.stage, action.micro, RECEIVE, action.peer)
+    return Do(action.kind, action.stage, action.micro)

@@ -1,0 +1,1 @@
+"""Schedules as values: their text, the named ones, transfers, validation."""

@@ -1,0 +1,242 @@
+"""Cuts what runs once a micro-batch into stages, by the order of nodes and what they cost.
+
+The forward is a list of nodes, cut at a few positions; module trees play no part in it. `backward.py` says
+where the backward belongs.
+
+What depends on inputs alone (masks, positions, dropout) belongs to no stage: each works it out where it is
+needed. Where to cut is chosen so that the slowest stage, with what it sends, takes the least time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import combinations, pairwise
+
+from torch import fx
+
+from tutti.errors import LayoutError
+from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
+from tutti.pipeline.micro_batches.moments import Moments
+from tutti.pipeline.stages.backward import Backward, backward_of
+from tutti.pipeline.stages.recomputed import read_what_is_there
+
+# How much dearer the forward of a node is with its backward.
+FORWARD_AND_BACKWARD = 3.0
+# Positions to cut at that are looked at, for each stage.
+CANDIDATES = 24
+# A small graph is tried in every way: so many nodes may be put into stages for that.
+TRIED_NODES = 200_000
+_MOVED_BYTES = RATES["cpu"].bytes
+
+
+@dataclass
+class Stages:
+    """The stage of each node that runs once a micro-batch and belongs to one.
+
+    `forward` are the nodes of the forward, `free` those that belong to no stage.
+    """
+
+    num_stages: int
+    stage: dict[fx.Node, int] = field(default_factory=dict)
+    forward: set[fx.Node] = field(default_factory=set)
+    free: set[fx.Node] = field(default_factory=set)
+
+    def seconds(self) -> list[float]:
+        """The predicted time of each stage for one micro-batch, forward and backward."""
+        total = [0.0] * self.num_stages
+        for node, stage in self.stage.items():
+            total[stage] += seconds_of(node)
+        return total
+
+
+def cut(
+    moments: Moments,
+    num_stages: int,
+    *,
+    names: Sequence[str] = (),
+    homes: Mapping[str, frozenset[int]] | None = None,
+) -> Stages:
+    """Cut into `num_stages` stages.
+
+    Args:
+        moments: which nodes run once a micro-batch.
+        names: where each stage but the first begins: patterns of module names. Chosen by cost if empty.
+        homes: the stages at the pipeline rank that keeps a state tensor, by name, where an earlier program
+            has settled that.
+
+    Raises:
+        LayoutError: fewer nodes than stages, or a name that no module has.
+    """
+    cutter = _StageCutter(moments, num_stages)
+    if names:
+        cuts = cutter.named(names)
+    else:
+        cuts = cutter.at_homes(homes) if homes else cutter.balanced()
+    found = cutter.stages(cuts)
+    read_what_is_there(moments, found.stage)
+    return found
+
+
+class _StageCutter:
+    def __init__(self, moments: Moments, num_stages: int) -> None:
+        self.moments, self.num_stages = moments, num_stages
+        during = moments.during()
+        self.free = {n for n in during if n not in moments.stateful}
+        backward = backward_of(during, self.free)
+        own = [n for n in during if n not in self.free]
+        self.forward = [n for n in own if n not in backward]
+        rest = [n for n in own if n in backward]
+        self.backward = Backward(moments, num_stages, self.forward, rest, self.free)
+        self.position = {n: i for i, n in enumerate(self.forward)}
+        self.seconds = {n: seconds_of(n) for n in own}
+        costly = sum(1 for n in self.forward if self.seconds[n] > 0)
+        if 1 < num_stages > costly:
+            if costly:
+                why = f"its forward has {costly} ops that run for each micro-batch and are not mere views"
+                fix = f"pipe={costly} at most"
+            else:
+                why = "no op of its forward that runs for each micro-batch has any work"
+                fix = "pipe=1; or leave out batches whose tensors have no elements"
+            raise LayoutError(f"cannot cut the step into {num_stages} stages", why=why, fix=fix)
+
+    def stages(self, cuts: Sequence[int]) -> Stages:
+        """Every node's stage where stage k + 1 begins at forward node `cuts[k]`."""
+        found = Stages(self.num_stages, forward=set(self.forward), free=set(self.free))
+        bounds = [0, *cuts, len(self.forward)]
+        for stage, (low, high) in enumerate(pairwise(bounds)):
+            found.stage |= dict.fromkeys(self.forward[low:high], stage)
+        self.backward.assign(found.stage)
+        return found
+
+    def named(self, names: Sequence[str]) -> list[int]:
+        """The positions where modules of these names begin."""
+        if len(names) != self.num_stages - 1:
+            raise LayoutError(
+                f"cut= has {len(names)} names for {self.num_stages} stages",
+                fix=f"name where each stage but the first begins: {self.num_stages - 1} names",
+            )
+        found = []
+        for name in names:
+            at = [i for i, n in enumerate(self.forward) if _belongs(n, name)]
+            if not at:
+                modules = {n.meta.get("module") or "": None for n in self.forward}
+                near = difflib.get_close_matches(name, modules, n=3) or list(filter(None, modules))
+                raise LayoutError(
+                    f'cut="{name}" names no module of the forward',
+                    fix="such as " + ", ".join(near[:6]),
+                )
+            found.append(at[0])
+        if found != sorted(set(found)) or not found[0]:
+            raise LayoutError(
+                "cut= must name modules in the order in which the forward comes to them",
+                why=f"they begin at nodes {', '.join(map(str, found))} of {len(self.forward)}",
+            )
+        return found
+
+    def at_homes(self, homes: Mapping[str, frozenset[int]]) -> list[int]:
+        """Cut where the state of the next stage is first read.
+
+        State lives at the first stage that reads it, so later reads say nothing.
+        """
+        first = [len(self.forward)] * self.num_stages
+        reached, seen = 0, set[str]()
+        for i, node in enumerate(self.forward):
+            read = {
+                s.meta["name"] for x in node.all_input_nodes for s in self.backward.state_behind(x)
+            }
+            for name in sorted((read - seen) & homes.keys()):
+                stage = min((s for s in homes[name] if s >= reached), default=reached)
+                first[reached + 1 : stage + 1] = [i] * (stage - reached)
+                reached = stage
+            seen |= read
+        return first[1:]
+
+    def balanced(self) -> list[int]:
+        """The cuts after which the slowest stage takes least."""
+        positions = self._thin_positions()
+        if len(positions) < self.num_stages - 1:
+            positions = list(range(1, len(self.forward)))
+        ways = math.comb(len(positions), self.num_stages - 1)
+        if ways * len(self.seconds) <= TRIED_NODES:
+            return list(min(combinations(positions, self.num_stages - 1), key=self._slowest))
+        best = self._first_guess(positions)
+        least = self._slowest(best)
+        better = True
+        while better:
+            better = False
+            for k in range(len(best)):
+                for other in self._neighbors(positions, best, k):
+                    tried = [*best[:k], other, *best[k + 1 :]]
+                    slowest = self._slowest(tried)
+                    if slowest < least * (1 - 1e-9):
+                        best, least, better = tried, slowest, True
+        return best
+
+    def _neighbors(self, positions: list[int], cuts: list[int], k: int) -> list[int]:
+        low = cuts[k - 1] if k else 0
+        high = cuts[k + 1] if k + 1 < len(cuts) else len(self.forward)
+        at = positions.index(cuts[k])
+        return [p for p in positions[max(0, at - 3) : at + 4] if low < p < high and p != cuts[k]]
+
+    def _slowest(self, cuts: Sequence[int]) -> float:
+        found = self.stages(cuts).stage
+        total = [0.0] * self.num_stages
+        for node, stage in found.items():
+            total[stage] += self.seconds[node]
+        for position in cuts:
+            stage = found[self.forward[position]]
+            total[stage - 1] += 2 * self.crossing[position] / _MOVED_BYTES
+        return max(total)
+
+    @cached_property
+    def crossing(self) -> list[int]:
+        """For each forward node the bytes that cross where a stage begins with it."""
+        change = [0] * (len(self.forward) + 1)
+        for i, node in enumerate(self.forward):
+            ends = [self.position[u] for u in node.users if u in self.position]
+            if ends and max(ends) > i:
+                change[i + 1] += nbytes_of(node)
+                change[max(ends) + 1 if max(ends) + 1 < len(change) else -1] -= nbytes_of(node)
+        found, now = [], 0
+        for step in change:
+            now += step
+            found.append(now)
+        return found
+
+    def _thin_positions(self) -> list[int]:
+        """Where little crosses: the thinnest position of each of many stretches of like cost."""
+        total = sum(self.seconds[n] for n in self.forward)
+        stretch = total / (CANDIDATES * self.num_stages)
+        best: dict[int, int] = {}
+        sofar = 0.0
+        for i, node in enumerate(self.forward):
+            window = int(sofar / stretch) if stretch else i
+            if i and (window not in best or self.crossing[i] < self.crossing[best[window]]):
+                best[window] = i
+            sofar += self.seconds[node]
+        return sorted(best.values())
+
+    def _first_guess(self, positions: list[int]) -> list[int]:
+        """Equal shares of the forward's cost."""
+        total = sum(self.seconds[n] for n in self.forward)
+        before, sofar = [], 0.0
+        for node in self.forward:
+            before.append(sofar)
+            sofar += self.seconds[node]
+        found: list[int] = []
+        for k in range(1, self.num_stages):
+            left = self.num_stages - 1 - k
+            open_ = [p for p in positions if not found or p > found[-1]]
+            open_ = open_[: len(open_) - left]
+            found.append(min(open_, key=lambda p: abs(before[p] - total * k / self.num_stages)))
+        return found
+
+
+def _belongs(node: fx.Node, name: str) -> bool:
+    module = node.meta.get("module") or ""
+    return fnmatchcase(module, name) or fnmatchcase(module, f"{name}.*")

@@ -1,0 +1,39 @@
+"""What is reduced over ranks of the sums of a stage, as soon as they are complete: its action `A`.
+
+%s = all_reduce(%g, micro)               W of the last micro-batch
+%r = reduce_scatter(%s, data)       ->   A        %s -> %r
+%w' = adamw(%w, %r)                      after the loop
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from tutti.graph.ops import collectives
+from tutti.pipeline.micro_batches.moments import AFTER, Moments
+from tutti.pipeline.micro_batches.over_time import sums_over_time
+
+
+def reductions(moments: Moments) -> dict[fx.Node, list[fx.Node]]:
+    """By sum what follows it up to the last collective, where that depends on this sum alone."""
+    found = {total: _chain(total, moments) for total in moments.sums if _is_added(total)}
+    return {total: chain for total, chain in found.items() if chain}
+
+
+def _is_added(total: fx.Node) -> bool:
+    return total.target is collectives.all_reduce
+
+
+def _chain(total: fx.Node, moments: Moments) -> list[fx.Node]:
+    chain, node = list[fx.Node](), total
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.op != "call_function" or user.all_input_nodes != [node]:
+            break
+        if moments.when[user] != AFTER or sums_over_time(user):
+            break
+        chain.append(user)
+        node = user
+    while chain and chain[-1].target not in collectives.COLLECTIVES:
+        chain.pop()
+    return chain

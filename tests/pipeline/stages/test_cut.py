@@ -1,0 +1,144 @@
+"""Where stages are cut: against all other cuts, by name, and where an earlier program has left its state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from torch import fx
+
+import stacks
+from subjects import program
+from tutti.errors import LayoutError
+from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.passes.pass_table import ready_to_split
+from tutti.passes.target import Target
+from tutti.pipeline.micro_batches.moments import Moments, moments_of
+from tutti.pipeline.ready import in_time
+from tutti.pipeline.stages.cut import Stages, _StageCutter, cut
+
+
+def moments(made: Program) -> Moments:
+    """When each node of a program runs."""
+    graph = ready_to_split(made, Target(donated=frozenset()), ())
+    return moments_of(graph, made.layout.micro, made.layout)
+
+
+def stacked(name: str, layout: str = "micro=4") -> Moments:
+    return moments(stacks.subject(name).program(Layout.parse(layout)))
+
+
+def slowest(found: Stages) -> float:
+    """What the slowest stage takes: its nodes, and twice what it sends to later stages."""
+    total = [0.0] * found.num_stages
+    for node, stage in found.stage.items():
+        total[stage] += seconds_of(node)
+    for boundary in range(1, found.num_stages):
+        total[boundary - 1] += sum(
+            2 * nbytes_of(n) / RATES["cpu"].bytes
+            for n in found.forward
+            if found.stage[n] < boundary and max(_readers(n, found), default=0) >= boundary
+        )
+    return max(total)
+
+
+def _readers(node: fx.Node, found: Stages) -> list[int]:
+    return [found.stage[u] for u in node.users if u in found.forward]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_stages"),
+    [(n, k) for n in ("stack", "thrice", "summed") for k in (2, 3)],
+)
+def test_no_other_cut_is_much_better(name: str, num_stages: int) -> None:
+    made = stacked(name)
+    cutter = _StageCutter(made, num_stages)
+    positions = range(1, len(cutter.forward))
+    costs = {c: slowest(cutter.stages(c)) for c in combinations(positions, num_stages - 1)}
+    chosen = slowest(cut(made, num_stages))
+    assert chosen <= 1.06 * min(costs.values())
+    # It is a choice: most cuts are worse by far.
+    assert sorted(costs.values())[len(costs) // 2] > 1.25 * chosen
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet", "vit"])
+def test_no_other_cut_of_a_model_in_two_is_much_better(name: str) -> None:
+    made = moments(program(name, "micro=4"))
+    cutter = _StageCutter(made, 2)
+    best = min(slowest(cutter.stages([c])) for c in range(1, len(cutter.forward)))
+    assert slowest(cut(made, 2)) <= 1.05 * best
+
+
+@pytest.mark.parametrize("name", ["stack", "thrice", "penalty"])
+def test_every_node_has_a_stage_and_values_go_forward(name: str) -> None:
+    made = stacked(name)
+    found = cut(made, 3)
+    assert found.forward <= set(found.stage) and not found.free & set(found.stage)
+    assert set(found.stage) | found.free == set(made.during())
+    for node in found.forward:
+        assert all(found.stage[node] <= s for s in _readers(node, found))
+    for node in set(found.stage) - found.forward:
+        grads = [u for u in node.users if u in found.stage]
+        assert all(found.stage[u] <= found.stage[node] for u in grads)
+
+
+def test_cut_where_modules_begin() -> None:
+    made = stacked("stack")
+    found = cut(made, 3, names=("layers.2", "layers.5"))
+    modules: dict[int, set[str]] = {}
+    for node in found.forward:
+        if (module := node.meta.get("module", "")).startswith("layers"):
+            modules.setdefault(found.stage[node], set()).add(module)
+    assert modules == {
+        0: {"layers.0", "layers.1"},
+        1: {"layers.2", "layers.3", "layers.4"},
+        2: {"layers.5"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        (("layers.2",), "1 names for 3 stages"),
+        (("layers.2", "layer.5"), '"layer.5" names no module'),
+        (("layers.5", "layers.2"), "in the order"),
+        (("layers.0", "layers.2"), "in the order"),
+    ],
+)
+def test_names_that_cut_nothing(names: Sequence[str], what: str) -> None:
+    with pytest.raises(LayoutError) as caught:
+        cut(stacked("stack"), 3, names=names)
+    assert what in caught.value.what
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("name", ["stack", "thrice", "common"])
+def test_a_later_program_leaves_state_where_it_is(name: str, schedule: str) -> None:
+    """Cut at the homes of an earlier program, each stage works on the state of its own pipeline rank."""
+    made = stacks.subject(name).program(Layout.parse(f"pipe=2 micro=4 schedule={schedule}"))
+    first = in_time(made)
+    later = in_time(made, homes=first.owners)
+    assert later.owners == first.owners
+    rank_of = first.schedule.rank_of
+    for timed in (first, later):
+        at_home = [
+            rank_of(timed.stages.stage[n]) in timed.owners[x.meta["name"]]
+            for n in timed.stages.forward
+            for x in n.all_input_nodes
+            if x.meta.get("kind") == "parameter"
+        ]
+        # Only a weight that several stages read is away from home.
+        assert at_home.count(False) <= (2 if name == "thrice" else 0)
+    if schedule == "1f1b":
+        reads = [
+            [timed.stages.stage[n] for n in timed.stages.forward if _reads_state(n)]
+            for timed in (first, later)
+        ]
+        assert sorted(reads[0]) == sorted(reads[1])
+
+
+def _reads_state(node: fx.Node) -> bool:
+    return any(x.meta.get("kind") == "parameter" for x in node.all_input_nodes)
