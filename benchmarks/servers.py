@@ -37,8 +37,8 @@ from tutti.environment import SHARED_MEMORY
 from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.update import WEIGHT, ServedVariable
 from tutti.server.wire.client import Client
+from tutti.server.wire.connections.tls import Tls
 from tutti.server.wire.service import Service
-from tutti.server.wire.tls import Tls
 
 NBYTES = 64 * 2**20
 # Enough for a server that keeps records to have had each of its slabs once.

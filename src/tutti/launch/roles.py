@@ -15,7 +15,7 @@ from tutti.comm.collectives.group import collective_timeout
 from tutti.environment import ROLE, RUN_DIR, SECRET, SERVERS, TLS
 from tutti.errors import LayoutError, ServerError
 from tutti.layout import Layout
-from tutti.server.wire.tls import Tls
+from tutti.server.wire.connections.tls import Tls
 
 WORKER, SERVER = "worker", "server"
 _POLL_SECONDS = 0.05

@@ -23,13 +23,13 @@ from tutti.server.protocol.messages import TensorPart
 from tutti.server.protocol.session import Answer, Asking, Pushed, Session
 from tutti.server.protocol.table_rows import Rows, inside, own_rows, rows_of, whole
 from tutti.server.protocol.update import WEIGHT, Updater
-from tutti.server.wire.codec import REPLIES
-from tutti.server.wire.frames import Header
-from tutti.server.wire.inbox import Limits
-from tutti.server.wire.links import Links, Room
-from tutti.server.wire.secret import checked_secret
-from tutti.server.wire.shortage import ShortError
-from tutti.server.wire.tls import Tls
+from tutti.server.wire.connections.inbox import Limits
+from tutti.server.wire.connections.links import Links, Room
+from tutti.server.wire.connections.secret import checked_secret
+from tutti.server.wire.connections.shortage import ShortError
+from tutti.server.wire.connections.tls import Tls
+from tutti.server.wire.frames.codec import REPLIES
+from tutti.server.wire.frames.frames import Header
 
 Tensors = Mapping[str, Tensor]
 

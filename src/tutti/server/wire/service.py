@@ -26,17 +26,17 @@ from tutti.server.protocol.keys import BLOCK_NBYTES, VariableBlock, blocks
 from tutti.server.protocol.ledger import Ledger, initial
 from tutti.server.protocol.machine import LEASE_SECONDS, Machine
 from tutti.server.protocol.update import Updater
-from tutti.server.wire.codec import NUMBERS, REQUESTS, MalformedError
-from tutti.server.wire.connection import ClosedError, Connection
-from tutti.server.wire.door import Door
-from tutti.server.wire.frames import Header
-from tutti.server.wire.inbox import Limits
-from tutti.server.wire.push_segments import Slab
-from tutti.server.wire.region import RegionOffer, wanted
-from tutti.server.wire.secret import checked_secret
-from tutti.server.wire.shortage import ShortError, lack, of_peer
-from tutti.server.wire.store import Store, room
-from tutti.server.wire.tls import Tls
+from tutti.server.wire.connections.connection import ClosedError, Connection
+from tutti.server.wire.connections.door import Door
+from tutti.server.wire.connections.inbox import Limits
+from tutti.server.wire.connections.region import RegionOffer, wanted
+from tutti.server.wire.connections.secret import checked_secret
+from tutti.server.wire.connections.shortage import ShortError, lack, of_peer
+from tutti.server.wire.connections.tls import Tls
+from tutti.server.wire.frames.codec import NUMBERS, REQUESTS, MalformedError
+from tutti.server.wire.frames.frames import Header
+from tutti.server.wire.records.push_segments import Slab
+from tutti.server.wire.records.store import Store, room
 
 _HANDSHAKE_SECONDS = 5.0
 _TICK_SECONDS = 0.25

@@ -11,8 +11,8 @@ import torch
 from tutti.comm.collectives.payload import DTYPES, octets
 from tutti.server.protocol.ledger import KnownWorker, Ledger
 from tutti.server.protocol.messages import Add, Done, Push
-from tutti.server.wire.journal import DamageError, Found, entry, read_entries, record_of
-from tutti.server.wire.push_segments import Segments
+from tutti.server.wire.records.journal import DamageError, Found, entry, read_entries, record_of
+from tutti.server.wire.records.push_segments import Segments
 
 # Text and bytes of an entry.
 Content = list[tuple[dict[str, Any], list[memoryview]]]

@@ -25,12 +25,17 @@ from typing import Any, TypeVar
 
 from tutti.errors import ServerError
 from tutti.server.protocol.ledger import Ledger, Record
-from tutti.server.wire.journal import Entries, Journal
-from tutti.server.wire.private import make_private, open_private, sync_directory, write_private
-from tutti.server.wire.push_segments import ALIGNED, Segments, Slab
-from tutti.server.wire.recovery import recovered
-from tutti.server.wire.shortage import ShortError, records_short
-from tutti.server.wire.snapshot import Content, frozen
+from tutti.server.wire.connections.shortage import ShortError, records_short
+from tutti.server.wire.records.journal import Entries, Journal
+from tutti.server.wire.records.private import (
+    make_private,
+    open_private,
+    sync_directory,
+    write_private,
+)
+from tutti.server.wire.records.push_segments import ALIGNED, Segments, Slab
+from tutti.server.wire.records.recovery import recovered
+from tutti.server.wire.records.snapshot import Content, frozen
 
 T = TypeVar("T")
 _LOG_NBYTES = 2**30

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from server.protocol.updaters import Sgd
-from server.wire.kept import Kept, same
+from server.wire.records.kept import Kept, same
 from server.wire.running import services, train
 from tutti.comm.collectives.payload import octets
 from tutti.errors import ServerError
-from tutti.server.wire import connection, region
-from tutti.server.wire.frames import checksum
-from tutti.server.wire.journal import HEAD_NBYTES, DamageError, Found, read_entries
-from tutti.server.wire.push_segments import Slab
-from tutti.server.wire.store import Store
+from tutti.server.wire.connections import connection, region
+from tutti.server.wire.frames.frames import checksum
+from tutti.server.wire.records.journal import HEAD_NBYTES, DamageError, Found, read_entries
+from tutti.server.wire.records.push_segments import Slab
+from tutti.server.wire.records.store import Store
 
 PUSHES = 12
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tutti.errors import ServerError
-from tutti.server.wire.tls import Tls
+from tutti.server.wire.connections.tls import Tls
 
 _LEAST_NBYTES = 16
 

@@ -21,13 +21,13 @@ from tutti.comm.posts.handshake import RefusedError
 from tutti.errors import CommError, ServerError
 from tutti.server.protocol.machine import OBSERVER
 from tutti.server.protocol.messages import SHORT, Refused, Reply, Request, Share, Shared
-from tutti.server.wire.address import connected
-from tutti.server.wire.codec import MalformedError
-from tutti.server.wire.connection import Connection
-from tutti.server.wire.frames import Header
-from tutti.server.wire.inbox import Limits
-from tutti.server.wire.region import accepted, wanted
-from tutti.server.wire.shortage import ShortError, lack, of_peer
+from tutti.server.wire.connections.address import connected
+from tutti.server.wire.connections.connection import Connection
+from tutti.server.wire.connections.inbox import Limits
+from tutti.server.wire.connections.region import accepted, wanted
+from tutti.server.wire.connections.shortage import ShortError, lack, of_peer
+from tutti.server.wire.frames.codec import MalformedError
+from tutti.server.wire.frames.frames import Header
 
 _LOG = logging.getLogger("tutti.server")
 _FIRST_DELAY, _LAST_DELAY = 0.05, 1.0

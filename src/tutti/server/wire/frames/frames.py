@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tutti.comm.collectives.payload import DTYPES
 from tutti.server.protocol.messages import TensorPart
-from tutti.server.wire.codec import MalformedError
+from tutti.server.wire.frames.codec import MalformedError
 
 MAGIC, VERSION = b"tuti", 1
 PART, SHARED_PART = 255, 254

@@ -23,10 +23,11 @@ from server.protocol.updaters import BLOCK_NBYTES, LR, Sgd, gradient, whole_stat
 from server.wire.running import SECRET, all_at_once, client, like, services
 from tutti.errors import CommError, ServerError
 from tutti.server.protocol.consistency import parse
-from tutti.server.wire import links, service
+from tutti.server.wire import service
 from tutti.server.wire.client import Client
+from tutti.server.wire.connections import links
+from tutti.server.wire.connections.shortage import ShortError, num_descriptors
 from tutti.server.wire.service import Service
-from tutti.server.wire.shortage import ShortError, num_descriptors
 
 NO_SPACE = "the records of this server cannot be kept: no space is left on the disk"
 

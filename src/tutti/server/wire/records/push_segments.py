@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tutti.server.wire.private import open_private
+from tutti.server.wire.records.private import open_private
 
 ALIGNED = 64
 SEGMENT_NBYTES = 64 * 2**20

@@ -15,9 +15,9 @@ from server.protocol.updaters import LR, ClippedAdam, Sgd, gradient
 from server.wire.running import all_at_once, client, like, services, train
 from tutti.environment import SHARED_MEMORY
 from tutti.server.protocol.update import WEIGHT
-from tutti.server.wire import region
-from tutti.server.wire.codec import MalformedError
-from tutti.server.wire.region import Half, RegionOffer, accepted
+from tutti.server.wire.connections import region
+from tutti.server.wire.connections.region import Half, RegionOffer, accepted
+from tutti.server.wire.frames.codec import MalformedError
 
 
 @pytest.fixture

@@ -20,11 +20,12 @@ from tutti.comm.posts.handshake import Connector
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.keys import VariableBlock
 from tutti.server.protocol.messages import TensorPart
-from tutti.server.wire import inbox
-from tutti.server.wire.address import parsed
-from tutti.server.wire.codec import KINDS, MalformedError, decode, encode
-from tutti.server.wire.connection import GREETING
-from tutti.server.wire.frames import (
+from tutti.server.wire.connections import inbox
+from tutti.server.wire.connections.address import parsed
+from tutti.server.wire.connections.connection import GREETING
+from tutti.server.wire.connections.inbox import Inbox, Limits, written
+from tutti.server.wire.frames.codec import KINDS, MalformedError, decode, encode
+from tutti.server.wire.frames.frames import (
     HEADER_NBYTES,
     PART,
     Header,
@@ -34,7 +35,6 @@ from tutti.server.wire.frames import (
     part_header,
     unpack,
 )
-from tutti.server.wire.inbox import Inbox, Limits, written
 from tutti.server.wire.service import Service
 
 NUM_FRAMES = 100_000

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tutti.errors import ServerError
 from tutti.server.protocol.ledger import Ledger, Record
-from tutti.server.wire.journal import (
+from tutti.server.wire.records.journal import (
     HEAD_NBYTES,
     MAGIC,
     NEXT,
@@ -24,9 +24,9 @@ from tutti.server.wire.journal import (
     read_entries,
     record_of,
 )
-from tutti.server.wire.private import open_private
-from tutti.server.wire.push_segments import Segments
-from tutti.server.wire.snapshot import restore
+from tutti.server.wire.records.private import open_private
+from tutti.server.wire.records.push_segments import Segments
+from tutti.server.wire.records.snapshot import restore
 
 _LOG = logging.getLogger("tutti.server")
 _SUFFIX = ".damaged"

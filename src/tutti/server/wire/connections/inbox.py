@@ -14,8 +14,9 @@ from torch import Tensor
 
 from tutti.comm.collectives.payload import octets
 from tutti.server.protocol.messages import TensorPart
-from tutti.server.wire.codec import TEXT_NBYTES, MalformedError, decode, encode
-from tutti.server.wire.frames import (
+from tutti.server.wire.connections.region import Half
+from tutti.server.wire.frames.codec import TEXT_NBYTES, MalformedError, decode, encode
+from tutti.server.wire.frames.frames import (
     HEADER_NBYTES,
     PART,
     SHARED_PART,
@@ -29,7 +30,6 @@ from tutti.server.wire.frames import (
     read_part,
     unpack,
 )
-from tutti.server.wire.region import Half
 
 # Room for a part, from the headers of its message and of itself.
 Place = Callable[[Header, Header], Tensor]

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tutti.comm.posts.handshake import Acceptor, Connector
-from tutti.server.wire.address import within_host
-from tutti.server.wire.frames import Seal
-from tutti.server.wire.inbox import Inbox, Limits, Noted, Place, anywhere, written
-from tutti.server.wire.region import Half
+from tutti.server.wire.connections.address import within_host
+from tutti.server.wire.connections.inbox import Inbox, Limits, Noted, Place, anywhere, written
+from tutti.server.wire.connections.region import Half
+from tutti.server.wire.frames.frames import Seal
 
 # What both ends speak; its last byte is the version.
 GREETING = b"tuti\x02"

@@ -32,10 +32,10 @@ from torch import Tensor
 from tutti.comm.collectives.payload import DTYPES, octets
 from tutti.errors import ServerError
 from tutti.server.protocol.messages import TensorPart
-from tutti.server.wire.codec import MalformedError, decode, encode
-from tutti.server.wire.frames import checksum
-from tutti.server.wire.private import open_private
-from tutti.server.wire.push_segments import Segments, Slab
+from tutti.server.wire.frames.codec import MalformedError, decode, encode
+from tutti.server.wire.frames.frames import checksum
+from tutti.server.wire.records.private import open_private
+from tutti.server.wire.records.push_segments import Segments, Slab
 
 MAGIC = b"tutE"
 _FIELDS = struct.Struct("<4sIQQQQ")

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from server.protocol.updaters import LR, Sgd, gradient
-from server.wire import certificates
+from server.wire.connections import certificates
 from server.wire.running import client, like, services
 from tutti.errors import CommError, ServerError
-from tutti.server.wire.tls import Tls
+from tutti.server.wire.connections.tls import Tls
 
 LASTS = 4.0  # seconds; certificates count whole ones
 

@@ -14,8 +14,8 @@ from tutti.server.protocol.consistency import parse
 from tutti.server.protocol.ledger import Ledger, initial
 from tutti.server.protocol.machine import Machine
 from tutti.server.protocol.messages import TensorPart
-from tutti.server.wire.push_segments import Slab
-from tutti.server.wire.store import Store, room
+from tutti.server.wire.records.push_segments import Slab
+from tutti.server.wire.records.store import Store, room
 
 
 class Kept:

@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tutti.server.wire.address import listener, watch
-from tutti.server.wire.shortage import ShortError, lack, num_descriptors, of_peer
+from tutti.server.wire.connections.address import listener, watch
+from tutti.server.wire.connections.shortage import ShortError, lack, num_descriptors, of_peer
 
 MOST_CONNECTIONS = 512
 _LEAST_CONNECTIONS = 4

@@ -23,8 +23,8 @@ from torch import Tensor
 from tutti.comm.collectives.payload import octets
 from tutti.comm.host.segment import directory, map_file
 from tutti.server.protocol.messages import Shared
-from tutti.server.wire.codec import MalformedError
-from tutti.server.wire.frames import Checksum
+from tutti.server.wire.frames.codec import MalformedError
+from tutti.server.wire.frames.frames import Checksum
 
 _WORD_NBYTES = 64
 _ALIGNED = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from tutti.server.wire.tls import Tls
+from tutti.server.wire.connections.tls import Tls
 
 
 def _openssl(*words: str) -> None:

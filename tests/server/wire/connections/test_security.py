@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from server.protocol.updaters import LR, Sgd, gradient, whole_state
-from server.wire import certificates
+from server.wire.connections import certificates
 from server.wire.running import SECRET, client, like, services
 from tutti.comm.posts.handshake import Acceptor, Connector
 from tutti.errors import CommError, ServerError
 from tutti.server.protocol.update import WEIGHT
 from tutti.server.wire import service
-from tutti.server.wire.address import parsed
-from tutti.server.wire.connection import GREETING
-from tutti.server.wire.secret import checked_secret
+from tutti.server.wire.connections.address import parsed
+from tutti.server.wire.connections.connection import GREETING
+from tutti.server.wire.connections.secret import checked_secret
+from tutti.server.wire.connections.tls import Tls
 from tutti.server.wire.service import Service
-from tutti.server.wire.tls import Tls
 
 
 @pytest.fixture

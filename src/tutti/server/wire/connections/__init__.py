@@ -1,0 +1,1 @@
+"""Connections between workers and servers: addresses, secrets, sockets, limits."""

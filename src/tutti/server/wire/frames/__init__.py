@@ -1,0 +1,1 @@
+"""Frames: the format of messages in bytes."""

@@ -1,0 +1,1 @@
+"""The files of a server: pushes, journals, snapshots, recovery."""
