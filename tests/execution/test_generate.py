@@ -12,8 +12,8 @@ from small_programs import Builder
 from tutti.execution.generate import Generated, generate
 from tutti.graph.ops.fused_updates import KERNELS
 from tutti.graph.ops.matmul import matmul
+from tutti.graph.ops.overwriting import overwriting_lists
 from tutti.layout import Mesh
-from tutti.passes.overwriting import overwriting_lists
 
 aten = torch.ops.aten
 found = overwriting_lists(aten._foreach_add.Scalar)

@@ -24,7 +24,7 @@ from tutti.graph.analysis.order import positions_of
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
 from tutti.graph.ops.overloads import counterpart, name_of
-from tutti.passes.overwriting import Lists, overwriting_lists
+from tutti.graph.ops.overwriting import Lists, overwriting_lists
 
 aten = torch.ops.aten
 
