@@ -1,4 +1,4 @@
-"""Where tensors live: meshes of ranks, shardings of tensors, and the one line that lays a run out."""
+"""Meshes of ranks, shardings of tensors, and the text of a layout."""
 
 from tutti.layout.layout import AXES, Layout, split_order
 from tutti.layout.mesh import Mesh

@@ -1,4 +1,4 @@
-"""How much memory rematerialization may leave in use: the value of `remat=`."""
+"""The memory budget of rematerialization: the value of `remat=`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _NUMBER = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(kB|MB|GB|TB)?")
 
 @dataclass(frozen=True)
 class Budget:
-    """What `remat=` asks for: `none`, `full`, bytes such as `2GB` or a share such as `0.5`.
+    """A value of `remat=`: `none`, `full`, bytes such as `2GB` or a share such as `0.5`.
 
     nbytes: the predicted peak of a call on one rank, state included, must not exceed it.
-    share: of the bytes that the forward leaves for the backward, at most this part is kept.
-    Both None: as little as can be kept. Raises `LayoutError` for any other text.
+    share: the largest fraction of the forward's saved bytes that the backward may keep.
+    Both None: the backward recomputes all that it can. Raises `LayoutError` for any other text.
     """
 
     nbytes: int | None = None

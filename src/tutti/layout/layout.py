@@ -1,4 +1,4 @@
-"""The one line that lays a training run out over ranks."""
+"""The layout of a training run over ranks: one line of text."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tutti.errors import LayoutError
 from tutti.layout.budget import Budget
 from tutti.layout.mesh import Mesh
 
-# Outermost first: ranks that differ in the last axis stand next to each other, on the fastest links.
+# Outermost first: ranks that differ in the last axis only are neighbors, on the fastest links.
 AXES = ("replica", "pipe", "data", "expert", "seq", "tensor")
-# How a dim of a state tensor is split by several axes, major to minor: `data` last, so that a weight in
-# parts is gathered over `data` by one plain all-gather.
+# The order of axes that split one dim of a state tensor, major to minor: `data` last, so that one plain
+# all-gather over `data` makes a weight from its shards.
 SPLIT_ORDER = ("tensor", "expert", "pipe", "replica", "seq", "data")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb", "zbv")
 PRECISIONS = ("fp32", "bf16")
-# How workers agree through servers (`consistency.py` reads them); other words are of replicas alone.
+# Values of `sync` for workers of servers (`consistency.py` reads them); the others are for replicas.
 WITH_SERVERS = ("step", "bounded", "async")
 
 
 def split_order(axes: Iterable[str]) -> tuple[str, ...]:
-    """`axes` in the order in which they split one dim of a state tensor, major to minor."""
+    """Sort `axes` as they split one dim of a state tensor, major to minor."""
     return tuple(sorted(axes, key=lambda a: SPLIT_ORDER.index(a) if a in SPLIT_ORDER else -1))
 
 
@@ -32,14 +32,14 @@ class Layout:
     """A layout, read from text such as `"data=2 tensor=4 zero=1"`; prints short and parses back.
 
     Axes: `replica pipe data expert seq tensor`, each with its number of ranks. Options: `zero=0..3`
-    (how much state is sharded over `data`), `precision=fp32|bf16` (what the forward and its gradients
-    compute in; weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (what the
-    backward recomputes: nothing, all that can be, or as much as a budget asks for; see
-    `layout.budget`), `micro=K` (the batch goes through in K slices, one after the other),
-    `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (in which order the stages of `pipe` take them;
-    1f1b by default), `sync=average(...)|diloco(...)|gossip(...)|pairs(...)|elastic(...)` (how
-    replicas agree; see `replicas.strategies`), `server=S` with `sync=step|bounded(s)|async` (replicas are
-    workers, which agree through S servers; see `consistency.py`). Raises `LayoutError` with the nearest
+    (the state sharded over `data`), `precision=fp32|bf16` (the dtype of the forward and its gradients;
+    weights, updates and sums over ranks stay float32), `remat=none|full|2GB|0.5` (the backward recomputes
+    no activations, as many as possible, or as few as fit a budget; see `layout.budget`), `micro=K` (the
+    step runs on K slices of the batch, one after the other),
+    `schedule=gpipe|1f1b|interleaved(v)|zb|zbv` or a file (the order in which the stages of `pipe` take
+    micro-batches; 1f1b by default), `sync=average(...)|diloco(...)|gossip(...)|pairs(...)|elastic(...)`
+    (how replicas agree; see `replicas.strategies`), `server=S` with `sync=step|bounded(s)|async` (replicas
+    are workers, which agree through S servers; see `consistency.py`). Raises `LayoutError` with the nearest
     word for anything else.
     """
 
@@ -116,7 +116,7 @@ class Layout:
         return self.schedule if "/" in self.schedule or self.schedule.endswith(".txt") else ""
 
     def check_available(self) -> None:
-        """Refuse what the language has words for but this version cannot run, and words without effect."""
+        """Refuse words that this version cannot run, and words without effect."""
         if self.schedule and self.axes.get("pipe", 1) == 1:
             raise LayoutError(
                 f'schedule="{self.schedule}" orders the stages of a pipeline, which layout "{self}" lacks',
@@ -128,7 +128,7 @@ class Layout:
             self._check_replicas()
 
     def _check_servers(self) -> None:
-        """Servers serve workers, and say how these agree."""
+        """Check that servers have workers and a consistency."""
         servers = f"server={self.server}"
         if self.num_replicas == 1:
             raise LayoutError(
@@ -158,7 +158,7 @@ class Layout:
         return self.sync.partition("(")[0] in WITH_SERVERS
 
     def _served(self, num_workers: int) -> Layout:
-        """So many workers with the servers of this layout, and nothing that does not go with them."""
+        """A layout of `num_workers` with these servers, without the words that servers exclude."""
         sync = self.sync if self._agrees_by_servers else "step"
         own = {a: n for a, n in self.axes.items() if a not in ("replica", *_NOT_SERVED)}
         return Layout(
@@ -171,7 +171,7 @@ class Layout:
         )
 
     def _check_replicas(self) -> None:
-        """Replicas must know how to agree, and only they can."""
+        """Check that replicas have a strategy, and that only replicas have one."""
         if self._agrees_by_servers:
             fix = f'"{self._served(max(self.num_replicas, 2))}"'
             if self.sync == "step" and self.num_replicas > 1:
@@ -205,7 +205,7 @@ class Layout:
         )
 
     def _fitted(self, num_ranks: int) -> Layout:
-        """The nearest layout of `num_ranks`: other axes stay where that divides, data takes the rest."""
+        """The nearest layout of `num_ranks`: keep other axes that divide it, give `data` the rest."""
         if self.server:
             size = self._served(1).num_ranks
             if (num_ranks - self.server) // size > 1 and (num_ranks - self.server) % size == 0:
@@ -229,27 +229,26 @@ class Layout:
         return replace(self, micro=micro)
 
     def without(self, name: str) -> Layout:
-        """This layout less one word."""
+        """This layout without one word."""
         if name in self.axes:
             return replace(self, axes={a: s for a, s in self.axes.items() if a != name})
         return replace(self, **{name: _DEFAULTS[name]})
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the layout needs beside servers."""
+        """The number of ranks, servers excluded."""
         return self.mesh.num_ranks
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the layout's axes, those of size 1 left out."""
+        """The mesh of the layout's axes of size above 1."""
         return Mesh(tuple((a, s) for a, s in self.axes.items() if s > 1))
 
     @property
     def program_mesh(self) -> Mesh:
-        """What the values of a program are split over: the axes of ranks but `pipe`, and time.
+        """The mesh of a program's shardings: `place_mesh`, and `micro` as an axis of time.
 
-        `micro` is the last axis. It has no ranks of its own: each rank goes along it, one micro-batch
-        after the other.
+        `micro` is the last axis. It has no ranks: each rank runs its micro-batches one after the other.
         """
         axes = self.place_mesh.axes
         return Mesh((*axes, ("micro", self.micro)) if self.micro > 1 else axes)
@@ -262,7 +261,7 @@ class Layout:
 
     @property
     def of_one(self) -> Layout:
-        """This layout as one worker of servers sees its model, which it has for itself."""
+        """The layout of one worker of servers: without `replica` and `server`."""
         if not self.server:
             return self
         axes = {a: n for a, n in self.axes.items() if a != "replica"}
@@ -270,17 +269,17 @@ class Layout:
 
     @property
     def worker_size(self) -> int:
-        """How many ranks each replica has."""
+        """The number of ranks of each replica."""
         return self.num_ranks // self.num_replicas
 
     @property
     def num_replicas(self) -> int:
-        """How many programs run side by side."""
+        """The number of programs that run side by side."""
         return self.axes.get("replica", 1)
 
     @property
     def in_time(self) -> bool:
-        """Whether a step is played in micro-batches, or in stages."""
+        """Whether a step runs in micro-batches or pipeline stages."""
         return self.micro > 1 or self.axes.get("pipe", 1) > 1
 
     def __hash__(self) -> int:
@@ -293,7 +292,7 @@ class Layout:
 
 
 _OPTIONS = tuple(f.name for f in fields(Layout) if f.name != "axes")
-# Words that do not go with servers, and why.
+# The words that servers exclude, and the reasons.
 _NOT_SERVED = {
     "pipe": "a worker gives its gradients away after its last one, so it has no stages that update apart",
     "zero": "the optimizer's state lies on the servers, and a worker's ranks have its weights whole",

@@ -48,10 +48,10 @@ class Mesh:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the mesh has."""
+        """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
-    # A key of every table of what was worked out before, as a sharding is: its hash is taken once.
+    # A mesh, like a sharding, is a key of many caches, so it keeps its hash.
     def __hash__(self) -> int:
         return self._hash
 
@@ -60,7 +60,7 @@ class Mesh:
         return hash(self.axes)
 
     def __reduce__(self) -> tuple[type[Mesh], tuple[object, ...]]:
-        return Mesh, (self.axes,)  # another process hashes text otherwise
+        return Mesh, (self.axes,)  # hashes of text differ between processes
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -74,14 +74,14 @@ class Mesh:
         return math.prod([sizes[a] for a in axes])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where `rank` stands along each axis."""
+        """The coordinate of `rank` along each axis."""
         coordinates = {}
         for name, size in reversed(self.axes):
             rank, coordinates[name] = divmod(rank, size)
         return dict(reversed(coordinates.items()))
 
     def rank(self, coordinates: dict[str, int]) -> int:
-        """The rank that stands at `coordinates`."""
+        """The rank at `coordinates`."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coordinates[name]
@@ -104,7 +104,7 @@ class Mesh:
         return groups
 
     def index(self, axes: Iterable[str], coordinates: dict[str, int]) -> int:
-        """The place of `coordinates` within its group over `axes`, major to minor."""
+        """The position of `coordinates` in its group over `axes`, major to minor."""
         index, sizes = 0, dict(self.axes)
         for axis in axes:
             index = index * sizes[axis] + coordinates[axis]

@@ -1,11 +1,11 @@
-"""How a tensor lies on a mesh.
+"""The sharding of a tensor over a mesh.
 
 A dim is a product of *segments*, major to minor, each split over some axes. Most dims have one segment.
 More appear when a view merges dims whose minor part is split:
 
     [4, 8@seq]  --view-->  [4*8@seq]         dim 0 of size 32: each rank holds 4 runs of 8/n rows
 
-so flattening (batch, sequence) before a loss costs no communication. Segments of a dim are kept
+so flattening (batch, sequence) before a loss costs no communication. The segments of a dim are
 canonical: an unsplit segment joins the one to its left, since splitting the front of a contiguous run
 splits the whole run.
 """
@@ -87,7 +87,7 @@ def _split_dim(dim: Dim, sizes: tuple[int, ...], mesh: Mesh) -> tuple[Dim, ...] 
 
 
 def refines(fine: Dim, coarse: Dim, mesh: Mesh) -> bool:
-    """Whether `fine` is `coarse` with more axes, each below those that are there already."""
+    """Whether `fine` is `coarse` with more axes, each minor to those of `coarse`."""
     parts = split_dim(coarse, [seg.size for seg in fine], mesh)
     if parts is None or any(len(part) != 1 for part in parts):
         return False
@@ -114,16 +114,16 @@ def _cut_segment(seg: Segment, head: int, mesh: Mesh) -> tuple[Segment | None, S
 
 @dataclass(frozen=True)
 class Sharding:
-    """For each dim the segments and the axes that split them, plus the axes with a pending reduction.
+    """For each dim the segments and the axes that split them, and the axes with a pending reduction.
 
-    `partial` maps an axis to the reduction that is still due over it: "sum", "max", "min" or "prod".
+    `partial` maps an axis to its pending reduction: "sum", "max", "min" or "prod".
     Prints as `8@data, 512@tensor {partial seq}` and parses back.
     """
 
     dims: tuple[Dim, ...]
     partial: tuple[tuple[str, str], ...] = ()
 
-    # A key of every table of what was worked out before: its hash is taken once.
+    # A sharding is a key of many caches, so it keeps its hash.
     def __hash__(self) -> int:
         return self._hash
 
@@ -132,11 +132,11 @@ class Sharding:
         return hash((self.dims, self.partial))
 
     def __reduce__(self) -> tuple[type[Sharding], tuple[object, ...]]:
-        return Sharding, (self.dims, self.partial)  # another process hashes text otherwise
+        return Sharding, (self.dims, self.partial)  # hashes of text differ between processes
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Sharding:
-        """Every rank holds the whole tensor."""
+        """The sharding under which every rank holds the whole tensor."""
         return cls(tuple((Segment(int(s)),) for s in shape))
 
     @classmethod
@@ -164,7 +164,7 @@ class Sharding:
         return f"{body} {{partial {pending}}}".strip() if pending else body
 
     def only(self, axes: Collection[str], mesh: Mesh) -> Sharding:
-        """The same dims split over those of `axes` alone; nothing is pending."""
+        """This sharding restricted to `axes`, without pending reductions."""
         kept = [
             [Segment(s.size, tuple(a for a in s.axes if a in axes)) for s in d] for d in self.dims
         ]
@@ -182,7 +182,7 @@ class Sharding:
 
     @cached_property
     def partial_axes(self) -> frozenset[str]:
-        """Every axis over which a reduction is due."""
+        """Every axis with a pending reduction."""
         return frozenset(axis for axis, _ in self.partial)
 
     @property
@@ -199,7 +199,7 @@ class Sharding:
         return _local_shape(self, mesh)
 
     def divides(self, mesh: Mesh) -> bool:
-        """Whether every segment is a multiple of the ranks that split it."""
+        """Whether the number of its ranks divides the size of every segment."""
         return _divides(self, mesh)
 
     def within(self, whole: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
@@ -262,9 +262,9 @@ def _parse_dim(entry: str, size: int | None) -> Dim:
 
 
 def assemble(parts: Sequence[Tensor], sharding: Sharding, mesh: Mesh) -> Tensor:
-    """The whole tensor from every rank's part, in rank order; pending reductions are carried out.
+    """Join every rank's part, in rank order, into the whole tensor, and apply pending reductions.
 
-    The inverse of `Sharding.cut`: what the virtual ranks and their tests compare with one device.
+    The inverse of `Sharding.cut`. Virtual ranks and tests compare its result with one device.
     """
     whole = parts[0].new_zeros(sharding.shape)
     pieces: dict[tuple[tuple[int, ...], ...], tuple[int, list[Tensor]]] = {}
