@@ -73,7 +73,7 @@ def op_name(node: fx.Node) -> str:
 
 
 def lines(graph: fx.Graph) -> list[Line]:
-    """Every node but the output, in order; nodes are numbered as they stand."""
+    """Every node but the output, in order and numbered in this order."""
     names: dict[fx.Node, str] = {}
     found = []
     for node in graph.nodes:
@@ -94,7 +94,7 @@ def lines(graph: fx.Graph) -> list[Line]:
 
 
 def _loop_text(body: Any) -> str:
-    """The parts of a loop and how many micro-batches there are: `4 x [0F, 0B]`."""
+    """The number of micro-batches and the parts of a loop: `4 x [0F, 0B]`."""
     return f"{body.num_micro} x [{', '.join(f'{s}{kind}' for s, kind in body.parts)}]"
 
 
@@ -113,7 +113,7 @@ def _argument(x: Any, names: dict[fx.Node, str]) -> str:
 
 
 def text(graph: fx.Graph) -> str:
-    """The whole graph, and below it the parts of each of its loops, with the order in which they run."""
+    """The whole graph, and below it the row and the parts of each of its loops."""
     blocks = [list(map(str, lines(graph)))]
     for node in graph.nodes:
         if node.target is loop:
@@ -128,9 +128,9 @@ _LINE = re.compile(r"%(\S+): (.*?) *= ([\w.]+)\((.*?)\)(?: +# (\S.*))?")
 
 
 def parse(source: str) -> list[Line]:
-    """The lines of a text that `text` wrote, those of loops' parts among them; `#` begins a comment.
+    """The lines of a text from `text`, those of loops' parts among them; `#` begins a comment.
 
-    Raises `ValueError` with the line that is no such text.
+    Raises `ValueError` with a line that it cannot read.
     """
     found = []
     for number, line in enumerate(source.splitlines(), 1):

@@ -14,12 +14,12 @@ from tutti.torch_private.op_tables import OpOverload, schema_of
 
 aten = torch.ops.aten
 
-# Kinds of `together_` whose results are its operands.
+# Kinds of `together_` that return their operands.
 IN_PLACE = ("all_reduce", "reduce_part")
 
 
 def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each tensor the value whose memory it may share; itself for what is freshly made."""
+    """Map each tensor to the value whose memory it may share, or to itself for fresh memory."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):
@@ -43,9 +43,9 @@ def aliased(node: fx.Node) -> fx.Node | None:
 
 
 def itself(node: fx.Node) -> fx.Node | None:
-    """The operand that `node` is once it has run, the very tensor; None where it is one of its own.
+    """The operand that `node` returns, the same tensor object; None for a new tensor.
 
-    So is a result of what overwrites lists, and of a reduction where its operands lie.
+    Functions that overwrite lists, and in-place collectives, return operands.
     """
     if node.op != "call_function" or node.target is not operator.getitem:
         return None
@@ -57,8 +57,8 @@ def itself(node: fx.Node) -> fx.Node | None:
 def written(node: fx.Node) -> list[fx.Node]:
     """The operands that `node` overwrites.
 
-    A function over lists that overwrites says so by its attribute `written`: the positions of the lists,
-    whose tensors one after the other are its results.
+    A function that overwrites lists has the attribute `written`: the positions of these lists. Its results
+    are their tensors, in order.
     """
     target: Any = node.target
     if hasattr(target, "written"):
@@ -67,8 +67,8 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def marked(node: fx.Node, *, writes: bool) -> list[fx.Node]:
-    """The operands, those in lists too, that the schema of PyTorch's op marks: as written, or as what results
-    may share memory with."""
+    """The operands, those in lists too, that the schema of PyTorch's op marks as written, or as aliases of
+    results."""
     target: Any = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return []
@@ -91,19 +91,19 @@ def _marked_arguments(target: OpOverload, writes: bool) -> list[tuple[int, str]]
 
 
 def is_function(node: fx.Node) -> bool:
-    """Whether `node` is an op whose values depend on its operands only, and that changes none of them."""
+    """Whether `node` is a deterministic op without side effects: a function of its operands."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return not written(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def is_pointwise(target: Any) -> bool:
-    """Whether `target` is an op that works element by element."""
+    """Whether `target` is an element-by-element op."""
     return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def is_overwritten(node: fx.Node) -> bool:
-    """Whether a user of `node` overwrites it, be it through a view."""
+    """Whether a user of `node` overwrites it, directly or through a view."""
     seen = [user for user in node.users if aliased(user) is node]
     return any(node in written(user) for user in node.users) or any(map(is_overwritten, seen))
 

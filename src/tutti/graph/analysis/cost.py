@@ -1,10 +1,10 @@
-"""How long an op takes, predicted from its shapes: its arithmetic, and the bytes that it reads and writes.
+"""The predicted time of an op, from its shapes: its arithmetic, and the bytes that it reads and writes.
 
     seconds = flops / rate + bytes / rate of the memory + elements of an exponential / their rate
 
 The rates are those of one thread of a server CPU, or of a data-center GPU; a tensor that fits a cache moves
-faster than one that does not. Where work is to be shared out evenly only their ratio matters, and every rank
-must come to the same numbers: nothing is measured here.
+faster than one that does not. To balance work only their ratio matters. All ranks must compute the same
+numbers, so nothing here is measured.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tutti.torch_private.pytrees import tree_leaves
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second."""
+    """Rates of a device, per second."""
 
     flops: float
     bytes: float
@@ -39,11 +39,11 @@ class Rates:
 
 RATES = {"cpu": Rates(9e10, 6e9, 3e10, 1e9), "cuda": Rates(3e14, 2e12, 4e12, 1e12)}
 CACHE_NBYTES = 2**20
-# What these names stand in works out an exponential or a logarithm of each element.
+# An op with one of these in its name computes an exponential or a logarithm of each element.
 _EXPONENTIALS = ("softmax", "exp", "log", "gelu", "silu", "tanh", "sigmoid", "erf")
-# `x @ weight.T`, of which PyTorch's table knows nothing.
+# `x @ weight.T`, which PyTorch's table lacks.
 _ROWS = (torch.ops.aten.linear, matmul.overloadpacket)
-# An op that only looks at its operand, or is carried out ahead.
+# An op that makes a view of its operand, or runs ahead of the step.
 _FREE = ("getitem", "positions")
 
 
@@ -70,7 +70,7 @@ def flops_of(node: fx.Node) -> float:
 def flops_of_call(
     target: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> float | None:
-    """As `flops_of`, of a call with these values; None for ops that are not of those kinds."""
+    """As `flops_of`, for a call with these values; None for ops of other kinds."""
     packet = getattr(target, "overloadpacket", None)
     if "attention" in str(packet):
         return _attention(str(packet), args)

@@ -1,4 +1,4 @@
-"""How long each value of a graph is needed, and how many bytes are held meanwhile."""
+"""Lifetimes of the values of a graph, and the bytes held at each node."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 def last_uses(
     graph: fx.Graph, same: Mapping[fx.Node, fx.Node] = MappingProxyType({})
 ) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nobody needs after it; what the output needs lives on.
+    """For each node the values that it uses last, itself if unused; values of the output live on.
 
-    `same` are nodes that do nothing and stand for another: who needs one needs that other.
+    `same` maps nodes without effect to the values that they return: a use of one is a use of its value.
     """
     seen: set[fx.Node] = set()
     last: dict[fx.Node, list[fx.Node]] = {}
@@ -37,8 +37,8 @@ def last_uses(
 
 
 def memory_ends(graph: fx.Graph) -> dict[fx.Node, int]:
-    """For each root (`aliases.roots_of`) the position of the last node that needs its memory, through any
-    view; behind all nodes for what the output needs."""
+    """For each root (`aliases.roots_of`) the position of the last node that uses its memory, through any
+    view; behind all nodes for values of the output."""
     order = positions_of(graph)
     dies = {x: order[node] for node, dead in last_uses(graph).items() for x in dead}
     ends: dict[fx.Node, int] = {}
@@ -48,9 +48,9 @@ def memory_ends(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[StorageBlock]]:
-    """For each node the blocks that are given back after it: no value in them is needed any more.
+    """For each node the blocks freed after it: those that no later node uses.
 
-    What inputs and constants hold is never given back, nor is what the output needs.
+    Blocks of inputs, of constants and of the output are never freed.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     end: dict[StorageBlock, int] = {}
@@ -69,10 +69,10 @@ def last_holders(graph: fx.Graph, storages: Storages) -> dict[fx.Node, list[Stor
 
 
 def held(graph: fx.Graph, storages: Storages) -> Iterator[tuple[fx.Node, int]]:
-    """Each node with the bytes held while it runs: what is needed yet, what it makes and borrows.
+    """Each node with the bytes held while it runs: live values, its results and its scratch memory.
 
-    Inputs and constants are not counted: whoever calls holds them. A loop holds, at its peak, what its row
-    does, the sums that it makes among it.
+    Inputs and constants do not count: the caller holds them. A loop counts with the peak of its row, its
+    sums included.
     """
     freed = last_holders(graph, storages)
     live = 0
@@ -87,7 +87,7 @@ def held(graph: fx.Graph, storages: Storages) -> Iterator[tuple[fx.Node, int]]:
 
 
 def peak_inside(node: fx.Node, mode: FakeTensorMode) -> Peak | None:
-    """What a loop holds at its peak, beside what was held before it; None for any other node."""
+    """The peak of a loop, beyond the bytes held before it; None for any other node."""
     if node.target is not loop:
         return None
     body: Body = node.args[0]  # type: ignore[assignment]
@@ -99,11 +99,11 @@ def peak_inside(node: fx.Node, mode: FakeTensorMode) -> Peak | None:
 
 
 def peak(graph: fx.Graph, storages: Storages) -> tuple[fx.Node, int]:
-    """The node at which the most is held, and how much, as `held` counts."""
+    """The node with the most bytes held, and their number, as `held` counts."""
     return max(held(graph, storages), key=lambda entry: entry[1])
 
 
 def peak_with_given(graph: fx.Graph, mode: FakeTensorMode) -> int:
-    """The bytes held at the peak of `graph`, what whoever calls holds included."""
+    """The bytes held at the peak of `graph`, inputs and constants included."""
     storages = Storages(graph, mode)
     return peak(graph, storages)[1] + sum(block.nbytes for block in storages.given())

@@ -1,4 +1,4 @@
-"""How the dims of `x[i, :, j]` stand: what is looked up, what the indices make of it, where that lands."""
+"""The dims of `x[i, :, j]`: those with an index, the shape of the indices, and its position in the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class IndexLookup:
 
     @staticmethod
     def of(node: fx.Node) -> IndexLookup | None:
-        """What a call looks up; None where an index is a mask."""
+        """The lookup of a call; None where an index is a mask."""
         given: Any = node.args
         x = tuple(int(n) for n in given[0].meta["val"].shape)
         indices = (*given[1], *[None] * (len(x) - len(given[1])))
@@ -45,18 +45,18 @@ class IndexLookup:
 
     @cached_property
     def common(self) -> tuple[int, ...]:
-        """The shape that all indices are stretched to."""
+        """The shape to which all indices broadcast."""
         return tuple(torch.broadcast_shapes(*(self.shape_of(d) for d in self.used)))
 
     @cached_property
     def first(self) -> int:
-        """How many dims of the result stand before those of `common`."""
+        """The number of dims of the result before those of `common`."""
         together = self.used == list(range(self.used[0], self.used[-1] + 1))
         return self.used[0] if together else 0
 
     @cached_property
     def result(self) -> list[int]:
-        """The shape of what is found."""
+        """The shape of the result."""
         rest = [self.x[d] for d in self.rest]
         return [*rest[: self.first], *self.common, *rest[self.first :]]
 
@@ -67,11 +67,11 @@ class IndexLookup:
         return tuple(int(n) for n in index.meta["val"].shape)
 
     def size(self, dims: Sequence[int]) -> int:
-        """How many places some dims of x have together."""
+        """The product of the sizes of some dims of x."""
         return math.prod(self.x[d] for d in dims)
 
     def line(self, emit: Emit, dims: Sequence[int]) -> fx.Node:
-        """The indices of `dims` as one, int64, of shape `common`: the place in those dims as one dim."""
+        """The indices of `dims` as one into the flattened dims, int64, of shape `common`."""
         line: fx.Node | None = None
         for d in dims:
             index = _from_start(emit, self.indices[d], self.x[d])
@@ -83,7 +83,7 @@ class IndexLookup:
 
 
 def _from_start(emit: Emit, index: Any, size: int) -> fx.Node:
-    """An index with those from the end, which are negative, counted from the start."""
+    """An index whose negative entries, which count from the end, count from the start."""
     if index.meta["val"].dtype != torch.int64:
         index = emit(aten._to_copy.default, index, dtype=torch.int64)
     negative = emit(aten.lt.Scalar, index, 0)

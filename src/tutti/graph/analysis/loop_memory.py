@@ -1,11 +1,11 @@
-"""What a loop over micro-batches holds while its row is played, beside what was held before it.
+"""The memory of a loop over micro-batches at each entry of its row, beyond that held before it.
 
-    held in an entry of the row  =  values of micro-batches that are under way
-                                 +  sums, and values to be joined
-                                 +  what the part itself holds at its peak
+    held in an entry of the row  =  live values of micro-batches
+                                 +  sums, and values to join
+                                 +  the peak of the part itself
 
-A value is counted by the memory it lies in: two values of a part may share it, and what a part only looks
-at again of its inputs is nothing new. What a part reads for the last time it may give back on its way.
+Blocks of memory count, not values: two values of a part may share a block, and a view of an input adds none.
+A part may free an input after its last read, before the part ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tutti.graph.ops.loop import RECEIVE, REDUCE, SEND, Body, Do, LoopPart
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that a loop holds: bytes, the node and the entry of the row at which, and the pieces.
+    """The peak of a loop: its bytes, its node, its entry of the row, and the pieces held.
 
-    `borrowed_nbytes` of it no value lies in.
+    `borrowed_nbytes` of the bytes are scratch memory, in no piece.
     """
 
     nbytes: int
@@ -36,7 +36,7 @@ class Peak:
 
 
 class RowWalk:
-    """Goes through the row of a body as `loop.play` does, with pieces of memory for values."""
+    """Plays the row of a body as `playing.play` does, with pieces of memory for values."""
 
     def __init__(self, body: Body, memory_of: Callable[[LoopPart, bool], PartMemory]) -> None:
         self.body, self._memory_of = body, memory_of
@@ -52,7 +52,7 @@ class RowWalk:
         self.ops = {s.name: s.op for s in body.sums}
 
     def peak(self) -> Peak | None:
-        """The entry at which most is held; None where nothing is done."""
+        """The peak over all entries; None for an empty row."""
         for do, dying in zip(self.body.row, self.body.last_reads, strict=True):
             if do.way == RECEIVE:
                 self._receive(do)
@@ -102,7 +102,7 @@ class RowWalk:
             self._drop(self._live(do, name).pop(name))
 
     def _memory(self, do: Do) -> PartMemory | None:
-        """That of the part; None of one that makes nothing."""
+        """The memory of the part; None for a part without results."""
         key = do.stage, do.kind
         part = self.body.parts[key]
         if not part.outputs and not part.summed:
@@ -124,7 +124,7 @@ class RowWalk:
             self._drop(pieces)
 
     def _live(self, do: Do, name: str) -> dict[str, tuple[HeldMemory, ...]]:
-        """What is held for the micro-batch of `do`, or for its stage as a whole, where `name` is."""
+        """The pieces by name in the scope of `name`: the micro-batch of `do`, or its stage as a whole."""
         return self.live[self.body.scope_of(do, name)]
 
     def _results(
@@ -134,7 +134,7 @@ class RowWalk:
         known: dict[str, tuple[HeldMemory, ...]],
         taken: dict[str, tuple[HeldMemory, ...]],
     ) -> tuple[dict[str, tuple[HeldMemory, ...]], dict[str, tuple[HeldMemory, ...]]]:
-        """What a part gives out, and to sums, once it has run; nobody else reads what is `taken`."""
+        """The pieces of a part's outputs and sums; this part is the last reader of `taken`."""
         self._note(do, memory, self._given_back(memory, taken, known))
         summed = memory.outputs if do.kind == REDUCE else memory.summed
         made: dict[StorageBlock, HeldMemory] = {}
@@ -150,7 +150,7 @@ class RowWalk:
         taken: dict[str, tuple[HeldMemory, ...]],
         known: dict[str, tuple[HeldMemory, ...]],
     ) -> dict[HeldMemory, frozenset[str]]:
-        """What lies in inputs that nobody else holds, and no result lies in."""
+        """The pieces of inputs that nothing else holds and no result aliases."""
         ends = {
             b
             for x in (*memory.outputs.values(), *memory.summed.values())
@@ -180,7 +180,7 @@ class RowWalk:
         made: dict[StorageBlock, HeldMemory],
         summed: bool = False,
     ) -> tuple[HeldMemory, ...]:
-        """What a result of a part lies in: new memory, or that of an input."""
+        """The pieces of a result of a part: new memory, or that of an input."""
         found: dict[HeldMemory, None] = {}
         names = {x: n for n, x in memory.inputs.items()}
         for block in memory.storages.of[node]:

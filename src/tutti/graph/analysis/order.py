@@ -1,4 +1,4 @@
-"""Where in a graph a value is ready and where it is needed, and what it is made of."""
+"""Positions in a graph: where a value is ready, its first use, its ancestors and descendants."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def positions_of(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def ready_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """The position of the last operand of `node`: it could stand right behind."""
+    """The position of the last operand of `node`: the earliest place for `node` is right behind it."""
     return max((order[x] for x in node.all_input_nodes), default=-1)
 
 
 def used_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
-    """The position of the first user of `node`: it could stand right before."""
+    """The position of the first user of `node`: the latest place for `node` is right before it."""
     return min((order[user] for user in node.users), default=len(order))
 
 
@@ -39,7 +39,7 @@ def ancestors(
     *,
     given: Container[fx.Node] = (),
 ) -> set[fx.Node]:
-    """`starts`, and what they are made of as far as `inside` holds; what is `given` is not made."""
+    """`starts` and their ancestors, as far as `inside` holds; the ancestors of `given` do not count."""
     todo = list(starts)
     found = set(todo)
     while todo:
@@ -61,7 +61,7 @@ def ancestors_where(
 def descendants_where(
     starts: Iterable[fx.Node], holds: Callable[[fx.Node], bool]
 ) -> set[fx.Node] | None:
-    """`starts` and what is made of them, if `holds` is true of all; ends at the first of which it is not."""
+    """`starts` and their descendants, if `holds` is true of all; ends at the first of which it is not."""
     return _reached(starts, lambda node: node.users, holds)
 
 

@@ -1,4 +1,4 @@
-"""What one part of a loop holds while it runs, node by node."""
+"""The memory of one part of a loop, node by node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 
 @dataclass(frozen=True, eq=False)
 class HeldMemory:
-    """Memory that is held: what made it, its bytes, and whether it is a sum over the micro-batches."""
+    """A piece of held memory: its node, its bytes, and whether it is a sum over the micro-batches."""
 
     node: fx.Node
     nbytes: int
@@ -28,9 +28,9 @@ LastHolders = Callable[[fx.Graph, Storages], dict[fx.Node, list[StorageBlock]]]
 
 
 class PartMemory:
-    """The memory of one part: what it makes and gives back, node by node.
+    """The memory that one part allocates and frees, node by node.
 
-    `adding`: where it adds to totals that are there.
+    `adding`: whether the part adds to existing totals.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PartMemory:
 
     @cached_property
     def _last_reads(self) -> dict[str, int]:
-        """The position of the last node that reads an input, or looks at it through a view."""
+        """The position of the last node that reads an input, directly or through a view."""
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         found: dict[str, int] = {}
         for name, node in self.inputs.items():
@@ -69,9 +69,9 @@ class PartMemory:
         return found
 
     def peak(self, given_back: dict[HeldMemory, frozenset[str]]) -> tuple[int, fx.Node]:
-        """The most bytes above those held when it begins, and where.
+        """The most bytes above those held when the part begins, and their node.
 
-        given_back: what no one needs after it, each with the names under which the part reads it.
+        given_back: pieces without a later reader, each with its names among the part's inputs.
         """
         key = frozenset(given_back.values())
         if key not in self._known:
@@ -84,7 +84,7 @@ class PartMemory:
     def held_at(
         self, at: fx.Node, given_back: dict[HeldMemory, frozenset[str]]
     ) -> tuple[list[StorageBlock], set[HeldMemory], int]:
-        """At `at`: the blocks made and not given back, what is given back already, bytes borrowed."""
+        """At `at`: the blocks made and not freed, the pieces freed already, the bytes of scratch memory."""
         for node, _, made, gone in self._steps(given_back):
             if node is at:
                 return list(made), set(gone), self._borrowed(at, self.storages)

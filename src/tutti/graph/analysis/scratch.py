@@ -1,4 +1,4 @@
-"""Memory that an op borrows while it runs, beside its operands and results."""
+"""Scratch memory of an op, beside its operands and results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INT32 = 4
 
 
 def borrowed(node: fx.Node, storages: Storages) -> int:
-    """Bytes that `node` borrows while it runs.
+    """Bytes of scratch memory that `node` holds while it runs.
 
     Measured on CPUs, where PyTorch's allocator sees them; a GPU's libraries keep their own workspaces.
     """
@@ -43,7 +43,7 @@ def _convolution_backward(operands: tuple[Any, ...], result: Any) -> int:
 
 
 def _matmul(operands: tuple[Any, ...], result: Any) -> int:
-    """A transposed left operand laid out anew; strips of the right one are small."""
+    """A contiguous copy of a transposed left operand; strips of the right one are small."""
     return _laid_out(operands[0], 0)
 
 
@@ -52,7 +52,7 @@ def _grad_copy(operands: tuple[Any, ...], result: Any) -> int:
 
 
 def _paths(operands: tuple[Any, ...], result: Any) -> int:
-    """What the paths up to each time and place of a target come to; no target is longer than its time."""
+    """The table of CTC paths, by time and position in the target; no target is longer than its time."""
     log_probs, targets = operands[:2]
     time, samples, _ = log_probs.shape
     return time * samples * (2 * min(time, targets.shape[1]) + 1) * log_probs.element_size()
@@ -69,7 +69,7 @@ def _hash(operands: tuple[Any, ...], result: Any) -> int:
 
 
 def _all_gather(operands: tuple[Any, ...], result: Tensor) -> int:
-    """Gloo gathers into a buffer of its own. Then the parts as they came, unless that is the result."""
+    """Gloo's own buffer, then the parts in rank order, unless these are the result."""
     x, _, dim, outer = operands
     gloo = result.nbytes if result.device.type == "cpu" else 0
     joined = 0 if dim == 0 and outer == 1 else result.nbytes
@@ -77,7 +77,7 @@ def _all_gather(operands: tuple[Any, ...], result: Tensor) -> int:
 
 
 def _reduce_scatter(operands: tuple[Any, ...], result: Tensor) -> int:
-    """The parts to be sent, and those received, before they are summed."""
+    """The parts to send, and those received, before their sum."""
     x, _, dim, outer = operands[:4]
     return _laid_out(x, dim, outer) + x.nbytes
 
@@ -89,7 +89,7 @@ def _all_to_all(operands: tuple[Any, ...], result: Tensor) -> int:
 
 
 def _laid_out(x: Tensor, dim: int, outer: int = 1) -> int:
-    """A copy whose parts lie one after another, where those of `x` do not."""
+    """A copy with adjacent parts, where those of `x` are not adjacent."""
     return 0 if dim == 0 and outer == 1 and x.is_contiguous() else x.nbytes
 
 

@@ -1,4 +1,4 @@
-"""Which inputs of a graph are state: what a step keeps for the next one."""
+"""The inputs of a graph that are state, which a step keeps for the next one."""
 
 from __future__ import annotations
 

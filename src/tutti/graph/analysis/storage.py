@@ -1,10 +1,10 @@
-"""Which memory each value of a graph lies in: found by running the graph on fake tensors.
+"""The memory of each value of a graph, found by a run of the graph on fake tensors.
 
-A fake run makes what a real one makes: views share memory, a reshape of permuted values copies, an
-in-place op writes where its operand lies, one op may make several tensors. So there is no list of ops here.
+A fake run allocates as a real one does: views share memory, a reshape of permuted values copies, an in-place
+op writes into its operand, one op may make several tensors. So this file needs no list of ops.
 
-Of memory that the ranks of a host share, each counts its share: a gathered weight that is only looked at is
-nobody's beyond the parts; the buffers of a program are one block that is there before and after the call.
+Of memory that the ranks of a host share, each rank counts its share: a gathered weight that is a view counts
+for none beyond the parts. The buffers of a program are one block, which exists before and after the call.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.pytrees import tree_leaves
 from tutti.torch_private.storages import storage_id
 
-# There before the call and after it: worked out when the code is written, or memory that is kept.
+# Values that exist before and after the call: constants of the generated code, or kept memory.
 _CONSTANTS = (collectives.positions, collectives.buffer)
-# What has no kernel to be run on fake tensors: it makes new, contiguous memory.
+# Targets without a kernel for fake tensors: they make new, contiguous memory.
 _NAMES = frozenset({*collectives.PLAYED, draw, loop})
 
 
 @dataclass(frozen=True, eq=False)
 class StorageBlock:
-    """A piece of memory, made by `node`, `nbytes` long; views and in-place results lie in it too."""
+    """A piece of memory of `nbytes`, made by `node`; views and in-place results share it."""
 
     node: fx.Node
     nbytes: int
 
 
 class Storages:
-    """The blocks behind each node of `graph`; one for a tensor, one a result for several results.
+    """The blocks of each node of `graph`: one for each of its tensors.
 
-    Inputs and constants have blocks too; what they hold lives longer than the graph.
+    Inputs and constants have blocks, too, which outlive the graph.
     """
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
@@ -70,7 +70,7 @@ class Storages:
 
     @staticmethod
     def is_given(block: StorageBlock) -> bool:
-        """Whether the block is there before the call and after it: an input or a constant."""
+        """Whether the block exists before and after the call: an input or a constant."""
         return block.node.op != "call_function" or block.node.target in _CONSTANTS
 
     def given(self) -> list[StorageBlock]:
@@ -79,7 +79,7 @@ class Storages:
         return [b for b in found if self.is_given(b)]
 
     def made(self, node: fx.Node) -> Iterator[StorageBlock]:
-        """The blocks that are new at `node` when it runs."""
+        """The blocks that `node` allocates."""
         found = (block for block in self.of.get(node, ()) if block.node is node)
         return (block for block in found if not self.is_given(block))
 
@@ -96,7 +96,7 @@ class Storages:
         return function(*args, **kwargs)
 
     def _shared(self, node: fx.Node, *args: Any) -> Any:
-        """What lies in memory that is there already."""
+        """The value of a node in existing memory."""
         if node.target is collectives.buffer:
             axes, offset, shape, dtype = args
             nbytes = math.prod(shape) * dtype.itemsize
@@ -115,7 +115,7 @@ _SHARED = (collectives.buffer, collectives.part, collectives.gather_into, collec
 
 
 def _is_look(node: fx.Node) -> bool:
-    """Whether `node` looks at the parts of all ranks, where they lie."""
+    """Whether `node` is a view of the parts of all ranks, in place."""
     return node.target is collectives.together_ and node.args[0] == "all_gather"
 
 

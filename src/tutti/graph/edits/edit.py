@@ -1,4 +1,4 @@
-"""Small edits of an fx graph that keep every node's fake value and notes in step."""
+"""Small edits of an fx graph that keep the fake value and the notes of every node up to date."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tutti.torch_private.op_tables import OpOverload, schema_of
 
 aten = torch.ops.aten
 NOTES = ("source", "forward_source", "module", "region", "stream")
-# On a recomputed node: the name of the node of the forward that computed the same value.
+# On a recomputed node: the name of the forward's node of the same value.
 RECOMPUTED = "recomputed"
-# On a node that an optimizer finds in `.grad`: of which parameters, each as "call of the step/name".
+# On a gradient that an optimizer reads from `.grad`: its parameters, each as "call of the step/name".
 GRADIENT_OF = "gradient_of"
-# Notes that a node hands on to the one that takes its place; each is a list.
+# Notes that a replacement inherits from its node; each is a list.
 HANDED_ON = ("output_of", GRADIENT_OF)
 
 
 def source_of(node: fx.Node) -> str:
-    """The user's line of a node, for one of the backward that of the forward op behind it; or ""."""
+    """The user's line of a node, for a backward node that of its forward op; or ""."""
     return node.meta.get("forward_source") or node.meta.get("source") or ""
 
 
@@ -38,11 +38,11 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 
 
 class _Unlike(Exception):
-    """An operand that is like no other."""
+    """An operand without a form to compare."""
 
 
 def _call_form(target: Any, args: Any, kwargs: Any) -> Any:
-    """What the form of a call's value depends on; None for a call whose value may be one of its operands."""
+    """The key of a call's fake value; None for a call that may return an operand."""
     if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
         return None
     try:
@@ -66,12 +66,12 @@ def _form(x: Any) -> Any:
     return *sizes, x.dtype, x.device, x.requires_grad
 
 
-# Each pass, and each batch of new sizes, asks for many fake values again.
+# Each pass, and each batch of new sizes, computes many fake values again.
 _MOST_KNOWN = 10_000
 
 
 def _known_values(args: Any, mode: Any) -> dict[Any, Any]:
-    """The fake values by form of the call, of `mode` or that of the operands; they end with the mode."""
+    """The cached fake values of `mode`, or of the operands' mode, by `_call_form`; the mode owns them."""
     for x in (mode, *args):
         value = x.meta["val"] if isinstance(x, fx.Node) else x
         of = value.fake_mode if isinstance(value, FakeTensor) else value
@@ -90,7 +90,7 @@ class Editor:
         self.graph, self.mode = graph, mode or nullcontext()
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The fake value of a call; calls with operands of the same form, as equal layers make, give one."""
+        """The fake value of a call; calls with operands of the same form, as in equal layers, share one."""
         key = _call_form(target, args, kwargs)
         known = _known_values(args, self.mode) if key is not None else {}
         if key in known:
@@ -102,7 +102,7 @@ class Editor:
         return value
 
     def at(self, node: fx.Node) -> Emit:
-        """A place right before `node`; what is emitted there inherits the notes of `node`."""
+        """A place right before `node`; nodes emitted there inherit its notes."""
         return Emit(self, node)
 
     def replace(self, node: fx.Node, new: fx.Node | Sequence[fx.Node | None]) -> None:
@@ -154,12 +154,12 @@ def permuted(emit: Emit, x: Any, order: Sequence[int]) -> fx.Node:
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """The order that puts dims back that `order` has moved."""
+    """The inverse of the permutation `order`."""
     return sorted(range(len(order)), key=order.__getitem__)
 
 
 def erase_dead(graph: fx.Graph) -> None:
-    """Erase what nobody uses, random and profiler ops included; placeholders stay."""
+    """Erase unused nodes, random and profiler ops included; placeholders stay."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""What tutti replaces in other libraries for a while: one value says what and why, one place puts it back."""
+"""Temporary replacements of attributes of other libraries, each a value with its reason."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MISSING: Any = object()
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """An attribute that is replaced for a while.
+    """An attribute to replace for a while.
 
     owner: the module, class or object that has it.
     reason: why, in one line.
     this_thread: other threads get the original meanwhile.
-    create: the attribute need not be there before.
+    create: the attribute need not exist before.
     """
 
     owner: Any
@@ -38,12 +38,12 @@ class Patch:
         return self.owner.__name__ if named else f"{type(self.owner).__name__} {self.owner.name}"
 
     def of(self, owner: Any) -> Patch:
-        """The same of one object, where the table has its class."""
+        """This patch for one object in place of its class."""
         return replace(self, owner=owner)
 
     @property
     def original(self) -> Any:
-        """What stands there now; raises `AttributeError` where nothing does."""
+        """The current value; raises `AttributeError` without one."""
         found = self._own()
         if found is not _MISSING:
             return found
@@ -52,7 +52,7 @@ class Patch:
         )
 
     def _own(self) -> Any:
-        """What the owner itself has, and inherits from no other; as it is stored (`staticmethod`, say)."""
+        """The owner's own attribute, not an inherited one, as stored (`staticmethod`, say)."""
         return getattr(self.owner, "__dict__", {}).get(self.name, _MISSING)
 
     def _put_back(self, own: Any) -> None:
@@ -69,9 +69,9 @@ def each(owner: Any, names: Iterable[str], reason: str, **options: Any) -> dict[
 
 @contextlib.contextmanager
 def replaced(*pairs: tuple[Patch, Any]) -> Iterator[None]:
-    """Inside, each patch's attribute is what stands beside it; afterwards all is as before, however it ends.
+    """Inside, each attribute has the value paired with its patch; the end restores all, after errors too.
 
-    Raises `AttributeError`, before anything is replaced, for a target that is not there.
+    Raises `AttributeError` for a missing attribute, before it replaces any.
     """
     instead = [(patch, _guarded(patch, value)) for patch, value in pairs]
     with contextlib.ExitStack() as stack:

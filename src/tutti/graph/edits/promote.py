@@ -1,4 +1,4 @@
-"""A graph in float64 throughout, so that what is left of a difference is a mistake, not rounding."""
+"""A graph in float64 throughout: its differences are then mistakes, not rounding."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _promoted_argument(x: Any) -> Any:
 
 
 def promoted(graph: fx.Graph, owner: nn.Module) -> Promoted:
-    """A copy of `graph` whose every floating dtype is float64, the constants with it, and the old
-    nodes by new one.
+    """A copy of `graph` with every floating dtype float64, its constants too, and the map from new to old
+    nodes.
 
-    Models cast to float32 inside (norms, rotary tables, losses); those casts go too.
+    Models cast to float32 inside (norms, rotary tables, losses); these casts become float64, too.
     """
     constants = nn.Module()
     out, mapped = _promoted(graph, owner, constants)
@@ -92,8 +92,8 @@ class _Wide:
 
 
 def _takes_the_default(node: fx.Node) -> bool:
-    """Whether a floating result is made of no floating tensor: of integers, of Python's numbers."""
-    if getattr(node.target, "namespace", "tutti") == "tutti":  # ours are told their dtype
+    """Whether a floating result has no floating operand: only integer tensors or Python's numbers."""
+    if getattr(node.target, "namespace", "tutti") == "tutti":  # tutti's own ops take a dtype
         return False
     given = [x.meta.get("val") for x in node.all_input_nodes]
     return _is_inexact(node.meta.get("val")) and not any(map(_is_inexact, given))

@@ -1,7 +1,7 @@
-"""Marks in a graph: where regions meet, and where the user asked for a sharding.
+"""Marks in a graph: boundaries of regions, and shardings that the user asks for.
 
-Both are identities on values. `boundary` stands where a weight enters the forward or backward and where a
-gradient enters the update, so that each side may lie differently. `shard_as` carries the user's word.
+Both are identities on values. `boundary` marks a weight that enters the forward or backward, and a gradient
+that enters the update: its two sides may differ in sharding. `shard_as` carries the user's sharding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IDENTITIES = (boundary, shard_as_op)
 
 
 class _ShardAs(torch.autograd.Function):
-    """The gradient lies as the value does."""
+    """The gradient has the sharding of the value."""
 
     @staticmethod
     def forward(ctx, x: Tensor, sharding: str) -> Tensor:
@@ -43,9 +43,9 @@ class _ShardAs(torch.autograd.Function):
 
 
 def shard_as(x: Tensor, sharding: str) -> Tensor:
-    """Hint that `x` lie as `sharding` says, one entry per dim: `"data, tensor, -"`.
+    """Hint that `x` have this sharding, one entry per dim: `"data, tensor, -"`.
 
-    Outside a captured step it returns `x` itself. Axes that the layout lacks are ignored.
+    Outside a captured step it returns `x` itself. It ignores axes that the layout lacks.
     """
     from tutti.torch_private.fake_tensors import FakeTensor
 

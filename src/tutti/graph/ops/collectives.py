@@ -1,11 +1,10 @@
 """The collectives of a partitioned program, as graph node targets.
 
 A partitioned graph holds calls to the functions below. They are names, not implementations: a
-*player* answers them (`graph.players.player`). `comm` does so between real ranks,
-`graph.players.virtual_ranks` between the virtual ranks of one process. Two move nothing and need no player:
-`positions(sharding, dim, device)`, the global indices that a rank holds along a dim (int64, 1-D), and
-`draw_part(..., sharding)`, its part of a random tensor (see `graph.randomness.draw`); whoever runs the graph
-works these out for its rank.
+*player* answers them (`graph.player`). `comm` does so between real ranks, `graph.virtual_ranks` between
+the virtual ranks of one process. Two move nothing and need no player: `positions(sharding, dim, device)`,
+the global indices that a rank holds along a dim (int64, 1-D), and `draw_part(..., sharding)`, its part
+of a random tensor (see `graph.draw`); the engine that runs the graph computes both for its rank.
 
 `axes` are mesh axes, major to minor; the group of a rank holds the ranks that differ from it in these
 axes only, ordered by their coordinates along `axes`.
@@ -17,21 +16,21 @@ seen as `(outer, inner)` and the collective acts on `inner`.
 Passes join and move collectives. `together(kind, xs, axes, wheres, op)` carries out several at once:
 `wheres[i]` is the `(dim, outer)` of `xs[i]`, `op` that of a reduction or ""; its value is the list of
 results. `start(...)`, with the same arguments, begins them and `finish(handle, xs)` waits for them: until
-then `xs` must stay as they are.
+then `xs` must not change.
 
 Where the ranks of a group share memory:
 
-- `buffer(axes, offset, shape, dtype)`: memory for a value that a later collective takes where it lies;
-- `together_(kind, xs, axes, wheres, op)`: `together` on such values, or on state that lies in shared
+- `buffer(axes, offset, shape, dtype)`: memory for a value that a later collective reads in place;
+- `together_(kind, xs, axes, wheres, op)`: `together` on such values, or on state in shared
   memory: all-reduces in place, gathers as views. "reduce_part" is a reduce-scatter in place: its results
-  are the operands, of which the part that `part` gives is reduced;
-- `gather_into(names, xs, axes, wheres)`: gathers `xs` into the state `names`, of which they are parts;
+  are the operands, with only the part that `part` gives reduced;
+- `gather_into(names, xs, axes, wheres)`: gathers the parts `xs` into the state `names`;
 - `part(x, axes, dim, outer)`: `shard` as a view of `x`;
-- `meet(axes)`: waits until every rank has come here.
+- `meet(axes)`: waits until every rank has reached it.
 
-Between the places of a pipeline: `send(xs, source, to)` and, there, `receive(source, to, likes)` with a
-`(shape, dtype)` for each tensor. A place is a coordinate along `pipe`; the rank at the other place with the
-same other coordinates is meant.
+Between pipeline ranks: `send(xs, source, to)` and, on the other, `receive(source, to, likes)` with a
+`(shape, dtype)` for each tensor. `source` and `to` are coordinates along `pipe`; the two ranks have the
+same other coordinates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CTC loss as ops whose shapes are known before they run, each sample by itself.
+"""CTC loss as ops with static shapes, each sample by itself.
 
     tutti::ctc_loss(log_probs, targets, input_lengths, target_lengths, blank,
                     zero_infinity) -> losses
@@ -6,9 +6,9 @@
 
 with log_probs (T, N, C), targets (N, S), both lengths (N,), losses (N,) and slopes (T, N, C). ATen's op
 saves a table for its backward whose size depends on the longest target of the batch. So `ctc_slopes`
-works the gradient out at once, for a gradient of 1 of each loss: what the backward then does is a
-product. ATen multiplies by the gradient of the loss last, so the result is the same to the bit. With
-`zero_infinity` the slopes of a loss that is infinite are zeros; the loss itself is not.
+computes the gradient at once, for a gradient of 1 of each loss; the backward is then a product. ATen
+multiplies by the gradient of the loss last, so the result is the same to the bit. With `zero_infinity`
+the slopes of an infinite loss are zeros; the loss itself stays infinite.
 
 Source: A. Graves et al., Connectionist Temporal Classification, ICML 2006.
 """

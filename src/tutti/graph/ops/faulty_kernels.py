@@ -1,7 +1,7 @@
 """Fused optimizer kernels that are wrong for some entries of a tensor, found by a trial.
 
 A fused update treats every entry of a tensor alike. PyTorch's kernels have one loop over vectors and another
-one for the entries that are left. In some releases one of the two is wrong for some types: `_fused_sgd_` of
+one for the remaining entries. In some releases one of the two is wrong for some types: `_fused_sgd_` of
 PyTorch 2.13 leaves bfloat16 and float16 parameters on a CPU as they were, in all but the last few entries.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from tutti.graph.ops.fused_updates import Kernel
 from tutti.torch_private.dispatch_modes import no_modes
 
-# Two of the longest vectors (512 bits of 16-bit numbers), and some entries that are left.
+# Two of the longest vectors (512 bits of 16-bit numbers), and some remaining entries.
 _NUM_ENTRIES = 2 * 32 + 3
 _OPTIONAL = ("momentum_buffers", "max_exp_avg_sqs")
 
 
 @cache
 def is_faulty(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `kernel` gives equal entries of tensors of `dtype` on `device` results that differ.
+    """Whether `kernel` gives different results for equal entries of tensors of `dtype` on `device`.
 
     Runs the kernel once with and once without the lists that may be empty. It takes well under a
     millisecond, once in a process.
@@ -38,7 +38,7 @@ def is_faulty(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
 def _tried(
     kernel: Kernel, device: torch.device, dtype: torch.dtype, *, optional: bool
 ) -> list[Tensor]:
-    """What `kernel` writes of tensors that hold ones; step counts are left out."""
+    """The tensors that `kernel` writes, from tensors of ones; without step counts."""
     lists: list[list[Tensor]] = []
     for name in kernel.lists:
         given = optional or name not in _OPTIONAL

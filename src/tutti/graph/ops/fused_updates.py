@@ -4,11 +4,11 @@
 
 One op per kernel of `KERNELS`. Operands are lists of tensors, one entry per parameter; results are the
 new values of the lists that the kernel writes, one list after the other. A captured graph has one call
-per parameter; passes join them. Numbers may be inputs of the graph. `steps` are counted already.
+per parameter; passes join them. Numbers may be inputs of the graph. `steps` already count this step.
 
 Each op has two forms that overwrite instead: `tutti::adamw_`, which a trace records, and
-`Kernel.overwriting`, which a finished program calls, and which returns what it has overwritten; where nobody
-asks for that the program calls its `silent`.
+`Kernel.overwriting`, which a finished program calls, and which returns the overwritten tensors; where nothing
+uses these the program calls its `silent`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ Lists = Sequence[Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel: its lists of tensors in order, which of them it writes, its numbers and its switches.
+    """One kernel: its lists of tensors in order, those that it writes, its numbers and its switches.
 
-    `constants` are arguments of PyTorch's function that are the same at every captured step.
+    `constants` are arguments of PyTorch's function with the same value at every captured step.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Kernel:
 
     @cached_property
     def overwriting(self) -> Callable[..., list[Tensor]]:
-        """The function that overwrites, and returns what the functional op returns."""
+        """The function that overwrites, with the results of the functional op."""
 
         def overwrite(*lists: Sequence[Tensor], **numbers: Any) -> list[Tensor]:
             self.overwrite(*lists, **numbers)
@@ -70,7 +70,7 @@ class Kernel:
         return overwrite
 
     def overwrite(self, *lists: Sequence[Tensor], **numbers: Any) -> None:
-        """Run PyTorch's kernel, which takes it that all tensors of a parameter lie alike in memory."""
+        """Run PyTorch's kernel, which assumes equal strides of all tensors of a parameter."""
         fused, numbers = _FUSED[self.name], {**numbers, **dict(self.constants)}
         if all(map(Tensor.is_contiguous, chain.from_iterable(lists))):
             fused(*lists, **numbers)
@@ -85,7 +85,7 @@ class Kernel:
                     x.copy_(made)
 
     def one_by_one(self, lists: Sequence[Any]) -> Iterator[tuple[list[list[Any]], list[Any]]]:
-        """For each parameter its own lists, and what of them is written."""
+        """For each parameter its own lists, and the tensors of them that the kernel writes."""
         for i in range(len(lists[0])):
             mine = [[xs[i]] if xs else [] for xs in lists]
             yield mine, [x for k in self.written for x in mine[k]]
@@ -125,12 +125,12 @@ KERNELS = (
     ),
 )
 
-# Looked up once: capture puts others in their place while it traces.
+# Looked up once: capture replaces these functions while it traces.
 _FUSED: dict[str, Callable[..., Any]] = {k.name: getattr(torch, k.fused_name) for k in KERNELS}
 
 
 def _alike(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors of one parameter, those copied that do not lie as the parameter does."""
+    """The tensors of one parameter; copies of those whose strides differ from the parameter's."""
     dense = torch.empty_like(tensors[0])  # keeps strides where they leave no gaps
     return [
         x if x.stride() == dense.stride() or x.dim() == 0 else torch.empty_like(dense).copy_(x)

@@ -1,17 +1,16 @@
 """A loop over micro-batches as one node of a graph: `loop(body, [values...])` -> its results.
 
-    before   what the micro-batches have in common          once a step
+    before   values common to all micro-batches             once a step
     loop     parts of the forward and the backward          once a micro-batch, in the order of a row
-    after    clipping, update, what the step returns        once a step
+    after    clipping, update, results of the step          once a step
 
-A *part* is a graph of its own. What a part makes is kept, by (stage, micro-batch), until the last action
-that reads it; what is to be summed over the micro-batches is added up as it comes. Two parts of a stage stand
-outside of its micro-batches: `G` gathers its weights, which are kept until the last action that reads them,
-or the last one before they are gathered again; `A` reduces, over ranks, what has been added up.
-Where the stages of a pipeline lie on several ranks, the row says also what is sent and received, and when.
+A *part* is a graph of its own. The loop keeps its results, by (stage, micro-batch), until the last action
+that reads them, and adds sums over the micro-batches as their terms arrive. Two parts of a stage belong to no
+micro-batch: `G` gathers its weights, which the loop keeps until their last reader, or the last one before the
+next gather; `A` reduces the sums over ranks. In a pipeline over several ranks the row also has the sends and
+receives, in order.
 
-`playing.play` goes through a row for whatever runs the parts: real ranks (`execution.loops`) and virtual ones
-(`graph.players.virtual_ranks`) share it.
+`playing.play` plays a row for real ranks (`execution.loops`) and for virtual ones (`graph.virtual_ranks`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor, fx
 
 SEND, RECEIVE = ">", "<"
 GATHER, REDUCE = "G", "A"
-# What a stage has gathered is kept as if it belonged to this micro-batch.
+# The scope of a stage's gathered weights, in place of a micro-batch.
 WHOLE = -1
 
 
@@ -35,7 +34,7 @@ class Do:
     """One entry of a row: a part of `stage`, or a message to or from stage `other`.
 
     A part is `F`, `I`, `W` or `B` of a micro-batch, or `G` or `A` of none.
-    A message is what `kind` of the sending stage has made: `Do("F", 0, 3, SEND, 1)`.
+    A message carries results of `kind` of the sending stage: `Do("F", 0, 3, SEND, 1)`.
     """
 
     kind: str
@@ -54,8 +53,8 @@ class Do:
 class LoopPart:
     """One piece of a body: `graph` takes `inputs` and returns `(outputs, summed)`, all by name.
 
-    `adding` is the same for later micro-batches: it takes the totals so far of the first `num_added` of
-    `summed` behind its inputs, adds to them in place, and returns `(outputs, the other summed)`.
+    `adding` replaces `graph` for later micro-batches: behind its inputs it takes the totals so far of the
+    first `num_added` of `summed`, adds to them in place, and returns `(outputs, the other summed)`.
     """
 
     graph: fx.Graph
@@ -68,7 +67,7 @@ class LoopPart:
 
 @dataclass(frozen=True)
 class Sum:
-    """What becomes of a value over the micro-batches.
+    """The reduction of a value over the micro-batches.
 
     `op` is "sum", "max", "min", "prod", or "join" along `dim` (seen as `(outer, inner)`).
     """
@@ -81,13 +80,13 @@ class Sum:
 
 @dataclass(frozen=True)
 class Body:
-    """What one rank does over all micro-batches.
+    """The work of one rank over all micro-batches.
 
     given: the names of the values from before the loop, in the order of the node's operands.
-    sums: what becomes of the values that parts give out to be summed.
-    results: the names of what the node returns, in order: of sums, and of what is reduced of them.
-    messages: by (sending stage, kind, receiving stage) the names of what goes there.
-    vals: a fake of each value that travels; sources: the user's line that made it.
+    sums: the reductions of the values that parts return as `summed`.
+    results: the names of the node's results, in order: sums, and their reductions over ranks.
+    messages: the names of the values sent, by (sending stage, kind, receiving stage).
+    vals: a fake value of each message's tensors; sources: the user's line that made each.
     """
 
     num_micro: int
@@ -121,7 +120,7 @@ class Body:
         return replace(self, parts={k: change(p) for k, p in self.parts.items()})
 
     def source_of(self, stage: int, kind: str, other: int) -> str:
-        """The user's line that made the first value of a message which has one; or ""."""
+        """The first user's line among the values of a message; or ""."""
         names = self.messages.get((stage, kind, other), ())
         return next(filter(None, (self.sources.get(n, "") for n in names)), "")
 
@@ -132,9 +131,9 @@ class Body:
 
     @cached_property
     def last_reads(self) -> list[frozenset[str]]:
-        """For each entry of the row the values of its stage and micro-batch that nothing reads after it.
+        """For each entry of the row the values of its stage and micro-batch that it reads last.
 
-        Those that the stage has gathered are among them; what is gathered again is another value.
+        Gathered weights are among them; a second gather makes another value.
         """
         seen: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
         found: list[frozenset[str]] = []
@@ -149,7 +148,7 @@ class Body:
 
     @cached_property
     def gathered(self) -> dict[int, frozenset[str]]:
-        """By stage the names of what it gathers."""
+        """The names of gathered weights, by stage."""
         parts = self.parts.items()
         return {stage: frozenset(p.outputs) for (stage, kind), p in parts if kind == GATHER}
 
@@ -159,7 +158,7 @@ class Body:
         return do.stage, WHOLE if whole else do.micro
 
     def _reads(self, do: Do) -> tuple[str, ...]:
-        """What an entry reads of its own stage's values."""
+        """The values of its own stage that an entry reads."""
         if do.way == RECEIVE:
             return ()
         if do.way == SEND:
@@ -168,26 +167,26 @@ class Body:
         return (*self.parts[do.stage, do.kind].inputs, *near)
 
     def _near(self, do: Do) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """What goes from this part to other stages of the same rank."""
+        """The values that this part passes to other stages of the same rank."""
         for (stage, kind, other), names in self.messages.items():
             if (stage, kind) == (do.stage, do.kind) and other in self.stages:
                 yield other, names
 
     @cached_property
     def near(self) -> dict[tuple[int, str], list[tuple[int, tuple[str, ...]]]]:
-        """By stage and kind what its part hands to other stages of this rank."""
+        """The values that a part passes to other stages of this rank, by (stage, kind)."""
         return {k: list(self._near(Do(k[1], k[0], 0))) for k in self.parts}
 
 
 def loop(*_args: Any) -> Any:
-    """The name of a loop in a graph; whoever runs the graph calls `playing.play`."""
+    """The name of a loop in a graph; `playing.play` runs it."""
     raise AssertionError("loop is a name in a graph; `playing.play` runs it")
 
 
 def post(x: Tensor, name: str) -> None:
-    """In a part, gives `x`, the output `name`, to whoever sends it, before the part has ended.
+    """In a part, hand over `x`, the output `name`, to be sent before the part ends.
 
-    Whoever runs the part may leave it out: it is sent at its entry of the row then.
+    An engine may ignore it: the send's entry of the row then sends `x`.
     """
 
 

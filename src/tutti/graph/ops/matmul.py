@@ -3,8 +3,8 @@
     tutti::product(x, weight, bias=None) -> x @ weight.T + bias
 
 with x (..., k), weight (n, k) and bias (n,). `torch.mm` in float32 calls MKL, which runs AVX2 kernels on
-processors that are not Intel's, whatever they can do; oneDNN, a part of PyTorch as well, looks at what they
-can. Sums are float32 in both, in another order.
+processors that are not Intel's, whatever their instructions; oneDNN, also a part of PyTorch, chooses by the
+instructions. Sums are float32 in both, in another order.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.dtype == torch.float64:  # a comparison in float64 plays the same graph
+    if x.dtype == torch.float64:  # a comparison in float64 runs the same graph
         return torch.nn.functional.linear(x, weight, bias)
     if bias is not None:
-        bias = bias.contiguous()  # oneDNN's op reads it as if it were
+        bias = bias.contiguous()  # oneDNN's op assumes a contiguous bias
     return _ONEDNN._linear_pointwise(x, weight, bias, "none", (), None)
 
 
@@ -40,18 +40,18 @@ def _fake_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
 _LIBRARY.impl("product", _matmul, "CompositeExplicitAutograd")
 torch.library.register_fake("tutti::product", _fake_matmul, lib=_LIBRARY)
 
-# In the text of a graph the op keeps its name, `product`: it is another op than `aten.matmul`.
+# In the text of a graph the op's name is `product`, to differ from `aten.matmul`.
 matmul = torch.ops.tutti.product.default
 
 
 def onednn_linear() -> OpOverload:
-    """The op behind it; takes `(x, weight, bias, "none", (), None)`: all float32, the bias contiguous."""
+    """oneDNN's op; takes `(x, weight, bias, "none", (), None)`: all float32, the bias contiguous."""
     return _ONEDNN._linear_pointwise.default
 
 
 def is_faster() -> bool:
-    """Whether oneDNN's matmuls are the faster ones here: MKL is PyTorch's BLAS, the processor is another
-    vendor's and has AVX-512. `torch.backends.mkldnn.flags(enabled=False)` says no."""
+    """Whether oneDNN's matmuls are faster here: PyTorch's BLAS is MKL, and the processor has AVX-512 but is
+    not Intel's. False under `torch.backends.mkldnn.flags(enabled=False)`."""
     backends: Any = torch.backends
     return (
         backends.mkldnn.is_available()

@@ -1,4 +1,4 @@
-"""An op and the one that does the same under another name: `mul` and `mul_`."""
+"""An op and its counterpart of another name: `mul` and `mul_`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The part that all players have in common: dims cut into parts and joined, around moves of whole parts."""
+"""The base of all players: cuts dims into parts and joins them, around moves of whole parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ByDim(ABC):
 
     @abstractmethod
     def rank_in(self, axes: Axes) -> tuple[int, int]:
-        """This rank's position in the group over `axes`, and how many ranks that has."""
+        """This rank's position in the group over `axes`, and the size of the group."""
 
     @abstractmethod
     def reduced(self, xs: Sequence[Tensor], axes: Axes, op: str) -> list[Tensor]:
@@ -45,7 +45,7 @@ class ByDim(ABC):
         kind, axes, wheres = move.kind, move.axes, move.wheres
         if kind == "all_reduce":
             return self.reduced(xs, axes, move.op)
-        alone = len(xs) == len(wheres) == 1  # a loop would take longer than the dispatch
+        alone = len(xs) == len(wheres) == 1  # a loop would cost more than the dispatch
         if kind == "all_gather":
             rows = self.gathered(xs, axes)
             if alone:

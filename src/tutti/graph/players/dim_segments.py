@@ -1,4 +1,4 @@
-"""A dim seen as segments: cut into parts, and parts joined again."""
+"""Cuts a dim into parts of its segments, and joins them again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def split(x: Tensor, dim: int, outer: int, num_parts: int) -> Tensor:
     """`dim`, seen as `(outer, n, inner)`, cut into n parts: `[n, ..., outer * inner, ...]`.
 
-    A view where memory allows it: always for `outer == 1`.
+    A view where the strides allow it: always for `outer == 1`.
     """
     dim %= x.dim()
     size = x.shape[dim]
@@ -33,7 +33,7 @@ def segments(x: Tensor, dim: int, outer: int, num_parts: int, index: int) -> Ten
 
 
 def share(x: Tensor, op: str, *, first: bool) -> Tensor:
-    """A whole `x` as one rank's share of a pending reduction: on the first `x`, else what changes nothing."""
+    """A rank's share of a whole `x` as a pending reduction: the first has `x`, others the neutral element."""
     if first or op in ("max", "min"):
         return x
     return torch.ones_like(x) if op == "prod" else torch.zeros_like(x)

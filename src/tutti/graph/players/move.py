@@ -19,8 +19,8 @@ class Move:
     """Collectives of one kind over one group, one for each of several tensors.
 
     `wheres[i]` says where the collective acts on tensor `i`: `(dim, outer)`; for an all-to-all the pair of
-    the dim that is split, then that of the dim that is joined; an all-reduce ignores it. `op` is "sum",
-    "max", "min" or "prod", and "" where nothing is reduced.
+    the split dim, then that of the joined dim; an all-reduce ignores it. `op` is "sum", "max", "min" or
+    "prod", and "" without a reduction.
     """
 
     kind: str
@@ -30,7 +30,7 @@ class Move:
 
     @staticmethod
     def of(node: fx.Node) -> Move:
-        """The move that a node of a program states: a single collective, or several joined."""
+        """The move of a node of a program: a single collective, or several joined."""
         given: Any = node.args
         target: Any = node.target
         if target in collectives.COLLECTIVES:

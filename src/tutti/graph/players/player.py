@@ -22,14 +22,14 @@ class Messages(Protocol):
         ...
 
     def receive(self, source: int, to: int, likes: Sequence[Like]) -> list[Tensor]:
-        """The tensors that pipeline rank `source` has sent here."""
+        """The tensors that pipeline rank `source` sent to `to`, this one."""
         ...
 
 
 class Player(Messages, Protocol):
     """Plays every move of a partitioned program for one rank.
 
-    Where its ranks share memory, and the program has tensors there, `shared_memory` plays the moves on these.
+    `shared_memory` plays the moves on tensors in memory that the ranks share.
     """
 
     @property
@@ -42,11 +42,11 @@ class Player(Messages, Protocol):
         ...
 
     def start(self, move: Move, xs: Sequence[Tensor]) -> Any:
-        """Begin a move: a handle for `finish`. Until then `xs` must stay as they are."""
+        """Begin a move and return a handle for `finish`. Until then `xs` must not change."""
         ...
 
     def finish(self, underway: Any, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Wait for a move that `start` began with `xs`: its results."""
+        """Wait for a move that `start` began with `xs`, and return its results."""
         ...
 
     def shard(self, x: Tensor, axes: Axes, dim: int, outer: int) -> Tensor:
@@ -54,7 +54,7 @@ class Player(Messages, Protocol):
         ...
 
     def partialize(self, x: Tensor, axes: Axes, op: str) -> Tensor:
-        """A whole `x` as a pending reduction: of a sum the first rank has it, the others zeros."""
+        """A whole `x` as a pending reduction: for a sum, `x` on the first rank and zeros on the others."""
         ...
 
 
@@ -66,29 +66,29 @@ class SharedMemory(Protocol):
         ...
 
     def claimed(self, x: Tensor, axes: Axes) -> Tensor:
-        """The buffer `x`, once no other rank reads what this rank gave before."""
+        """The buffer `x`, once no other rank still reads this rank's last value."""
         ...
 
     def whole(self, x: Tensor, axes: Axes) -> Tensor | None:
-        """The gathered form of state, where `x` is this rank's part of it; None of any other tensor."""
+        """The gathered state of which `x` is this rank's part; None for any other tensor."""
         ...
 
     def play(self, move: Move, xs: Sequence[Tensor]) -> list[Tensor]:
         """A move on tensors in shared memory: all-reduces in place, gathers as views.
 
-        The kind "reduce_part" is a reduce-scatter in place: its results are the operands, and the part that
-        `part` gives of each is reduced.
+        The kind "reduce_part" is a reduce-scatter in place: its results are the operands, with only the
+        part that `part` gives reduced.
         """
         ...
 
     def gather_into(self, move: Move, names: Sequence[str], xs: Sequence[Tensor]) -> list[Tensor]:
-        """Gather `xs` into the state `names`, of which they are parts."""
+        """Gather the parts `xs` into the state `names`."""
         ...
 
     def part(self, x: Tensor, axes: Axes, dim: int, outer: int) -> Tensor:
-        """This rank's part of `x`: a view, but a copy where `outer` segments lie apart."""
+        """This rank's part of `x`: a view, or a copy where its `outer` segments are not adjacent."""
         ...
 
     def meet(self, axes: Axes) -> None:
-        """Return when every rank of the group has come here."""
+        """Return when every rank of the group has called it."""
         ...

@@ -1,4 +1,4 @@
-"""Plays the row of a loop's body, for whatever runs its parts: `play(Row(body), values, engine)`."""
+"""Plays the row of a loop's body on an engine: `play(Row(body), values, engine)`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from tutti.graph.ops.loop import RECEIVE, REDUCE, SEND, Body, Do, LoopPart
 
-# The scopes of what the micro-batches have in common, and of sums over them.
+# The scopes of values common to all micro-batches, and of sums over them.
 _COMMON, _TOTAL = "common", "total"
 
 
 class BodyEngine(Protocol):
-    """What runs the parts of a body: for one rank, or for several virtual ones at once."""
+    """Runs the parts of a body: for one rank, or for several virtual ones at once."""
 
     def call(
         self, part: LoopPart, inputs: list[Any], micro: int, *, adding: bool
     ) -> tuple[list[Any], list[Any]]:
-        """The part's outputs and what it gives to sums, by its graph `adding` if that is so.
+        """The part's outputs and its terms of sums, from its graph `adding` if `adding`.
 
-        `inputs` may be emptied.
+        It may empty `inputs`.
         """
         ...
 
     def add(self, total: Any, value: Any, op: str) -> Any:
-        """`total` and one value more; `total` may be overwritten."""
+        """`total` reduced with one more value; it may overwrite `total`."""
         ...
 
     def join(self, values: list[Any], dim: int, outer: int) -> Any:
@@ -36,7 +36,7 @@ class BodyEngine(Protocol):
         ...
 
     def send(self, do: Do, values: list[Any]) -> None:
-        """Send what `do` says."""
+        """Send the message of `do`."""
         ...
 
     def receive(self, do: Do, likes: list[Tensor]) -> list[Any]:
@@ -45,9 +45,9 @@ class BodyEngine(Protocol):
 
 
 class Row:
-    """The row of a body, each value by its slot in one list: names are looked up once, not at every step.
+    """The row of a body, with each value in a slot of one list: it looks up names once, not at every step.
 
-    A slot is used again when its value is gone. What is never read stays until the row has ended.
+    A later value reuses the slot of a dead one. A value without a reader stays until the row ends.
     """
 
     def __init__(self, body: Body) -> None:
@@ -71,7 +71,7 @@ class Row:
         self.joins = [s if s is not None and s.op == "join" else None for s in found]
 
     def _slot(self, scope: Any, name: str) -> int:
-        """Where a value is, or will be."""
+        """The slot of a value, now or later."""
         if (scope, name) not in self._slots:
             if not self._free:
                 self._free.append(self.num_values)
@@ -80,7 +80,7 @@ class Row:
         return self._slots[scope, name]
 
     def _left(self, scope: Any, name: str) -> int:
-        """The slot of a value that is gone now."""
+        """Free the slot of a dead value, and return it."""
         self._free.append(self._slots.pop((scope, name)))
         return self._free[-1]
 
@@ -102,7 +102,7 @@ class Row:
         return _Called(part, 0, False, inputs, inputs, outputs)
 
     def _part(self, body: Body, do: Do, dying: frozenset[str]) -> list[_Called]:
-        """The entry of a part; none for one that makes nothing."""
+        """The entry of a part; empty for a part without results."""
         part = body.parts[do.stage, do.kind]
         if not part.outputs and not part.summed:
             return []
@@ -136,7 +136,7 @@ class Row:
 
 class _Entry(Protocol):
     def play(self, values: list[Any], engine: BodyEngine) -> None:
-        """Do it. When it has ended, no name of it may keep a value alive."""
+        """Play the row. Afterwards no local name may keep a value alive."""
         ...
 
 
@@ -165,8 +165,8 @@ class _Sent:
 
 @dataclass(frozen=True, slots=True)
 class _Called:
-    """A part: `gone` are inputs that nobody reads after it, `copies` what it hands to other stages here, and
-    `after` what is gone then. Of each sum its slot, what becomes of it, and whether this is its first value.
+    """A part: `gone` are the inputs that it reads last, `copies` the values that it passes to other stages of
+    this rank, `after` the values dead after that. Of each sum: slot, reduction, and whether it starts here.
     """
 
     part: LoopPart
@@ -193,7 +193,7 @@ class _Called:
             values[k] = None
 
     def gather(self, values: list[Any], summed: list[Any], engine: BodyEngine) -> None:
-        """Add to the totals."""
+        """Add the terms to the totals."""
         for (k, op, first), x in zip(self.sums, summed, strict=True):
             if first:
                 values[k] = [x] if op == "join" else x
@@ -204,7 +204,7 @@ class _Called:
 
 
 def play(row: Row, given: Sequence[Any], engine: BodyEngine) -> list[Any]:
-    """Go through a row, `given` what stands before its loop; returns the results of its body in order."""
+    """Play a row on `given`, the operands of its loop; returns the results of its body in order."""
     values: list[Any] = [None] * row.num_values
     for k, x in zip(row.given, given, strict=True):
         values[k] = x
@@ -212,7 +212,7 @@ def play(row: Row, given: Sequence[Any], engine: BodyEngine) -> list[Any]:
         entry.play(values, engine)
     results = []
     for k, how in zip(row.results, row.joins, strict=True):
-        total, values[k] = values[k], None  # what is joined is not kept beside the next
+        total, values[k] = values[k], None  # frees the parts of one join before the next
         results.append(total if how is None else engine.join(total, how.dim, how.outer))
     return results
 

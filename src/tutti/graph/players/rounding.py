@@ -1,9 +1,9 @@
-"""How far rounding alone moves the values of a graph: every result gets a random error of its last places.
+"""The effect of rounding on the values of a graph: every result gets a random error of its last places.
 
     result * (1 + e u),   u uniform in [-4, 4],   e the step between 1 and the next number of its type
 
-Two right programs differ by where they round. Running one device again with errors of that size, drawn anew,
-shows how much of a difference that explains, entry by entry (Parker, "Monte Carlo Arithmetic", 1997).
+Two right programs differ in where they round. Another run of one device with random errors of that size
+shows how much of a difference rounding explains, entry by entry (Parker, "Monte Carlo Arithmetic", 1997).
 """
 
 from __future__ import annotations
@@ -120,18 +120,18 @@ _EXACT = frozenset(
     }
 )
 PLACES = 4.0
-# A number of so much shorter a type that it has not been rounded: counts, masks, what was given.
+# A number of so much shorter a type that it has not been rounded: counts, masks, inputs.
 _SHORTER = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
 
 
 class Rounding:
-    """One sample of errors; the same ones for the same number and the same order of values."""
+    """One sample of errors; the same number and order of values give the same errors."""
 
     def __init__(self, sample: int) -> None:
         self._sample, self._count = sample, 0
 
     def of(self, node: fx.Node, value: Any) -> Any:
-        """What `node` has made, in error."""
+        """The value of `node` with errors added."""
         if node.op != "call_function" or _name(node) in _EXACT:
             return value
         return self._inexact(value)

@@ -25,7 +25,7 @@ from tutti.layout import Mesh, Sharding
 
 See = Callable[[fx.Node, list[Any]], None]
 Change = Callable[[fx.Node, list[Any]], list[Any]]
-# A message between virtual ranks that has not come by then never will.
+# A message between virtual ranks that takes longer will never arrive.
 TIMEOUT_SECONDS = 120
 _CLOSED: list[Any] = []
 
@@ -46,7 +46,7 @@ def _each(x: Tensor, n: int) -> list[Tensor]:
 
 
 class VirtualPost:
-    """What virtual ranks of other pipeline ranks send each other; a pipeline rank runs in one thread."""
+    """Messages between virtual ranks of different pipeline ranks; each pipeline rank runs in one thread."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[int, int], queue.SimpleQueue[list[Any]]] = {}
@@ -65,23 +65,22 @@ class VirtualPost:
         return found
 
     def close(self) -> None:
-        """Wake all who wait for a message."""
+        """Wake every thread that waits for a message."""
         with self._lock:
             for box in self._boxes.values():
                 box.put(_CLOSED)
 
 
 class VirtualRanks:
-    """Runs a graph for every rank of `mesh` at once; collectives are done directly.
+    """Runs a graph for every rank of `mesh` at once; it computes collectives directly.
 
     On a mesh of one rank it runs a plain graph.
 
     Args:
-        mesh: the ranks. The axis `micro`, if it is there, counts as ranks too; it does not where `micro` is
-            given.
-        seed, step: what random ops depend on.
-        micro: the micro-batch that is run, and how many there are.
-        post: carries what goes from one pipeline rank to another.
+        mesh: the ranks. An axis `micro` counts as ranks, too, unless the argument `micro` is given.
+        seed, step: of random ops.
+        micro: the micro-batch to run, and their number.
+        post: carries messages between pipeline ranks.
     """
 
     def __init__(
@@ -114,8 +113,8 @@ class VirtualRanks:
         watch: See | None = None,
         change: Change | None = None,
     ) -> list[Any]:
-        """The output of every rank, from the inputs of every rank; `watch` sees each node's values, `change`
-        says what the program goes on with in place of them."""
+        """The output of every rank, from the inputs of every rank; `watch` receives each node's values,
+        `change` replaces them for the rest of the program."""
         values: dict[fx.Node, list[Any]] = {}
         feeds = iter(range(len(inputs[0])))
         last = last_uses(graph)
@@ -216,7 +215,7 @@ class VirtualRanks:
     _together_ = _start = _together
 
     def _reduce_part(self, args: list[Any]) -> list[Tensor]:
-        return self._all_reduce(args)  # more than a rank's part; a program takes its part of it
+        return self._all_reduce(args)  # more than a rank's part; the program cuts its part out
 
     def _finish(self, args: list[Any]) -> list[Any]:
         return [a[0] for a in args]
@@ -300,7 +299,7 @@ class _VirtualEngine:
         return self.ranks.post.take(*self._stages(do))
 
     def _stages(self, do: Do) -> tuple[int, int]:
-        """Messages of a loop go by stages, which are no pipeline ranks: below zero."""
+        """The edge of a loop's message: numbers below zero, since stages are not pipeline ranks."""
         source, to = (do.stage, do.other) if do.way == SEND else (do.other, do.stage)
         return -1 - source, -1 - to
 

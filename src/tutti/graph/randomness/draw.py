@@ -2,8 +2,8 @@
 
 A graph holds `draw(kind, shape, params, dtype, device, stream)`. Its value is a function of the run's seed,
 the step, the stream (which random op of the step it is) and each element's global index; so it does not
-depend on how the tensor is sharded. The seed and the step are not in the graph: whoever runs it gives
-them.
+depend on the sharding of the tensor. The seed and the step are not in the graph: the engine that runs it
+gives them.
 
 | kind | params | value |
 | --- | --- | --- |

@@ -1,8 +1,8 @@
 """Random numbers that do not depend on the layout.
 
 A random value is a pure function of `(seed, stream, step, global index)`. There is no generator
-state: whichever rank owns an element computes the very number that one device would, for any block
-of any tensor, in plain integer tensor ops that give the same bits on every device.
+state: the rank that owns an element computes the same number as one device, for any block of any
+tensor, in plain integer tensor ops with the same bits on every device.
 
 Element `n` (row-major in the *global* shape) of the stream with 64-bit key `(k0, k1)` gets, in
 32-bit arithmetic that wraps,
@@ -18,7 +18,7 @@ which is the `lowbias32` hash (C. Wellons, "Prospecting for hash functions", 201
 before and within it. Keys come from the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast
 splittable pseudorandom number generators", 2014): only well-mixed keys make independent streams.
 For a fixed key the hash is a bijection, so a permutation has no ties. (SplitMix64 on int64 tensors
-would do for the elements too, but takes 1.5 times as long.)
+would also serve for the elements, but takes 1.5 times as long.)
 
 A tensor of more than 2**32 elements is hashed on two levels: its row number is mixed into the key,
 in 64 bits, and the column is hashed with that row's own key.
@@ -41,7 +41,7 @@ _MUL1_64, _MUL2_64 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 # Elements hashed at a time: on a CPU, two scratch blocks of int32 that stay in the second-level
 # cache; elsewhere it only bounds the scratch memory.
 CHUNK_CPU, _CHUNK = 2**17, 2**26
-# Up to so many elements a block keeps its hash inputs whole: there an op costs more than its work.
+# Up to this many elements a block keeps its hash inputs whole: there an op's overhead exceeds its work.
 _SMALL = 2**15
 
 # Bits of a uniform number: as many as the type holds exactly in [1/2, 1), but no more than float32,
@@ -65,7 +65,7 @@ def _mix_int(value: int) -> int:
 def key(seed: int, stream: int, step: int) -> int:
     """The 64-bit key of one tensor of random numbers: `mix(mix(mix(seed) + stream) + step)`.
 
-    seed: the run's. stream: which random op of the program. step: which training step.
+    seed: of the run. stream: the number of the random op in the program. step: of training.
     """
     mixed = _mix_int((seed + _WEYL64) & _MASK64)
     mixed = _mix_int((mixed + stream * _WEYL64) & _MASK64)
@@ -77,7 +77,7 @@ class RandomBlock:
     """The rank's part of a global tensor, ready to be hashed: make it once, draw from it each step.
 
     shape: the block's own. cols: hash input of each position of the last dim, int32.
-    rows: that of all other dims together, int32 [rows, 1]; with two levels the row's number, int64.
+    rows: hash input of all other dims together, int32 [rows, 1]; with two levels the row's number, int64.
     constants: the hash's, as int32 scalars: a tensor op takes them 2 us faster than numbers.
     small: `rows + cols`, in the block's shape, of a small block with one level.
     """
@@ -112,7 +112,7 @@ class RandomBlock:
 
 
 def _linear(index: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Row-major number of every combination of positions, int64, flattened."""
+    """Row-major index of every combination of positions, int64, flattened."""
     number = index[0]
     for vector, size in zip(index[1:], sizes[1:], strict=True):
         number = (number.unsqueeze(1) * size + vector).flatten()
@@ -128,7 +128,7 @@ def _mix_rows(rows: Tensor, key: int) -> Tensor:
 
 
 def _keys(key: int, block: RandomBlock) -> tuple[Tensor, Tensor | int]:
-    """What is added before the hash, int32 [rows, 1], and within it: one for all or one per row."""
+    """The keys added before the hash, int32 [rows, 1], and within it: one for all rows or one per row."""
     if not block.two_level:
         return block.rows + _signed(key, 32), _signed(key >> 32, 32)
     mixed = _mix_rows(block.rows, key)
@@ -189,7 +189,7 @@ def bits(key: int, index: Index, shape_global: Sequence[int], device: Device = "
     """32 random bits per element, as int32.
 
     key: from `key`. index: one 1-D int64 tensor of global positions per dim, all that this rank
-    holds of that dim in its order (or the `RandomBlock` made of them). shape_global: the whole tensor's.
+    holds of that dim in its order (or their `RandomBlock`). shape_global: of the whole tensor.
     """
 
     def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:
@@ -201,7 +201,7 @@ def bits(key: int, index: Index, shape_global: Sequence[int], device: Device = "
 def keep_mask(
     key: int, index: Index, shape_global: Sequence[int], p: float, device: Device = "cpu"
 ) -> Tensor:
-    """Bool mask that is true with probability `1 - p` (to 2**-32): what dropout keeps."""
+    """Bool mask that is true with probability `1 - p` (to 2**-32), for dropout."""
     threshold = round(p * 2**32) - 2**31
     block = _block(index, shape_global, device)
     if block.small is not None and threshold < 2**31:
@@ -246,7 +246,7 @@ def normal(
 ) -> Tensor:
     """Standard normal, `sqrt(2) erfinv(u)` for 32-bit `u` in (-1, 1): to 6.3 standard deviations.
 
-    Computed in float64 and rounded to float32, whatever `dtype` then holds it.
+    Computed in float64 and rounded to float32, for every `dtype`.
     """
 
     def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:

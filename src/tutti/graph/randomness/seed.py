@@ -1,4 +1,4 @@
-"""The seed of a run: which numbers may be one."""
+"""The seed of a run, and its range."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LEAST, MOST = -(2**63), 2**64 - 1
 def checked_seed(seed: Any) -> int:
     """`seed` as a Python integer.
 
-    Keys of random numbers have 64 bits: a longer seed would give the numbers of another one.
+    Keys of random numbers have 64 bits: a longer seed would repeat the numbers of another.
 
     Raises:
-        TuttiError: for what is no integer (a truth value, a float, a tensor), or has more than 64 bits.
+        TuttiError: for a value that is no integer (a bool, a float, a tensor), or has more than 64 bits.
     """
     if isinstance(seed, bool | np.bool_) or not isinstance(seed, int | np.integer):
         raise TuttiError(
