@@ -1,4 +1,4 @@
-"""How every op may be split: factor rules, by family."""
+"""Factor rules, the allowed splits of every op, by family."""
 
 from tutti.rules.rule import Rule, operands_of, results_of, shape
 from tutti.rules.table import TABLE, add_rule, is_tensor_call, rule_of

@@ -1,4 +1,4 @@
-"""Rules looked up by call: calls that are alike, as those of repeated layers are, share one rule."""
+"""A cache of rules by call: equal calls, as in repeated layers, share one rule."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tutti.rules.table import rule_of
 
 
 class Book:
-    """The rules of the calls of one graph, each worked out once for all calls that are alike.
+    """The rules of the calls of one graph, each computed once for all equal calls.
 
-    That two calls have the *same* rule says that what follows from rule and shardings is the same too:
-    op, shapes, dtypes, constants, and which operands are one value.
+    Two calls with the *same* rule have equal ops, shapes, dtypes and constants, and repeat the same operands.
+    So equal shardings lead to equal results.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Book:
         self._by_call: dict[object, Rule | None] = {}
 
     def of(self, node: fx.Node) -> Rule | None:
-        """The rule of a call, or None where there is none."""
+        """The rule of a call, or None without one."""
         if node not in self._by_node:
             key = call_of(node)
             if key not in self._by_call:
@@ -32,12 +32,12 @@ class Book:
 
     @property
     def num_rules(self) -> int:
-        """How many rules were worked out."""
+        """The number of rules computed."""
         return len(self._by_call)
 
 
 def call_of(node: fx.Node) -> object:
-    """All of a call that its rule may depend on, equal for calls that are alike."""
+    """The key of a call: everything on which its rule may depend."""
     numbers: dict[fx.Node, int] = {}
 
     def key(x: Any) -> object:

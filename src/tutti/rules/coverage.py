@@ -1,4 +1,4 @@
-"""The page `docs/rules.md`: which ops have a rule, and what it says. `python -m tutti.rules.coverage`."""
+"""Makes the page `docs/rules.md`: the ops with a rule, and their rules. `python -m tutti.rules.coverage`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tutti.rules.table import rule_of
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
 COMMAND = "python -m tutti.rules.coverage > docs/rules.md"
-# Which ops there are, and which are tagged pointwise, changes with PyTorch.
+# The set of ops, and the pointwise tags, change with PyTorch.
 VERSION = ".".join(torch.__version__.split(".")[:2])
 _HEAD = "| op | call | rule | linear in | whole | taken apart | own part |\n" + "| --- " * 7 + "|"
 _INTRO = """\

@@ -1,4 +1,4 @@
-"""What to do where a factor that an op needs whole is split: the op in terms of simpler ones.
+"""Decompositions into simpler ops, for ops with a split in a factor that they need whole.
 
 A softmax over a sharded vocabulary becomes max, exp and sum with small all-reduces; batch statistics over
 a sharded batch become sums. Each function emits the same values up to rounding.
@@ -77,7 +77,7 @@ def _logsumexp(emit: Emit, node: fx.Node) -> New:
     x: Any = node.args[0]
     dims: Any = [d % len(shape(x)) for d in node.args[1]]  # type: ignore[union-attr]
     top = emit(aten.amax.default, x, dims, True)
-    # a line of -inf only sums to -inf, not to inf - inf
+    # a line of only -inf sums to -inf, not to inf - inf
     top = emit(aten.masked_fill.Scalar, top, emit(aten.isinf.default, top), 0.0)
     total = _sum(emit, emit(aten.exp.default, emit(aten.sub.Tensor, x, top)), dims)
     out = emit(aten.add.Tensor, emit(aten.log.default, total), top)
@@ -96,7 +96,7 @@ def _addmm(emit: Emit, node: fx.Node) -> New:
 
 
 def _convolution(emit: Emit, node: fx.Node) -> New:
-    """The bias apart: every rank's part of the input channels would add it."""
+    """The bias added apart: each rank's part of the input channels would add it again."""
     x, weight, bias, *rest = node.args
     if bias is None:
         return None
@@ -105,7 +105,7 @@ def _convolution(emit: Emit, node: fx.Node) -> New:
 
 
 def _convolution_backward(emit: Emit, node: fx.Node) -> New:
-    """The gradient of the bias apart, as a sum."""
+    """The gradient of the bias as a sum of its own."""
     given: Any = node.args
     grad, x, weight, _, *rest, mask = given
     if not mask[2]:
@@ -137,7 +137,7 @@ def _vector_norm(emit: Emit, node: fx.Node) -> New:
 
 
 def _moments(emit: Emit, x: fx.Node, dims: list[int]) -> tuple[fx.Node, fx.Node, fx.Node]:
-    """Mean, centered values and mean square of those, over `dims` (kept)."""
+    """Mean, centered values and variance, over `dims` (kept)."""
     count = float(math.prod(shape(x)[d] for d in dims))
     mean = emit(aten.div.Tensor, _sum(emit, x, dims), count)
     centered = emit(aten.sub.Tensor, x, mean)
@@ -226,7 +226,7 @@ def _channel(emit: Emit, x: Any, rank: int) -> fx.Node:
 
 
 def _batch_norm(emit: Emit, node: fx.Node) -> New:
-    """Statistics of the whole batch: sums over every rank's part of it."""
+    """Statistics of the whole batch, as sums over the ranks' parts."""
     x, weight, bias, mean, var, training, momentum, eps = node.args
     if not training:
         return None
@@ -297,7 +297,7 @@ def _batch_norm_backward(emit: Emit, node: fx.Node) -> New:
 
 
 def _weight_norm(emit: Emit, node: fx.Node) -> New:
-    """Lengths of rows that are split: sums of squares."""
+    """Norms of split rows, from sums of squares."""
     v, g = (_to(emit, x, node.meta["val"][1].dtype) for x in node.args[:2])  # type: ignore[arg-type]
     dims = [i for i in range(len(shape(v))) if i != length_dim(node)]
     norms = emit(aten.sqrt.default, _sum(emit, emit(aten.mul.Tensor, v, v), dims))

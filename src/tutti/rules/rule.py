@@ -1,4 +1,4 @@
-"""Factor rules: how each dim of an op's operands and results runs along named factors.
+"""Factor rules: the named factors of each dim of an op's operands and results.
 
 A rule is text, `"m k, n k -> m n"`: one entry per tensor, one word per dim.
 
@@ -32,15 +32,15 @@ Term = tuple[Factors, ...]
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """How one call of an op may be split. A rule is equal to itself only, so that it may be a key.
+    """The allowed splits of one call of an op. A rule equals only itself, so it may be a key.
 
     `operands` and `results` give for each tensor, for each dim, its factors, major to minor. `reduce`
-    is the reduction due over a split factor that a result lacks; results in `apart` (a random seed) are
-    the same however the op is split, and never pending. `structural` ops only move elements,
-    so any kind of pending reduction passes. `parts` maps a factor to the code that plays the op when
-    that factor is split, where the plain op on local tensors would not do. `shape_argument` is
-    the position of the argument that holds the shape of the result. `follows` pairs factors of which
-    one is worth splitting like the other.
+    is the pending reduction over a split factor that a result lacks; results in `apart` (a random seed) are
+    the same for every split, and never pending. `structural` ops only move elements,
+    so any kind of pending reduction passes. `parts` maps a factor to the code of the op for a split of
+    that factor, where the plain op on local tensors would be wrong. `shape_argument` is the position of
+    the argument that holds the shape of the result. `follows` pairs factors that should have equal
+    splits.
     """
 
     operands: tuple[Term, ...]
@@ -82,7 +82,7 @@ def _word(dim: Factors, whole: frozenset[str]) -> str:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of a call, in argument order, lists taken apart; repeats stay."""
+    """The tensor operands of a call, in argument order, those in lists too; repeats stay."""
     found: list[fx.Node] = []
 
     def visit(x: Any) -> None:
@@ -99,7 +99,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 def results_of(node: fx.Node) -> list[Tensor | None]:
-    """The fake results of a call; None for a result that is no tensor."""
+    """The fake results of a call; None for a result that is not a tensor."""
     val = node.meta["val"]
     values = val if isinstance(val, list | tuple) else [val]
     return [v if isinstance(v, Tensor) else None for v in values]
@@ -150,7 +150,7 @@ def spelled(text: str, **options: Any) -> Callable[[fx.Node], Rule]:
 
 
 def _broadcast_lead(pairs: Iterable[Any], lead: int, known: dict[str, int]) -> None:
-    """The sizes of the dims of `...`: a tensor may have 1 where another has more."""
+    """Find the sizes of the dims of `...`, which broadcast: a tensor may have 1 where another has more."""
     for term, dims in pairs:
         if dims is None or "..." not in term:
             continue
@@ -224,7 +224,7 @@ def groups(*members: Iterable[int]) -> tuple[frozenset[int], ...]:
 def broadcast_rule(
     operands: Sequence[Sequence[int]], result: Sequence[int], num_results: int = 1, **options: Any
 ) -> Rule:
-    """Element by element, dims aligned at the right; a dim of size 1 is stretched."""
+    """Element by element, dims aligned at the right; dims of size 1 broadcast."""
     rank = len(result)
     sizes = {f"d{i}": n for i, n in enumerate(result)}
 

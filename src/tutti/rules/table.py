@@ -49,7 +49,7 @@ def add_rule(op: str, text: str) -> None:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a call, or None where there is none: its operands must then be whole."""
+    """The rule of a call, or None without one: its operands must then be whole."""
     if node.target is operator.getitem:
         return None
     entry = _OWN.get(node.target) or TABLE.get(node.target)
@@ -61,7 +61,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def is_tensor_call(node: fx.Node) -> bool:
-    """Whether a node computes tensors from tensors or nothing (not scalars, not an unpacking)."""
+    """Whether a node computes tensors, from tensors or nothing (not scalars, not an unpacking)."""
     val = node.meta.get("val")
     values = val if isinstance(val, list | tuple) else [val]
     return (

@@ -1,6 +1,6 @@
-"""Values that are added at places given by an index: the sum over them apart from what it is added to.
+"""Values added at the positions of an index: their sum apart from the tensor to which it is added.
 
-So the places may be split: each rank adds up its own, and their sums are reduced.
+So the positions may be split: each rank sums its own values, and a reduction adds these sums.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _same_floats(x: Any, values: Any) -> bool:
 def _added(
     emit: Emit, x: Any, rows: fx.Node, index: fx.Node, order: list[int], num_looked: int
 ) -> fx.Node:
-    """x plus `rows` at `index`, which counts in the first `num_looked` dims of `order` as in one."""
+    """x plus `rows` at `index`, which indexes the first `num_looked` dims of `order`, flattened."""
     sizes = [shape(x)[d] for d in order]
     places, width = math.prod(sizes[:num_looked]), math.prod(sizes[num_looked:])
     rows = shaped(emit, rows, [*shape(index), width])

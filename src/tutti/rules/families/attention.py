@@ -16,7 +16,7 @@ from tutti.rules.rule import Rule, groups, operands_of, parse_rule, results_of, 
 from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten
-# The memory-efficient kernel rounds the length of its log-sum-exp up to blocks of so many queries.
+# The memory-efficient kernel rounds the length of its log-sum-exp up to a multiple of this.
 BLOCK = 32
 
 
@@ -38,7 +38,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 def _bind(
     node: fx.Node, results: tuple[str, ...], queries: str = "s", lse: str = "s", **options: Any
 ) -> Rule:
-    """Terms by argument name, `queries` and `lse` for those dims; tensors not named stay whole."""
+    """Terms by argument name, `queries` and `lse` for those dims; other tensors stay whole."""
     q, k = shape(_argument(node, "query")), shape(_argument(node, "key"))
     sizes = {"g": k[1], "r": q[1] // k[1], "t": k[2], "u": BLOCK}
     out = f"b (g r) {queries} e!"
@@ -54,7 +54,7 @@ def _bind(
         else:
             spelled.append(terms.get(argument.name, "?"))
     shapes = [None if r is None else tuple(r.shape) for r in results_of(node)]
-    # Beyond these come seeds and lengths, the same on every rank.
+    # Further results are seeds and lengths, equal on all ranks.
     apart = frozenset(range(len(results), len(shapes)))
     words = [terms[r] for r in results] + ["?"] * len(apart)
     text = f"{', '.join(spelled)} -> {', '.join(words)}"
@@ -74,9 +74,9 @@ def _cpu_backward(node: fx.Node) -> Rule:
 
 
 def _gpu_bind(node: fx.Node, results: tuple[str, ...], **options: Any) -> Rule | None:
-    """GPU kernels place the causal triangle themselves: a causal block of queries must stay whole."""
+    """GPU kernels build the causal mask themselves, so causal queries must stay whole."""
     if len(results_of(node)) == 4 and results_of(node)[3] is not None and results == _BACKWARD:
-        return None  # a bias that is learned: its gradient sums over what it was stretched along
+        return None  # a learned bias: its gradient sums over the dims of its broadcast
     queries = lse = "s"
     if "cudnn" in str(node.target):
         lse = "s 1"

@@ -19,7 +19,7 @@ def _contraction(text: str):
 
 
 def _addmm(node: fx.Node) -> Rule:
-    """bias + a @ b: the shared factor stays whole, else every rank would add the bias."""
+    """bias + a @ b: the shared factor stays whole, else each rank would add the bias."""
     bias, a, _ = (shape(x) for x in operands_of(node))
     m, n = shape(node)
     term = tuple(
@@ -53,7 +53,7 @@ def _cross(node: fx.Node) -> Rule:
 
 
 def _trilinear(node: fx.Node) -> Rule:
-    """The product of three tensors, each with dims of 1 put in at its list, summed over a list of dims."""
+    """The product of three tensors, each with dims of 1 inserted at its list, summed over a list of dims."""
     given: Any = node.args
     operands, inserted, summed = [shape(x) for x in given[:3]], given[3:6], given[6]
     rank = len(operands[0]) + len(inserted[0])

@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def _terms(node: fx.Node, x: tuple[int, ...], w: tuple[int, ...], at: int) -> Any:
-    """Terms of input, weight, bias and output. `at` is where the call keeps its stride argument."""
+    """Terms of input, weight, bias and output. `at` is the position of the stride argument."""
     transposed, num_groups = bool(node.args[at + 3]), int(node.args[at + 5])  # type: ignore[arg-type]
     space: Term = ((),) * (len(x) - 2)
     if num_groups == 1 and not transposed:
@@ -43,7 +43,7 @@ def _convolution(node: fx.Node) -> Rule:
 
 
 def _depthwise_part(part: Any) -> fx.Node:
-    """One group a channel: as many groups as this rank has channels."""
+    """One group per channel: the number of groups is this rank's number of channels."""
     args = list(part.args)
     args[8] = int(args[0].meta["val"].shape[1])
     return part.emit(part.node.target, *args, **part.kwargs)
@@ -57,7 +57,7 @@ def _convolution_backward(node: fx.Node) -> Rule:
         () if r is None else t for r, t in zip(results_of(node), (xs, ws, (co,)), strict=True)
     )
     depthwise = _is_depthwise(node, 4) and "co" in sizes
-    # Split input channels would give every rank the whole gradient of the bias: as if a part of a sum.
+    # With split input channels each rank would make the whole gradient of the bias, as a term of a sum.
     whole = frozenset({"ci"} & set(sizes)) if results_of(node)[2] is not None else frozenset()
     return Rule(
         (grad, xs, ws),
@@ -99,7 +99,7 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _fractional(node: fx.Node) -> Rule:
-    """Pooling at random places, which are an operand: those of each sample and channel."""
+    """Pooling at random positions: an operand that gives them for each sample and channel."""
     x, places = (shape(o) for o in operands_of(node))
     num_space = places[-1]
     space, out = (" ".join(f"{s}{i}!" for i in range(num_space)) for s in "io")
@@ -109,7 +109,7 @@ def _fractional(node: fx.Node) -> Rule:
 
 
 def _windows(node: fx.Node) -> Rule:
-    """im2col and col2im: a channel's windows stand side by side, channel by channel."""
+    """im2col and col2im: the windows of a channel are adjacent, channel by channel."""
     x, out = shape(node.args[0]), shape(node)
     image = max(x, out, key=len)
     n = "n " if len(image) == 4 else ""

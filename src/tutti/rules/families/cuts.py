@@ -1,7 +1,7 @@
-"""Cutting out, putting together and padding along one dim: that dim stays whole, the others split.
+"""Slices, concatenation and padding along one dim: that dim stays whole, the others split.
 
-`follows` pairs a factor of the operand with one of the result: a part cut out of a split dim is worth
-splitting the same way, though the cut itself needs the whole dim.
+`follows` pairs a factor of the operand with one of the result: a slice of a split dim should be split the
+same way, though the slice itself needs the whole dim.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _cut(position: int, drop: bool):
 
 
 def _cut_backward(drop: bool):
-    """slice_backward and select_backward put a gradient back into zeros of the shape at argument 1."""
+    """slice_backward and select_backward write a gradient into zeros of the shape in argument 1."""
 
     def rule(node: fx.Node) -> Rule:
         out = shape(node)
@@ -159,7 +159,7 @@ def _triangle(node: fx.Node) -> Rule:
 
 
 def _frame(node: fx.Node) -> Rule:
-    """Padding that reflects or repeats: samples and channels by themselves, and so is its gradient."""
+    """Padding by reflection or repetition, and its gradient: each sample and channel by itself."""
     operands = [shape(x) for x in operands_of(node)]
     pad: Any = node.args[len(operands)]
     lead = len(operands[0]) - len(pad) // 2

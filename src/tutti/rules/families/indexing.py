@@ -1,4 +1,4 @@
-"""Looking up along one dim: that dim stays whole (or is split by a special part), the others split."""
+"""Lookups along one dim: that dim stays whole (or a function of `parts` splits it), the others split."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _embedding_backward(node: fx.Node) -> Rule:
 
 
 def _index(node: fx.Node) -> Rule | None:
-    """x[i, j, ...]: dims that are looked up stay whole; the others, and the indices' own dims, split."""
+    """x[i, j, ...]: dims with an index stay whole; the others, and the indices' own dims, split."""
     lookup = IndexLookup.of(node)
     if lookup is None:
         return None
@@ -48,7 +48,7 @@ def _index(node: fx.Node) -> Rule | None:
 
 
 def _looked_up(lookup: IndexLookup) -> tuple[list[Term], Term, dict[str, int]]:
-    """The terms of x and of each index, that of what is found, and the factors' sizes."""
+    """The terms of x and of each index, the term of the result, and the factors' sizes."""
     sizes = {f"d{d}": n for d, n in enumerate(lookup.x)}
     sizes |= {f"i{k}": n for k, n in enumerate(lookup.common)}
     rest: list[Factors] = [(f"d{d}",) for d in lookup.rest]
@@ -60,7 +60,7 @@ def _looked_up(lookup: IndexLookup) -> tuple[list[Term], Term, dict[str, int]]:
 
 
 def _aligned_right(dims: tuple[int, ...], term: Sequence[Factors], sizes: dict[str, int]) -> Term:
-    """What dims run along that are stretched to those of `term`."""
+    """The factors of dims that broadcast to those of `term`."""
     factors = term[len(term) - len(dims) :]
     return tuple(f if sizes[f[0]] == n else () for f, n in zip(factors, dims, strict=True))
 
@@ -156,7 +156,7 @@ def _index_into(linear: tuple[tuple[int, ...], ...] = ()):
 
 
 def _index_fill(node: fx.Node) -> Rule:
-    """One number, on every rank, for all places of the index along the dim."""
+    """One number, equal on all ranks, at every position of the index along the dim."""
     x, index, _ = (shape(o) for o in operands_of(node))
     dim: Any = node.args[1]
     base: Term = tuple((f"d{i}",) for i in range(len(x)))
@@ -167,7 +167,7 @@ def _index_fill(node: fx.Node) -> Rule:
 
 
 def _search(line: int):
-    """Each value is looked up by itself in a row that every rank holds; the row is operand `line`."""
+    """A search of each value in a row that every rank holds; the row is operand `line`."""
 
     def rule(node: fx.Node) -> Rule | None:
         operands = [shape(x) for x in operands_of(node)]
@@ -182,7 +182,7 @@ def _search(line: int):
 
 
 def _line(node: fx.Node) -> Rule:
-    """arange and the like: worked out whole on every rank, then cut, which moves nothing."""
+    """arange and the like: every rank computes the whole and keeps its part, without communication."""
     out = shape(node)
     term: Term = tuple((f"d{i}",) for i in range(len(out)))
     sizes = {f"d{i}": n for i, n in enumerate(out)}

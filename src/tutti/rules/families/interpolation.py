@@ -1,4 +1,4 @@
-"""Images at another resolution or warped: samples and channels split, what is read from stays whole."""
+"""Resized or warped images: samples and channels split, the image's own positions stay whole."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _resized(node: fx.Node, **options: Any) -> Rule:
     return Rule((term,), (term,), {"n": n, "c": c}, linear=_ONE, **options)
 
 
-# The shape of the image is an argument of a backward.
+# A backward takes the shape of the image as an argument.
 _resized_backward = partial(_resized, shape_argument=2)
 
 
 def _grid_terms(node: fx.Node, at: int) -> tuple[str, str, str]:
-    """Image, grid and what is read at the grid's points; the image is argument `at`."""
+    """Terms of the image, the grid, and the values read at its points; the image is argument `at`."""
     num_space = len(shape(node.args[at])) - 2
     space = " ".join(f"s{i}!" for i in range(num_space))
     points = " ".join(f"p{i}" for i in range(num_space))
@@ -47,7 +47,7 @@ def _grid_sample_backward(node: fx.Node) -> Rule:
 
 
 def _affine_grid(node: fx.Node) -> Rule:
-    """A grid for each matrix; the number of matrices is an argument as well."""
+    """A grid for each matrix; the number of matrices is an argument, too."""
     theta, grid = shape(node.args[0]), shape(node)
     term: Term = (("n",), *((),) * (len(grid) - 1))
     parts = {"n": _affine_grid_part}

@@ -15,7 +15,7 @@ _EACH = "... n! m!"
 
 
 def _matrices(text: str, **options: Any) -> Callable[[fx.Node], Rule]:
-    """Rule `text` of a call; what a call leaves out (no eigenvectors wanted) is an empty result.
+    """Rule `text` of a call; a result that a call omits (eigenvectors, say) is empty.
 
     Further operands (tolerances) stay whole.
     """
@@ -31,10 +31,10 @@ def _matrices(text: str, **options: Any) -> Callable[[fx.Node], Rule]:
 
 
 def _solving(a: int, b: int, others: str = "") -> Callable[[fx.Node], Rule]:
-    """A X = B, or X A = B, for operands `a` and `b`: the columns (or rows) of B are by themselves.
+    """A X = B, or X A = B, for operands `a` and `b`: the columns (or rows) of B are independent.
 
-    Further results (`others`: what A was factored into) do not depend on B: they are the same whatever
-    part of it a rank has, so that no pending sum may pass where there are any.
+    Further results (`others`: the factors of A) do not depend on B, so every rank makes them the same.
+    A call with such results passes no pending sum.
     """
 
     def rule(node: fx.Node) -> Rule:

@@ -1,4 +1,4 @@
-"""Losses: what is lost on each element is a sum over elements, divided by the count of the whole."""
+"""Losses: sums over elements, divided by the global count for a mean."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 
 def _reduction(node: fx.Node) -> tuple[int, int]:
-    """Which argument says how the loss is reduced, and what it says."""
+    """The position and the value of the argument `reduction`."""
     for i, argument in enumerate(schema_of(node.target).arguments):
         if argument.name == "reduction":
             default = node.kwargs.get("reduction", argument.default_value)
@@ -40,7 +40,7 @@ def _elements(node: fx.Node) -> tuple[int, ...]:
 
 
 def _forward(node: fx.Node) -> Rule:
-    """A number for each pair of elements, or their sum or mean."""
+    """A loss for each pair of elements, or their sum or mean."""
     operands, _, how = [shape(x) for x in operands_of(node)], *_reduction(node)
     rule = broadcast_rule(operands, _elements(node))
     if how == NONE:
@@ -58,7 +58,7 @@ def _backward(node: fx.Node) -> Rule:
 
 
 def mean_part(part: Any) -> fx.Node:
-    """A mean over this rank's elements would divide by their count: sum, and divide by that of all."""
+    """The mean: the sum over this rank's elements, divided by the global count."""
     position, _ = _reduction(part.node)
     args, kwargs = list(part.args), dict(part.kwargs)
     if len(args) > position:
@@ -75,7 +75,7 @@ def _rows(target: tuple[int, ...]) -> list[str]:
 
 
 def _nll_forward(node: fx.Node) -> Rule | None:
-    """Tokens sum freely; a token's class is on the one rank that holds it."""
+    """Tokens split freely; one rank holds the class of each token."""
     operands = [shape(x) for x in operands_of(node)]
     weighted, how = node.args[2] is not None, node.args[3]
     if len(operands[0]) == 1:
@@ -108,7 +108,7 @@ def _nll_backward(node: fx.Node) -> Rule | None:
 
 
 def _margin(node: fx.Node) -> Rule | None:
-    """Samples by themselves, each with all of its classes; a mean must have all samples."""
+    """Each sample by itself, with all of its classes; a mean needs all samples."""
     operands, (_, how) = [shape(x) for x in operands_of(node)], _reduction(node)
     name = str(node.target)
     backward = "backward" in name
@@ -127,7 +127,7 @@ def _margin(node: fx.Node) -> Rule | None:
     return spelled(f"{', '.join(taken)} -> {', '.join(made)}", linear=linear)(node)
 
 
-# Samples are lost by themselves; each is one path through all of its time and classes.
+# Each sample has its own loss; its paths need all of its time and classes.
 _CTC = "t! n c!, n s!, n, n -> n"
 
 RULES = {

@@ -81,7 +81,7 @@ _C: Term = (("d1",),)
 
 
 def _per_channel(x: Any) -> Term:
-    """Statistics that an evaluation does not save are empty."""
+    """The term of statistics; empty where an evaluation saves none."""
     return _C if x.numel() else ((),)
 
 
@@ -92,7 +92,7 @@ def _batch_norm(node: fx.Node) -> Rule:
     first, *stats = results_of(node)
     assert first is not None
     results = (term, *(() if r is None else _per_channel(r) for r in stats))
-    # Only training works out statistics from what is split; else they are given, the same everywhere.
+    # Only training computes statistics from split values; otherwise they are inputs, equal on all ranks.
     apart = frozenset() if training else frozenset(range(1, len(results)))
     return Rule(operands, results, sizes, whole if training else frozenset(), apart=apart)
 
@@ -148,7 +148,7 @@ def _group_norm_backward_part(part: Any) -> fx.Node:
 
 
 def _weight_norm(node: fx.Node) -> Rule:
-    """A weight's direction and length, one length for each place along a dim."""
+    """A weight's direction and norm, one norm per position along a dim."""
     v, dim = shape(node.args[0]), length_dim(node)
     full, length = _direction_terms(v, dim)
     whole = frozenset(f"d{i}" for i in range(len(v)) if i != dim)
@@ -165,7 +165,7 @@ def _weight_norm_backward(node: fx.Node) -> Rule:
 
 
 def length_dim(node: fx.Node) -> int:
-    """The dim along which a weight has lengths."""
+    """The dim along which a weight has norms."""
     dims = [a for a in node.args if isinstance(a, int)]
     return dims[0] if dims else 0
 

@@ -1,4 +1,4 @@
-"""What a rank plays when a factor is split that the plain op cannot be given in parts.
+"""Local code for the split of a factor where the plain op on local tensors would be wrong.
 
 Each function takes a `LocalCall`: the call with its local operands in place, a way to emit local nodes, and
 the global positions that this rank holds along a dim.
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 class LocalCall(Protocol):
-    """One call, played on local tensors."""
+    """One call on local tensors."""
 
     node: fx.Node
     args: list[Any]
@@ -31,10 +31,9 @@ class LocalCall(Protocol):
 
 
 def _own(part: LocalCall, index: Any, positions: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """`index` counted within this rank's rows, and where it falls into them.
+    """`index` counted within this rank's rows, and the mask of indices in them.
 
-    The rows that a rank holds rise but need not be one run: a dim that a view merged is split in its
-    minor part.
+    A rank's rows ascend but need not be contiguous: a view may merge a dim whose minor part is split.
     """
     near = part.emit(aten.searchsorted.Tensor, positions, index)
     local = part.emit(aten.clamp_max.default, near, _size(positions, 0) - 1)
@@ -47,7 +46,7 @@ def _size(x: Any, dim: int) -> int:
 
 
 def embedding_part(part: LocalCall) -> fx.Node:
-    """Rows of other ranks come out as zeros; the sum over ranks has every row."""
+    """Zeros for rows of other ranks; the sum over ranks has every row."""
     weight, index = part.args[:2]
     local, inside = _own(part, index, part.positions(0, 0))
     rows = part.emit(aten.embedding.default, weight, local)
@@ -55,7 +54,7 @@ def embedding_part(part: LocalCall) -> fx.Node:
 
 
 def embedding_backward_part(part: LocalCall) -> fx.Node:
-    """Gradients of other ranks' rows are dropped."""
+    """Drops the gradients of other ranks' rows."""
     grad, index, _, padding, by_frequency = part.args
     assert not by_frequency
     positions = part.positions(-1, 0)
@@ -92,7 +91,7 @@ def nll_backward_part(part: LocalCall) -> fx.Node:
 
 
 def _causal_bias(part: LocalCall, query: Any, num_keys: int, operand: int) -> fx.Node:
-    """0 where a key stands at or before the query's global position, -inf after it; (queries, keys)."""
+    """0 for keys up to the query's global position, -inf after it; (queries, keys)."""
     device = query.meta["val"].device
     dtype = query.meta["val"].dtype
     rows = part.emit(aten.unsqueeze.default, part.positions(operand, 2), 1)

@@ -1,4 +1,4 @@
-"""Element-by-element ops: derived from PyTorch's own tag, with a short table of what is linear in what."""
+"""Element-by-element ops: derived from PyTorch's own tag, with a short table of their linear operands."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LINEAR: dict[Any, tuple[tuple[int, ...], ...]] = {
         _FIRST,
     ),
 }
-# Not tagged pointwise by PyTorch, though each element of the result depends on one place only.
+# Without PyTorch's tag, though each element of the result depends on one position only.
 UNTAGGED = {
     aten._to_copy.default,
     aten._conj.default,
@@ -93,7 +93,7 @@ UNTAGGED = {
 
 
 def is_pointwise(op: Any) -> bool:
-    """Whether each element of the result depends on one place of the operands only."""
+    """Whether each element of the result depends on one position of the operands only."""
     return isinstance(op, OpOverload) and (torch.Tag.pointwise in op.tags or op in UNTAGGED)
 
 
@@ -126,11 +126,11 @@ def derived_pointwise(node: fx.Node) -> Rule | None:
 
 
 def _linear(node: fx.Node) -> tuple[frozenset[int], ...]:
-    """The groups of `LINEAR`, where the call's own arguments do not spoil them."""
+    """The groups of `LINEAR` that the call's arguments keep linear."""
     op, num_tensors = node.target, len(operands_of(node))
     match op:
         case aten.add.Tensor | aten.sub.Tensor | aten.rsub.Tensor if num_tensors < 2:
-            return ()  # a number would be added on every rank
+            return ()  # every rank would add the number
         case aten.mul.Tensor if num_tensors < 2:
             return groups((0,))
         case aten.masked_fill.Scalar:
@@ -141,7 +141,7 @@ def _linear(node: fx.Node) -> tuple[frozenset[int], ...]:
 
 
 def _widens(node: fx.Node) -> bool:
-    """A cast that keeps every bit may pass a pending sum on; one that rounds must come after it."""
+    """Whether a cast is exact, so that a pending sum may pass; a cast that rounds must follow the sum."""
     before, after = operands_of(node)[0].meta["val"].dtype, node.meta["val"].dtype
     both = before.is_floating_point and after.is_floating_point
     return both and torch.promote_types(before, after) == after

@@ -1,4 +1,4 @@
-"""Reductions over dims, and ops that play each line along a dim by itself (softmax, sort, scan)."""
+"""Reductions over dims, and ops on each line along a dim by itself (softmax, sort, scan)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _topk(node: fx.Node) -> Rule:
 
 
 def _median(node: fx.Node) -> Rule:
-    """One number of all elements."""
+    """One median of all elements."""
     x = shape(node.args[0])
     names = tuple((f"d{i}",) for i in range(len(x)))
     sizes = {f"d{i}": n for i, n in enumerate(x)}
@@ -103,7 +103,7 @@ def _flip(node: fx.Node) -> Rule:
 
 
 def _glu(position: int, linear: tuple[tuple[int, ...], ...] = ()):
-    """Two halves of one dim make one: that dim stays whole in both."""
+    """Halves a dim of the operand; the dim stays whole in operand and result."""
 
     def rule(node: fx.Node) -> Rule:
         operands = [shape(x) for x in operands_of(node)]

@@ -14,7 +14,7 @@ from tutti.rules.rule import Rule, Term, shape
 def _update(node: fx.Node) -> Rule:
     """A factor for each dim of each parameter; step counts have none.
 
-    A new value has nothing to do with how other parameters are split, so none is ever pending.
+    No new value depends on the split of another parameter, so none is ever pending.
     """
     kernel, lists = BY_OP[node.target], node.args
     terms: list[list[Term]] = [[_term(x, i) for i, x in enumerate(xs)] for xs in _nodes(lists)]

@@ -1,4 +1,4 @@
-"""Ops that only move or repeat elements: their factors follow from the shapes."""
+"""Ops that only move or repeat elements: the shapes give their factors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reshape_factors(
             if not _join(shapes, cuts, rest):
                 break
             continue
-        # factors are cut off at the major end, so the part taken must divide what is left
+        # a factor is cut off at the major end, so it must divide the rest
         name = f"f{len(sizes)}"
         sizes[name] = common
         for side in (0, 1):
@@ -55,7 +55,7 @@ def reshape_factors(
 
 
 def _join(shapes: list[list[int]], cuts: list[int], rest: list[int]) -> bool:
-    """Skip to the next place where both sides have seen the same number of elements; whole until there."""
+    """Skip to the next position with equal products of both sides; dims before it stay whole."""
     product = list(rest)
     while product[0] != product[1]:
         side = 0 if product[0] < product[1] else 1
@@ -68,7 +68,7 @@ def _join(shapes: list[list[int]], cuts: list[int], rest: list[int]) -> bool:
 
 
 def _filled(term: list[list[str]], dims: list[int], side: int, sizes: dict[str, int]) -> Term:
-    """What no common factor covers of a dim is a factor of its own, at the minor end (`w..`, whole)."""
+    """Give the rest of a dim without a common factor a factor of its own, at the minor end (`w..`, whole)."""
     for i, (factors, size) in enumerate(zip(term, dims, strict=True)):
         rest = size // max(1, math.prod(sizes[f] for f in factors))
         if rest > 1 and factors:
@@ -99,7 +99,7 @@ def _permute(node: fx.Node) -> Rule:
 
 
 def _expand(node: fx.Node) -> Rule:
-    """A stretched dim exists in the result only: it may be split there at no cost."""
+    """A broadcast dim exists in the result only: its split there is free."""
     x, out = shape(node.args[0]), shape(node)
     first = len(out) - len(x)
     result = tuple((f"d{i}",) for i in range(len(out)))
@@ -122,7 +122,7 @@ def _create(argument: int) -> Any:
 
 
 def _draw(node: fx.Node) -> Rule:
-    """Random values know their global index, so every dim may be split; a permutation may not."""
+    """Random values depend on their global index, so every dim may be split, except of a permutation."""
     whole = node.args[0] == "permutation"
     out = shape(node)
     names = tuple((f"d{i}",) for i in range(len(out)))
@@ -150,7 +150,7 @@ def _repeat(node: fx.Node) -> Rule:
 
 
 def _roll(node: fx.Node) -> Rule:
-    """The rolled dims stay whole; without dims the tensor rolls as one row."""
+    """The rolled dims stay whole; without dims the flattened tensor rolls."""
     x = shape(node.args[0])
     dims: Any = node.args[2] if len(node.args) > 2 else []
     names = tuple((f"d{i}",) for i in range(len(x)))
@@ -160,7 +160,7 @@ def _roll(node: fx.Node) -> Rule:
 
 
 def _diagonal(backward: bool) -> Any:
-    """Two dims become one at the end: both stay whole."""
+    """Two dims become one, the last: both stay whole."""
 
     def rule(node: fx.Node) -> Rule:
         first = 2 if backward else 1

@@ -1,1 +1,1 @@
-"""Sample calls, by family of ops: they fill a page and test the rules."""
+"""Sample calls, by family of ops, for the page of rules and for their tests."""

@@ -15,7 +15,7 @@ def _lengths(low: int, high: int, dtype: torch.dtype = torch.int64) -> Operand:
 
 
 def _call(op: object, shortest: int, zero_infinity: bool, dtype: torch.dtype) -> Sample:
-    """With a short input there are samples that no path fits: their loss is infinite."""
+    """With a short input some samples have no path: their loss is infinite."""
     log_probs, targets = f(_TIME, _SAMPLES, _CLASSES), ints(_BLANK, _SAMPLES, _LONGEST)
     lengths = (_lengths(shortest, _TIME, dtype), _lengths(0, _LONGEST, dtype))
     return Sample(op, (log_probs, targets, *lengths, _BLANK, zero_infinity))

@@ -1,4 +1,4 @@
-"""Sample calls of the ops that exist on a GPU only, in the types that they take there."""
+"""Sample calls of the ops that exist on a GPU only, in their dtypes there."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ _LINE, _PLANE, _SPACE = [4, 6, 4], [4, 6, 4, 4], [4, 6, 4, 4, 4]
 
 
 def _resized(op: str, image: list[int], *rest: bool) -> list[Sample]:
-    """To twice the size, and the gradient of that."""
+    """A resize to twice the size, and its gradient."""
     twice = [2 * n for n in image[2:]]
     return [
         sample(op, f(*image), twice, *rest),

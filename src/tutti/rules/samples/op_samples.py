@@ -1,4 +1,4 @@
-"""Sample calls of every op in the table, by family; `rules.sample` says how they are read."""
+"""Sample calls of every op in the table, by family; see `rules.samples.sample`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _WHOLE_NUMBERS = ("bitwise", "shift", "xor", "gcd", "lcm")
 _POSITIVE = ("log", "sqrt", "pow", "xlog", "polygamma", "igamma", "zeta", "ndtri", "erfinv", "acos")
 _NUMBERS = {"number": 0.7, "float": 0.7, "int": 2, "bool": False, "str": "none"}
 
-# Where the schema does not say what fits.
+# Arguments for ops whose schema does not suffice.
 OWN = [
     sample("_to_copy", f(4, 6), dtype=torch.float64),
     sample("_to_copy", f(4, 6), dtype=torch.float32),
@@ -67,7 +67,7 @@ OWN = [
 
 
 def pointwise_ops() -> list[Any]:
-    """Every ATen op without mutation that is element by element, by name."""
+    """Every element-by-element ATen op without mutation, by name."""
     found = []
     for name in _names():
         packet = getattr(aten, name)
@@ -82,14 +82,14 @@ def pointwise_ops() -> list[Any]:
 
 
 def _names() -> list[str]:
-    """Every ATen op; `dir(torch.ops.aten)` would list those that somebody has used already."""
+    """Every ATen op; `dir(torch.ops.aten)` would list only the ops already used."""
     found = all_op_names()
     names = {n.removeprefix("aten::").partition(".")[0] for n in found if n.startswith("aten::")}
     return sorted(n for n in names if hasattr(aten, n))
 
 
 def pointwise_samples(mode: FakeTensorMode) -> Iterator[Sample]:
-    """A call of each op on tensors of one shape, and one on shapes that broadcast where it takes them."""
+    """A call of each op on tensors of one shape, and one on shapes that broadcast if the op allows it."""
     yield from OWN
     own = {s.op for s in OWN}
     for op in pointwise_ops():

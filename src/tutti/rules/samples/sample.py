@@ -1,7 +1,7 @@
-"""A sample call of an op: small shapes to show its rule with, and to check the rule with.
+"""A sample call of an op: small shapes that show its rule, and check it.
 
-The same list of samples (`rules.samples`) fills `docs/rules.md` and the tests, so that no rule is
-shown that is not checked.
+The same samples (`rules.samples`) fill `docs/rules.md` and the tests, so the tests check every rule on
+the page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor to be made: its shape, its dtype, and how it is filled from a generator."""
+    """The description of a tensor: its shape, its dtype, and the function that fills it from a generator."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -39,7 +39,7 @@ def f(*shape: int) -> Operand:
 
 
 def half(*shape: int) -> Operand:
-    """Normal, float16: what the fused attention of a GPU takes."""
+    """Normal, float16, for the fused attention of a GPU."""
     return Operand(shape, torch.float16, lambda s, g: torch.randn(s, generator=g))
 
 
@@ -102,7 +102,7 @@ def definite(*shape: int) -> Operand:
 
 
 def pivots(*shape: int) -> Operand:
-    """Rows to swap with, as LAPACK counts: from 1, none before its own."""
+    """Pivot rows as LAPACK counts them: from 1, each at or after its own row."""
 
     def fill(s: tuple[int, ...], g: torch.Generator) -> Tensor:
         own = torch.arange(s[-1])
