@@ -1,1 +1,1 @@
-"""From a plain training step to one functional graph."""
+"""Capture: a plain training step becomes one functional graph."""

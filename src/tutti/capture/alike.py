@@ -1,4 +1,4 @@
-"""Whether two captured steps are the same, node by node."""
+"""A comparison of two captured steps, node by node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tutti.torch_private.pytrees import TreeSpec
 
 
 def difference(one: Captured, other: Captured) -> str:
-    """The first way in which two captured steps differ; "" where they are the same."""
+    """The first difference between two captured steps; "" for equal ones."""
     for what in ("inputs", "updated", "kinds", "state"):
         if getattr(one, what) != getattr(other, what):
             return what
@@ -32,7 +32,7 @@ def difference(one: Captured, other: Captured) -> str:
 def _between(
     one: Captured, other: Captured, x: fx.Node, y: fx.Node, place: Mapping[fx.Node, fx.Node]
 ) -> str:
-    """In what two nodes differ, whose operands stand in `place`."""
+    """The difference between two nodes; `place` maps nodes of `one` to those of `other`."""
     by_name = x.op in ("placeholder", "get_attr")
     if x.op != y.op or not (by_name or x.target == y.target):
         return "the op"
@@ -58,7 +58,7 @@ def _results(captured: Captured) -> Any:
 
 
 def _form(spec: TreeSpec) -> Any:
-    """A form in parts, so that a symbol in it is told from a number."""
+    """A pytree form in parts, to tell a symbol in it from a number."""
     return spec.type, spec.context, [_form(x) for x in spec.children()]
 
 

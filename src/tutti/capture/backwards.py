@@ -1,6 +1,6 @@
-"""Where a backward begins and ends: whoever has to know wraps PyTorch's autograd engine here.
+"""The start and the end of each backward: observers wrap PyTorch's autograd engine here.
 
-An observer that is entered later stands inside of the earlier ones, nearer to the caller:
+An observer entered later wraps the earlier ones, nearer to the caller:
 
     around_backward(regions), around_backward(gradients)    gradients(regions(engine))
 """
@@ -19,7 +19,7 @@ Engine = Callable[..., Any]
 
 @contextlib.contextmanager
 def around_backward(observer: Callable[[Engine], Engine]) -> Iterator[None]:
-    """Inside, each backward runs through what `observer` makes of the engine, and of earlier observers."""
+    """Inside, each backward runs through `observer(engine)`, where `engine` includes earlier observers."""
     run = observer(BACKWARD[0].original)
     with replaced(*((patch, run) for patch in BACKWARD)):
         yield

@@ -1,4 +1,4 @@
-"""What a step may be called with: tensors and constants in any container, by place or by name."""
+"""The arguments of a step: tensors and constants in any container, by position or by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = frozenset({Tensor, float, int, bool, str, type(None)})
 
 
 class Keywords(dict[str, Any]):
-    """The arguments that a step is given by name; they stand at the end of its batch."""
+    """The keyword arguments of a step, at the end of its batch."""
 
 
 def _apart(keywords: Keywords) -> tuple[list[Any], tuple[str, ...]]:
@@ -31,11 +31,11 @@ register_pytree_node(
 
 
 def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
-    """The batch of one call, its arguments by name as `Keywords` at the end; NumPy's numbers as Python's.
+    """The batch of one call, keyword arguments as `Keywords` at the end; NumPy's numbers become Python's.
 
-    A mapping as `batch` is taken as `step(**batch)`.
+    A mapping as `batch` means `step(**batch)`.
 
-    Raises `CaptureError` for what is neither tensor nor constant.
+    Raises `CaptureError` for a leaf that is neither tensor nor constant.
     """
     if isinstance(batch, Mapping):
         batch, keywords = (), batch
@@ -52,7 +52,7 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
 
 
 def called(function: Callable[..., Any], args: Sequence[Any], batch: Sequence[Any]) -> Any:
-    """The step on a batch that was `taken`."""
+    """Call the step on a batch from `taken`."""
     if batch and type(batch[-1]) is Keywords:
         return function(*args, *batch[:-1], **batch[-1])
     return function(*args, *batch)
@@ -72,7 +72,7 @@ def check(x: Any) -> None:
         raise _refused(x, why, "torch.as_tensor(x)") from None
 
 
-# What a batch may not hold: why, and what to do.
+# Leaves that a batch may not have: the reason and the fix.
 _REFUSED: tuple[tuple[Any, str, str], ...] = (
     (
         nn.Module,

@@ -1,7 +1,7 @@
-"""What a batch or a result is made of beside its tensors: containers that PyTorch's pytrees do not know.
+"""The containers of a batch or a result, those unknown to PyTorch's pytrees included.
 
-Dataclasses, `BatchEncoding`, packed sequences, caches, plain objects that hold tensors are taken apart, and
-put together again from other leaves. Their types are made known to PyTorch's pytrees where first met.
+It flattens dataclasses, `BatchEncoding`, packed sequences, caches and plain objects that hold tensors, and
+rebuilds them from other leaves. It registers their types with PyTorch's pytrees at first sight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tutti.torch_private.pytrees import (
     tree_unflatten,
 )
 
-# What is never taken apart.
+# Types that are leaves.
 _WHOLE = (
     Tensor,
     nn.Module,
@@ -46,14 +46,14 @@ _WHOLE = (
     type(None),
 )
 _IN_GRAPHS = (Tensor, torch.SymFloat, torch.SymInt, int, float, complex, str, type(None))
-# In how many objects inside of one tensors are looked for.
+# The most objects inside of one in which to look for tensors.
 _LOOKED_AT = 2000
 
 Parts = tuple[list[Any], Any]
 
 
 def flattened(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a batch or a result, and its form; tensors are leaves, and stand in no other.
+    """The leaves of a batch or a result, and its form; every tensor is a leaf, and no other leaf holds one.
 
     Raises `CaptureError` for an object that holds tensors and itself.
     """
@@ -71,7 +71,7 @@ def flattened(value: Any) -> tuple[list[Any], TreeSpec]:
 
 
 class KeptConstant:
-    """Something that a step returns which is neither a tensor nor a number: the same at every call."""
+    """A returned leaf that is neither a tensor nor a number: the same at every call."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -81,14 +81,14 @@ register_pytree_node(KeptConstant, lambda x: ([], x), lambda _, x: x.value)
 
 
 def returnable(result: Any) -> Any:
-    """What a step returns, each constant that a graph has no word for as a `KeptConstant`.
+    """The result of a step, with each constant unknown to a graph as a `KeptConstant`.
 
     Raises `CaptureError` for an iterator, which would be empty from the second call on.
     """
     leaves, form = flattened(result)
     if all(isinstance(x, _IN_GRAPHS) for x in leaves):
         return result
-    # A condition is what it was, under a guard.
+    # A condition keeps its value, under a guard.
     leaves = [bool(x) if isinstance(x, torch.SymBool) else x for x in leaves]
     for x in leaves:
         if isinstance(x, Iterator | Awaitable):
@@ -103,7 +103,7 @@ def returnable(result: Any) -> Any:
 
 
 def _made_known(x: Any) -> bool:
-    """Whether the type of `x` is taken apart from now on."""
+    """Register the type of `x` if it is an unknown container of tensors; return whether it was."""
     kind = type(x)
     if kind in SUPPORTED_NODES or not _holds_tensors(x):
         return False
@@ -137,7 +137,7 @@ def _inside(x: Any) -> Iterator[Any]:
 
 
 def _ways_of(x: Any) -> tuple[Callable[[Any], Parts], Callable[[Any, Any], Any]]:
-    """How to take apart a container like `x`, and how to put it together."""
+    """The functions that flatten and rebuild a container like `x`."""
     kind = type(x)
     if isinstance(x, UserDict):
         return _entries, lambda parts, keys: _dressed(kind, {"data": _paired(keys, parts)})

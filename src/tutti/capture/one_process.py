@@ -1,4 +1,4 @@
-"""A traced step is that of one device: its process belongs to no group, and it communicates with nobody."""
+"""A trace of one device: its process belongs to no group, and does not communicate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tutti.graph.edits.patch import replaced
 from tutti.torch_private.op_tables import all_op_names
 from tutti.user_lines import quoted, user_line
 
-# What they say where there is one process.
+# Their answers for one process.
 _QUERIES = {"get_rank": 0, "get_world_size": 1}
 _NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::")
 
@@ -35,13 +35,13 @@ def _refuse(name: str, *_args: Any, **_options: Any) -> Any:
 def _all_reduce(
     _tensor: Any, op: Any = dist.ReduceOp.SUM, _group: Any = None, *_: Any, **more: Any
 ) -> None:
-    """A mean or an extreme of one is itself. A sum may be meant for a mean over a number of processes."""
+    """A mean or an extreme over one process is the value. It refuses a sum, which may be part of a mean."""
     if op not in (dist.ReduceOp.AVG, dist.ReduceOp.MAX, dist.ReduceOp.MIN) or more.get("async_op"):
         _refuse("torch.distributed.all_reduce")
 
 
 def _nothing(*_args: Any, **_options: Any) -> None:
-    """What a broadcast, or a barrier, of one process does."""
+    """A broadcast, or a barrier, of one process: no effect."""
 
 
 @functools.cache
@@ -61,8 +61,8 @@ def communicating_ops() -> dict[Any, Callable[..., Any]]:
 def one_process() -> Iterator[None]:
     """For this thread `torch.distributed.is_initialized()` is false inside; collectives are refused.
 
-    So code that acts on its own where there are several processes, as layers that average their statistics
-    do, is that of one device. `get_rank()` is 0 and `get_world_size()` 1. A barrier, a broadcast, and a mean
+    So code with a branch for several processes, such as layers that average their statistics, takes that
+    of one device. `get_rank()` is 0 and `get_world_size()` 1. A barrier, a broadcast, and a mean
     or an extreme over processes do nothing.
     """
     if not dist.is_initialized():

@@ -1,7 +1,6 @@
 """Every attribute of PyTorch, `time` and `math` that a capture replaces while it traces, with the reason.
 
-What stands there meanwhile is in the file of its concept, which enters a row with
-`graph.edits.patch.replaced`.
+The replacement is in the file of its concept, which applies a row with `graph.patch.replaced`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tutti.torch_private.value_checks import (
     CHECK_OF_VALUES,
 )
 
-# What is noted on nodes: `regions.py`, `second_trace/functional.py`.
+# Notes on nodes: `regions.py`, `second_trace/functional.py`.
 NODE_NOTED = Patch(PythonKeyTracer, "create_node", "a new node gets its region, line and module")
 NODE_CARRIED = Patch(
     PythonKeyTracer, "create_node", "a node of the second trace gets what the first one noted"

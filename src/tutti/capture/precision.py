@@ -4,8 +4,8 @@
     autocast     on                off: each op in   off
                                    its forward's dtype
 
-Weights stay float32 and are cast where autocast's lists ask for it; the gradient of a cast is a cast back,
-so gradients are float32, and add up in it. The user's own `torch.autocast` counts inside its `with`.
+Weights stay float32; autocast casts them where its lists say so. The gradient of a cast is a cast back, so
+gradients are float32, and so are their sums. The user's own `torch.autocast` applies inside its `with`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tutti.capture.backwards import Engine, around_backward
 from tutti.errors import LayoutError
 
-# What a layout's `precision` computes in; None leaves each op in the dtype that the model gives it.
+# The compute dtype of a layout's `precision`; None keeps the model's dtypes.
 DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 
 
 @contextlib.contextmanager
 def computing(precision: str, model: nn.Module) -> Iterator[None]:
-    """A training step run inside computes as the layout's `precision` says; eager or traced alike."""
+    """Inside, a training step, eager or traced, computes in the layout's `precision`."""
     dtype = DTYPES[precision]
     if dtype is None:
         yield
@@ -47,12 +47,12 @@ def computing(precision: str, model: nn.Module) -> Iterator[None]:
 
 
 class _Forward:
-    """Switches autocast off where gradients are made and used, and on again with the next forward."""
+    """Switches autocast off for the backward and the update, and on again for the next forward."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.paused = False
-        self.num_backwards = 0  # that run now: recomputation calls modules and other backwards
+        self.num_backwards = 0  # running now: recomputation calls modules and other backwards
 
     def around(self, run: Engine) -> Engine:
         """`run`, PyTorch's autograd engine, without autocast: its ops take the dtypes of the forward."""
@@ -72,11 +72,11 @@ class _Forward:
         return backward
 
     def on_optimizer(self, *_: Any) -> None:
-        """An optimizer begins to step."""
+        """Called when an optimizer begins its step."""
         self._pause()
 
     def on_module(self, *_: Any) -> None:
-        """A module is called: the forward goes on, or another one begins."""
+        """Called with each module: the forward continues, or another one begins."""
         if self.paused and not self.num_backwards and not _inside_autocast():
             self.paused = False
             torch.set_autocast_enabled(self.device_type, True)
@@ -89,10 +89,10 @@ class _Forward:
 
 @contextlib.contextmanager
 def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Autocast, not counted as nested, so that the user's own stays the outermost one.
+    """Autocast outside of the nesting count, so that the user's own stays the outermost one.
 
-    Its cache is off. It would keep a cast made under `no_grad` for the training that follows, and add up
-    the gradients of a weight that is used twice in bfloat16; equal casts become one in the graph instead.
+    Its cache is off: it would keep a cast made under `no_grad` for later training, and sum the gradients of
+    a weight with two uses in bfloat16. The graph merges equal casts instead.
     """
     before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     cached = torch.is_autocast_cache_enabled()
@@ -125,8 +125,8 @@ def refuse_other_weights(
 ) -> None:
     """Raise `LayoutError` unless the weights that a step updates can be master weights in float32.
 
-    Weights that stay as they are (a frozen base under adapters, an evaluation) may have any dtype; one
-    of several may be float64, which autocast leaves alone.
+    Frozen weights (a base under adapters, an evaluation) may have any dtype; some of several weights may be
+    float64, which autocast does not cast.
     """
     if DTYPES[precision] is None:
         return

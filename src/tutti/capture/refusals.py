@@ -1,4 +1,4 @@
-"""What a step may not do if it is to be captured, each with the user's line and a way out."""
+"""Refusals of steps that capture does not support, each with the user's line and a fix."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _refuse_grouped_matmul(*_args: Any, **_options: Any) -> Any:
     )
 
 
-# Ops that are refused where the step calls them, in the form of `make_fx`'s decompositions.
+# Ops that raise when the step calls them, in the form of `make_fx`'s decompositions.
 REFUSED_OPS = {torch.ops.aten._grouped_mm.default: _refuse_grouped_matmul}
 
 
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
-    """oneDNN's fused LSTM has a backward that cannot be replayed; its plain form can."""
+    """Turn off oneDNN's fused LSTM, whose backward cannot be replayed; the plain form's can."""
     onednn: Any = torch.backends.mkldnn
     before, onednn.enabled = onednn.enabled, False
     try:
@@ -53,13 +53,13 @@ def _without_onednn() -> Iterator[None]:
 def _is_said_to_be_causal(
     _mask: Tensor | None, is_causal: bool | None = None, _size: int | None = None
 ) -> bool:
-    """What the caller says; any other mask is applied as it is."""
+    """Whether the caller asks for a causal mask; any other mask applies unchanged."""
     return is_causal is True
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Turn what a trace cannot do into a `CaptureError` that names the user's line."""
+    """Turn errors of a trace into a `CaptureError` that names the user's line."""
     try:
         with (
             _without_onednn(),
@@ -97,7 +97,7 @@ def explained() -> Iterator[None]:
         ) from error
 
 
-# For ops whose shapes depend on values; there is a general one for all others.
+# Fixes for ops whose shapes depend on values; a general one serves all others.
 _WAYS_OUT = {
     torch.ops.aten._pack_padded_sequence.default: "the padded sequences as they are, and the outputs at "
     "their ends: out[torch.arange(n), lengths - 1]",
@@ -105,7 +105,7 @@ _WAYS_OUT = {
 
 
 def _other_optimizer(error: BaseException) -> str:
-    """A way out of a branch in one of PyTorch's own optimizers; "" for any other branch."""
+    """The fix for a branch in one of PyTorch's own optimizers; "" for any other branch."""
     home = os.path.dirname(inspect.getfile(Optimizer))
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     inside = [f for f in files if os.path.dirname(f) == home]

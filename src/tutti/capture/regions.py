@@ -1,4 +1,4 @@
-"""What a trace learns about every node: its region, its source line, its module, its random stream."""
+"""Notes of a trace on every node: its region, its source line, its module, its random stream."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Watch:
     forward: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def note(self, node: fx.Node, root: Any) -> None:
-        """Write what is known now onto a fresh node; `root` has the constants of the trace."""
+        """Write the current notes onto a fresh node; `root` has the constants of the trace."""
         source = user_line()
         module = self.modules[-1] if self.modules else ""
         number = running_node_number() if self.region == "backward" else None
@@ -63,13 +63,13 @@ class Watch:
 
 
 def _gives_tensors(node: fx.Node) -> bool:
-    """Whether a node is an op that autograd may have numbered: what asks for a size may come much later."""
+    """Whether a node is an op that autograd may have numbered; a query of a size may come much later."""
     is_op = isinstance(node.target, OpOverload)
     return is_op and not schema_of(node.target).name.startswith("aten::sym_")
 
 
 def _name_outputs(module: str, out: Any) -> None:
-    """Note on the nodes of a module's output tensors whose they are, so that a pattern can find them."""
+    """Note the module on the nodes of its output tensors, so that a pattern can find them."""
     mode = get_proxy_mode()
     if mode is None:
         return
@@ -81,7 +81,7 @@ def _name_outputs(module: str, out: Any) -> None:
 
 @contextlib.contextmanager
 def watching(model: nn.Module, ignore: frozenset[int] = frozenset()) -> Iterator[Watch]:
-    """Everything traced inside is noted by the `Watch` that this yields."""
+    """Yield a `Watch` that notes everything traced inside."""
     watch = Watch({id(m): n for n, m in model.named_modules(remove_duplicate=False)})
     create_node = PythonKeyTracer.create_node
 

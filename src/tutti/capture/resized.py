@@ -1,4 +1,4 @@
-"""One trace with symbols for sizes of the batch, and the captured steps of given sizes made of it."""
+"""One trace with symbols for sizes of the batch, and the captured steps that it gives for actual sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tutti.torch_private.pytrees import tree_map
 from tutti.torch_private.symbolic import expression_of
 
 aten = torch.ops.aten
-# What asks a tensor for a size: known without the tensor.
+# Ops that ask a tensor for a size, which is known without the tensor.
 _ASKS = frozenset(
     {
         aten.sym_size.int,
@@ -35,18 +35,18 @@ _NUMBERS = (*SYMBOLS, int, float, bool)
 
 
 class NotResizableError(Exception):
-    """A trace that says nothing about other sizes than its own."""
+    """A trace that is valid for its own sizes only."""
 
 
 class Resizable:
     """A trace that serves every batch whose sizes keep its guards.
 
     Args:
-        captured: what `capture` has made with `free` sizes.
-        shapes: those of the batch that was traced.
+        captured: the result of `capture` with `free` sizes.
+        shapes: of the traced batch.
 
     Raises:
-        NotResizableError: where a branch, or an op, has made constants of all that was free.
+        NotResizableError: if a branch, or an op, has made constants of all free sizes.
     """
 
     def __init__(self, captured: Captured, free: FreeSizes, shapes: Shapes) -> None:
@@ -55,7 +55,7 @@ class Resizable:
         env = captured.mode.shape_env
         assert env is not None
         if any(n.target is ITEM for n in captured.graph.nodes) or captured.reads:
-            raise NotResizableError  # its branches are looked at for one size
+            raise NotResizableError  # its branches hold for one size
         if all(env.replace(s).is_number for s in free.symbols.values()):
             raise NotResizableError
         self.symbols = frozenset(free.symbols.values())
@@ -63,7 +63,7 @@ class Resizable:
         self._values = {n: self._form(n.meta.get("val")) for n in captured.graph.nodes}
 
     def of(self, shapes: Shapes, state: list[StateTensor]) -> Captured | None:
-        """The captured step of a batch of these shapes; None where the trace does not hold for it."""
+        """The captured step of a batch of these shapes; None if the trace is not valid for it."""
         sizes = self._sizes(shapes)
         guards = self._guards(sizes) if sizes is not None else None
         if sizes is None or guards is None:
@@ -80,7 +80,7 @@ class Resizable:
         return None if found is None else Sizes({self.free.symbols[g]: n for g, n in found.items()})
 
     def _guards(self, sizes: Sizes) -> list[Any] | None:
-        """What is left of the guards: those on numbers. None where one does not hold."""
+        """The remaining guards, on numbers; None if a guard on sizes fails."""
         found: list[Any] = []
         for guard in self.captured.guards:
             left = sizes.put_into(guard)
@@ -95,7 +95,7 @@ class Resizable:
         return isinstance(value, SYMBOLS) or self._form(value) is not None
 
     def form_of(self, node: fx.Node) -> Any:
-        """What the fake of a node is like, in symbols; None where it holds none."""
+        """The form of a node's fake value, in symbols; None without symbols."""
         return self._values[node]
 
     def _form(self, value: Any) -> Any:
@@ -119,11 +119,11 @@ class Sizes:
         self._known: dict[Any, int] = {}
 
     def put_into(self, expr: Any) -> Any:
-        """An expression with the sizes in the place of their symbols."""
+        """An expression with sizes in place of their symbols."""
         return expr.xreplace(self._sizes)
 
     def number(self, expr: Any) -> int:
-        """The whole number that an expression in nothing but sizes is."""
+        """The integer value of an expression in sizes only."""
         if type(expr) is int:
             return expr
         if expr not in self._known:
@@ -132,7 +132,7 @@ class Sizes:
 
 
 class _Copy:
-    """A copy of a trace's graph in which symbols of sizes are numbers."""
+    """A copy of a trace's graph with numbers for symbols of sizes."""
 
     def __init__(self, trace: Resizable, sizes: Sizes) -> None:
         self._trace, self._sizes_of, self._mode = trace, sizes, trace.captured.mode
@@ -163,7 +163,7 @@ class _Copy:
         return new
 
     def _symbol(self, graph: fx.Graph, node: fx.Node) -> Any:
-        """A plain number where nothing but sizes and numbers goes in; else a node."""
+        """A plain number for an expression of sizes and numbers only; else a node."""
         value, target = node.meta["val"], node.target
         if node.op != "call_function" or not callable(target):
             return self._copy(graph, node)
@@ -172,7 +172,7 @@ class _Copy:
         args, kwargs = self._put(node.args), self._put(node.kwargs)
         left: list[fx.Node] = []
         map_arg((args, kwargs), left.append)
-        if not left:  # as Python works it out where there are no symbols
+        if not left:  # as Python computes it without symbols
             return target(*args, **kwargs)
         new = self._copy(graph, node)
         if isinstance(value, SYMBOLS) and expression_of(value).free_symbols & self._trace.symbols:

@@ -82,9 +82,9 @@ class Captured:
     constants. Its output is `(returned leaves, new state values)`,
     the latter in the order of `updated`.
 
-    Among the hyper-parameters stand the step's own `numbers`. After the `num_returned` leaves that the step
-    returns come those of its `effects`. `outside` is where the state stands that is neither the model's nor
-    an optimizer's, by name.
+    The hyper-parameters include the step's own `numbers`. The leaves of its `effects` follow the
+    `num_returned` leaves that the step returns. `outside` gives, by name, the places of state that is
+    neither the model's nor an optimizer's.
     """
 
     graph: fx.Graph
@@ -104,7 +104,7 @@ class Captured:
 
     @property
     def num_results(self) -> int:
-        """How many results the step returns and its effects have; the values that it reads follow."""
+        """The number of results of the step and of its effects; the values that it reads follow."""
         return self.num_returned + sum(e.num_leaves for e in self.effects)
 
     def placeholder(self, name: str) -> fx.Node:
@@ -140,15 +140,15 @@ def capture(
 ) -> Captured:
     """Trace `train_step(model[, optimizer], *batch)` with fake tensors.
 
-    Nothing real is touched, but for the optimizer's slots: those that are missing are created.
-    `precision` is the layout's: what the forward computes in. `findings` is what earlier traces of this step
-    have shown of its Python numbers; `renewed` has, by the id of a former state tensor, the one in its place.
-    With `note_gradients` the values that optimizers find in `.grad` are noted (`found_gradients.noted`).
-    `seen` is what tensors that the step reads in Python have turned out to be: the trace takes its ways.
-    With `free` sizes the graph is not canonical yet: `resized.Resizable` makes graphs of given sizes of it.
+    It changes no real value, except that it creates missing slots of the optimizer.
+    `precision` is the layout's compute dtype of the forward. `findings` holds the knowledge of earlier traces
+    about the step's Python numbers; `renewed` maps the id of a former state tensor to its successor.
+    With `note_gradients` it notes the values that optimizers read from `.grad` (`found_gradients.noted`).
+    `seen` has the values of tensors that the step reads in Python: the trace takes their branches.
+    With `free` sizes the graph is not canonical yet: `resized.Resizable` makes graphs of given sizes from it.
 
     Raises `LayoutError` for weights that do not fit `precision`, and `CaptureError` with the user's line
-    for what cannot be captured: a value written into a text, a shape that depends on values.
+    for a step that capture does not support: a value written into a text, a shape that depends on values.
     """
     findings = Findings() if findings is None else findings
     make_slots(optimizer)
@@ -166,7 +166,7 @@ def capture(
         return made
 
     findings.expect(walked)
-    with without_code():  # only the graphs are used: no code is made for them
+    with without_code():  # only the graphs matter: PyTorch makes no code for them
         lifted, traced = _traced(prepared, findings)
         refuse_sparse_constants(traced)
         functional = functional_graph(traced, lifted.inputs, lifted.mode)
@@ -191,8 +191,8 @@ def capture(
 def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lifted, fx.GraphModule]:
     """A trace in which every number that the step changes is an input.
 
-    A step that cannot be traced with a number as an input is traced with it as a constant; one that fails on
-    a way that was guessed at (a loss that is not finite) takes the other one.
+    If a trace with a number as an input fails, it traces with the number as a constant; if a guessed branch
+    fails (a loss that is not finite), it takes the other one.
     """
     ways: list[Seen] = []
     while True:
@@ -270,7 +270,9 @@ class _Lifted:
         self.changed: set[str] = set()
         self.num_returned = 0
         self.outside: dict[str, TableEntry] = {}
-        self.begun: frozenset[str] = frozenset()  # whose gradients the trace begins with
+        self.begun: frozenset[str] = (
+            frozenset()
+        )  # the parameters with whose gradients the trace starts
         self.grads: Gradients
         self.note_gradients = False
         self.found: Found = {}
@@ -292,7 +294,7 @@ class _Lifted:
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def traced(self) -> fx.GraphModule:
-        """The trace, if another would find what modules keep as this one leaves it."""
+        """The trace; it refuses a step that reads a module's kept value from an earlier call."""
         self.attributes = Attributes(self.model)
         try:
             traced = self.trace()
@@ -306,7 +308,7 @@ class _Lifted:
         return traced
 
     def _traced_apart(self) -> fx.GraphModule:
-        """Another trace, of which only the graph counts: what is known is about the first one."""
+        """Another trace, for its graph only: all attributes stay those of the first one."""
         known = dict(vars(self))
         try:
             return self.trace()
@@ -376,7 +378,7 @@ class _Lifted:
         return list(map(_result, out))
 
     def _renewed(self, flat: Sequence[Any]) -> dict[int, Any]:
-        """By id, what stands for tensors that users may hold still, in whose place others are state now."""
+        """By id, the tensors in the trace for former state tensors, which users may still hold."""
         now = {id(s.tensor): x for s, x in zip(self.state, flat, strict=False)}
         return {old: now[id(new)] for old, new in self.renewed.items() if id(new) in now}
 
@@ -390,7 +392,7 @@ class _Lifted:
         self.state = [*self.state, *state]
 
     def _leave_out_unread(self, traced: fx.GraphModule) -> None:
-        """Leave out effects on tensors that the step does not read."""
+        """Drop effects on tensors that the step does not read."""
         read, output = read_by(traced), traced.graph.output_node()
         leaves, at = list(output.args[0]), self.num_returned  # type: ignore[arg-type]
         kept: list[Effect] = []
@@ -403,7 +405,7 @@ class _Lifted:
         self.effects, output.args = kept, (leaves,)
 
     def refuse_constants(self, functional: fx.GraphModule, state: list[StateTensor]) -> None:
-        """A parameter reached past the model would silently be a constant of the graph."""
+        """Refuse a parameter reached past the model, which would silently be a constant of the graph."""
         own = {s.tensor.untyped_storage().data_ptr(): s.name for s in state if _has_data(s.tensor)}
         for node in functional.graph.nodes:
             if node.op != "get_attr":
@@ -419,7 +421,7 @@ class _Lifted:
 
 
 def _result(x: Any) -> Any:
-    """A result of the trace; a condition is what it was, under a guard."""
+    """A result of the trace; a condition keeps its value, under a guard."""
     if isinstance(x, Tensor):
         return x.detach()
     return bool(x) if isinstance(x, torch.SymBool) else x
@@ -435,9 +437,9 @@ def _has_data(x: Any) -> bool:
 
 @contextlib.contextmanager
 def _host_min_max(optimizer: Any) -> Iterator[None]:
-    """Python's `min` and `max` of step counts and norms inside an optimizer's code stay in the graph.
+    """Keep Python's `min` and `max` of step counts and norms in an optimizer's code in the graph.
 
-    Nothing else of these globals is touched: the user's step may count in them.
+    Other entries of these globals stay: the user's step may count in them.
     """
     homes = {id(home): home for home in map(_home, optimizers_of(optimizer))}
     added = [(home, name) for home in homes.values() for name in ("min", "max") if name not in home]
@@ -451,7 +453,7 @@ def _host_min_max(optimizer: Any) -> Iterator[None]:
 
 
 def _home(optimizer: Optimizer) -> dict[str, Any]:
-    """The globals that the optimizer's code sees, whether or not a module has them."""
+    """The globals of the optimizer's code, in a module or not."""
     step: Any = inspect.unwrap(type(optimizer).step)
     return step.__globals__
 
@@ -517,7 +519,7 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
 
 
 def copied(captured: Captured) -> Captured:
-    """The same capture with a graph of its own, to be rewritten for one layout."""
+    """The same capture with a graph of its own, to rewrite for one layout."""
     graph, mapped = fx.Graph(), {}
     result = graph.graph_copy(captured.graph, mapped)
     graph.output(result)

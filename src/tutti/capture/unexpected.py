@@ -1,4 +1,4 @@
-"""Errors of PyTorch and of ours in a capture get the user's line; the user's own stay theirs."""
+"""Adds the user's line to errors of PyTorch and of tutti in a capture; errors of the user's code pass."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.user_lines import is_users, quoted, user_line
 
 _RAISES = {dis.opmap["RAISE_VARARGS"], dis.opmap["RERAISE"]}
-# What PyTorch's bindings raise where they are called, without a frame of their own.
+# Errors of PyTorch's bindings, which have no frame of their own.
 _OF_BINDINGS = (RuntimeError, NotImplementedError)
 
-# By a part of the message: what to do.
+# The fix, by a part of the message.
 _WAYS_OUT = (
     (
         "SparseTensorImpl",
@@ -33,7 +33,7 @@ _WAYS_OUT = (
         "return the tensor from the step, and hand its value over there; in the step it is no plain number",
     ),
 )
-# A number that stands for one that is known only when the step runs, where it is taken for a plain one.
+# Uses of a symbol, known only when the step runs, as a plain number.
 _SYMBOL = re.compile(r"\bSym(Float|Int|Bool)\b")
 _CALL = "step(...) with the arguments that the training step takes after the optimizer"
 _GENERAL = (
@@ -47,7 +47,7 @@ _OURS = "this is a mistake of tutti: report it with the traceback of the cause"
 def named() -> Iterator[None]:
     """An exception raised inside becomes a `CaptureError` that names the user's line and the exception.
 
-    What the user's code raises passes, as do errors of ours.
+    Errors of the user's code pass, as do tutti's own.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def named() -> Iterator[None]:
 
 
 def refuse_untraced(traced: fx.GraphModule) -> None:
-    """Raise `CaptureError` for a value that the trace has not seen being made."""
+    """Raise `CaptureError` for a value whose creation the trace has not seen."""
     for node in traced.graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(traced, str(node.target)), FakeTensor):
             using = [node]
@@ -101,7 +101,7 @@ def _line(error: Exception) -> str:
 
 
 def _within(error: Exception) -> str:
-    """The innermost line of the step that led to `error`; "" where none did."""
+    """The innermost line of the step in the traceback of `error`; "" without one."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((f"{f.filename}:{f.lineno}" for f in frames if is_users(f.filename)), "")
 
@@ -113,6 +113,6 @@ def _general(error: Exception) -> str:
 
 
 def _is_of_the_call(error: Exception) -> bool:
-    """Whether the step could not be called at all: no frame of its own, the arguments do not fit."""
+    """Whether the call of the step itself failed: no frame of its own, arguments that do not fit."""
     last = _innermost(error.__traceback__)
     return last is not None and last.tb_frame.f_code is called.__code__

@@ -1,1 +1,1 @@
-"""Python values that a step reads and changes, and values of tensors that its Python reads."""
+"""The Python values that a step reads and changes, and the tensors' values that its Python reads."""

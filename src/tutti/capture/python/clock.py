@@ -1,4 +1,4 @@
-"""A step that reads the clock is told that it does so once, while it is captured."""
+"""A warning for a step that reads the clock: it does so once, during capture."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from tutti.user_lines import quoted
 
 @contextlib.contextmanager
 def clocks_watched(tables: Sequence[Table]) -> Iterator[None]:
-    """Inside, a user's line that reads a clock of `time` is warned of, once: its value stays that of now.
+    """Inside, warn once of a user's line that reads a clock of `time`: its value is fixed at capture.
 
-    `tables` are those that the step reaches: a clock may stand there (`from time import time`).
-    `datetime.now()` is not seen.
+    `tables` are those that the step reaches: they may hold a clock (`from time import time`).
+    `datetime.now()` escapes it.
     """
     told: set[str] = set()
 
     def watched(name: str, clock: Callable[[], Any]) -> Callable[[], Any]:
         def read() -> Any:
-            frame = sys._getframe(2)  # behind the guard of the thread
+            frame = sys._getframe(2)  # above the thread's guard
             at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             if at not in told and not is_code_of_library(frame.f_code):
                 told.add(at)

@@ -1,4 +1,4 @@
-"""Values that change and stay the same object: sets, arrays of NumPy and of Python."""
+"""Mutable values: sets, arrays of NumPy and of Python."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tutti.errors import CaptureError
 
 _SMALL = (
     1 << 16
-)  # bytes of an array of which all is compared at each call; of a larger one a sample
-_COPIED = 1 << 26  # bytes of an array that is copied while a step is traced
+)  # bytes of an array that each call compares whole; of a larger one it compares a sample
+_COPIED = 1 << 26  # bytes of an array that a trace copies
 
 
 def has_contents(value: Any) -> bool:
-    """Whether a value may change and be the same object: a set, an array."""
+    """Whether a value may change in place: a set, an array."""
     of_numpy = type(value).__module__ == "numpy" and hasattr(value, "tobytes")
     return of_numpy or isinstance(value, set | bytearray | array.array)
 
 
 def contents_of(value: Any, *, whole: bool = False) -> Any:
-    """What a set or an array holds, in a form to be compared; of a large array a sample, unless `whole`."""
+    """The contents of a set or an array, in a comparable form; of a large array a sample, unless `whole`."""
     if isinstance(value, set):
         return frozenset(value)
     if isinstance(value, bytearray | array.array):
@@ -39,7 +39,7 @@ def contents_of(value: Any, *, whole: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class KeptContents:
-    """One such value with a copy of what was in it; of a very large array there is none."""
+    """A mutable value with a copy of its contents; without one for a very large array."""
 
     name: str
     value: Any
@@ -63,14 +63,14 @@ class KeptContents:
             self.value[...] = self.copied
 
     def refuse_change(self) -> None:
-        """Raise `CaptureError` if the step has changed what is in it."""
+        """Raise `CaptureError` if the step has changed its contents."""
         if self.changed:
             sized = isinstance(self.value, set) and len(self.value) != len(self.copied)
             raise refused_change(self.name, *((len(self.copied), len(self.value)) if sized else ()))
 
 
 def contents(tables: Sequence[Table]) -> list[KeptContents]:
-    """Every such value by its name, with what is in it now."""
+    """Every mutable value by its name, with its contents now."""
     found = [(name, x) for name, _, x in named(tables) if has_contents(x)]
     return [KeptContents(name, x, _copied(x)) for name, x in found]
 
@@ -80,7 +80,7 @@ def _copied(value: Any) -> Any:
 
 
 def refused_change(name: str, *lengths: int) -> CaptureError:
-    """For what a step changes in a list, a set or an array; `lengths` are those before and after."""
+    """The error for a step that changes a list, a set or an array; `lengths` are those before and after."""
     if lengths:
         before, after = lengths
         return CaptureError(

@@ -1,4 +1,4 @@
-"""Where Python values stand that a step reaches: tables that hold values under keys, and their names.
+"""The places of Python values that a step reaches: tables of values by key, and their names.
 
 kind     held by                         name of a value
 item     a dict or a list                state['count']
@@ -18,8 +18,8 @@ from operator import itemgetter
 from typing import Any
 
 ITEM, MEMBER, SCOPE, SLOT, CELL = "item", "member", "scope", "slot", "cell"
-MISSING = object()  # where nothing stands under a key
-# What a reader raises where a value has gone.
+MISSING = object()  # in place of a missing value
+# The errors of a reader for a missing value.
 GONE = (KeyError, ValueError, AttributeError, IndexError)
 
 
@@ -29,9 +29,9 @@ class Table:
 
     Args:
         prefix: the beginning of their names.
-        find: gives what holds them; for an optimizer's groups and slots, those of now.
-        keys: those that count; None for all that there are.
-        ignored: those that never do, also where a step adds them.
+        find: returns their holder; for an optimizer's groups and slots, the current one.
+        keys: the keys that count; None for all.
+        ignored: keys that never count, even if a step adds them.
     """
 
     prefix: str
@@ -41,13 +41,13 @@ class Table:
     ignored: frozenset[str] = frozenset()
 
     def name(self, key: Any) -> str:
-        """What a value is called in messages and checkpoints."""
+        """The name of a value in messages and checkpoints."""
         if self.kind == CELL:
             return self.prefix
         return f"{self.prefix}[{key!r}]" if self.kind == ITEM else f"{self.prefix}{key}"
 
     def values(self) -> dict[Any, Any]:
-        """What stands there now, by key."""
+        """The values now, by key."""
         held = self.find()
         if self.kind == CELL:
             return {None: _contents(held)}
@@ -59,7 +59,7 @@ class Table:
         return {key: getattr(held, key, MISSING) for key in self.keys or ()}
 
     def put(self, key: Any, value: Any) -> None:
-        """Let `value` stand under `key`; `MISSING` takes away what does."""
+        """Set the value of `key`; `MISSING` deletes it."""
         held = self.find()
         if self.kind == CELL:
             if value is MISSING:
@@ -80,31 +80,31 @@ class Table:
 
     @property
     def writable(self) -> bool:
-        """Whether another value can be put there."""
+        """Whether the table can be assigned to."""
         return not isinstance(self.find(), tuple)
 
     def reader(self, keys: Sequence[Any]) -> Callable[[], Sequence[Any]]:
-        """What reads the values under `keys`; it raises one of `GONE` where one is missing."""
+        """A function that reads the values of `keys`; it raises one of `GONE` for a missing one."""
         held = self.find()
         if self.kind == CELL:
             return lambda: (held.cell_contents,)
         if self.kind == SLOT:
             return lambda: [getattr(held, key) for key in keys]
         if isinstance(held, dict) and type(held) not in (dict, OrderedDict):
-            # Its `[key]` may make a value anew, as Transformers' ACT2FN does, or add one, as a defaultdict.
+            # Its `[key]` may make a new value, as Transformers' ACT2FN does, or add one, as a defaultdict.
             return lambda: [dict.get(held, key, MISSING) for key in keys]
         several = (
             keys if len(keys) > 1 else [*keys, *keys]
-        )  # of one key it would give the value alone
+        )  # for one key it would return the bare value
         return partial(itemgetter(*several), held)
 
     def width(self, keys: Sequence[Any]) -> int:
-        """How many values the reader of `keys` gives for each."""
+        """The number of values that the reader of `keys` returns for each."""
         return len(self.reader(keys)()) if len(keys) == 1 else 1
 
     @property
     def sized(self) -> Any:
-        """What a new value would make larger; None where one is not looked for."""
+        """The container that a new value would enlarge; None where new values do not count."""
         return None if self.kind in (SCOPE, SLOT, CELL) else self.find()
 
 
@@ -139,7 +139,7 @@ class TableEntry:
 
 
 def named(tables: Sequence[Table]) -> Iterator[tuple[str, TableEntry, Any]]:
-    """Every value by its name, with where it stands."""
+    """Every value by its name, with its entry."""
     for table in tables:
         for key, value in table.values().items():
             yield table.name(key), TableEntry(table, key), value

@@ -1,4 +1,4 @@
-"""Numbers drawn by Python's `random` or NumPy inside a step are refused: a capture would draw them once."""
+"""Refuses numbers drawn by Python's `random` or NumPy inside a step: a capture would draw them once."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tutti.user_lines import quoted, user_line
 
 @contextlib.contextmanager
 def no_host_randomness() -> Iterator[None]:
-    """Raise if what is traced inside draws from a global generator of the host.
+    """Raise if a trace inside draws from a global generator of the host.
 
-    Looked for around each module's call, so that the error can say where. Generators that the step makes
-    itself (`random.Random(0)`, `numpy.random.default_rng`) are not seen.
+    It checks around each module's call, so that the error can name it. Generators that the step makes itself
+    (`random.Random(0)`, `numpy.random.default_rng`) escape it.
     """
     before, lines = _states(), list[str]()
 

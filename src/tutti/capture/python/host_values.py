@@ -1,4 +1,4 @@
-"""What a step does with the values of tensors in Python while it is traced, when there are none."""
+"""Refusals of a step's Python uses of tensors' values, which a trace does not have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _refuse(does: str, fix: str) -> Callable[..., Any]:
 
 
 def noted(error: CaptureError) -> CaptureError:
-    """An error to be raised, and once more at the end of `values_unknown`: the step may catch it."""
+    """Note an error, which `values_unknown` raises again at its end: the step may catch it."""
     _RAISED.get().append(error)
     return error
 
@@ -69,19 +69,19 @@ _TEXT = _refuse(
 
 
 def _reduced(x: Any, protocol: Any) -> Any:
-    """For `copy.copy` as ever; for pickle there is nothing to write."""
+    """`copy.copy` works as before; a pickle has no value to write."""
     if sys._getframe(1).f_globals.get("__name__") == "copy":
         return _REDUCE(x, protocol)
     return _PICKLE()
 
 
 def _format(x: Any, spec: str) -> str:
-    """Without a format, as a trace shows it: of a text in an error that is raised, say."""
+    """Without a format, the text of a fake tensor, as for the text of an error."""
     return _TEXT() if spec else repr(x)
 
 
 def _tensor(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.tensor`, which would look at the values of tensors in a list."""
+    """`torch.tensor`, which would read the values of tensors in a list."""
 
     def made(data: Any, *args: Any, **options: Any) -> Any:
         several = not isinstance(data, Tensor)
@@ -111,9 +111,9 @@ _REFUSED = (
 
 @contextlib.contextmanager
 def values_unknown() -> Iterator[None]:
-    """Inside, to read values into NumPy, or into a text, raises `CaptureError` with the user's line.
+    """Inside, a read of values into NumPy, or into a text, raises `CaptureError` with the user's line.
 
-    So it does at the end, where the step has caught the error. PyTorch's own search for NaN is off.
+    If the step catches the error, the end raises it again. PyTorch's own search for NaN is off.
     """
     raised = _RAISED.set([])
     anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()

@@ -1,4 +1,4 @@
-"""What stands for the inputs of a step in its trace: fakes of tensors, symbols of numbers."""
+"""The inputs of a step in its trace: fakes for tensors, symbols for numbers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tutti.torch_private.symbolic import ConstantSource, DimDynamic
 
 
 def fake_mode(seen: Seen, *, sized: bool) -> FakeTensorMode:
-    """What makes fakes for a trace with the ways of what was `seen`; with `sized`, sizes are symbols."""
+    """The fake mode of a trace that takes the branches of `seen`; with `sized`, sizes are symbols."""
     kind = SizedFakeMode if sized else FakeTensorMode
     return kind(shape_env=Symbols(seen), static_shapes=True, allow_non_fake_inputs=True)
 
 
 def fake(x: Tensor, mode: FakeTensorMode, shape: Sequence[Any] | None = None) -> Tensor:
-    """A fake of the same global shape (or of `shape`), dtype and device; strides are plain."""
+    """A fake of the same global shape (or of `shape`), dtype and device; contiguous."""
     sizes = tuple(x.shape if shape is None else shape)
     with mode:
         made = torch.empty(sizes, dtype=x.dtype, device=device_of(x))
@@ -30,7 +30,7 @@ def fake(x: Tensor, mode: FakeTensorMode, shape: Sequence[Any] | None = None) ->
 
 
 def fakes(tensors: Sequence[Tensor], mode: FakeTensorMode, free: FreeSizes | None) -> list[Tensor]:
-    """Fakes of a batch's tensors; the `free` sizes among theirs are symbols."""
+    """Fakes of a batch's tensors, with symbols for `free` sizes."""
     if free is None:
         return [fake(x, mode) for x in tensors]
     shapes = free.symbolic([x.shape for x in tensors], mode)
@@ -44,6 +44,6 @@ def symbol(name: str, value: float, mode: FakeTensorMode) -> Any:
     if isinstance(value, int):
         made = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         return env.create_symintnode(made, hint=value, source=source)
-    # To PyTorch's default numbers that are equal now are one symbol.
+    # By default PyTorch gives equal numbers one symbol.
     made = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
     return env.create_symfloatnode(made, hint=value, source=source)

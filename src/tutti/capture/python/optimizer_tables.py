@@ -1,4 +1,4 @@
-"""Where the Python values of an optimizer stand: options of its groups, what it keeps of parameters."""
+"""Tables of an optimizer's Python values: the options of its groups, and its state of each parameter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tutti.capture.state.lift import names_of
 
 
 def group_tables(optimizers: Sequence[Optimizer]) -> Iterator[Table]:
-    """The options of each group: those that schedules change are inputs by themselves."""
+    """The options of each group; those that schedules change are inputs in any case."""
     for k, one in enumerate(optimizers):
         prefix = f"optim{k}" if k else "optim"
         for g, group in enumerate(one.param_groups):
@@ -27,7 +27,7 @@ def _group(one: Optimizer, g: int) -> Any:
 
 
 def slot_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Table]:
-    """What optimizers keep of each parameter besides tensors: numbers, and lists of tensors; and of none."""
+    """The state of each parameter besides tensors: numbers, lists of tensors; and state of no parameter."""
     owners = names_of(model)
     for k, one in enumerate(optimizers):
         if shared := [key for key in one.state if not isinstance(key, Tensor)]:
@@ -46,7 +46,7 @@ def slot_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[T
 
 
 def holders(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Callable[[], list[Any]]]:
-    """What gives the dicts that hold these values now: `load_state_dict` and `state.clear()` replace them."""
+    """Functions that find the dicts of these values: `load_state_dict` and `state.clear()` replace them."""
     owners = names_of(model)
     found: list[Callable[[], list[Any]]] = []
     for one in optimizers:

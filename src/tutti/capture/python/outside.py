@@ -1,8 +1,7 @@
 """Tensors that a step reaches outside of its model and optimizers, as state of its graph.
 
-A criterion's weights, a teacher, a mean in a closure: a trace has them as constants. Where one stands in a
-place that is known, it becomes an input, so that a change of it counts, and what the step writes into it is
-kept, as for a buffer.
+A criterion's weights, a teacher, a mean in a closure: to a trace they are constants. One in a known place
+becomes an input, like a buffer: a change of it counts, and the step's writes into it persist.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ def lift_outside(
     num_state: int,
     mode: FakeTensorMode,
 ) -> tuple[list[StateTensor], list[Tensor], dict[str, TableEntry]]:
-    """Make inputs of the constants of `traced` that stand in `places` (by id of the tensor).
+    """Make inputs of the constants of `traced` that are in `places` (by id of the tensor).
 
-    `stand_ins`, by the same ids, are the fakes by which the trace knows them; one that stands in a tuple is
-    known by itself. The new placeholders follow the first `num_state` ones. Gives their state, their fakes,
-    which are contiguous, and their places.
+    `stand_ins`, by the same ids, are their fakes in the trace; a tensor in a tuple appears as itself. The
+    new placeholders follow the first `num_state` ones. Returns their state, their contiguous fakes, and
+    their places.
     """
     graph = traced.graph
     last = _last_state(graph, num_state)
@@ -60,7 +59,7 @@ def lift_outside(
 
 
 def refuse_written(outside: Mapping[str, TableEntry], updated: Sequence[str]) -> None:
-    """Raise `CaptureError` where a step writes into a tensor outside that does not fill its memory."""
+    """Raise `CaptureError` for a step that writes into an outside tensor that does not fill its memory."""
     for name in updated:
         place = outside.get(name)
         if place is not None and not is_dense(place.get()):
@@ -97,13 +96,13 @@ def _first(graph: fx.Graph) -> fx.Node:
 
 
 def may_be_input(value: Any) -> bool:
-    """Whether a tensor outside is an input of the graph; of any other a trace has the very tensor."""
+    """Whether an outside tensor can be an input of the graph; a trace uses any other directly."""
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided
     return plain and value.device.type != "meta"
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether its elements fill their memory, each in a place of its own, in whatever order of dims."""
+    """Whether its elements fill their memory without overlap, in any order of dims."""
     dims = sorted((step, n) for n, step in zip(x.shape, x.stride(), strict=True) if n != 1)
     room = 1
     for step, n in dims:

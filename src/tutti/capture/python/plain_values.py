@@ -1,4 +1,4 @@
-"""Python values that a trace may depend on: which are numbers, which are equal, what of one a trace sees."""
+"""Python values on which a trace may depend: numbers, equality, and the key of a value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tutti.capture.python.reach import PLAIN
 
 
 def is_number(value: Any) -> bool:
-    """A number, or one that a trace knows by a symbol."""
+    """Whether a value is a number, or a symbol of one."""
     return is_plain_number(value) or isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
@@ -25,12 +25,12 @@ def is_plain_number(value: Any) -> bool:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; a symbol is only itself."""
+    """Whether two plain values are equal; a symbol equals only itself."""
     return type(a) is type(b) and isinstance(a, PLAIN) and (a == b or (a != a and b != b))
 
 
 def sign(value: Any) -> Any:
-    """What of a value a trace depends on, besides what stands in it."""
+    """The key of a value, without its contents: a trace depends on it."""
     if isinstance(value, PLAIN):
         plain = type(value) in (int, bool, str, bytes, type(None))
         return (type(value), value if plain else repr(value))

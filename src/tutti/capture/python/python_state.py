@@ -1,12 +1,12 @@
 """The Python values that a step reads and changes: inputs and results of its graph, or constants.
 
-A trace runs the step's Python once. What it reads there is one of these:
+A trace runs the step's Python once. A value that it reads is one of these:
 
     constant   part of the signature: another value traces again
     number     an input of the graph, once it is known to change: between calls, or in the step itself
 
-What the step leaves in a place (`self.i += 1`, `state["loss"] = loss`) is an effect: a result of the graph,
-or a constant, that is put there after each call. Nothing that a trace leaves stays.
+A value that the step assigns (`self.i += 1`, `state["loss"] = loss`) is an effect: a result of the graph, or
+a constant, assigned again after each call. The end of a trace restores all values.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tutti.user_lines import quoted, user_line
 
 @dataclass(frozen=True)
 class Number:
-    """A number that is an input of the graph, and where it stands; in several places if they are one count.
+    """A number that is an input of the graph, and its place; several places for one count.
 
-    Those are the counts that an optimizer keeps of each parameter: as long as they are equal they are one.
+    Those are an optimizer's step counts of each parameter: one count as long as they are equal.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Number:
 
     @property
     def value(self) -> int | float:
-        """What it is now."""
+        """Its current value."""
         value = self.places[0].get()
         return float(value) if isinstance(value, float) else int(value)
 
@@ -59,9 +59,10 @@ class Number:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a step leaves in `places`: `num_leaves` values of `spec`, the last results of its graph.
+    """The value that a step assigns to `places`: `num_leaves` leaves of `spec`, among the last results of its
+    graph.
 
-    One on `condition` counts only where the step reads that tensor: modules keep values to be looked at.
+    With `condition` it counts only if the step reads that tensor: modules keep values for inspection.
     """
 
     places: tuple[TableEntry, ...]
@@ -70,12 +71,12 @@ class Effect:
     condition: Tensor | None = field(default=None, repr=False)
 
     def value(self, leaves: Sequence[Any]) -> Any:
-        """What is put there."""
+        """The value to assign."""
         return tree_unflatten(list(leaves), self.spec)
 
 
 def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
-    """What each effect puts in its places; `results` are the leaves of all, in order."""
+    """The value of each effect; `results` are the leaves of all, in order."""
     found, at = [], 0
     for effect in effects:
         found.append(effect.value(results[at : at + effect.num_leaves]))
@@ -85,11 +86,11 @@ def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
 
 @dataclass
 class Findings:
-    """What is known of the numbers of one step from its calls so far, by name of a place.
+    """Knowledge of the numbers of one step from its calls so far, by name of a place.
 
     Args:
-        varying: those that are inputs, since they were seen to change.
-        fixed: those that must be constants of a trace: it looks at their values.
+        varying: numbers that have changed, and so are inputs.
+        fixed: numbers that must be constants, since a trace reads their values.
     """
 
     varying: set[str] = field(default_factory=set)
@@ -97,23 +98,23 @@ class Findings:
     _expected: bool = False
 
     def expect(self, walked: Callable[[], PythonState]) -> None:
-        """Before the first trace: what the step's code assigns to will change."""
+        """Before the first trace: expect changes of the numbers to which the step's code assigns."""
         if not self._expected:
             self.varying |= walked().likely()
             self._expected = True
 
     def fix(self, inputs: Sequence[Number]) -> bool:
-        """After a trace that failed: make constants of the whole numbers among its inputs, or of all."""
+        """After a failed trace: make constants of the whole numbers among its inputs, or of all."""
         whole = {p.name for n in inputs for p in n.places if isinstance(n.value, int)}
         self.fixed |= whole or {p.name for n in inputs for p in n.places}
         return bool(inputs)
 
 
 class PythonState:
-    """The Python values of one step, as they stand now.
+    """The current Python values of one step.
 
     Args:
-        step: the function that is captured.
+        step: the captured function.
         findings: shared by all walks for one step.
     """
 
@@ -134,7 +135,7 @@ class PythonState:
         self._by_name: dict[str, TableEntry] | None = None
 
     def _numbers(self) -> list[Number]:
-        """The inputs among the numbers that there are."""
+        """The numbers that are inputs."""
         slots = {id(table) for table in self._slots}
         found: dict[Any, list[TableEntry]] = {}
         for name, place, value in named(self.tables):
@@ -150,11 +151,11 @@ class PythonState:
         return name in self.findings.varying and not self.is_scheduled(place, value)
 
     def is_scheduled(self, place: TableEntry, value: Any) -> bool:
-        """Whether a value is an input of every graph: an option of a group that schedules change."""
+        """Whether a value is an input of every graph: a group's option that schedules change."""
         return id(place.table) in self._groups and is_scheduled(place.key, value)
 
     def likely(self) -> set[str]:
-        """The names of numbers that the step's code assigns to."""
+        """The names of numbers to which the step's code assigns."""
         return {
             name
             for name, place, value in named(self.tables)
@@ -164,7 +165,7 @@ class PythonState:
         }
 
     def constants(self) -> tuple[Any, ...]:
-        """What a trace depends on, hashable: each value with its type, the inputs by name and type alone."""
+        """The hashable key of a trace: each value with its type, inputs by name and type alone."""
         inputs = {(id(p.table), p.key): n.name for n in self.numbers for p in n.places}
         found: list[Any] = []
         for name, place, value in named(self.tables):
@@ -175,7 +176,7 @@ class PythonState:
         return tuple(found)
 
     def tensors(self) -> dict[int, TableEntry]:
-        """By id, the tensors that stand in the tables, besides the state of the model and the optimizers."""
+        """By id, the tensors in the tables, without the state of the model and the optimizers."""
         found: dict[int, TableEntry] = {}
         for _, place, value in named(self.tables):
             if isinstance(value, Tensor):
@@ -184,7 +185,7 @@ class PythonState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Puts everything back at the end, also what a trace has added."""
+        """Restore everything at the end, and remove what a trace has added."""
         before = [(table, table.values(), _all_keys(table), _items(table)) for table in self.tables]
         inside = contents(self.tables)
         try:
@@ -205,7 +206,7 @@ class PythonState:
                         table.put(key, old)
 
     def _is_kept(self, place: TableEntry, old: Any, value: Any) -> bool:
-        """Whether a module has a value of a trace where it had none: `kept_values` puts it back."""
+        """Whether to keep a trace's value: a mode, or a module's new tensor, which `kept_values` removes."""
         new = isinstance(value, FakeTensor) and not isinstance(old, Tensor)
         mode = place.key == "training" and place.table.kind == MEMBER  # set at each call
         return mode or (new and self.holds_value_of_module(place))
@@ -213,9 +214,9 @@ class PythonState:
     def begin(
         self, symbols: Mapping[str, Any], state: Mapping[int, Tensor], mode: FakeTensorMode
     ) -> BegunTrace:
-        """Let `symbols`, by name, stand where the inputs do, and `state` where the tensors with these ids do.
+        """Put `symbols`, by name, in place of the inputs, and `state` in place of the tensors with these ids.
 
-        For any other tensor a fake of it stands. Call it inside of `restored`.
+        Fakes replace all other tensors. Call it inside of `restored`.
         """
         for number in self.numbers:
             number.put(symbols[number.name])
@@ -244,17 +245,17 @@ class PythonState:
         return place if table is None else TableEntry(table, place.key)
 
     def holds_value_of_module(self, place: TableEntry) -> bool:
-        """Whether a place is one of the model's modules, whose tensors `kept_values` looks after."""
+        """Whether a place is in one of the model's modules, whose tensors `kept_values` handles."""
         return id(place.table.find()) in self._of_model
 
 
 def _is_iterator(value: Any) -> bool:
-    """Of Python's own, or a generator; a file is one too, and may be written to."""
+    """Whether a value is one of Python's iterators or a generator; not a file, which a step may write."""
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
 
 
 class Untouched:
-    """Stands for an iterator while a step is traced: to take what comes next would happen only then."""
+    """Replaces an iterator during a trace, and refuses `next`: it would run only then."""
 
     def __init__(self, name: str, iterator: Any) -> None:
         self._name, self._kind = name, type(iterator).__name__
@@ -272,11 +273,11 @@ class Untouched:
 
 
 class BegunTrace:
-    """A trace that has begun: what stood everywhere, with the symbols."""
+    """A trace in progress: all values at its start, with the symbols."""
 
     def __init__(self, state: PythonState, stand_ins: Mapping[int, Tensor]) -> None:
         self.state = state
-        # By id of the tensor for which it stands.
+        # By id of the tensor that it replaces.
         self.stand_ins = stand_ins
         self._before = [(t, t.values(), _all_keys(t)) for t in state.tables]
         self._contents = contents(state.tables)
@@ -285,10 +286,10 @@ class BegunTrace:
         self.changed: set[str] = set()  # the names of numbers that the step has changed
 
     def effects(self) -> list[Effect]:
-        """What the step has changed since; their leaves are then in `leaves`.
+        """The step's assignments so far; also sets `leaves` to their leaves.
 
         Raises:
-            CaptureError: for a list that has grown, or shrunk, or an array that has changed: once, here.
+            CaptureError: for a list that has grown or shrunk, or an array that has changed.
         """
         for kept in self._contents:
             kept.refuse_change()
@@ -334,14 +335,14 @@ class BegunTrace:
         return Effect(number.places, tree_flatten(0)[1], 1)
 
     def _is_effect(self, place: TableEntry, old: Any, value: Any) -> bool:
-        if place.key == "training" and place.table.kind == MEMBER:  # modes are set at each call
+        if place.key == "training" and place.table.kind == MEMBER:  # each call sets modes
             return False
         if is_number(old) and is_number(value):
             self.changed.add(place.name)
         leaves = [] if value is MISSING else tree_flatten(value)[0]
         of_module = self.state.holds_value_of_module(place)
         if of_module and any(isinstance(x, Tensor) for x in leaves) and not isinstance(old, Tensor):
-            return False  # `kept_values` looks after it
+            return False  # `kept_values` handles it
         if value is MISSING or not all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves):
             if not of_module:
                 _say_lost(place, value)
@@ -350,13 +351,13 @@ class BegunTrace:
 
 
 def _expression(value: Any) -> Any:
-    """What two symbols of the same value have in common."""
+    """The expression of a symbol, by which equal symbols compare."""
     return value.node.expr if isinstance(value, SYMBOLS) else value
 
 
 def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake of the same form, which is a view of nothing and has no history."""
-    with no_modes(), mode:  # to the trace that runs it is no op of the step
+    """A fake of the same form, not a view and without autograd history."""
+    with no_modes(), mode:  # the trace must not record it as an op of the step
         fake = torch.empty_strided(tuple(x.shape), x.stride(), dtype=x.dtype, device=device_of(x))
         if isinstance(x, nn.Parameter):
             return nn.Parameter(fake, x.requires_grad)
@@ -367,7 +368,7 @@ _KEPT = (*PLAIN, Tensor, type, type(lambda: 0))
 
 
 def _say_lost(place: TableEntry, value: Any) -> None:
-    """What cannot be done again at each call is said."""
+    """Warn of an assignment that calls cannot repeat."""
     what = "removes it" if value is MISSING else f"puts a {type(value).__name__} there"
     warnings.warn(
         f"{place.name} stays as it is: the step {what}, which happens in Python, where it runs once",
@@ -381,14 +382,14 @@ def _refuse_other_length(table: Table, before: Mapping[Any, Any], now: Mapping[A
 
 
 def _all_keys(table: Table) -> set[Any]:
-    """All that stands in a dict, also under names that nobody mentions."""
+    """All keys of a dict, also those that no code mentions."""
     held = table.find()
     every = isinstance(held, dict) and table.kind in (ITEM, MEMBER)
     return set(held) - table.ignored if every else set()
 
 
 def _items(table: Table) -> list[Any] | None:
-    """The items of a list, to be put back whatever has become of its length."""
+    """The items of a list, to restore it whole if its length changes."""
     held = table.find()
     return list(held) if table.kind == ITEM and isinstance(held, list) else None
 

@@ -1,11 +1,11 @@
-"""What Python values a step reaches: by closures, globals, attributes, dicts and lists, from its function on.
+"""The Python values that a step reaches from its function: by closures, globals, attributes, dicts and lists.
 
-Nothing is run for this. Code mentions the names of the globals and attributes that it reads; from the step's
-code on, functions of these names are followed, and objects of users are looked at under these names:
+The search runs no code. Code has the names of the globals and attributes that it reads. From the step's code
+on, the search follows functions of these names, and reads these attributes of users' objects:
 
     def train_step(...):  trainer.beta * loss(x)     trainer -> "beta", "loss" of it -> the code of loss
 
-What is found are tables: something that holds values under keys. Modules count with all their attributes.
+It returns tables, holders of values by key. Modules count with all their attributes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from tutti.torch_private.module_tables import (
 )
 from tutti.torch_private.optimizer_marks import MARKS, hooks_of_optimizer
 
-# Values that are compared, and never looked into.
+# Values to compare, without a search inside.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), enum.Enum, torch.dtype, torch.device)
-# Of an instance of these, every attribute counts: their own code reads them.
+# Types whose every attribute counts: their own code reads them.
 _WHOLE = (LRScheduler, torch.amp.GradScaler, types.SimpleNamespace, argparse.Namespace)
 # Code that reads attributes of any name.
 _BY_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "attrgetter"})
@@ -52,21 +52,21 @@ _LIBRARIES = tuple(
 _HERE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
 _DEPTH = 2
-_MOST = 100_000  # values of one table that are looked at
+_MOST = 100_000  # the most values of one table to visit
 
 
 @dataclass
 class Reached:
-    """The tables that a step reaches, and the names that its code assigns to."""
+    """The tables that a step reaches, and the names to which its code assigns."""
 
     tables: list[Table]
     stored: frozenset[str]
 
 
 def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reached:
-    """All that `step` reaches, and the attributes of `model` and of `optimizers`.
+    """The tables that `step` reaches, and the attributes of `model` and of `optimizers`.
 
-    The order is the same at every call for the same program.
+    The order is the same at every call of the same program.
     """
     names: set[str] = set()
     while True:
@@ -78,7 +78,7 @@ def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reach
 
 
 class _Walk:
-    """One way through everything; `names` are those that code is known to mention, and grow."""
+    """One search; `names` are those found in code so far."""
 
     def __init__(
         self, names: Iterable[str], model: nn.Module, optimizers: Sequence[Optimizer]
@@ -89,10 +89,10 @@ class _Walk:
         self._model, self._optimizers = model, optimizers
         self._own = {id(m) for m in model.modules()}
         self._seen: set[int] = set()
-        self._kept: list[Any] = []  # so that no id is used twice
+        self._kept: list[Any] = []  # so that no id repeats
         self._scopes: dict[int, Table] = {}
         self._reads_environment, self._words = False, set[str]()
-        # Of these all attributes count, to this depth: what a library's modules hold (a configuration).
+        # Objects of a library's modules (a configuration) whose attributes all count, to this depth.
         self._whole: dict[int, int] = {}
         self._todo: collections.deque[Callable[[], None]] = collections.deque()
 
@@ -110,7 +110,7 @@ class _Walk:
             self._environment()
 
     def _environment(self) -> None:
-        """Variables of the environment that the user's code names."""
+        """Environment variables in the user's code."""
         environ: Any = os.environ
         keys = [environ.encodekey(name) for name in sorted(self._words)]
         self.tables.append(Table("os.environ", ITEM, _is(environ._data), keys))
@@ -123,7 +123,7 @@ class _Walk:
         return True
 
     def _value(self, value: Any, path: str) -> None:
-        """Look into a value that stands at `path`."""
+        """Search the value at `path`."""
         if isinstance(value, (*PLAIN, Tensor)) or not self._new(value):
             return
         look = self._look_for(value)
@@ -155,7 +155,7 @@ class _Walk:
         return self._object if _has_attributes(value) else None
 
     def _function(self, function: Any, path: str) -> None:
-        inner = inspect.unwrap(function)  # of a wrapper around a module, there is no other code
+        inner = inspect.unwrap(function)  # a wrapper around a module has no other code
         code = (inner if isinstance(inner, types.FunctionType) else function).__code__
         self._code(code)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
@@ -277,7 +277,7 @@ class _Walk:
         self._methods(kind)
 
     def _class(self, kind: type, path: str) -> None:
-        """A class that code names, and may call."""
+        """A class whose name is in code, which may call it."""
         self._data_of(kind)
         self._methods(kind, called=_CALLED | _MAKING)
 
@@ -300,7 +300,7 @@ class _Walk:
                 self._in_scope(scope, name)
 
     def _methods(self, kind: type, called: frozenset[str] | None = None) -> None:
-        """The code of a class: what is called by a name that is mentioned, and what Python calls itself."""
+        """The code of a class: methods whose names are in code, and methods that Python calls itself."""
         called = _CALLED if called is None else called
         for base in kind.__mro__:
             if not _is_users(base.__module__):
@@ -326,11 +326,11 @@ class _Walk:
             self._words |= _mentioned(code)
 
 
-# Of an optimizer, tables that are looked at by their own rules, and what is its own business.
+# Attributes of an optimizer with rules of their own, and its internals.
 _OF_ALL_OPTIMIZERS = frozenset(torch.optim.SGD([torch.zeros(1)], 0.1).__dict__) | frozenset(
     {"step", "profile_hook_step", *MARKS}
 )
-# What Python, or PyTorch, calls on an object; not what makes one or shows it.
+# Methods that Python or PyTorch calls on an object, without those that make or print one.
 _MAKES = ("init", "new", "repr", "str", "reduce", "getstate", "setstate", "deepcopy", "copy", "del")
 _MAKING = frozenset({"__init__", "__new__", "__post_init__"})
 _CALLED = frozenset(
@@ -341,12 +341,12 @@ _CALLED = frozenset(
 
 
 def counts(key: str, value: Any) -> bool:
-    """Whether an attribute of a module is one that a trace may depend on, `training` among them."""
+    """Whether a trace may depend on an attribute of a module, such as `training`."""
     return key not in _OF_ALL_MODULES or type(value) in (bool, int, float, str)
 
 
 def _hooks(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Any]:
-    """What runs when modules are called, gradients come, and optimizers step."""
+    """The hooks of modules, gradients and optimizers."""
     tables = [table for one in model.modules() for table in hooks_of_module(one)]
     tables += [table for one in model.parameters() for table in hooks_of_tensor(one)]
     tables += [table for one in optimizers for table in hooks_of_optimizer(one)]
@@ -360,7 +360,7 @@ def _is(held: Any) -> Callable[[], Any]:
 
 @functools.lru_cache(maxsize=10_000)
 def _mentioned(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes that code mentions, with that of functions inside it."""
+    """The names of globals and attributes in code, inner functions included."""
     found = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -375,7 +375,7 @@ _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "STORE_NAME", "
 
 @functools.lru_cache(maxsize=10_000)
 def _globals_of(code: types.CodeType) -> frozenset[str]:
-    """The names of globals that code mentions; `_mentioned` has those of attributes, too."""
+    """The names of globals in code; `_mentioned` has those of attributes, too."""
     found = {x.argval for x in dis.get_instructions(code) if x.opname in _GLOBAL}
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -385,7 +385,7 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=10_000)
 def _stored(code: types.CodeType) -> frozenset[str]:
-    """The names of attributes and variables that code assigns to, and of keys that it may."""
+    """The names of attributes and variables to which code assigns, and the keys to which it may assign."""
     found: set[str] = set()
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -415,7 +415,7 @@ def _is_data(name: str, held: Any) -> bool:
 
 @functools.cache
 def _is_users(module: str) -> bool:
-    """Whether a module by name is neither of Python, nor of torch, nor ours."""
+    """Whether a module, by name, is not of Python, torch or tutti."""
     root = module.partition(".")[0]
     return root not in sys.stdlib_module_names and root not in (
         "torch",
@@ -427,7 +427,7 @@ def _is_users(module: str) -> bool:
 
 @functools.cache
 def _is_library(module: str) -> bool:
-    """Whether a module by name is installed, rather than of the user's own program."""
+    """Whether a module, by name, is installed, and not part of the user's program."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not _is_users(module) or any(f"{os.sep}{name}{os.sep}" in file for name in _INSTALLED)
 

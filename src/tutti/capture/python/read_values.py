@@ -1,9 +1,8 @@
 """Values of tensors that a step's Python reads: `.item()`, a branch on a tensor.
 
-Nobody knows them when the step is captured. A trace takes one for each, and with them the ways at branches;
-the program that it makes is one for calls with the same ways. The tensors on which branches depend are
-results of the graph: after a run, and before anything of it counts, the conditions are looked at
-(`calls.guards`).
+Capture does not know them. A trace assumes a value for each, and so the way at each branch; its program is
+valid for calls with the same ways. The tensors on which branches depend are results of the graph: after a
+run, and before its effects, `calls.guards` checks the conditions.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ from tutti.user_lines import is_users, quoted
 
 aten = torch.ops.aten
 ITEM = aten._local_scalar_dense.default
-# Values that were read, by the number of the read in its trace.
+# Values read, by the number of the read in its trace.
 Seen = Mapping[int, float]
-# What is taken for a value that nobody has seen yet.
+# The guess for an unknown value.
 _GUESS: dict[type, float] = {bool: False, int: 1, float: 1.0}
-# And where one of them divides by zero (`1 / (1 - x)`), as NAdam's product does: noted under this number.
+# The guess after a division by zero (`1 / (1 - x)`), as in NAdam's product: noted under this number.
 _GENERIC, _OF_ALL = 0.7310585786, -1
 
 
 class Symbols(NumberEnv):
-    """The numbers of a trace: those that it is given, and those that it reads from tensors.
+    """The numbers of a trace: its inputs, and those that it reads from tensors.
 
-    PyTorch notes for its own log which line asked for each guard, and imports its exporter and compiler to
-    tell which files are not a user's: a second for each process, and nothing here reads it.
+    It omits PyTorch's log of the line of each guard: that imports the exporter and the compiler, to tell a
+    user's files from others, which takes a second in each process.
 
     Args:
-        seen: what reads of an earlier trace have turned out to be, by their number; others are guessed.
+        seen: the values of reads of an earlier trace, by their number; others are guesses.
     """
 
     def __init__(self, seen: Seen) -> None:
@@ -58,12 +57,12 @@ class Symbols(NumberEnv):
         self.seen = dict(seen)
         self.reads: list[sympy.Symbol] = []
         self.kinds: list[type] = []
-        self._every: set[sympy.Symbol] = set()  # of this trace and of others
-        # Questions of `math` about a number that is read, which no symbol can answer: with their answers.
+        self._every: set[sympy.Symbol] = set()  # of this trace and others
+        # Answers to questions of `math` about a read number, which no symbol can answer.
         self.asked: list[tuple[str, Any, bool]] = []
 
     def begin(self) -> None:
-        """A trace begins: its first read is read 0."""
+        """Begin a trace: its first read is read 0."""
         self.reads, self.kinds, self.asked = [], [], []
 
     def create_unbacked_symfloat(self) -> torch.SymFloat:
@@ -91,16 +90,16 @@ class Symbols(NumberEnv):
 
     def _hint(self, k: int, kind: type) -> float:
         guess = _GENERIC if kind is float and _OF_ALL in self.seen else _GUESS[kind]
-        value = self.seen.get(k, guess)  # on another way it may have been of another kind
+        value = self.seen.get(k, guess)  # another way may read another kind
         return kind(value) if math.isfinite(value) else guess
 
     def generic(self) -> Seen | None:
-        """Other guesses at numbers; None if there is none to change."""
+        """Other guesses at numbers; None without one to change."""
         guessed = any(kind is float and k not in self.seen for k, kind in enumerate(self.kinds))
         return {**self.seen, _OF_ALL: 1.0} if guessed and _OF_ALL not in self.seen else None
 
     def flipped(self) -> Seen | None:
-        """Values with which the last guess at a condition would go the other way; None if there is none."""
+        """Values that turn the last guessed condition the other way; None without one."""
         guesses = [k for k, kind in enumerate(self.kinds) if kind is bool and k not in self.seen]
         if not guesses:
             return None
@@ -109,7 +108,7 @@ class Symbols(NumberEnv):
         return {**kept, **before, guesses[-1]: True}
 
     def conditions(self, reads: Reads) -> list[Any]:
-        """The conditions of the branches that the trace with these `reads` took."""
+        """The conditions of the branches of the trace with these `reads`."""
         others = self._every - {*reads.symbols}
         return [guard.expr for guard in self.guards if not guard.expr.free_symbols & others]
 
@@ -120,7 +119,7 @@ class Symbols(NumberEnv):
         return [k for k, symbol in enumerate(self.reads) if symbol in used]
 
     def ask(self, name: str, x: Any) -> bool | None:
-        """The answer of `math.isnan` and its like for a number that is read; None for one that is not."""
+        """The answer of `math.isnan` and its like for a read number; None for any other."""
         expr = expression_of(x)
         if not expr.free_symbols & {*self.reads}:
             return None
@@ -130,13 +129,13 @@ class Symbols(NumberEnv):
         return answer
 
     def is_read(self, x: Any) -> bool:
-        """Whether a number is made of one that was read."""
+        """Whether a number depends on a read one."""
         return bool(expression_of(x).free_symbols & {*self.reads})
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What one trace reads and branches on: the symbols with their numbers, and the first line that reads."""
+    """The reads and branches of one trace: the symbols with their numbers, and the line of the first read."""
 
     symbols: tuple[sympy.Symbol, ...] = ()
     numbers: tuple[int, ...] = ()
@@ -147,7 +146,7 @@ class Reads:
         return len(self.symbols)
 
     def refuse(self, where: str, fix: str) -> None:
-        """Raise `CaptureError` if anything is read."""
+        """Raise `CaptureError` if the trace reads any value."""
         if self.symbols:
             raise CaptureError(
                 f"the step branches on a value of a tensor, {where}",
@@ -158,7 +157,7 @@ class Reads:
 
 
 def held(traced: fx.GraphModule, symbols: Symbols) -> Reads:
-    """Make results of the tensors on whose values the branches of a trace depend: its last ones, in order."""
+    """Add the tensors on whose values the trace's branches depend as its last results, in order."""
     nodes = {_symbol_of(n): n for n in traced.graph.nodes if n.target is ITEM}
     numbers = symbols.decisive()
     found: list[fx.Node] = []
@@ -190,7 +189,7 @@ def _symbol_of(node: fx.Node) -> Any:
 
 @contextlib.contextmanager
 def symbols_stay(symbols: Symbols) -> Iterator[None]:
-    """Inside, what a step reads from a tensor is no plain number and no text: these would be of this call."""
+    """Inside, refuse a plain number or a text from a number read from a tensor: it would be of this call."""
 
     def guarded(patch: Patch) -> Callable[..., Any]:
         plain = patch.original
@@ -243,7 +242,7 @@ def _refuse(does: str) -> None:
 
 
 def size_refused(traced: fx.GraphModule) -> CaptureError:
-    """For a value that is read and becomes a size, or a place in a tensor."""
+    """The error for a read value that becomes a size or a position."""
     sources = (n.meta.get("source") for n in traced.graph.nodes if n.target is ITEM)
     return CaptureError(
         "the step makes a size of a tensor's value",

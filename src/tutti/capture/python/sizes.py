@@ -14,7 +14,7 @@ Shapes = Sequence[Sequence[int]]
 
 
 class FreeSizes:
-    """Which sizes of a batch are symbols, and which symbols they are in the last trace.
+    """The sizes of a batch that are symbols, with their symbols in the last trace.
 
     Args:
         groups: for each free dim the number of its symbol; dims of one symbol have one size.
@@ -27,7 +27,7 @@ class FreeSizes:
 
     @classmethod
     def between(cls, *batches: Shapes) -> FreeSizes:
-        """Those that differ between batches; dims that agree in all of them have one symbol."""
+        """The sizes that differ between batches; dims that are equal in all batches have one symbol."""
         groups: dict[tuple[int, ...], int] = {}
         found: dict[Dim, int] = {}
         for k, shapes in enumerate(zip(*batches, strict=True)):
@@ -37,7 +37,7 @@ class FreeSizes:
         return cls(found)
 
     def symbolic(self, shapes: Shapes, mode: FakeTensorMode) -> list[list[Any]]:
-        """The shapes with symbols, new ones, in the place of free sizes."""
+        """The shapes with new symbols in place of free sizes."""
         self.symbols, self._sizes = {}, {}
         return [
             [self._size((k, d), n, mode) for d, n in enumerate(shape)]
@@ -69,7 +69,7 @@ class FreeSizes:
         return found
 
     def fixed(self, shapes: Shapes) -> list[tuple[int | None, ...]]:
-        """The sizes that are no symbols; None in the place of those that are."""
+        """The sizes that are not symbols; None in place of symbols."""
         return [
             tuple(None if (k, d) in self.groups else int(n) for d, n in enumerate(shape))
             for k, shape in enumerate(shapes)

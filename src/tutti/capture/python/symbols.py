@@ -1,4 +1,4 @@
-"""Python numbers as symbols of a trace: functions that know them, and ops that cannot take one."""
+"""Python numbers as symbols of a trace: functions that accept symbols, and ops that cannot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _float(x: Any) -> Any:
 
 
 def _float_of(x: Any) -> Any:
-    """`float` as a scheduler calls it on a metric."""
+    """`float`, for a scheduler that calls it on a metric."""
     value = x.item() if isinstance(x, Tensor) else x
     return _float(value) if isinstance(value, SYMBOLS) else float(value)
 
@@ -51,14 +51,14 @@ def _log(x: Any, base: Any = math.e) -> Any:
 
 
 def _ask(name: str, x: Any) -> bool:
-    """Of a number that is read from a tensor its trace knows; others are finite."""
+    """The trace's answer for a number read from a tensor; other numbers are finite."""
     env = x.node.shape_env
     known = env.ask(name, x) if isinstance(env, Symbols) else None
     return name == "isfinite" if known is None else known
 
 
 def _pow(x: Any, y: Any) -> Any:
-    """Without a guard that the base is not negative: where it is, eager fails as well."""
+    """A power without a guard against a negative base, at which eager fails, too."""
     known = isinstance(y, (int, float, torch.SymInt, torch.SymFloat))
     return x.__float_pow__(y) if known else NotImplemented
 
@@ -69,7 +69,7 @@ def _rpow(x: Any, y: Any) -> Any:
 
 
 def _compared(name: str) -> Any:
-    """`==` and `!=` of a number with itself, which ask whether it is NaN; to a symbol they are constants."""
+    """`==` and `!=` that test a number against itself for NaN; for a symbol they would be constants."""
     plain = getattr(torch.SymFloat, name)
 
     def compared(x: Any, y: Any) -> Any:
@@ -80,7 +80,7 @@ def _compared(name: str) -> Any:
     return compared
 
 
-# Of `math`, what a symbol is given to: PyTorch has these functions for symbols, or their parts.
+# Functions of `math` for symbols: PyTorch has them, or their parts.
 _OF_MATH: dict[str, Callable[..., Any]] = {
     **{name: _of_float(function_of_symbol(name)) for name in _FLOATS},
     "exp": lambda x: _power(math.e, x),
@@ -97,7 +97,7 @@ _OF_MATH: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def on_symbols() -> Iterator[None]:
-    """Inside, functions of `math` and what makes a tensor of a number take symbols as they are."""
+    """Inside, functions of `math`, and functions that make a tensor of a number, accept symbols."""
     with replaced(
         *((MATH[name], _choose(MATH[name].original, f)) for name, f in _OF_MATH.items()),
         *((patch, _compared(name)) for name, patch in EQUALITY.items()),
@@ -110,7 +110,7 @@ def on_symbols() -> Iterator[None]:
 
 
 def _tensor_of(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.tensor` that takes a symbol, or a list of numbers with symbols among them."""
+    """`torch.tensor` that accepts a symbol, or a list of numbers with symbols."""
 
     def made(value: Any, *args: Any, **options: Any) -> Any:
         if isinstance(value, SYMBOLS):
@@ -153,12 +153,12 @@ def looked_at_by_ops(
     wanted: set[str],
     sizes: Collection[Any] = frozenset(),
 ) -> set[str]:
-    """The names of numbers that a trace makes a size or a place of: they cannot be inputs of its graph.
+    """The names of numbers that a trace uses as a size or a position: they cannot be inputs of its graph.
 
     Args:
         names: of the placeholders, in order.
-        wanted: those that are asked for; `ITEM` stands for what is read from tensors.
-        sizes: symbols that stand for sizes of the batch, and not for numbers.
+        wanted: the names to test; `ITEM` is for numbers read from tensors.
+        sizes: symbols of sizes of the batch, not of numbers.
     """
     comes_from: dict[fx.Node, set[str]] = {}
     found: set[str] = set()
@@ -189,7 +189,7 @@ def _is_symbolic(node: fx.Node, sizes: Collection[Any]) -> bool:
 
 
 def _sizes_of(node: fx.Node) -> list[Any]:
-    """The arguments of an op that are sizes, dims or places."""
+    """The arguments of an op that are sizes, dims or positions."""
     if not isinstance(node.target, OpOverload):
         return []
     named = zip(schema_of(node.target).arguments, node.args, strict=False)

@@ -1,4 +1,4 @@
-"""Where a step reads a value, in the user's own line or inside a library, and what can be done about it."""
+"""The line at which a step reads a value, the user's own or a library's, and the fix."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 
 @dataclass(frozen=True)
 class Told:
-    """What an error says of a place: where it is, a part of the reason, and what to do."""
+    """An error's text about a line: its place, a part of the reason, and the fix."""
 
     at: str
     inside: str
@@ -25,7 +25,7 @@ class Told:
 
 
 def of_stack(fix: str) -> Told:
-    """The place that Python is at now; `fix` is for a line of the user's own."""
+    """The current line of Python; `fix` is for a line of the user's own."""
     found: list[tuple[str, int, str]] = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -35,18 +35,18 @@ def of_stack(fix: str) -> Told:
 
 
 def of_error(error: BaseException, fix: str) -> Told:
-    """The place where `error` was raised."""
+    """The line that raised `error`."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return _told([(f.filename, f.lineno or 0, f.name) for f in frames], fix)
 
 
 def _told(frames: Sequence[tuple[str, int, str]], fix: str) -> Told:
-    """Of frames from the innermost one outwards."""
+    """The text for frames, from the innermost one outwards."""
     users = [f for f in frames if is_users(f[0])]
     if not users:
         return Told("", "", fix)
     path, line, function = users[0]
-    if path.startswith(_STDLIB) and not _library(path):  # logging, say: what it does for its caller
+    if path.startswith(_STDLIB) and not _library(path):  # logging, say: it acts for its caller
         return _told(users[1:], fix)
     own = next((f for f in users if not (_library(f[0]) or f[0].startswith(_STDLIB))), None)
     if own is None or own is users[0]:

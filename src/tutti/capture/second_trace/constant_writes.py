@@ -1,4 +1,4 @@
-"""A step that writes into a constant of its trace is refused, before anything is written."""
+"""Refuses a step that writes into a constant of its trace, before the write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tutti.user_lines import quoted
 
 
 def refuse_real_write(node: fx.Node, root: Any) -> None:
-    """Raise where a node that a trace has just made, and would run, writes into a real tensor of `root`."""
+    """Raise for a fresh node of a trace, before it runs, if it writes into a real tensor of `root`."""
     for x in written(node, {}):
         value = getattr(root, str(x.target), None) if x.op == "get_attr" else None
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
@@ -22,7 +22,7 @@ def refuse_real_write(node: fx.Node, root: Any) -> None:
 
 
 def refuse_constant_writes(graph: fx.Graph, memory: MemorySharing, writers: Writers) -> None:
-    """Raise where the step changes a tensor that is neither state nor part of its batch."""
+    """Raise for a step that changes a tensor that is neither state nor part of its batch."""
     constants = {memory.of(n) for n in graph.nodes if n.op == "get_attr"}
     for node in graph.nodes:
         if any(memory.of(x) in constants for x in written(node, writers)):

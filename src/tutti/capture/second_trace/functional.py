@@ -1,4 +1,4 @@
-"""The second trace: the same step without mutation, lists of tensors taken apart, randomness made ours."""
+"""The second trace: the step without mutation, with one op per tensor of a list and tutti's random ops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CARRIED = (*NOTES, "output_of")
 
 
 class _Replay(Copying):
-    """Runs the first trace's graph node by node, so that the second trace can carry its notes over."""
+    """Runs the first trace's graph node by node, so that the second trace inherits its notes."""
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
         graph, memory = module.graph, MemorySharing(list(module.graph.nodes))
@@ -45,7 +45,7 @@ class _Replay(Copying):
         return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A constant, as a value that functionalization knows: else writes to what it makes would stay."""
+        """A constant, as a value known to functionalization: otherwise writes to its copies would remain."""
         value = super().get_attr(target, args, kwargs)
         return aten.lift_fresh_copy.default(value) if isinstance(value, Tensor) else value
 
@@ -73,7 +73,7 @@ class _Replay(Copying):
 
 
 def _running_statistics(node: fx.Node) -> tuple[int, ...]:
-    """At which positions a batch norm writes: none when it evaluates."""
+    """The positions of the operands that a batch norm writes: none in evaluation."""
     return (3, 4) if node.args[5] else ()
 
 
@@ -95,7 +95,7 @@ def _has_own_form(target: Any) -> bool:
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:
-    """Batch norm whose writes to the running statistics show: the plain op hides them."""
+    """Batch norm with visible writes to the running statistics: the plain op hides them."""
     training, momentum, eps = rest
     if mean is None or not training:
         return aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
@@ -108,7 +108,7 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: A
 
 
 def _attention_dropout(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """The dropout probability given to a fused attention."""
+    """The dropout probability of a fused attention."""
     for position, argument in enumerate(schema_of(target).arguments):
         if argument.name == "dropout_p":
             return args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
@@ -116,7 +116,7 @@ def _attention_dropout(target: Any, args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def apart(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A `_foreach_` op as one op a tensor."""
+    """A `_foreach_` op as one op per tensor."""
     name = schema_of(target).name.removeprefix("aten::_foreach_")
     if name == "norm":
         return [torch.linalg.vector_norm(x, *args[1:], **kwargs) for x in args[0]]
@@ -144,7 +144,7 @@ def _one(
 
 
 def _one_by_one(kernel: Kernel, lists: Sequence[Sequence[Any]], numbers: dict[str, Any]) -> None:
-    """A fused update of many parameters as one call a parameter, so that each may be split its own way."""
+    """A fused update of many parameters as one call per parameter, so that each may have its own split."""
     for mine, old in kernel.one_by_one(lists):
         for x, new in zip(old, kernel.op(*mine, **numbers), strict=True):
             x.copy_(new)
@@ -153,7 +153,7 @@ def _one_by_one(kernel: Kernel, lists: Sequence[Sequence[Any]], numbers: dict[st
 def functional_graph(
     traced: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode
 ) -> fx.GraphModule:
-    """`traced` again, free of mutation: a write to an input becomes a final `copy_` into it."""
+    """`traced` without mutation: a write to an input becomes a final `copy_` into it."""
     replay = _Replay(traced, mode)
     create_node = PythonKeyTracer.create_node
 

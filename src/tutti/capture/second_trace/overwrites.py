@@ -6,8 +6,8 @@
     aten.mul_(d, c)                # d1 = aten.mul(d, c); from here on, d and g are d1
     tutti.adamw_([w], [g], ...)    # w1, m1, v1 = tutti.adamw([w], [d1], ...); w ends as w1
 
-That is right where a write covers a whole tensor and whatever else lies in its memory either is not read any
-more or shows the very same elements. All other writes are `functionalize`'s.
+That is right if a write covers a whole tensor, and every other view of its memory either has no later reader
+or shows the same elements. `functionalize` handles all other writes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _NEVER = -1
 
 @dataclass
 class Overwrites:
-    """The writes to be put down as new values.
+    """The writes to record as new values.
 
-    values: for each such node, a fake for every tensor that it becomes, in their order.
-    renamed: for each such node, the nodes whose value each new one is from there on.
-    ends: the inputs whose values at the end are new ones.
-    memory: what stands for memory to which only such nodes write (`MemorySharing.of`).
+    values: for each such node, a fake of each new tensor, in order.
+    renamed: for each such node, the nodes whose value each new tensor replaces from there on.
+    ends: the inputs with a new value at the end.
+    memory: the representatives (`MemorySharing.of`) of memory to which only such nodes write.
     """
 
     values: dict[fx.Node, list[Any]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ def overwrites(
     replayed: Callable[[Any], bool],
     writers: Writers,
 ) -> Overwrites:
-    """The writes of a trace that cover whole tensors, none of which is seen through another view later.
+    """The writes of a trace that cover whole tensors without a later read through another view.
 
     `replayed` and `writers` are those of `verbatim.copyable`.
     """
@@ -68,7 +68,7 @@ def overwrites(
     place = {node: i for i, node in enumerate(nodes)}
 
     def same_later(node: fx.Node, x: fx.Node) -> list[fx.Node] | None:
-        """What is read after `node` of the memory of x, where all of it is x."""
+        """The nodes of x's memory with reads after `node`, if all of them equal x; else None."""
         later = [
             m for m in members[memory.of(x)] if place[m] <= place[node] < last[m] and m is not node
         ]
@@ -92,7 +92,7 @@ def overwrites(
             others |= {memory.of(x) for x in whole}
         else:
             found.values[node], found.renamed[node] = values, renamed  # type: ignore[assignment]
-    # Memory with one other write is functionalize's, and so is all else that its writers write.
+    # `functionalize` handles memory with one other write, and all else that its writers write.
     while rest := [n for n in pending if any(memory.of(x) in others for x in targets[n])]:
         for node in rest:
             del pending[node], found.values[node], found.renamed[node]
@@ -103,7 +103,7 @@ def overwrites(
 
 
 def _last_reads(nodes: list[fx.Node]) -> dict[fx.Node, int]:
-    """The place of the last node that reads each; inputs are looked at after the end."""
+    """The position of the last node that reads each; the end reads inputs."""
     last = {n: len(nodes) if n.op == "placeholder" else _NEVER for n in nodes}
     for i, node in enumerate(nodes):
         for x in node.all_input_nodes:
@@ -112,7 +112,7 @@ def _last_reads(nodes: list[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _covered(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node overwrites from their first to their last element; none where it may not."""
+    """The tensors that a node overwrites whole; empty if it may not."""
     target = node.target
     if target in BY_RECORDED:
         return [x for _, old in BY_RECORDED[target].one_by_one(node.args) for x in old]
@@ -126,14 +126,14 @@ def _covered(node: fx.Node) -> list[fx.Node]:
 
 
 def _functional(target: OpOverload) -> OpOverload | None:
-    """The op that gives what an op whose name ends with `_` writes."""
+    """The functional form of an op whose name ends with `_`."""
     return counterpart(target, name_of(target).removesuffix("_"))
 
 
 def _values(node: fx.Node, whole: list[fx.Node], mode: FakeTensorMode) -> list[Any] | None:
-    """Fakes of the new values, each for itself; None where one is not what has been written over."""
+    """Fakes of the new values, in new memory; None if one differs in form from the overwritten tensor."""
     with mode, torch.no_grad():
-        if node.target in BY_RECORDED:  # what the update gives, and what it is copied into
+        if node.target in BY_RECORDED:  # results of the update, and the tensors that receive them
             return [torch.empty_like(x.meta["val"]) for x in (*whole, *whole)]
         given: Any = map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
         args, kwargs = given
@@ -144,7 +144,7 @@ def _values(node: fx.Node, whole: list[fx.Node], mode: FakeTensorMode) -> list[A
 
 
 def _is_same(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes that share memory show the same elements of it."""
+    """Whether two nodes with shared memory show the same elements of it."""
     if not is_tensor(a) or not is_tensor(b):
         return False
     x, y = a.meta["val"], b.meta["val"]
@@ -162,7 +162,7 @@ def _is_same(a: fx.Node, b: fx.Node) -> bool:
 def rewritten(
     node: fx.Node, values: list[Any], graph: fx.Graph, become: Callable[[fx.Node], Any]
 ) -> list[fx.Node]:
-    """The nodes of `graph` with the new values; `become` says what an operand has become."""
+    """The nodes of `graph` with the new values; `become` gives the replacement of an operand."""
 
     def call(target: Any, *args: Any, val: Any, **kwargs: Any) -> fx.Node:
         packet = getattr(target, "overloadpacket", target)

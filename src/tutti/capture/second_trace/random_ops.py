@@ -1,4 +1,4 @@
-"""PyTorch's random ops, said in terms of `draw`."""
+"""PyTorch's random ops, in terms of `draw`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def answer(draw: Draw, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 class Counter(Protocol):
-    """What counts the random ops of a step so far."""
+    """A count of the random ops of a step so far."""
 
     num_streams: int
 
@@ -123,7 +123,7 @@ def rewinding(counter: Counter) -> Iterator[None]:
 
 
 class OurRandomness(TorchDispatchMode):
-    """Eager code inside draws the numbers that the captured step of (seed, step) draws."""
+    """Inside, eager code draws the numbers of the captured step of (seed, step)."""
 
     def __init__(self, seed: int, step: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which nodes of a trace may share memory, and which of them a node writes into."""
+"""The nodes of a trace that may share memory, and the operands into which a node writes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from tutti.graph.analysis.aliases import marked
 from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.storages import memory_id
 
-# Ops whose schema does not say, or not for every call, what they write into: at which positions a call does.
+# Positions of the written operands of a call, for ops whose schema does not give them for every call.
 Writers = Mapping[Any, Callable[[fx.Node], Sequence[int]]]
 
 
 class MemorySharing:
-    """Which nodes may share memory: by the schema of the ops between them, or by their fake values."""
+    """Sets of nodes that may share memory: by the schema of the ops between them, or by their fake values."""
 
     def __init__(self, nodes: list[fx.Node]) -> None:
         self._parent: dict[fx.Node, fx.Node] = {}
         holders: dict[int, fx.Node] = {}
         for node in nodes:
             if _makes_several(node):
-                continue  # its results are nodes of their own
+                continue  # its results have nodes of their own
             for x in _aliased(node):
                 self._join(node, x)
             for storage in _storages(node.meta.get("val")):
                 self._join(node, holders.setdefault(storage, node))
 
     def of(self, node: fx.Node) -> fx.Node:
-        """The one node that stands for all that may share memory with `node`."""
+        """The representative of all nodes that may share memory with `node`."""
         root = node
         while (parent := self._parent.get(root, root)) is not root:
             root = parent
@@ -45,7 +45,7 @@ class MemorySharing:
 
 
 def written(node: fx.Node, writers: Writers) -> Iterator[fx.Node]:
-    """The operands that a node writes into; of what is no op of PyTorch's, all."""
+    """The operands into which a node writes; all of them for a function that is not PyTorch's."""
     if node.op != "call_function" or node.target is operator.getitem:
         return
     if not isinstance(node.target, OpOverload):
@@ -64,7 +64,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def _aliased(node: fx.Node) -> Iterator[fx.Node]:
-    """The operands that results of a node may be views of."""
+    """The operands of which results may be views."""
     if node.target is operator.getitem:
         yield from (x for x in node.all_input_nodes if not _makes_several(x))
     elif isinstance(node.target, OpOverload) and schema_of(node.target).returns:
@@ -72,7 +72,7 @@ def _aliased(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _makes_several(node: fx.Node) -> bool:
-    """Whether a node gives new tensors, each in memory of its own."""
+    """Whether a node makes several tensors, each in new memory."""
     target, val = node.target, node.meta.get("val")
     return (
         isinstance(target, OpOverload)

@@ -1,7 +1,7 @@
-"""Nodes that the second trace takes over from the first as they stand.
+"""Nodes that the second trace copies from the first.
 
-To replay a node through PyTorch's dispatcher, only to record the same node, is most of what the second
-trace takes. A node is copied instead where nothing of what functionalization does could show:
+Most of the second trace's time goes into replays, through PyTorch's dispatcher, that record the same node
+again. The trace copies a node instead if functionalization cannot change it:
 
     t = aten.t(w)          # t is read after w is written: the views of w are replayed
     y = aten.mm(x, t)      # copied: neither x nor y is ever written, and t not before here
@@ -35,10 +35,10 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class Copying(fx.Interpreter):
-    """Replays a trace inside `functionalize` inside `make_fx`, nodes in `copyable` copied.
+    """Replays a trace inside `functionalize` inside `make_fx`, and copies the nodes in `copyable`.
 
-    What stands in `env` for a copied node is the node that it became, until a replayed node asks for
-    its value. `overwrites` are put down as new values.
+    The entry of `env` for a copied node is its copy, until a replayed node needs its value. It records
+    `overwrites` as new values.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Copying(fx.Interpreter):
         self._ends: dict[fx.Node, fx.Node] = {}
 
     def run_node(self, n: fx.Node) -> Any:
-        """The value of a node, or the node that it became."""
+        """The value of a node, or its copy."""
         if n in self.overwrites.values:
             return self._overwrite(n)
         if n not in self.copyable:
@@ -73,7 +73,7 @@ class Copying(fx.Interpreter):
         return made[0] if is_tensor(n) else None
 
     def write_back(self) -> None:
-        """Note what inputs are at the end, as `functionalize` does where it has seen the writes."""
+        """Note the final values of inputs, as `functionalize` does for the writes that it handles."""
         for name in self.overwrites.ends:
             pair = (self._inputs[name], self._ends[name])
             _tracer().graph.call_function(torch.ops.aten.copy_.default, pair)
@@ -87,7 +87,7 @@ class Copying(fx.Interpreter):
 
 
 def _is_default(target: Any, name: str, value: Any) -> bool:
-    """Whether an argument says nothing, as the dispatcher sees it: it passes such arguments on to nobody."""
+    """Whether an argument is the default, which the dispatcher drops."""
     if value is not None:
         return False
     given = (a for a in schema_of(target).arguments if a.name == name)
@@ -101,7 +101,7 @@ def _tracer() -> Any:
 
 
 def _node_of(value: Any) -> Any:
-    """The node that recorded a value as it is now; a plain number is itself."""
+    """The node of a value's current version; a plain number is itself."""
     if isinstance(value, fx.Node):
         return value
     if isinstance(value, _SYMBOLS):
@@ -112,7 +112,7 @@ def _node_of(value: Any) -> Any:
 
 
 def _value_of(node: fx.Node) -> Tensor:
-    """A functional tensor that the trace knows as `node`."""
+    """A functional tensor whose node in the trace is `node`."""
     tracer, fake = _tracer(), node.meta["val"]
     track_tensor_tree(fake, fx.Proxy(node, tracer), constant=None, tracer=tracer)
     return wrapped_functional(fake)
@@ -125,10 +125,10 @@ def copyable(
     writers: Writers,
     renamed: Collection[fx.Node],
 ) -> set[fx.Node]:
-    """The nodes of a trace that functionalization leaves as they are.
+    """The nodes of a trace that functionalization does not change.
 
-    `replayed` says which ops the replay has a form of its own for, as it has for `writers`; writes into
-    `renamed` memory are no writes by then (`overwrites`).
+    `replayed` tests for ops with another form in the replay, as `writers` have; writes into `renamed` memory
+    no longer count (`overwrites`).
     """
     nodes = list(graph.nodes)
     first_write: dict[fx.Node, int] = {}
@@ -156,7 +156,7 @@ def copyable(
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a node is an op that gives tensors and writes nothing."""
+    """Whether a node is an op that makes tensors and writes none."""
     if not isinstance(node.target, OpOverload) or schema_of(node.target).is_mutable:
         return False
     val = node.meta.get("val")

@@ -1,1 +1,1 @@
-"""One spelling for each thing: rewrites of nodes to a canonical form."""
+"""Rewrites of nodes to a canonical form."""

@@ -1,4 +1,4 @@
-"""One spelling for each thing: a fresh graph rewritten in place, the same values up to rounding."""
+"""Rewrites a fresh graph in place to a canonical form, with the same values up to rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tutti.graph.edits.edit import Editor, erase_dead
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
 aten = torch.ops.aten
-# On a node of a trace with symbols for sizes that is in its last form already.
+# On a node of a trace with symbols for sizes that is canonical already.
 SETTLED = "settled"
 _SHARED_VIEWS = (aten.reshape.default, aten.permute.default, aten.expand.default)
 
@@ -38,13 +38,13 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
 def canonicalize_but(
     is_sized: Callable[[fx.Node], bool], graph: fx.Graph, mode: FakeTensorMode
 ) -> None:
-    """`canonicalize` in advance, of a trace with symbols for sizes: all that does not look at those.
+    """`canonicalize` in advance, for a trace with symbols for sizes: the rewrites that do not read sizes.
 
-    `is_sized` says of a node whether its value has such a size. Each graph that is made of the trace is left
-    the less to be rewritten.
+    `is_sized` tests whether a node's value has such a size. Each graph made of the trace then needs fewer
+    rewrites.
     """
     if any(node.target in STRIDED for node in graph.nodes):
-        return  # these look at the memory of operands, which a copy that is left out would have laid anew
+        return  # these read the strides of operands, which a removed copy would have changed
     editor, before = Editor(graph, mode), set(graph.nodes)
     _take_regions_apart(graph)
     for node in list(graph.nodes):
@@ -59,7 +59,7 @@ def canonicalize_but(
 
 
 def _rewrite(editor: Editor, node: fx.Node) -> None:
-    """Rewrite a node, and in turn what the rewrite wrote."""
+    """Rewrite a node, and then the nodes of its replacement."""
     if node.meta.get(SETTLED):
         return
     known = REWRITES.get(node.target) or COMPOUNDS.get(node.target)
@@ -80,9 +80,9 @@ def _rewrite(editor: Editor, node: fx.Node) -> None:
 
 
 def _share(editor: Editor) -> None:
-    """Equal views or casts of one value in one region are one node, so that its users share its reshards.
+    """Merge equal views or casts of one value in one region, so that their users share reshards.
 
-    Of a weight they are one in the whole step: it is cast once, where it is stored, for every region.
+    For a weight, merge them in the whole step: one cast, in its storage sharding, serves every region.
     """
     seen: dict[Any, fx.Node] = {}
     for node in list(editor.graph.nodes):
@@ -100,7 +100,7 @@ def _share(editor: Editor) -> None:
 
 
 def _take_regions_apart(graph: fx.Graph) -> None:
-    """What comes after the last backward and depends on a gradient belongs to the update."""
+    """Assign nodes after the last backward that depend on a gradient to the update."""
     nodes = list(graph.nodes)
     last = max((i for i, n in enumerate(nodes) if n.meta.get("region") == "backward"), default=-1)
     depends: set[fx.Node] = set()
@@ -113,7 +113,7 @@ def _take_regions_apart(graph: fx.Graph) -> None:
 
 
 def _norm_of_norms(editor: Editor, node: fx.Node) -> None:
-    """norm(stack(norm(g) for g)) sums squares once: one small reduction instead of one a tensor."""
+    """norm(stack(norm(g) for g)) sums squares once: one small reduction in place of one per tensor."""
     given: Any = node.args
     order = given[1] if len(given) > 1 else 2
     stacked = given[0]

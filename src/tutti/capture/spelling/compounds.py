@@ -1,4 +1,4 @@
-"""Ops that are a few simpler ones: shuffles, turns, sums of products. A table as in `rewrites`."""
+"""Ops as a few simpler ones: shuffles, rotations, sums of products. A table as in `rewrites`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _norm(emit: Emit, node: fx.Node) -> fx.Node:
-    """`Tensor.norm` and what is made of it, such as pairwise distances."""
+    """`Tensor.norm` and ops built on it, such as pairwise distances."""
     x, p, dims, keep = (*node.args, *(None,) * 4)[:4]
     dtype = node.kwargs.get("dtype")
     return emit(
@@ -75,7 +75,7 @@ def _addr(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _added(emit: Emit, node: fx.Node, x: Any, product: fx.Node) -> fx.Node:
-    """beta * x + alpha * product, kept apart so that the product may be split over its inner dim."""
+    """beta * x + alpha * product as separate ops, so that the product may be split over its inner dim."""
     beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
     if alpha != 1:
         product = emit(aten.mul.Tensor, product, alpha)
@@ -96,7 +96,7 @@ def _channel_shuffle(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _rot90(emit: Emit, node: fx.Node) -> fx.Node:
-    """Turns by 90 degrees: a flip and a transpose, or two flips."""
+    """Rotations by 90 degrees: a flip and a transpose, or two flips."""
     x, times, dims = (*node.args, *(1, [0, 1])[len(node.args) - 1 :])
     rank = len(shape_list(x))
     a, b = (d % rank for d in dims)  # type: ignore[union-attr]
@@ -160,7 +160,7 @@ def _std_mean(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _renorm(emit: Emit, node: fx.Node) -> fx.Node:
-    """What lies along `dim` is scaled down to the largest norm allowed, with PyTorch's small number."""
+    """Scale each slice along `dim` down to the largest norm allowed, with PyTorch's epsilon."""
     given: Any = node.args
     x, p, dim, limit = given
     rest = [d for d in range(len(shape_list(x))) if d != dim % len(shape_list(x))]
@@ -172,7 +172,7 @@ def _renorm(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _margin_loss(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """A mean of what samples lose is their sum, divided by the count of the whole batch."""
+    """A mean of the samples' losses is their sum, divided by the count of the whole batch."""
     summed = _summed(emit, node, node.args)
     return summed and emit(aten.div.Tensor, summed, _num_samples(node.args[0]))
 
@@ -209,7 +209,7 @@ def _is_mean(node: fx.Node) -> bool:
 
 
 def _summed(emit: Emit, node: fx.Node, args: Any) -> fx.Node | None:
-    """The loss, or its gradient, of `args` as a sum; None where it was no mean."""
+    """The loss, or its gradient, of `args` as a sum; None if it is not a mean."""
     if not _is_mean(node):
         return None
     defaults = [a.default_value for a in schema_of(node.target).arguments]

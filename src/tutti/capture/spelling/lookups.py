@@ -1,7 +1,7 @@
-"""`x[arange(n), index]` looks up along one dim in each of n rows: written as a gather, whose rows split.
+"""`x[arange(n), index]` looks up along one dim in each of n rows: it becomes a gather, whose rows split.
 
-An index that counts the positions of a dim which the result has too is no lookup, but a pairing of the two.
-What is left is one lookup: `gather`, and for writes `scatter` or `scatter_add`.
+An index that counts the positions of a dim of the result only pairs the two dims. The remaining indices are
+one lookup: `gather`, and for writes `scatter` or `scatter_add`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tutti.graph.edits.edit import Emit, inverse, permuted, shaped, stretched
 from tutti.torch_private.op_tables import OpOverload
 
 aten = torch.ops.aten
-# How large a tensor may be that is worked out to see whether it counts.
+# The largest index to evaluate, to see whether it counts.
 MOST_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Paired:
-    """A lookup of which some indices only count.
+    """A lookup with some indices that only count.
 
-    `axes` gives for each dim of x with such an index the dim of the indices' common shape along which it
-    counts.
+    `axes` maps each dim of x with such an index to the dim of the indices' common shape along which the
+    index counts.
     """
 
     lookup: IndexLookup
@@ -37,7 +37,7 @@ class Paired:
 
     @staticmethod
     def of(node: fx.Node) -> Paired | None:
-        """None where no index counts, or all do."""
+        """The paired lookup of a call; None if no index counts, or all do."""
         lookup = IndexLookup.of(node)
         if lookup is None or not lookup.used or 0 in (*lookup.x, *lookup.common):
             return None
@@ -50,22 +50,22 @@ class Paired:
 
     @property
     def rows(self) -> list[int]:
-        """The paired dims of x, in the order of what they are paired with."""
+        """The paired dims of x, in the order of their partners."""
         return sorted(self.axes, key=self.axes.__getitem__)
 
     @property
     def looked(self) -> list[int]:
-        """The dims of x that are looked up in."""
+        """The dims of x with a lookup."""
         return [d for d in self.lookup.used if d not in self.axes]
 
     @property
     def extra(self) -> list[int]:
-        """The dims of the common shape that are paired with none of x."""
+        """The dims of the common shape without a partner in x."""
         return [k for k in range(len(self.lookup.common)) if k not in self.axes.values()]
 
     @property
     def order(self) -> list[int]:
-        """The dims of x as they are looked up in: rows, the dims to look up in, the others."""
+        """The dims of x in the order of the lookup: rows, dims with a lookup, the others."""
         return [*self.rows, *self.looked, *self.lookup.rest]
 
     @property
@@ -77,22 +77,22 @@ class Paired:
         return [*(first + k for k in common), *rest]
 
     def flat(self, places: int) -> list[int]:
-        """The shape with those dims as one that are looked up in, or found, of `places` in all."""
+        """The shape with the dims of the lookup, or of its result, as one of size `places`."""
         x = self.lookup.x
         return [*(x[d] for d in self.rows), places, *(x[d] for d in self.lookup.rest)]
 
     @property
     def line(self) -> list[int]:
-        """The shape of x as it is looked up in."""
+        """The shape of x for the lookup."""
         return self.flat(self.lookup.size(self.looked))
 
     @property
     def picked(self) -> list[int]:
-        """The shape of what is found there."""
+        """The shape of the result of the lookup."""
         return self.flat(math.prod(self.lookup.common[k] for k in self.extra))
 
     def positions(self, emit: Emit) -> fx.Node:
-        """Where each element of `picked` is looked up."""
+        """The position of the lookup of each element of `picked`."""
         common = [*(self.axes[d] for d in self.rows), *self.extra]
         line = permuted(emit, self.lookup.line(emit, self.looked), common)
         lead = len(self.rows) + 1
@@ -144,7 +144,7 @@ def _counted(index: Any, size: int, shape: tuple[int, ...]) -> int | None:
 
 
 def _known(node: fx.Node) -> Tensor | None:
-    """The value of what depends on nothing that is given to the step."""
+    """The value of a node that depends on no input of the step."""
     if any(n.op != "call_function" or not _is_plain(n) for n in ancestors([node])):
         return None
 

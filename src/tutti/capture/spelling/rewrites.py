@@ -1,4 +1,4 @@
-"""Rewrites of single nodes to one spelling: op -> function that emits the same value otherwise."""
+"""Rewrites of single nodes to a canonical form: op -> function that emits the same value with other ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tutti.graph.edits.edit import Emit
 from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten
-# Views as they are spelled after their rewrites.
+# Canonical views.
 VIEWS = (
     aten.reshape.default,
     aten.permute.default,
@@ -37,9 +37,9 @@ def _same(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _cast(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """`_to_copy` that changes nothing goes; else only dtype and device stay.
+    """Drop a `_to_copy` without effect; else keep only dtype and device.
 
-    The narrower cast of a view of a weight becomes the view of the cast: one cast serves every view.
+    A narrowing cast of a view of a weight becomes the view of the cast: one cast serves every view.
     """
     x, val = node.args[0], node.meta["val"]
     if not isinstance(x, fx.Node):
@@ -60,21 +60,21 @@ def narrows(x: fx.Node, cast: fx.Node) -> bool:
 
 
 def _viewed(x: fx.Node) -> fx.Node:
-    """What `x` is a view of, or `x` itself."""
+    """The base of the view `x`, or `x` itself."""
     while x.target in VIEWS:
         x = x.args[0]  # type: ignore[assignment]
     return x
 
 
 def _cast_below(emit: Emit, x: fx.Node, keep: dict[str, Any]) -> fx.Node:
-    """`x` cast, with the cast below the views that `x` is made of."""
+    """`x` cast, with the cast before the views that make `x`."""
     if x.target not in VIEWS:
         return emit(aten._to_copy.default, x, **keep)
     return emit(x.target, _cast_below(emit, x.args[0], keep), *x.args[1:])  # type: ignore[arg-type]
 
 
 def _view(emit: Emit, node: fx.Node) -> fx.Node:
-    """All that keeps the elements' order is a `view` to the result's shape."""
+    """Every op that keeps the elements' order becomes a `view` to the result's shape."""
     x: Any = node.args[0]
     while x.target is aten.reshape.default:
         x = x.args[0]
@@ -84,7 +84,7 @@ def _view(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _dropped(emit: Emit, x: fx.Node, shape: list[int]) -> fx.Node | None:
-    """A sum that keeps its dims, looked at without them (a bias's gradient), is a sum that drops them."""
+    """A sum that keeps its dims, then a view without them (a bias's gradient), is a sum that drops them."""
     if x.target is not aten.sum.dim_IntList or x.args[2:] != (True,):
         return None
     summed: Any = x.args[0]
@@ -116,7 +116,7 @@ def _permute(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _viewing(view: Any) -> Rewrite:
-    """The view that is copied, in the place of the copy."""
+    """The view in place of its copy."""
 
     def rewrite(emit: Emit, node: fx.Node) -> fx.Node:
         return emit(view, *node.args)
@@ -134,7 +134,7 @@ def _narrow(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _split(emit: Emit, node: fx.Node) -> tuple[fx.Node, ...]:
-    """split, split_with_sizes, chunk: one slice a part."""
+    """split, split_with_sizes, chunk: one slice per part."""
     x: Any = node.args[0]
     dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
     dim %= len(shape_list(x))  # type: ignore[operator]
@@ -147,7 +147,7 @@ def _split(emit: Emit, node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _cat(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """Empty parts (a cache that starts with nothing) go."""
+    """Drop empty parts (a cache that starts empty)."""
     parts: Any = node.args[0]
     kept = [x for x in parts if x.meta["val"].numel()]
     if len(kept) == len(parts) or not kept:
@@ -167,13 +167,13 @@ def _slice(emit: Emit, node: fx.Node) -> fx.Node | None:
 
 
 def _slice_backward(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """Of a slice that takes all of a dim."""
+    """The gradient of a slice that takes a whole dim."""
     x: Any = node.args[0]
     return x if shape_list(x) == shape_list(node) else None
 
 
 def _add(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """The 0 that Python's `sum` starts with would keep pending sums from passing."""
+    """Drop the initial 0 of Python's `sum`, which would stop pending sums."""
     x, y = node.args[:2]
     if isinstance(y, fx.Node) or y != 0 or not isinstance(x, fx.Node):
         return None
@@ -181,7 +181,7 @@ def _add(emit: Emit, node: fx.Node) -> fx.Node | None:
 
 
 def _mean(emit: Emit, node: fx.Node) -> fx.Node:
-    """mean = sum / count, the count a constant of the whole tensor: a mean of means cannot arise."""
+    """mean = sum / count, the count that of the whole tensor: so no mean of means arises."""
     x: Any = node.args[0]
     dims = node.args[1] if len(node.args) > 1 else None
     dims = list(range(len(shape_list(x)))) if not dims else [d % len(shape_list(x)) for d in dims]  # type: ignore[union-attr]
@@ -198,7 +198,7 @@ def _sum(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _sum_dims(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """No dims named are all dims."""
+    """A sum without dims is over all dims."""
     x, dims, *rest = node.args
     if dims:
         return None
@@ -221,7 +221,7 @@ def _nll_forward(emit: Emit, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _nll_backward(emit: Emit, node: fx.Node) -> fx.Node | None:
-    """The weight of the batch divides a mean; for a sum, or each loss apart, it is given and not read."""
+    """The weight of the batch divides a mean; a sum, or single losses, do not read it."""
     given: Any = node.args
     grad, logp, target, weight, reduction, ignore, total_weight = given
     if total_weight.target is aten.full.default:
@@ -265,7 +265,7 @@ def _pixels(emit: Emit, x: Any) -> fx.Node:
 
 
 def _like(emit: Emit, node: fx.Node) -> fx.Node:
-    """`ones_like(x)` and the like do not depend on the values of x: `full` of its shape."""
+    """`ones_like(x)` and its like as `full` of the shape of x, on whose values they do not depend."""
     name = schema_of(node.target).name.removeprefix("aten::").removeprefix("new_")
     fill: Any = {
         "ones": 1,
@@ -396,5 +396,5 @@ REWRITES: dict[Any, Rewrite] = {
     aten.as_strided_scatter.default: strided.strided_scatter,
 }
 SAME = frozenset(target for target, rewrite in REWRITES.items() if rewrite is _same)
-# Rewrites that may be the result of other rewrites.
+# Rewrites of nodes that other rewrites may make.
 AGAIN = (aten.nll_loss_forward.default, aten.nll_loss_backward.default)

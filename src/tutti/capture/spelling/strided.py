@@ -1,7 +1,7 @@
-"""`as_strided` says where elements lie in memory; a graph has values only, so it becomes views and lookups.
+"""`as_strided` depends on memory; a graph has values only, so it becomes views and lookups.
 
-An operand that fills its memory without gaps is laid out in the order of its memory. Of that line, dims of
-the result are split off as long as they go through all of it; what is left looks up along its last dim.
+An operand that fills its memory without gaps is permuted to the order of its memory. Dims of the result are
+split off this line as long as they traverse all of it; the rest is a lookup along its last dim.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tutti.graph.edits.edit import Emit, inverse, permuted, shaped, source_of
 from tutti.user_lines import quoted
 
 aten = torch.ops.aten
-# On a call: strides and offset of its operand as the step has laid it out, before any rewrite.
+# On a call: strides and offset of its operand in the step, before any rewrite.
 LAID_OUT = "laid_out"
 
 
 def note_layout(graph: fx.Graph) -> None:
-    """Note on each call how its operand lies in memory."""
+    """Note the strides and the offset of each call's operand."""
     for node in graph.nodes:
         if node.target in STRIDED:
             val: Any = node.args[0].meta["val"]
@@ -33,11 +33,11 @@ def note_layout(graph: fx.Graph) -> None:
 
 @dataclass(frozen=True)
 class StridedView:
-    """What a call sees: the operand's dims in the order of its memory, and the result's.
+    """The view of a call: the operand's dims in the order of its memory, and the result's dims.
 
-    `split` are those dims of the result that go through all of the line, one after the other, each through
-    what its predecessor left; `left` are the others, `step` their strides, `start` where they begin in the
-    `width` elements that are left.
+    `split` are the dims of the result that traverse the whole line, one after the other, each within its
+    predecessor's stride; `left` are the others, `step` their strides, `start` their offset in the remaining
+    `width` elements.
     """
 
     order: list[int]
@@ -56,7 +56,7 @@ class StridedView:
         step: Sequence[int],
         start: int,
     ) -> StridedView | None:
-        """None where the operand has gaps or the result lies outside of it."""
+        """The view of a call; None if the operand has gaps or the result exceeds it."""
         order = sorted(range(len(x)), key=lambda d: (-strides[d] if x[d] != 1 else 0, d))
         dense = 1
         for d in reversed(order):
@@ -79,11 +79,11 @@ class StridedView:
 
     @property
     def line(self) -> list[int]:
-        """The operand's shape, its dims in the order of memory: what is split off, and the rest."""
+        """The operand's shape in the order of memory: the dims split off, and the rest."""
         return [*self.sizes, self.width]
 
     def places(self, emit: Emit, size: Sequence[int], device: torch.device) -> fx.Node:
-        """Where in the rest each element lies of the dims that are left, 1-D."""
+        """The position in the rest of each element of the remaining dims, 1-D."""
         total = emit(aten.arange.start, self.start, self.start + 1, device=device)
         for d, step in zip(self.left, self.step, strict=True):
             dim = emit(aten.arange.default, size[d], device=device)
@@ -115,7 +115,7 @@ def strided(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def strided_scatter(emit: Emit, node: fx.Node) -> fx.Node:
-    """`as_strided_scatter`: the operand with other values at these places."""
+    """`as_strided_scatter`: the operand with other values at these positions."""
     given: Any = node.args
     x, values, size = given[:3]
     if 0 in size:
@@ -138,7 +138,7 @@ def strided_scatter(emit: Emit, node: fx.Node) -> fx.Node:
 
 
 def _as_in(emit: Emit, line: fx.Node, dims: list[int], size: Sequence[int]) -> fx.Node:
-    """The dims of a line as they stand in the result, with those of size 1."""
+    """The dims of a line in the order of the result, with those of size 1."""
     laid = shaped(emit, line, [size[d] for d in dims])
     laid = permuted(emit, laid, inverse(dims))
     return shaped(emit, laid, size)

@@ -1,7 +1,7 @@
-"""What `torch.compile` has wrapped is traced, and compared, as the plain code inside: nothing is compiled.
+"""Runs the plain code inside of `torch.compile`'s wrappers, traced and eager: it compiles nothing.
 
 A wrapped function refuses to run inside a trace, and a wrapped module has names of its own. The step is one
-graph anyway, so there is nothing left for a compiler of parts of it.
+graph anyway, so a compiler of its parts has no use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tutti.torch_private.compiled_code import nested_traces_allowed
 
 @contextlib.contextmanager
 def nothing_compiled() -> Iterator[None]:
-    """Inside, compiled functions, methods and modules run as they were before."""
+    """Inside, compiled functions, methods and modules run their plain code."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -27,7 +27,7 @@ def nothing_compiled() -> Iterator[None]:
         set_stance("force_eager"),
         warnings.catch_warnings(),
     ):
-        # It has seen that the hooks of the watch would run once more for a wrapper.
+        # The wrapper would run the hooks of the watch a second time.
         warnings.filterwarnings(
             "ignore", message="Using `torch.compile\\(module\\)` when there are"
         )

@@ -1,14 +1,14 @@
-"""Optimizers whose first step has another form than a later one on slots that were made beforehand.
+"""Optimizers whose first step has another form than a step on slots made beforehand.
 
-SOAP's first step makes a basis of the gradients and leaves the weights alone, SGD with dampening does not
-damp its first momentum, others fail at gradients of zero. A graph that is the same at every call cannot hold
-such a step. Which optimizers these are is found by numbers:
+SOAP's first step makes a basis of the gradients and keeps the weights, SGD with dampening does not damp its
+first momentum, others fail at gradients of zero. A graph that is the same at every call cannot hold such a
+step. A numerical test finds these optimizers:
 
     (a) a copy takes its first steps
     (b) a copy whose slots `create_slots` has made takes the same steps
 
-both on parameters of the same forms with random values and random gradients. Where (b) comes to other values
-than (a), the first step is taken eagerly, and what is captured begins from the slots that it has left.
+both on parameters of the same forms with random values and random gradients. If the values of (b) differ from
+those of (a), the first step runs eagerly, and capture starts from its slots.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ TOLERANCE = 8  # in units of the last place of a tensor's largest element
 
 
 class FirstStepAhead(CaptureError):
-    """A step that cannot be captured yet: an optimizer would take its first step for some parameters."""
+    """A step that cannot be captured yet: it would be an optimizer's first step for some parameters."""
 
 
 @dataclass
 class _Form:
-    """What is known of an optimizer. `without` are the parameters that its steps leave without slots."""
+    """Knowledge of an optimizer. `without` are the parameters that its steps leave without slots."""
 
     is_other: bool
     without: set[tuple[int, int, int]] = field(default_factory=set)
@@ -59,12 +59,12 @@ _FORMS: weakref.WeakKeyDictionary[Optimizer, _Form] = weakref.WeakKeyDictionary(
 
 
 def awaiting(optimizer: Any) -> Optimizer | None:
-    """One of the optimizers that have a first step of another form ahead; None where none has."""
+    """An optimizer whose next step is a first step of another form; None without one."""
     return next((one for one in _given(optimizer) if _awaits(one)), None)
 
 
 def make_slots(optimizer: Any) -> None:
-    """`create_slots`, but for optimizers whose first step has another form: that step makes theirs."""
+    """`create_slots`, except for optimizers whose first step has another form, which makes their slots."""
     for one in _given(optimizer):
         if _fresh(one) and _form_of(one).is_other:
             continue
@@ -73,9 +73,9 @@ def make_slots(optimizer: Any) -> None:
 
 
 def make_places(optimizer: Any) -> None:
-    """Slots for values that are loaded before the first step, where that step has another form.
+    """Make slots to load before the first step, for an optimizer whose first step has another form.
 
-    They are those of a step with random gradients, which leaves the weights as they are.
+    A step with random gradients makes them; the weights keep their values.
 
     Raises:
         CaptureError: for an optimizer that cannot take such a step.
@@ -103,7 +103,7 @@ def make_places(optimizer: Any) -> None:
 
 
 def note_step(optimizer: Any) -> None:
-    """A step was taken eagerly: parameters without slots after it need none, and slots are no weights."""
+    """After an eager step: note parameters without slots, which need none, and part slots from weights."""
     for one in _given(optimizer):
         for inner in inner_optimizers(one):
             part_from_weights(inner, _params(inner))
@@ -112,7 +112,7 @@ def note_step(optimizer: Any) -> None:
 
 
 def first_step_ahead(optimizer: Any, name: str = "") -> FirstStepAhead:
-    """What to raise where a step would be captured that takes `optimizer`'s first one."""
+    """The error for a capture of `optimizer`'s first step."""
     kind = type(optimizer).__name__
     return FirstStepAhead(
         f"{kind} takes a first step of another form" + (f' for "{name}"' if name else ""),
@@ -123,8 +123,8 @@ def first_step_ahead(optimizer: Any, name: str = "") -> FirstStepAhead:
 
 @contextlib.contextmanager
 def no_new_slots(model: nn.Module, optimizer: Any) -> Iterator[None]:
-    """Inside a step is traced; raises `FirstStepAhead` if an optimizer has made slots that it would have
-    made in another form."""
+    """For a trace inside: raise `FirstStepAhead` if an optimizer makes slots that its first step would make
+    in another form."""
     others = [x for one in _given(optimizer) if _is_known_other(one) for x in inner_optimizers(one)]
     names = names_of(model)
     empty = [
@@ -137,7 +137,7 @@ def no_new_slots(model: nn.Module, optimizer: Any) -> Iterator[None]:
 
 
 def _given(optimizer: Any) -> list[Optimizer]:
-    optimizers_of(optimizer)  # raises for what is none
+    optimizers_of(optimizer)  # raises for a value that is none
     found = [] if optimizer is None else tree_leaves(optimizer)
     return list({id(one): one for one in found}.values())
 
@@ -147,7 +147,7 @@ def _params(one: Optimizer) -> list[Tensor]:
 
 
 def _fresh(one: Optimizer) -> set[tuple[int, int, int]]:
-    """The parameters without slots: which optimizer of those inside, which group, and where in it."""
+    """The parameters without slots, by optimizer inside, group, and position in the group."""
     return {
         (k, g, j)
         for k, inner in enumerate(inner_optimizers(one))
@@ -175,7 +175,7 @@ def _form_of(one: Optimizer) -> _Form:
 
 
 def _is_of_pytorch(one: Optimizer) -> bool:
-    """PyTorch's own optimizers step on slots that were made beforehand as on those of their first step."""
+    """Whether an optimizer is PyTorch's own, which accepts slots made beforehand."""
     return type(one).__module__.startswith("torch.optim.")
 
 
@@ -185,8 +185,8 @@ def _is_dampened(one: Optimizer) -> bool:
 
 
 def first_slots(one: Optimizer, factor: float = 1.0) -> list[dict[Any, Any]]:
-    """What a copy of an optimizer has before its first step, of a parameter of each form of its own; numbers
-    among its scheduled options are times `factor`."""
+    """The slots of an optimizer before its first step, for a parameter of each form, from a copy; scheduled
+    numeric options are scaled by `factor`."""
     made = StandIns(one)
     for group in made.optimizer.param_groups:
         scheduled = {k: v for k, v in group.items() if is_scheduled(k, v)}
@@ -199,14 +199,14 @@ def first_slots(one: Optimizer, factor: float = 1.0) -> list[dict[Any, Any]]:
 
 
 def _is_other(one: Optimizer) -> bool:
-    """Whether copies of an optimizer take a first step of another form, or cannot show that they do not."""
+    """Whether copies of an optimizer take a first step of another form, or cannot rule it out."""
     with _host_randomness_kept(), torch.random.fork_rng(devices=()):
         for by_closure in (False, True):
             try:
                 expected = StandIns(one).after_steps(by_closure)
             except TuttiError:
                 raise
-            except Exception:  # noqa: S112  # the next way of the loop is tried
+            except Exception:  # noqa: S112  # the loop tries the next way
                 continue
             try:
                 made = StandIns(one)
@@ -246,7 +246,7 @@ def _are_close(a: Tensor, b: Tensor) -> bool:
 
 @contextlib.contextmanager
 def _host_randomness_kept() -> Iterator[None]:
-    """What Python's and NumPy's generators give next stays as it is."""
+    """Restore the state of Python's and NumPy's generators."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield

@@ -1,7 +1,7 @@
-"""Slots whose first values depend on an option that the step itself sets are refused.
+"""Refuses slots whose first values depend on an option that the step itself sets.
 
-Slots are made before a step is captured, by the options of then: ASGD's `eta` and Rprop's `step_size` begin
-as the learning rate. A step that sets that rate before it calls the optimizer would have begun with another.
+Capture makes slots before the step, from the options at that time: ASGD's `eta` and Rprop's `step_size` start
+as the learning rate. A step that sets that rate before its optimizer's step would start from another.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tutti.torch_private.optimizer_marks import has_hooks
 
 @contextlib.contextmanager
 def options_watched(optimizer: Any) -> Iterator[dict[Optimizer, str]]:
-    """Gives the optimizers that inside were called with a scheduled option set anew, and which option."""
+    """Yield the optimizers called inside after a change of a scheduled option, with that option."""
     found: dict[Optimizer, str] = {}
     found_in = (inner for one in optimizers_of(optimizer) for inner in inner_optimizers(one))
-    # One around another (Lookahead) may have no hooks of its own; the inner one has.
+    # A wrapper (Lookahead) may have no hooks of its own; the inner optimizer has.
     every = [one for one in found_in if has_hooks(one)]
     before = {one: [dict(group) for group in one.param_groups] for one in every}
 
@@ -44,7 +44,7 @@ def options_watched(optimizer: Any) -> Iterator[dict[Optimizer, str]]:
 
 
 def refuse_first_options(found: dict[Optimizer, str]) -> None:
-    """Raise for one of these optimizers that has not stepped yet and whose slots depend on its options."""
+    """Raise for one of these optimizers before its first step if its slots depend on its options."""
     for one, option in found.items():
         plain, other = first_slots(one), first_slots(one, 1.5)
         for slots, others in zip(plain, other, strict=True):
@@ -59,15 +59,15 @@ def refuse_first_options(found: dict[Optimizer, str]) -> None:
 
 
 def _is_there(one: Optimizer, key: Any, first: Any) -> bool:
-    """Whether a parameter still has the first value of a slot."""
+    """Whether a parameter's slot still has its first value."""
     return any(key in slots and _is(slots[key], first) for slots in one.state.values())
 
 
 def _is(a: Any, b: Any) -> bool:
-    """Whether two slots begin with the same value; one without values may."""
+    """Whether two slots may start with the same value; one without values may."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return type(a) is type(b) and a == b
     if type(a) is not Tensor or a.is_meta or not a.numel() or not b.numel():
         return a.is_meta
     x, y = (complex(v.detach().flatten()[0].item()) for v in (a, b))
-    return x == y or abs(x - y) <= 1e-6 * abs(y)  # one may be kept in another precision
+    return x == y or abs(x - y) <= 1e-6 * abs(y)  # one may have another precision

@@ -1,4 +1,4 @@
-"""The step by which an optimizer makes its slots, and which optimizers take none that could be captured."""
+"""The step by which an optimizer makes its slots, and the optimizers whose steps cannot be captured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from tutti.errors import CaptureError, TuttiError
 from tutti.torch_private.storages import memory_id
 
-# By kind: why it cannot be captured, and what to do.
+# By kind: the reason and the fix.
 _REFUSED = (
     (
         LBFGS,
@@ -29,7 +29,7 @@ _REFUSED = (
 
 
 def refuse_kind(optimizer: Optimizer) -> None:
-    """Raise `CaptureError` for an optimizer whose steps differ in form."""
+    """Raise `CaptureError` for an optimizer with steps of different forms."""
     for kind, why, fix in _REFUSED:
         if isinstance(optimizer, kind):
             raise CaptureError(f"{kind.__name__} cannot be captured", why=why, fix=fix)
@@ -45,7 +45,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 
 def take_first_step(optimizer: Any, fresh: list[Tensor]) -> None:
-    """A step with gradients of zero; one that needs a closure gets one that leaves such gradients."""
+    """A step with gradients of zero; an optimizer that needs a closure gets one that sets them."""
 
     def closure() -> Tensor:
         for p in fresh:
@@ -77,7 +77,7 @@ def _error_of(step: Callable[[], object]) -> Exception | None:
 
 
 def part_from_weights(optimizer: Optimizer, fresh: list[Tensor]) -> None:
-    """Slots that were put in place of a weight's data (`p.data = state["old_p"]`) get memory of their own."""
+    """Give slots that share a weight's memory (`p.data = state["old_p"]`) memory of their own."""
     for p in fresh:
         slots = optimizer.state.get(p, {})
         for key, x in slots.items():

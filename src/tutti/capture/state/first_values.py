@@ -1,7 +1,7 @@
-"""What an optimizer has before its first step: the first values of its slots, its counts where they began.
+"""The state of an optimizer before its first step: the first values of its slots, its counts at their start.
 
-Slots are made by a step that is taken for their sake alone (`lift.create_slots`). What that step does to
-tensors is undone there; here, what it does to Python: options that count, attributes, numbers in slots.
+`lift.create_slots` makes slots by a step, and undoes its changes of tensors. This file undoes its changes of
+Python values: options that count, attributes, numbers in slots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COLLECTIONS = (dict, list)
 
 
 class _FirstValues(dict):  # type: ignore[type-arg]
-    """The slots of a parameter, which remember what was put there first, or taken for granted before."""
+    """The slots of a parameter, which remember the first value of each, or its assumed default."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _FirstValues(dict):  # type: ignore[type-arg]
 
 @contextlib.contextmanager
 def first_values(optimizer: Optimizer, fresh: Sequence[Tensor]) -> Iterator[None]:
-    """Inside, `optimizer` takes a step for the sake of its slots: those of `fresh` get their first values."""
+    """For a step of `optimizer` inside that makes slots: give those of `fresh` their first values."""
     attributes = {
         k: (v, v.copy() if isinstance(v, _COLLECTIONS) else None)
         for k, v in vars(optimizer).items()

@@ -1,4 +1,4 @@
-"""What optimizers find in `.grad` when they step: in an eager step, and as values of a captured one."""
+"""The gradients in `.grad` at an optimizer's step: in an eager step, and as values of a captured one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tutti.capture.state.gradients import plain_gradient
 from tutti.graph.edits.edit import GRADIENT_OF
 
-# By name: "0/layer.weight" is what the step's first call of an optimizer finds.
+# By name: "0/layer.weight" is the gradient at the step's first call of an optimizer.
 Found = dict[str, Tensor]
 
 
 @contextlib.contextmanager
 def found_gradients(model: nn.Module, *, wanted: bool = True) -> Iterator[Found]:
-    """A copy of each gradient that an optimizer finds inside; of none unless `wanted`."""
+    """Yield copies of the gradients that optimizers read inside; none unless `wanted`."""
     found: Found = {}
     calls = 0
 
@@ -41,12 +41,12 @@ def found_gradients(model: nn.Module, *, wanted: bool = True) -> Iterator[Found]
 
 
 def note_found(copies: Iterable[tuple[str, Any]]) -> None:
-    """Note on each value of which a captured step has returned a copy that an optimizer finds it."""
+    """Note the optimizer's reads on the values whose copies a captured step has returned."""
     for name, copy in copies:
         value = copy.args[0]
         value.meta[GRADIENT_OF] = [*value.meta.get(GRADIENT_OF, ()), name]
 
 
 def noted(graph: fx.Graph) -> dict[str, fx.Node]:
-    """The values of a captured step that optimizers find, by name."""
+    """The values of a captured step that optimizers read as gradients, by name."""
     return {name: n for n in graph.nodes for name in n.meta.get(GRADIENT_OF, ())}

@@ -1,4 +1,4 @@
-"""Which optimizers may be traced through PyTorch's fused kernels, and how those stay in the graph."""
+"""Optimizers that trace through PyTorch's fused kernels, and these kernels as ops of the graph."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BY_NAME = {k.name: k for k in KERNELS}
 
 
 def _kernel(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
-    """The kernel that the optimizer's own `step` would call for a group, if it has one."""
+    """The kernel that the optimizer's own `step` would call for a group, or None."""
     own = inspect.unwrap(type(optimizer).step)
     for kind, name in ((Adam, "adam"), (SGD, "sgd"), (Adagrad, "adagrad")):
         if isinstance(optimizer, kind) and own is inspect.unwrap(kind.step):
@@ -31,7 +31,7 @@ def _kernel(optimizer: Optimizer, group: Mapping[str, Any]) -> Kernel | None:
 
 
 def qualifies(optimizer: Optimizer) -> bool:
-    """Whether a step of `optimizer` is the same step, up to rounding, with `fused=True` in each group."""
+    """Whether `fused=True` in each group changes a step of `optimizer` by rounding only."""
     for group in optimizer.param_groups:
         kernel = _kernel(optimizer, group)
         if kernel is None or "fused" not in group or group.get("differentiable"):
@@ -44,10 +44,10 @@ def qualifies(optimizer: Optimizer) -> bool:
 
 
 def _fits(kernel: Kernel, p: Tensor, slots: list[Tensor]) -> bool:
-    """Whether the kernel takes a parameter: what is on the meta device will lie where the run does."""
+    """Whether the kernel accepts a parameter; a run moves the meta device's to its own device."""
     here = all(x.device == p.device or "meta" in (x.device.type, p.device.type) for x in slots)
     device = device_of(p)
-    counted = torch.float32 if device.type == "cuda" else None  # a GPU reads the counts as they lie
+    counted = torch.float32 if device.type == "cuda" else None  # a GPU reads the counts in place
     same = all(x.dtype in ((p.dtype,) if x.dim() else (counted or x.dtype,)) for x in slots)
     fits = here and same and p.layout == torch.strided and kernel.has(device, p.dtype)
     return fits and not is_faulty(kernel, device, p.dtype)
@@ -55,7 +55,7 @@ def _fits(kernel: Kernel, p: Tensor, slots: list[Tensor]) -> bool:
 
 @contextlib.contextmanager
 def as_ops() -> Iterator[None]:
-    """PyTorch's fused functions called inside become ops of ours, whose numbers may be symbols."""
+    """Inside, calls of PyTorch's fused functions become tutti's ops, whose numbers may be symbols."""
     with replaced(*((FUSED[kernel.fused_name], _recording(kernel)) for kernel in KERNELS)):
         yield
 

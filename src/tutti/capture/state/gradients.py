@@ -1,8 +1,8 @@
-"""Gradients over calls: what a step finds in `.grad` must not matter, as gradients are no state.
+"""Gradients over calls: a step must not depend on the content of `.grad`, as gradients are not state.
 
-A trace begins without gradients, as a first call does; a later one finds what the call before has left. The
-two are one step where each gradient that is left is cleared before it is read, or not read at all. Where a
-trace without gradients cannot tell, another one begins with gradients of unknown value, the results of
+A trace starts without gradients, as a first call does; a later call finds those of the call before. The two
+are one step if the step clears each such gradient before it reads it, or never reads it. If a trace without
+gradients cannot decide that, another one starts with gradients of unknown value, the results of
 `tutti::left_gradient`, and no value of the step may depend on them.
 """
 
@@ -48,7 +48,7 @@ def _fake_left_gradient(like, name):
     return torch.empty_like(like)
 
 
-# The gradient of a parameter that an earlier call left; nothing is known of its value.
+# The gradient of a parameter that an earlier call left, of unknown value.
 _left_gradient = torch.ops.tutti.left_gradient.default
 
 
@@ -57,7 +57,7 @@ def _read(x: Tensor) -> Tensor | None:
         return _GRAD.__get__(x)
 
 
-plain_gradient = _read  # without a look at it counting as the step's own
+plain_gradient = _read  # does not count as a read by the step
 
 
 def _write(x: Tensor, value: Tensor | None) -> None:
@@ -67,17 +67,19 @@ def _write(x: Tensor, value: Tensor | None) -> None:
 
 @dataclass(eq=False)
 class Gradient:
-    """What is known of one parameter's `.grad` while a trace runs."""
+    """Knowledge of one parameter's `.grad` during a trace."""
 
     name: str
     param: Tensor
-    held: bool  # by an optimizer of the step, or the step has none
-    there: bool  # something else than the step may have left one
+    held: bool  # an optimizer of the step holds the parameter, or the step has none
+    there: bool  # other code than the step may have left one
     left: Tensor | None = None  # of unknown value, from an earlier call
-    cleared: bool = False  # or set: what was there at first is gone
-    reached: bool = False  # there was one at some time
-    as_zeros: bool = False  # cleared by `set_to_none=False`: zeros if there was one
-    zeros: tuple[Tensor, int] | None = None  # what was set to zeros in place, and its version then
+    cleared: bool = False  # or set: the first gradient is gone
+    reached: bool = False  # one existed at some time
+    as_zeros: bool = False  # cleared by `set_to_none=False`: zeros if one existed
+    zeros: tuple[Tensor, int] | None = (
+        None  # the tensor set to zeros in place, and its version then
+    )
     added: str | None = None  # the line of the backward that added to it before it was cleared
     read: str | None = None  # the line that read it before it was cleared
     read_none: bool = False
@@ -88,7 +90,7 @@ class Gradient:
         return _read(self.param)
 
     def get(self) -> Tensor | None:
-        """What the step reads."""
+        """The gradient that the step reads."""
         grad = self.now
         self.reached |= grad is not None
         if grad is None and self.as_zeros:
@@ -103,13 +105,13 @@ class Gradient:
         return grad
 
     def set(self, value: Tensor | None, *, as_zeros: bool = False) -> None:
-        """What the step puts in its place."""
+        """Set the gradient for the step."""
         self.reached |= self.now is not None
         self.cleared, self.as_zeros = True, as_zeros
         _write(self.param, value)
 
     def zero(self, grad: Tensor) -> Tensor:
-        """What `grad.zero_()` does where `grad` is this gradient, or shares its memory."""
+        """`grad.zero_()` for a `grad` that is this gradient, or shares its memory."""
         if self.left is not None and self.now is self.left:
             self.set(torch.zeros_like(self.param.detach()))
         else:
@@ -130,12 +132,12 @@ class Gradient:
 
     @property
     def stays(self) -> bool:
-        """Whether a later call finds the gradient that is there now."""
+        """Whether a later call finds the current gradient."""
         return self.now is not None and not self.is_zeros
 
     @property
     def wanted(self) -> bool:
-        """Whether only a trace that begins with a gradient can tell if it matters."""
+        """Whether only a trace that starts with a gradient shows if the step depends on it."""
         met = self.stays or self.there or (self.is_zeros and self.read_none and self.reached)
         return self.left is None and self.read is not None and met
 
@@ -149,10 +151,10 @@ class Gradients:
     """The gradients of a step's parameters while it is traced.
 
     Args:
-        params: by name, the tensors that stand for the parameters.
+        params: by name, the parameters' tensors in the trace.
         own: by name, the parameters of the user's model.
-        left: the names of those that begin with a gradient of an earlier call.
-        there: the names of those of which something else may have left one.
+        left: the names of those that start with a gradient of an earlier call.
+        there: the names of those for which other code may have left one.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class Gradients:
         self._optimizers = {id(one) for one in optimizers}
         self._storages: dict[int, Gradient] = {}
         self._stay: list[Gradient] = []
-        # The names of those that another trace must begin with.
+        # The names of gradients with which another trace must start.
         self.wanted: frozenset[str] = frozenset()
         for one in self._all.values():
             if one.name in left:
@@ -229,7 +231,7 @@ class Gradients:
             )
 
     def end(self) -> None:
-        """Note what is left at the end of the step, and raise for what that shows."""
+        """Note the gradients left at the end of the step, and raise for a step that depends on them."""
         every = list(self._all.values())
         for one in every:
             one.reached |= one.now is not None
@@ -248,7 +250,7 @@ class Gradients:
             raise _refused(grows)
 
     def refuse_used(self, outputs: Sequence[Any]) -> None:
-        """Raise where values of the functional graph depend on gradients of an earlier call."""
+        """Raise if values of the functional graph depend on gradients of an earlier call."""
         seen: set[fx.Node] = set()
         todo = [x for x in outputs if isinstance(x, fx.Node)]
         while todo:
@@ -261,7 +263,7 @@ class Gradients:
             raise _refused([one for one in self._all.values() if one.name in used])
 
     def note(self, holders: Mapping[str, Holder]) -> None:
-        """Remember what the step leaves and reads; raise where another one reads what it leaves."""
+        """Note the gradients that the step leaves and reads; raise if another step reads one of them."""
         stay = {one.name for one in self._stay}
         for one in self._all.values():
             if one.name not in holders:
@@ -282,7 +284,7 @@ class Gradients:
             known[key] = leaves, reads
 
 
-# A module, and under which name it has a parameter.
+# A module, and the name of its parameter.
 Holder = tuple[nn.Module, str]
 # Whether a step leaves the gradient of a parameter, and the line of one that reads it before it is cleared.
 _MET: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[bool, str | None]]] = (
@@ -307,7 +309,7 @@ def _grad_of(module: nn.Module, key: str) -> Tensor | None:
 
 
 def gradients_there(holders: Mapping[str, Holder]) -> frozenset[str]:
-    """The names of parameters whose gradients a step may find, as something else has left them."""
+    """The names of parameters for which other code may have left a gradient."""
     return frozenset(
         name
         for name, (module, key) in holders.items()
@@ -341,7 +343,7 @@ def watched_gradients(
     there: Collection[str],
     optimizer: Any,
 ) -> Iterator[Gradients]:
-    """The gradients of the parameters for which the tensors in `flat` stand; none is there afterwards."""
+    """Yield the gradients of the parameters behind the tensors in `flat`; clear them at the end."""
     pairs = [
         (s, x)
         for s, x in zip(state, flat, strict=False)
@@ -385,14 +387,14 @@ def watched_gradients(
 
 
 def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]]:
-    """What runs on a parameter's gradient, and what runs once it is added."""
+    """The hooks on a parameter's gradient, and those after its accumulation."""
     on, after = hooks_of_tensor(p)
     return list((on or {}).values()), list((after or {}).values())
 
 
 @contextlib.contextmanager
 def hooked(state: Sequence[StateTensor], flat: Sequence[Any]) -> Iterator[None]:
-    """The hooks that users have given to parameters are those of the tensors that stand for them inside."""
+    """Inside, the tensors in place of parameters have the parameters' hooks."""
     with contextlib.ExitStack() as stack:
         for s, x in zip(state, flat, strict=False):
             on, after = _hooks_of(s.tensor)
@@ -420,7 +422,7 @@ def _explained(hook: Any, name: str) -> Any:
 
 
 def carry_hooks(model: nn.Module, other: nn.Module) -> None:
-    """Give the parameters of a copy of `model` the gradient hooks that copying has dropped."""
+    """Give the parameters of a copy of `model` its gradient hooks, which a copy drops."""
     for old, new in zip(model.parameters(), other.parameters(), strict=True):
         on, after = _hooks_of(old)
         for hook in on:

@@ -1,5 +1,5 @@
-"""Tensors that modules keep besides their state: a capture runs that code once, so one that is read again
-at the next call is refused. Modules keep no value of a trace.
+"""Tensors that modules keep besides their state: a capture runs their code once, so it refuses a tensor that
+the next call reads again. Modules keep no value of a trace.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 
 @dataclass(frozen=True)
 class Left:
-    """A value of the trace that it has left in a module under `name`, where `before` was."""
+    """A value of the trace left in a module under `name`, in place of `before`."""
 
     name: str
     before: Any
     value: FakeTensor
-    varies: bool  # with the state, the batch or random numbers: not the same at every call
+    varies: bool  # with the state, the batch or random numbers: differs between calls
 
 
 class Attributes:
-    """What modules hold besides their state: attributes, and the dicts and lists among them."""
+    """The values of modules besides their state: attributes, and their dicts and lists."""
 
     def __init__(self, model: nn.Module) -> None:
         self._held: list[tuple[str, Any, Any]] = []
@@ -44,9 +44,9 @@ class Attributes:
                 self._held.append((name, table, table.copy()))
 
     def left(self, stand_ins: Mapping[int, Tensor]) -> list[Left]:
-        """The values that the trace which runs now has left where no tensor was.
+        """The values of the current trace left in places that held no tensor.
 
-        `stand_ins` are the fakes by which it knows those that were there.
+        `stand_ins` are its fakes of the tensors that were there before.
         """
         found: list[Left] = []
         fakes = {id(x) for x in stand_ins.values()}
@@ -64,7 +64,7 @@ class Attributes:
         return found
 
     def put_back(self) -> None:
-        """What was there before the trace, in place of what it has left."""
+        """Restore the values from before the trace."""
         for _, table, before in self._held:
             if isinstance(table, list):
                 if any(isinstance(x, FakeTensor) for x in table):
@@ -76,9 +76,9 @@ class Attributes:
 
 
 def refuse_kept_values(left: list[Left], trace_again: Callable[[], fx.GraphModule]) -> None:
-    """Raise if the step reads what an earlier call of it has left in a module.
+    """Raise if the step reads a value that an earlier call has left in a module.
 
-    A second trace tells, which begins with what the first one has left.
+    A second trace, which starts with the values left by the first, decides it.
     """
     kept, read = [x for x in left if x.varies], []
     if kept:
@@ -94,7 +94,7 @@ def refuse_kept_values(left: list[Left], trace_again: Callable[[], fx.GraphModul
 
 
 def _storages(traced: fx.GraphModule) -> set[int]:
-    """The storages of the tensors that a trace reads, and was not given."""
+    """The storages of the constant tensors that a trace reads."""
     found = [
         getattr(traced, n.target) for n in traced.graph.nodes if n.op == "get_attr" and n.users
     ]
@@ -110,8 +110,8 @@ def _entries(table: Any) -> list[tuple[Any, Any]]:
 
 
 def _varies(node: fx.Node, root: nn.Module, before: Any) -> bool:
-    """Whether a value is not the same at every call: of what a graph is given, random, or the one `before`
-    with something done to it."""
+    """Whether a value differs between calls: it depends on an input of the graph, is random, or changes
+    `before`."""
     own = _storage(before) if isinstance(before, Tensor) else None
     seen: set[tuple[fx.Node, bool]] = set()
     todo = [(node, False)]
@@ -132,7 +132,7 @@ def _varies(node: fx.Node, root: nn.Module, before: Any) -> bool:
     return False
 
 
-# Ops that look at the form of an operand, not at its values; and those that change no value.
+# Ops that read the form of an operand, not its values; and ops that change no value.
 _OF_FORM = tuple(
     f"aten.{form}."
     for kind in ("zeros", "ones", "full", "empty")

@@ -48,7 +48,7 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Hyper:
-    """A hyper-parameter that may change between steps: where it stands and what it is now."""
+    """A hyper-parameter that may change between steps: its place and its current value."""
 
     name: str
     optimizer: Optimizer = field(repr=False, compare=False)
@@ -58,7 +58,7 @@ class Hyper:
 
     @property
     def raw(self) -> Any:
-        """What stands in the optimizer now: a number, or while it is traced a symbol."""
+        """The optimizer's current entry: a number, or during a trace a symbol."""
         value = self.optimizer.param_groups[self.group][self.key]
         return value if self.item is None else value[self.item]
 
@@ -100,7 +100,7 @@ def state_of(model: nn.Module, optimizer: Any) -> list[StateTensor]:
 
 
 def not_of_the_model(optimizer: Optimizer, param: Tensor) -> CaptureError:
-    """What to raise for a parameter that only the optimizer holds."""
+    """The error for a parameter that only the optimizer holds."""
     kind = type(optimizer).__name__
     return CaptureError(
         f"{kind} holds a parameter of shape {list(param.shape)} that the model does not have",
@@ -136,7 +136,7 @@ def numbers(
 
 
 def is_scheduled(key: str, value: Any) -> bool:
-    """Whether an option of a group is one number, or a few, that schedules change."""
+    """Whether an option of a group is a number, or a few numbers, that schedules change."""
     several = isinstance(value, list | tuple) and all(map(is_number, value))
     return key in SCHEDULED and (several or is_number(value))
 
@@ -154,7 +154,7 @@ def is_number(value: Any) -> bool:
 
 
 def _refuse_dampening(optimizer: Optimizer) -> None:
-    """PyTorch's SGD starts its momentum at the first gradient, undamped: no first value does the same."""
+    """Refuse dampening: SGD's momentum starts at the first gradient, undamped, unlike any first value."""
     for group in optimizer.param_groups:
         if group.get("momentum") and group.get("dampening"):
             raise CaptureError(
@@ -190,9 +190,9 @@ class Undo(TorchDispatchMode):
 
 
 def create_slots(optimizer: Any) -> None:
-    """Let each optimizer create its slots as before its first step, with the weights left as they are.
+    """Let each optimizer create its slots, with their values before its first step; keep the weights.
 
-    A step with zero gradients is taken, and every tensor that it overwrote gets its first value back.
+    Takes a step with zero gradients, and restores the first value of every tensor that it overwrote.
     """
     for one in optimizers_of(optimizer):
         refuse_kind(one)
@@ -224,10 +224,10 @@ def create_slots(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _at_first(optimizer: Optimizer) -> Iterator[None]:
-    """Options inside which slots get the values that they have before the first step.
+    """Set options under which slots get their values before the first step.
 
-    Weight decay would enter a slot that starts as a copy of the gradient. Fused kernels start with slots
-    that are not set, and refuse the meta device.
+    Weight decay would enter a slot that starts as a copy of the gradient. Fused kernels start with
+    uninitialized slots, and refuse the meta device.
     """
     plain = {"weight_decay": 0.0, "fused": False}
     kept = [(g, k, g[k]) for g in optimizer.param_groups for k in plain if g.get(k)]
@@ -241,7 +241,7 @@ def _at_first(optimizer: Optimizer) -> Iterator[None]:
 
 
 def place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
-    """Step counts lie where a fused step, or one without a look at the host, wants them."""
+    """Move step counts to the device that a fused or a capturable step needs."""
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for p in fresh:
         group, slots = groups[id(p)], optimizer.state.get(p, {})
@@ -253,7 +253,7 @@ def place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
 
 @contextlib.contextmanager
 def without_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """The step count that schedulers watch, and the users' hooks, do not see this step."""
+    """Hide a step from the count that schedulers watch, and from users' hooks."""
     step = optimizer.__dict__.pop("step", None)
     try:
         with stepped_mark_kept(optimizer), hooks_off(optimizer):
@@ -265,7 +265,7 @@ def without_hooks(optimizer: Optimizer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SwappedTensor:
-    """Where a model or an optimizer holds a tensor, and the one that was put there."""
+    """A place in a model or an optimizer that holds a tensor, and the tensor put there."""
 
     now: Callable[[], Any]
     put: Tensor
@@ -275,11 +275,11 @@ class SwappedTensor:
 def swapped(
     model: nn.Module, optimizer: Any, tensors: dict[int, Tensor], hypers: dict[str, Any]
 ) -> Iterator[list[SwappedTensor]]:
-    """Model and optimizer hold `tensors` (by id of the tensor they replace) and `hypers` inside.
+    """Inside, model and optimizer hold `tensors` (by id of the tensor they replace) and `hypers`.
 
-    Gives all the places where they hold them.
+    Yields all places of these tensors.
 
-    Inside, optimizers call PyTorch's fused kernels, as ops of the graph, where these suit all of their
+    Inside, optimizers call PyTorch's fused kernels, as ops of the graph, if these suit all of their
     parameters; else they take their plain path: one tensor at a time, one form of graph.
     """
     undo: list[Any] = []

@@ -1,7 +1,7 @@
-"""What a user gives as the model: a module, one in a wrapper, or several in a dict, a list or a tuple.
+"""The user's model as one module: a module, one in a wrapper, or several in a dict, a list or a tuple.
 
-The state has the names of one module: of the module inside the wrappers, so that a checkpoint does not
-depend on them, or of a holder: `{"G": ..., "D": ...}` has `G.weight`. The step is called with what was given.
+The state has the names of one module: of the module inside the wrappers, so that checkpoints do not depend on
+them, or of a holder: `{"G": ..., "D": ...}` has `G.weight`. The step receives the user's model itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tutti.torch_private.module_tables import children_of
 
 
 class Models(nn.Module):
-    """Several modules by name, as one module that is never called."""
+    """Several modules by name, as one module without a call."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ _HOLDERS: weakref.WeakValueDictionary[Any, Models] = weakref.WeakValueDictionary
 
 
 class OnGiven:
-    """The user's step: handed the module that stands for what was given, it is called with the latter.
+    """The user's step: a call with the holder module passes on the user's model.
 
     `__wrapped__` is the user's function.
     """
@@ -53,7 +53,7 @@ class OnGiven:
         return self.__wrapped__(given, *args, **options)  # type: ignore[attr-defined]
 
     def _copied(self, module: nn.Module) -> Any:
-        """The same around a copy of the module."""
+        """The user's model around a copy of the module."""
         memo = dict(zip(map(id, self._module.modules()), module.modules(), strict=True))
         return copy.deepcopy(self._given, memo)
 
@@ -61,9 +61,9 @@ class OnGiven:
 def as_one_module(
     train_step: Callable[..., Any], given: Any
 ) -> tuple[Callable[..., Any], nn.Module]:
-    """The step and the module that it trains, whatever is `given` as the model.
+    """The step and the module that it trains, from the user's model `given`.
 
-    Raises `TuttiError` for a model that is no module, and has none.
+    Raises `TuttiError` for a model that is not a module, and has none.
     """
     train_step, module = plain(train_step), _inside(given)
     if not isinstance(module, nn.Module):
@@ -102,7 +102,7 @@ def _held(given: Any) -> nn.Module:
 
 
 def _leaves(given: Any) -> Iterator[tuple[str, Any]]:
-    """By name what dicts, lists and tuples hold."""
+    """The entries of dicts, lists and tuples, by name."""
     if isinstance(given, Mapping):
         entries = [(str(key), x) for key, x in given.items()]
     elif isinstance(given, Sequence) and not isinstance(given, str):
@@ -117,7 +117,7 @@ def _leaves(given: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_frozen_code(module: nn.Module) -> None:
-    """A scripted module runs code that is not Python, with its own tables of parameters."""
+    """Refuse a scripted module: its code is not Python, and has its own tables of parameters."""
     for name, one in module.named_modules():
         if isinstance(one, torch.jit.ScriptModule):
             raise CaptureError(

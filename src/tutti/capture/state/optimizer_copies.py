@@ -1,6 +1,6 @@
-"""An optimizer copied whole: attributes of its own included, with what it holds of a model as `memo` says.
+"""Whole copies of optimizers: their own attributes included, parts of a model replaced by `memo`.
 
-`copy.deepcopy` takes an optimizer for what its `__getstate__` returns, and drops what a subclass has set.
+`copy.deepcopy` copies only the result of an optimizer's `__getstate__`, and drops a subclass's attributes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Memo = dict[int, Any]
 
 @contextmanager
 def optimizers_copied_whole() -> Iterator[None]:
-    """Inside, `copy.deepcopy` copies optimizers so, wherever one is held: by a scheduler, by another one."""
+    """Inside, `copy.deepcopy` copies optimizers whole, also those inside schedulers and other optimizers."""
     with replaced((DEEPCOPY, _copied_optimizer)):
         yield
 
@@ -36,18 +36,18 @@ def _copied_optimizer(old: Optimizer, memo: Memo) -> Optimizer:
 
 
 def _steps(old: Optimizer, name: str, value: Any) -> bool:
-    """Whether this is what a scheduler of learning rates, or `torch.compile`, has put around the optimizer's
-    own step: it would step the optimizer that it was made for."""
+    """Whether this is a learning-rate scheduler's or `torch.compile`'s wrapper of the optimizer's own step:
+    it would step the original optimizer."""
     own = getattr(plain(value), "__self__", None) is old
     return name == "step" and (own or is_wrapped_by_scheduler(value))
 
 
 def copied(value: Any, memo: Memo) -> Any:
-    """A copy, or what cannot be copied (a lock, a file, a process group) itself."""
-    known = {*memo, id(memo)}  # under its own id the memory keeps alive what it has seen
+    """A copy, or the value itself if it cannot be copied (a lock, a file, a process group)."""
+    known = {*memo, id(memo)}  # under its own id `memo` keeps visited objects alive
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # whatever a class's own way to copy itself may raise
+    except Exception:  # a class's own copy may raise any error
         for key in [k for k in memo if k not in known]:
             del memo[key]
         return value

@@ -1,7 +1,7 @@
-"""State that a step sets anew instead of writing into it: `self.mean = 0.9 * self.mean + x`, `p.data = y`.
+"""State that a step rebinds instead of writing into it: `self.mean = 0.9 * self.mean + x`, `p.data = y`.
 
-A trace knows a state tensor by the object that stands for it, and would not see that another took its place.
-What a step leaves there is therefore written into the state, as an assignment of values.
+A trace identifies a state tensor by its object, and would not see another in its place. So capture writes the
+new tensor's values into the state.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DATA: Any = Tensor.data
 def take_over(
     places: Sequence[SwappedTensor], state: Mapping[int, StateTensor], shared: Mapping[int, Tensor]
 ) -> list[str]:
-    """Write into each state tensor what the step has put in its place.
+    """Write into each state tensor the tensor that the step has put in its place.
 
-    Gives the names of those that share another's memory after the step.
+    Returns the names of those that share another's memory after the step.
 
     Args:
-        state: by the id of the tensor that was put in its place.
-        shared: by the id of a tensor, the one that has its memory since (`x.data = value`).
+        state: state tensors by the id of their tensor in the trace.
+        shared: by the id of a tensor, the one that has since shared its memory (`x.data = value`).
 
     Raises:
         CaptureError: for a parameter, and for a value of another shape or dtype.
@@ -49,14 +49,14 @@ def take_over(
             _refuse_other(state[i], puts[i], values)
             value = shared.get(id(values[0]), values[0])
             sharing += [state[i].name] if value is not values[0] else []
-            new.append((puts[i], value.detach().clone()))  # two may have changed places
+            new.append((puts[i], value.detach().clone()))  # two may be swapped
         for put, value in new:
             put.copy_(value)
     return sharing
 
 
 def refuse_read(placeholders: Mapping[str, fx.Node], sharing: Sequence[str]) -> None:
-    """Raise `CaptureError` for state that has a weight's memory after the step and is read by the next."""
+    """Raise `CaptureError` for state that has a weight's memory after the step if the next step reads it."""
     for name in (name for name in sharing if placeholders[name].users):
         raise CaptureError(
             f'"{name}" is a weight\'s memory after the step (`p.data = value`), and the next one reads it',
@@ -102,11 +102,11 @@ def _refuse_other_form(name: str, old: Tensor, new: Tensor, at: str = "") -> Non
 def data_written() -> Iterator[Mapping[int, Tensor]]:
     """Inside, on this thread, `x.data = value` writes the values into `x`, where a trace sees it.
 
-    Gives by the id of each `value` the `x` that shares its memory from then on.
+    Yields a map from the id of each `value` to the `x` that shares its memory from then on.
     """
     shared: dict[int, Tensor] = {}
-    last: dict[int, int] = {}  # by id of each `x`, that of its last `value`
-    kept: list[Tensor] = []  # so that no id is used twice
+    last: dict[int, int] = {}  # id of each `x` -> id of its last `value`
+    kept: list[Tensor] = []  # so that no id repeats
 
     def write(x: Tensor, value: Tensor) -> None:
         _refuse_other_form("a tensor's data", x, value, quoted(user_line()))

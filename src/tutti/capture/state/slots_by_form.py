@@ -1,9 +1,9 @@
 """Slots of PyTorch's own optimizers, made without a step on the weights.
 
-Their slots depend on a parameter's form and on the options alone: zeros, or one number, in the shape of the
-parameter, of a row or column of it, or of none. A copy of the optimizer steps on small parameters
-(`stand_ins.StandIns`), and what it makes there is made here at full size. A step on the weights themselves
-(`lift.create_slots`) would take the memory of all weights several times over.
+Their slots depend only on a parameter's form and on the options: zeros, or one number, in the shape of the
+parameter, of a row or column of it, or of a scalar. A copy of the optimizer steps on small parameters
+(`stand_ins.StandIns`), and this file makes its slots at full size. A step on the weights themselves
+(`lift.create_slots`) would take several times the memory of all weights.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MOST_ELEMENTS, LONGEST = 64, 2  # of a stand-in
 def make_slots_by_form(one: Optimizer) -> bool:
     """Make the slots of the parameters that have none.
 
-    False, and nothing is made, where a slot varies within itself or has a shape that is not the parameter's,
-    or where a parameter has no values or lies in memory in another order.
+    Returns False, and makes none, if a slot is not constant or has a shape that is not the parameter's, or
+    if a parameter has no values or another order in memory.
     """
     fresh = [
         p
@@ -48,7 +48,7 @@ def make_slots_by_form(one: Optimizer) -> bool:
 
 
 def _is_plain(p: Tensor) -> bool:
-    """Whether a parameter has values, and lies in memory as its stand-in does."""
+    """Whether a parameter has values, and the memory order of its stand-in."""
     return (
         type(p) in (Tensor, nn.Parameter)
         and p.layout == torch.strided
@@ -69,7 +69,7 @@ def _is_known(x: Any, like: Tensor) -> bool:
 
 
 def _at_full_size(x: Any, like: Tensor, p: Tensor) -> Any:
-    """The slot of `p`, by that of its stand-in."""
+    """The slot of `p`, from that of its stand-in."""
     if not isinstance(x, Tensor):
         return x
     if x.dim() == 0:

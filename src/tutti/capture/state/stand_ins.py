@@ -1,4 +1,4 @@
-"""Copies of optimizers on parameters with random values: steps are tried on them, not on the weights."""
+"""Copies of optimizers on parameters with random values, for trial steps that keep the weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tutti.graph.players.device import device_of
 from tutti.torch_private.optimizer_marks import remove_hooks
 
 NUM_STEPS = 3
-# Of a parameter with more elements no dim is longer than this in the copies.
+# The copies of a parameter with more elements have dims of at most this size.
 MOST_ELEMENTS, LONGEST = 2**24, 2**12
 SEED = 20_231
 
@@ -29,7 +29,7 @@ SEED = 20_231
 class StandIns:
     """A copy of an optimizer before its first step, on parameters of its own: one of each form.
 
-    Of a parameter with more than `most_elements` no dim is longer than `longest` in the copy.
+    The copy of a parameter with more than `most_elements` has dims of at most `longest`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StandIns:
                 group["params"][:] = list({id(p): p for p in group["params"]}.values())
 
     def _stand_ins(self, one: Optimizer) -> Memo:
-        """By id of each parameter, what stands for it: for all of one form in a group the same."""
+        """By id of each parameter, its stand-in: one for all of one form in a group."""
         self.params: list[nn.Parameter] = []
         memo: Memo = {}
         of_form: dict[Any, nn.Parameter] = {}
@@ -76,16 +76,16 @@ class StandIns:
 
     @property
     def shared(self) -> list[set[Any]]:
-        """The names of what the state holds of no parameter."""
+        """The keys of the state that belong to no parameter."""
         return [{*of_no_parameter(x.state)} for x in inner_optimizers(self.optimizer)]
 
     def make_slots(self) -> None:
-        """As `create_slots` does before a step is captured."""
+        """Make slots as `create_slots` does before a capture."""
         with OurRandomness(SEED, NUM_STEPS) as ours, rewinding(ours):
             create_slots(self.optimizer)
 
     def after_steps(self, by_closure: bool) -> list[Any]:
-        """Everything that a few steps come to. They draw the numbers that captured steps would draw."""
+        """All values after a few steps, which draw the random numbers of captured steps."""
         gradients = torch.Generator().manual_seed(SEED + 1)
         for k in range(NUM_STEPS):
             random.seed(k)
@@ -103,7 +103,7 @@ class StandIns:
 
 
 def values_like(shape: list[int], like: Tensor, draw: torch.Generator) -> Tensor:
-    """Random values of the dtype of `like`, where it lies."""
+    """Random values of the dtype and device of `like`."""
     device = device_of(like)
     if not (like.is_floating_point() or like.is_complex()):
         return torch.ones(shape, dtype=like.dtype, device=device)
@@ -114,7 +114,7 @@ def values_like(shape: list[int], like: Tensor, draw: torch.Generator) -> Tensor
 def step_with(
     one: Any, params: Sequence[Tensor], grads: Sequence[Tensor], *, by_closure: bool
 ) -> None:
-    """A step of `one` with the gradients given."""
+    """A step of `one` with the given gradients."""
 
     def closure() -> Tensor:
         for p, grad in zip(params, grads, strict=True):
@@ -130,7 +130,7 @@ def step_with(
 
 
 def of_no_parameter(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """What a state holds that belongs to no parameter."""
+    """The entries of a state that belong to no parameter."""
     return {k: v for k, v in state.items() if not isinstance(k, Tensor)}
 
 

@@ -1,1 +1,1 @@
-"""Ops that a trace calls in another form."""
+"""Other forms of ops for a trace."""

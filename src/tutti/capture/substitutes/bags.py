@@ -1,11 +1,11 @@
-"""`torch.embedding_bag` as ops that are split like any other: a lookup, then a sum, mean or maximum of a bag.
+"""`torch.embedding_bag` as ops with rules of their own: a lookup, then a sum, mean or maximum of a bag.
 
-It is called so above autograd, which then makes the backward of the same ops. Below it there would be a
-backward to write by hand, out of what the op happened to save.
+The replacement is above autograd, which makes the backward from the same ops. Below autograd it would need a
+hand-written backward from the op's saved values.
 
-Bags of one length, as of an input (bags, length), are rows: everything splits along them. Of other bags
-each position knows its bag. The sum over a bag is then that of a lookup's backward, which adds up rows by
-number, in order, and of which each rank may add up its own.
+Bags of one length, as of an input (bags, length), are rows: everything splits along them. For other bags each
+position has the number of its bag. The sum over a bag is then that of a lookup's backward, which adds rows by
+number, in order; each rank may add its own.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """What `torch.embedding_bag` returns; only the first of it, (bags, D), is made of other ops.
+    """The results of `torch.embedding_bag`; other ops make only the first, (bags, D).
 
-    Gradients scaled by frequency, or sparse, are left to the op itself.
+    The op itself handles gradients that are sparse or scaled by frequency.
     """
     given = (weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights)
     last = (include_last_offset, padding_idx)
     if scale_grad_by_freq or sparse or not indices.numel():
         return _PLAIN(*given, *last)
-    # PyTorch's own checks of the arguments; nobody uses the node
+    # for PyTorch's own checks of the arguments; the node has no users
     values = [x.detach() if isinstance(x, Tensor) else x for x in given]
     _, *rest = _PLAIN(*values, *last)
     bags, kept = _bags(offsets, indices, include_last_offset)
@@ -58,7 +58,7 @@ def embedding_bag(
 
 
 def _pooled(bags: _Even | _Uneven, rows: Tensor, kept: Tensor | None, mode: int) -> Tensor:
-    """`rows` (*shape, D), those not `kept` left out, as one row a bag; zeros where a bag has none."""
+    """`rows` (*shape, D), without those not `kept`, reduced to one row per bag; zeros for an empty bag."""
     if kept is not None:
         rows = rows.masked_fill(~kept.unsqueeze(-1), 0.0 if mode in (_SUM, _MEAN) else -_INF)
     if mode == _SUM:
@@ -121,7 +121,7 @@ class _Uneven:
 def _bags(
     offsets: Tensor, indices: Tensor, include_last: bool
 ) -> tuple[_Even | _Uneven, Tensor | None]:
-    """How the positions lie in bags, and which of them are in one, None for all."""
+    """The bags of the positions, and the mask of positions in a bag, None for all."""
     num_bags, num = offsets.shape[0] - include_last, indices.shape[0]
     length = _step(offsets)
     if length is not None and num_bags * length == num:
@@ -132,7 +132,7 @@ def _bags(
 
 
 def _step(offsets: Tensor) -> int | None:
-    """The length of bags whose offsets the trace knows as 0, length, 2 length, ..."""
+    """The length of bags whose offsets are 0, length, 2 length, ... in the trace."""
     mode: Any = get_proxy_mode()
     slot = None if mode is None else get_proxy_slot(offsets, mode.tracer, None)
     node: Any = None if slot is None else slot.proxy.node

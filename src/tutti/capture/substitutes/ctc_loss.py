@@ -1,4 +1,4 @@
-"""`torch.ctc_loss` as ops of ours, whose results have shapes that do not depend on values."""
+"""`torch.ctc_loss` as tutti's ops, whose results have shapes that do not depend on values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def losses(
     blank: int = 0,
     zero_infinity: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The losses, and the slopes in place of what ATen saves for its backward."""
+    """The losses, and the slopes in place of ATen's saved values for its backward."""
     given = _operands(log_probs, targets, input_lengths, target_lengths)
     if log_probs.requires_grad:
         return ctc_slopes(*given, blank, zero_infinity)
@@ -49,7 +49,7 @@ def losses_backward(
     blank: int,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """The slopes times the gradient of the losses; the forward need not have known of a backward."""
+    """The slopes times the gradient of the losses, also after a forward without gradients."""
     if slopes.dim() == 0:
         given = _operands(log_probs, targets, input_lengths, target_lengths)
         _, slopes = ctc_slopes(*given, blank, zero_infinity)
@@ -67,7 +67,7 @@ def loss_of(
     *how: Any,
     **named: Any,
 ) -> Tensor:
-    """`torch.ctc_loss` with lists of lengths as tensors (N,), which are split as the batch is."""
+    """`torch.ctc_loss` with lists of lengths as tensors (N,), which split as the batch does."""
     if not isinstance(input_lengths, Tensor) and not isinstance(target_lengths, Tensor):
         if targets.dim() == 1:
             targets = _in_rows(targets, target_lengths)
@@ -79,9 +79,9 @@ def loss_of(
 
 
 def _in_rows(targets: Tensor, lengths: Lengths) -> Tensor:
-    """Targets that lie one sample's after the other's as rows (N, S) as long as a sample's may be.
+    """Concatenated targets as rows (N, S) of the largest possible length.
 
-    What a row holds beyond its sample's length is never read.
+    No op reads a row beyond its sample's length.
     """
     if isinstance(lengths, Tensor):
         longest, counts = targets.shape[0], lengths.to(torch.int64)
@@ -106,5 +106,5 @@ def _refuse_other_total(num_targets: int, lengths: Sequence[int]) -> None:
 
 
 def no_cudnn(*_given: Any) -> bool:
-    """cuDNN's CTC loss is not taken: it reads lengths on the host, and is none of the ops above."""
+    """Turn off cuDNN's CTC loss, which reads lengths on the host and calls other ops."""
     return False

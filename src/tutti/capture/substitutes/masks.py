@@ -1,8 +1,8 @@
-"""Writes by a mask as a choice for each element: above autograd, which then knows gradients of fixed shape.
+"""Writes by a mask as a choice for each element, above autograd, so that gradients have fixed shapes.
 
-In `x[mask] = value` PyTorch picks the gradient of the value by the mask, and how many elements that has
-depends on values. `x.masked_scatter(mask, source)` takes elements from its source in order; where its mask
-picks whole rows (images among tokens), a row's number is a running count of the mask.
+In `x[mask] = value` PyTorch picks the gradient of the value by the mask, and its number of elements depends
+on values. `x.masked_scatter(mask, source)` takes elements from its source in order; if its mask picks whole
+rows (images among tokens), a row's number is a running count of the mask.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _PLAIN_SCATTER: Any = Tensor.masked_scatter
 
 
 def write(x: Any, key: Any, value: Any) -> None:
-    """`x[key] = value`; what is no mask, or takes another value at each place, is left to PyTorch."""
+    """`x[key] = value`; PyTorch handles other keys, and a separate value for each position."""
     if not _written(x, key, value):
         _PLAIN(x, key, value)
 
 
 def _written(x: Any, key: Any, value: Any) -> bool:
-    """Write one value at each place of a mask; whether that is what was asked for."""
+    """Write one value at each position of a mask; False, without a write, for any other assignment."""
     found = _mask_in(key, x)
     if found is None or not _suits(x, value):
         return False
@@ -34,7 +34,7 @@ def _written(x: Any, key: Any, value: Any) -> bool:
         x.masked_fill_(places, value)
         return True
     if value.dim() > behind:
-        at = value.dim() - behind - 1  # the dim of the places that the mask picks
+        at = value.dim() - behind - 1  # the dim of the positions that the mask picks
         if value.shape[at] != 1:
             return False
         value = value.reshape(*value.shape[:at], *[1] * mask.dim(), *value.shape[at + 1 :])
@@ -43,12 +43,12 @@ def _written(x: Any, key: Any, value: Any) -> bool:
 
 
 def _suits(x: Tensor, value: Any) -> bool:
-    """Whether a value is a tensor or a number that a tensor can be filled with as it is."""
+    """Whether a value is a tensor, or a number, that can fill a tensor without a cast."""
     return isinstance(value, Tensor) or (type(value) is float and x.is_floating_point())
 
 
 def _mask_in(key: Any, x: Tensor) -> tuple[Tensor, int] | None:
-    """The one mask in a key of whole slices, and how many dims of x stand before it."""
+    """The only mask in a key of whole slices, and the number of dims of x before it."""
     keys = key if isinstance(key, tuple) else (key,)
     masks = [i for i, k in enumerate(keys) if isinstance(k, Tensor) and k.dtype == torch.bool]
     if len(masks) != 1:
@@ -63,7 +63,7 @@ def _mask_in(key: Any, x: Tensor) -> tuple[Tensor, int] | None:
 
 
 def scattered(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """`x.masked_scatter(mask, source)`; what picks parts of rows is left to PyTorch."""
+    """`x.masked_scatter(mask, source)`; PyTorch handles a mask that picks parts of rows."""
     width = _row_dims(x, mask)
     lead, each = x.shape[: x.dim() - width], x.shape[x.dim() - width :].numel()
     if not width or not x.numel() or source.numel() < each:
@@ -77,7 +77,7 @@ def scattered(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 
 
 def _row_dims(x: Tensor, mask: Tensor) -> int:
-    """Along how many of the last dims of x a mask says the same."""
+    """The number of last dims of x along which a mask is constant."""
     dims = 0
     for d in range(1, min(x.dim(), mask.dim()) + 1):
         if mask.shape[-d] != 1 and mask.stride(-d) != 0:

@@ -1,8 +1,8 @@
-"""What a trace calls in another form: ops whose own shapes depend on values, or that cannot be split.
+"""Other forms, for a trace, of ops that cannot be split or whose shapes depend on values.
 
-`OTHER_FORMS` is a table of op to function, in the form of `make_fx`'s decompositions: it is asked below
-autograd, so an op and its backward each have an entry. `in_other_forms` puts functions of ours in the
-place of PyTorch's, above autograd.
+`OTHER_FORMS` is a table of op to function, in the form of `make_fx`'s decompositions: it applies below
+autograd, so an op and its backward each have an entry. `in_other_forms` replaces PyTorch's functions by
+tutti's, above autograd.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OTHER_FORMS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: ctc_loss.losses,
     aten._ctc_loss_backward.Tensor: ctc_loss.losses_backward,
     aten._use_cudnn_ctc_loss.Tensor: ctc_loss.no_cudnn,
-    # What answers by a plain `bool` asks a tensor.
+    # Functions that return a plain `bool` read a tensor's value.
     aten.equal.default: _equal,
     aten.allclose.default: _close,
     **scaler.FORMS,
@@ -53,13 +53,13 @@ _GAUSSIAN_NLL: Any = F.gaussian_nll_loss
 
 
 def _gaussian_nll_loss(*args: Any, **kwargs: Any) -> Tensor:
-    """Without a look whether a variance is negative."""
+    """The loss without its check for a negative variance."""
     with replaced((ANY, lambda *_, **__: False)):
         return _GAUSSIAN_NLL(*args, **kwargs)
 
 
 def _unchecked(*_given: Any) -> None:
-    """What a step asserts of values is not looked at, as by Python's `-O`: a trace has none."""
+    """Skip a step's assertions on values, as Python's `-O` does: a trace has no values."""
 
 
 _FUNCTIONS = (
@@ -74,6 +74,6 @@ _FUNCTIONS = (
 
 @contextlib.contextmanager
 def in_other_forms() -> Iterator[None]:
-    """What PyTorch's functions called inside do is done by functions of ours."""
+    """Inside, tutti's functions replace PyTorch's."""
     with replaced(*_FUNCTIONS), scaler.branching_scaler():
         yield

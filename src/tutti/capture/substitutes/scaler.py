@@ -1,6 +1,6 @@
 """`torch.amp.GradScaler`: its two kernels as ops on tensors, and its choice to skip an update as a branch.
 
-A trace takes the way of finite gradients first (`read_values`); a call in which some are not is another
+A trace first takes the branch of finite gradients (`read_values`); a call with other gradients has another
 program, without the update.
 """
 
@@ -54,14 +54,14 @@ FORMS: dict[Any, Callable[..., Any]] = {
 def _maybe_step(
     _scaler: GradScaler, optimizer: Optimizer, state: dict[str, Any], *args: Any, **options: Any
 ) -> Any:
-    """As PyTorch's, with a condition in the place of a sum of numbers: a trace guesses that it is false."""
+    """PyTorch's function with a condition in place of a sum of numbers: a trace guesses it false."""
     if any(bool(found != 0) for found in state["found_inf_per_device"].values()):
         return None
     return optimizer.step(*args, **options)
 
 
 def _step(scaler: GradScaler, optimizer: Any, *args: Any, **options: Any) -> Any:
-    """Without the kernels that skip an update by themselves: the branch does."""
+    """The scaler's step without kernels that skip an update themselves: the branch does that."""
     if not is_scaled_by_kernel(optimizer):
         return _STEP(scaler, optimizer, *args, **options)
     with replaced((SCALED_UPDATE.of(optimizer), False)):
@@ -70,6 +70,6 @@ def _step(scaler: GradScaler, optimizer: Any, *args: Any, **options: Any) -> Any
 
 @contextlib.contextmanager
 def branching_scaler() -> Iterator[None]:
-    """Inside, a scaler asks by a branch whether to skip an update."""
+    """Inside, a scaler skips an update by a branch."""
     with replaced((SCALER_SKIPS, _maybe_step), (SCALER_STEP, _step)):
         yield

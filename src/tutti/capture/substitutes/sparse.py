@@ -1,7 +1,7 @@
-"""Sparse tensors are computed with as dense ones: gradients of lookups, and adjacencies in a batch.
+"""Dense forms of sparse tensors: gradients of lookups, and adjacencies in a batch.
 
-A rank's part of a sparse tensor would have a size that depends on values. Where the numbers are those of one
-device the dense form is taken; an optimizer that does something else with sparse gradients is refused.
+A rank's part of a sparse tensor would have a size that depends on values. A dense form replaces it if it
+gives the numbers of one device; capture refuses an optimizer that treats sparse gradients differently.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tutti.quantities import format_nbytes
 from tutti.torch_private.pytrees import tree_leaves, tree_map_only
 from tutti.user_lines import quoted, user_line
 
-# Optimizers that give the same numbers for a sparse gradient and a dense one: what is not looked up has none.
+# Optimizers with the same numbers for a sparse gradient and its dense form, which adds zeros.
 _SAME = tuple(inspect.unwrap(kind.step) for kind in (SGD, Adagrad))
-# What a dense form of a batch's tensor may take, in bytes.
+# The most bytes of the dense form of a batch's tensor.
 _ROOM = 1 << 30
 _EMBEDDING: Any = torch.embedding
 
@@ -33,10 +33,10 @@ _EMBEDDING: Any = torch.embedding
 def dense(batch: Any) -> Any:
     """The batch with each sparse tensor as a dense one.
 
-    Raises `CaptureError` where that would take more than 1 GiB.
+    Raises `CaptureError` for a dense tensor of more than 1 GiB.
     """
     if type(batch) is tuple and all(type(x) is Tensor and _is_plain(x) for x in batch):
-        return batch  # as most are
+        return batch  # the common case
     if all(_is_plain(x) for x in tree_leaves(batch) if isinstance(x, Tensor)):
         return batch
     return tree_map_only(Tensor, _dense, batch)
@@ -78,7 +78,7 @@ def refuse_sparse_state(module: nn.Module) -> None:
 
 
 def refuse_sparse_constants(traced: fx.GraphModule) -> None:
-    """Raise `CaptureError` for a sparse tensor that the step finds outside of its arguments."""
+    """Raise `CaptureError` for a sparse tensor from outside of the step's arguments."""
     for node in traced.graph.nodes:
         value = getattr(traced, str(node.target)) if node.op == "get_attr" else None
         if isinstance(value, Tensor) and not _is_plain(value):
@@ -94,9 +94,10 @@ def refuse_sparse_constants(traced: fx.GraphModule) -> None:
 
 @contextlib.contextmanager
 def dense_gradients(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Lookups inside have dense gradients, whatever `sparse` says.
+    """Inside, lookups have dense gradients, for any `sparse`.
 
-    Raises `CaptureError` for one with `sparse=True` of a weight whose optimizer tells such gradients apart.
+    Raises `CaptureError` for a lookup with `sparse=True` in a weight whose optimizer treats such gradients
+    differently.
     """
 
     def apart(weight: Tensor) -> Optimizer | None:
