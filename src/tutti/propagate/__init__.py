@@ -1,1 +1,1 @@
-"""Spreads the shardings that are given through the whole graph, each with its provenance."""
+"""Spreads given shardings through the whole graph, each with its provenance."""

@@ -1,10 +1,10 @@
-"""Which dim of each tensor of the batch holds the samples, and over which axes it is split.
+"""The dim of samples of each tensor of the batch, and the axes that split it.
 
     one first dim               all tensors are split
     several                     those of the first tensor's; others where they leave the step whole
-    does not divide by an axis  not split over that axis: each of its ranks works out all of it
+    does not divide by an axis  not split over that axis: each of its ranks computes all of it
 
-To split an input costs nothing, as every rank has the whole batch; so does to use it whole.
+A split of an input is free, as every rank has the whole batch; so is its use as a whole.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tutti.graph.analysis.cost import seconds_of
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.torch_private.pytrees import tree_flatten
 
-# What the samples are split over, major to minor; `replica` where workers share a program.
+# The axes that split the samples, major to minor; `replica` if workers share a program.
 BATCH_AXES = ("replica", "data", "micro")
-# The share of forward and backward, worked out whole on each rank of `data`, above which others are tried.
+# The share of forward and backward computed whole on each rank of `data`, above which others are tried.
 MOST_WHOLE = 0.5
 
-# As `tutti.distribute` is told: a dim for all tensors, or one for each argument; None for "no samples".
+# The argument of `tutti.distribute`: a dim for all tensors, or one per argument; None for "no samples".
 BatchDim = int | None | Sequence[Any] | Mapping[Any, Any]
-# By the name of an input; None where it has no samples.
+# By the name of an input; None without samples.
 Dims = dict[str, int | None]
 
 
 class Unsplit(NamedTuple):
-    """Why the samples of a batch are not split over an axis."""
+    """The reason not to split the samples of a batch over an axis."""
 
     name: str
     size: int
@@ -44,7 +44,7 @@ class Unsplit(NamedTuple):
 
 
 def candidates(captured: Captured) -> list[Dims]:
-    """The ways to tell samples by dim 0: by the first tensor's size, by each other size, by all at once."""
+    """The ways to find samples by dim 0: by the first tensor's size, by each other size, by all at once."""
     sizes = {n: int(node.meta["val"].shape[0]) for n, node in _tensors(captured)}
     groups = list(dict.fromkeys(sizes.values()))
     found: list[Dims] = [{n: 0 if s == size else None for n, s in sizes.items()} for size in groups]
@@ -54,9 +54,9 @@ def candidates(captured: Captured) -> list[Dims]:
 def split_of(
     name: str, val: Tensor, dim: int, mesh: Mesh, layout: Layout
 ) -> tuple[tuple[str, ...], Unsplit | None]:
-    """The axes over which the samples are split, and why not over the rest.
+    """The axes over which the samples split, and the reasons against the others.
 
-    Raises `ShardingError` where they do not divide by the workers that share a program: each takes its own
+    Raises `ShardingError` if they do not divide by the workers that share a program: each takes its own
     rows of the batch.
     """
     size = left = int(val.shape[dim])
@@ -81,7 +81,7 @@ def split_of(
 def whole_share(
     graph: fx.Graph, wanted: Callable[[fx.Node], Sharding | None], regions: frozenset[str]
 ) -> float:
-    """The share of forward and backward, by predicted time, of which no value is split over `data`."""
+    """The share of forward and backward, by predicted time, in nodes that `data` does not split."""
     whole = total = 0.0
     for node in graph.nodes:
         if node.meta.get("region") not in regions:
@@ -107,15 +107,15 @@ def micro_of(layout: Layout, sizes: Sequence[int]) -> Layout:
 
 
 def dims_of(told: BatchDim, step: Callable[..., Any], batch: Sequence[Any], *, first: int) -> Dims:
-    """What `batch_dim` says of each tensor of a batch: `batch.0`, ... in the order of its leaves.
+    """The dims of samples from `batch_dim`, by tensor of a batch: `batch.0`, ... in the order of its leaves.
 
     Args:
-        told: as `tutti.distribute` was given it.
+        told: the argument of `tutti.distribute`.
         step: the training step, whose parameters a mapping names.
         batch: its arguments from `first` on.
 
     Raises:
-        ShardingError: for an argument that there is not, or a dim that a tensor has not.
+        ShardingError: for an unknown argument, or a dim that a tensor lacks.
     """
     if isinstance(told, Mapping):
         names = _parameters(step)[first:]
@@ -148,7 +148,7 @@ def dims_of(told: BatchDim, step: Callable[..., Any], batch: Sequence[Any], *, f
 
 
 def warn_of_uneven(unsplit: Sequence[Unsplit]) -> None:
-    """Say once for a shape what it costs that a batch does not divide."""
+    """Warn, once for a shape, of the cost of a batch that does not divide."""
     for name, size, axis, ways in unsplit[:1]:
         warnings.warn(
             f"the {size} samples of {_called(name)} do not divide by {axis}={ways}: every rank works out all "
@@ -159,7 +159,7 @@ def warn_of_uneven(unsplit: Sequence[Unsplit]) -> None:
 
 
 def warn_of_micro(asked: int, found: int) -> None:
-    """Say that a batch goes through in fewer slices, which take more memory."""
+    """Warn that a batch runs in fewer slices, which take more memory."""
     if asked != found:
         warnings.warn(
             f"micro={asked} does not divide each rank's samples: they go through in {found} "
@@ -170,7 +170,7 @@ def warn_of_micro(asked: int, found: int) -> None:
 
 
 def warn_of_whole(share: float, captured: Captured, dims: Dims, ways: int) -> None:
-    """Say which tensors are not split, where most of a step is not."""
+    """Warn of the tensors that are not split, if most of a step is not."""
     shapes = {n: list(node.meta["val"].shape) for n, node in _tensors(captured)}
     split = [f"{_called(n)} {shapes[n]}" for n, d in dims.items() if d is not None and n in shapes]
     rest = [f"{_called(n)} {shapes[n]}" for n in shapes if dims.get(n) is None]
@@ -194,7 +194,7 @@ def _tensors(captured: Captured) -> Iterator[tuple[str, fx.Node]]:
 
 
 def _parameters(step: Callable[..., Any]) -> list[str]:
-    """The names of its arguments that are passed by place."""
+    """The names of its positional arguments."""
     try:
         found = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):
@@ -203,7 +203,7 @@ def _parameters(step: Callable[..., Any]) -> list[str]:
 
 
 def _leaves(told: Any, argument: Any) -> Iterator[tuple[Any, Any]]:
-    """The leaves of an argument with what is told of each: of all of it, or of each of its parts."""
+    """The leaves of an argument with the dim told for each: for all of it, or for each of its parts."""
     if isinstance(told, Mapping) and isinstance(argument, Mapping):
         for key, x in argument.items():
             yield from _leaves(told.get(key, 0), x)

@@ -1,4 +1,4 @@
-"""Where regions meet: marks that let a value lie differently on each side."""
+"""Boundaries of regions: marks whose two sides can have different shardings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPUTE = ("forward", "backward")
 
 @dataclass(frozen=True)
 class Boundary:
-    """One mark: which way it leads, the parameter behind it, if any, and the name of the value before it."""
+    """One mark: its direction, its parameter, if any, and the name of the value before it."""
 
     into: str
     parameter: str = ""
@@ -27,9 +27,9 @@ class Boundary:
 def insert_boundaries(captured: Captured) -> dict[fx.Node, Boundary]:
     """Mark every weight that enters the forward or backward and every value that enters the update.
 
-    The forward and the backward get a mark each, so that a weight stored in parts may be gathered for
-    each of them and dropped in between. A weight that is computed with in a narrower type enters as its
-    cast: the parts are cast where they are stored, and what is gathered is narrow.
+    The forward and the backward get a mark each, so that each may gather a sharded weight and drop it
+    afterwards. A weight used in a narrower dtype enters as its cast: ranks cast their shards, and gather
+    the narrow ones.
     """
     graph = captured.graph
     weights = _weights(captured)
@@ -51,7 +51,7 @@ def insert_boundaries(captured: Captured) -> dict[fx.Node, Boundary]:
 
 
 def _weights(captured: Captured) -> dict[fx.Node, str]:
-    """By node the parameter that it is: the stored value, or the new one where the step goes on with it."""
+    """By node its parameter: the stored value, or the new one if the step goes on with it."""
     parameters = {n for n, kind in captured.kinds.items() if kind == "parameter"}
     new = dict(zip(captured.output[1], captured.updated, strict=True))
     found = {n: name for n, name in new.items() if n.meta.get("region") == "update"}
@@ -60,10 +60,10 @@ def _weights(captured: Captured) -> dict[fx.Node, str]:
 
 
 def _casts(graph: fx.Graph, weights: dict[fx.Node, str]) -> dict[fx.Node, str]:
-    """The narrower casts of weights, which stand before the boundary, by parameter.
+    """The narrower casts of weights, to put before the boundary, by parameter.
 
-    In a region that uses the weight as it is stored too (a tied embedding), it is gathered once, as
-    stored, and cast behind the boundary.
+    A region that also uses the weight in its stored dtype (a tied embedding) gathers it once, in that dtype,
+    and casts it behind the boundary.
     """
     order = {n: i for i, n in enumerate(graph.nodes)}
     found: dict[fx.Node, str] = {}

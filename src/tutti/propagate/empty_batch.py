@@ -1,7 +1,7 @@
-"""A batch without samples is refused.
+"""Refuses a batch without samples.
 
 On one device its mean loss is 0 / 0: a NaN, which the update may carry into every weight. With `micro` and
-`pipe` nothing is left to be split in time.
+`pipe` it has nothing to split in time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ def refuse_empty(
 ) -> None:
     """Raise `ShardingError` for a batch of 0 samples.
 
-    The samples lie along the dims that `told` says; by default along dim 0 of the first tensor that has
-    dims. A batch without tensors has no samples to lack, and neither has one whose tensors are all told to
-    hold none.
+    `told` gives the dims of samples; by default dim 0 of the first tensor that has dims. A batch without
+    tensors passes, and so does one in which `told` gives no tensor samples.
 
     Args:
         batch: the arguments of the step from `first` on.

@@ -1,4 +1,4 @@
-"""Between shardings of tensors and splits of an op's factors."""
+"""Conversion between shardings of tensors and splits of an op's factors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def read(
     soft: Assignment | None = None,
     prefer: Mapping[str, str] | None = None,
 ) -> Assignment:
-    """How the factors are split when the tensors lie as given; of two that disagree the first counts.
+    """The factors' splits that follow from the tensors' shardings; the first of two conflicting ones wins.
 
-    Whole factors are left out; `soft` collects them, for cuts that follow their operand. `prefer` names
-    the factor that an axis must split, if any: other splits over that axis are passed over.
+    Whole factors are omitted; `soft` collects them, for cuts that follow their operand. `prefer` names the
+    factor that an axis must split, if any: other splits over that axis do not count.
     """
     assigned: Assignment = {}
     used: set[str] = set()
@@ -61,7 +61,7 @@ def read(
 def project(
     term: Term, assigned: Mapping[str, Dim], rule: Rule, shape: Sequence[int], mesh: Mesh
 ) -> Sharding:
-    """How a tensor lies when the factors are split as `assigned`."""
+    """The sharding of a tensor under the splits `assigned` of the factors."""
     dims = []
     for factors, size in zip(term, shape, strict=True):
         segments: list[Segment] = []
@@ -73,7 +73,7 @@ def project(
 
 @lru_cache(maxsize=65536)
 def merged(have: Sharding, more: Sharding, mesh: Mesh) -> Sharding:
-    """`have` with its dims split further as in `more`, where that only adds axes that are still free."""
+    """`have` with its dims split further as in `more`, where that only adds free axes."""
     used = set(have.axes)
     dims = list(have.dims)
     for i, dim in enumerate(more.dims):

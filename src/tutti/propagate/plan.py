@@ -1,4 +1,4 @@
-"""Where everything should lie: seeds from the layout and the user's word, spread through the graph."""
+"""The wanted sharding of every value: seeds from the layout and the user, spread through the graph."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tutti.propagate.storage_sharding import PARAMETERS_FROM, SLOTS_FROM, slot_l
 from tutti.rules import is_tensor_call
 from tutti.rules.decompositions import DECOMPOSITIONS
 
-# Axes over which the weights themselves are split; over the others only data is.
+# Axes that split the weights themselves; the others split only data.
 MODEL_AXES = frozenset({"tensor", "expert"})
 Place = Mapping[str, str]
 
 
 @dataclass
 class ShardingPlan:
-    """A captured graph with what is wanted of every value, and how each state tensor is kept.
+    """A captured graph with the wanted sharding of every value and the storage sharding of all state.
 
-    `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held`
-    are values that the user asked to lie as is wanted of them, `patterns` the entry of `place` by weight.
+    `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held` are
+    values whose sharding the user asked for, `patterns` the entry of `place` by weight.
     """
 
     captured: Captured
@@ -59,7 +59,7 @@ class ShardingPlan:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh over which values are split."""
+        """The mesh of the values' shardings."""
         return self.layout.program_mesh
 
 
@@ -71,11 +71,10 @@ def plan(
     known: Mapping[str, Sharding] | None = None,
     dims: Dims | None = None,
 ) -> ShardingPlan:
-    """Decide where everything lies; rewrites `captured.graph` (boundaries, decompositions).
+    """Plan the shardings of all values; rewrites `captured.graph` (boundaries, decompositions).
 
-    `known` are compute shardings settled by an earlier step on the same model; they stay. `dims` says which
-    dim of the batch's tensors holds the samples; by default that is found out, with a warning where it splits
-    little.
+    `known` are compute shardings of an earlier step on the same model; they stay. `dims` gives the dim of
+    samples of each tensor of the batch; the default searches for it, with a warning if that splits little.
 
     Raises `ShardingError` for a batch or a `place` that does not divide, and for patterns that match
     nothing.
@@ -84,9 +83,7 @@ def plan(
     spare = copied(captured) if len(ways) > 1 else captured
     made = _planned(captured, layout, place, known, ways[0])
     if len(ways) > 1 and "data" in layout.program_mesh:
-        if (
-            layout.in_time
-        ):  # what is split in time too must be split like the first tensor's samples
+        if layout.in_time:  # a split in time, too, must follow the first tensor's samples
             ways = ways[:1]
         made = _fullest(
             made, spare, ways, lambda one, dims: _planned(one, layout, place, known, dims)
@@ -102,7 +99,7 @@ def _fullest(
     ways: list[Dims],
     planned: Callable[[Captured, Dims], ShardingPlan],
 ) -> ShardingPlan:
-    """`first`, or the plan by other samples that leaves less of the step whole on every rank of `data`."""
+    """`first`, or a plan by other samples, if that leaves less of the step whole on every rank of `data`."""
     found, chosen, least = first, ways[0], _whole_share(first)
     for dims in ways[1:] if least > MOST_WHOLE else []:
         made = planned(copied(spare), dims)
@@ -149,7 +146,7 @@ def _planned(
 
 
 def _alias_weights(made: ShardingPlan) -> None:
-    """All marks of one weight lie alike, and take the axes that split weights only."""
+    """Give all marks of one weight one sharding, open to the axes that split weights only."""
     first: dict[str, fx.Node] = {}
     for mark, kind in made.boundaries.items():
         if kind.parameter:
@@ -200,7 +197,7 @@ def _seed_place(made: ShardingPlan, place: Place) -> None:
 
 
 def _outputs(made: ShardingPlan, pattern: str) -> list[fx.Node]:
-    """The nodes, one a module, that hold the outputs of modules whose names match."""
+    """The output nodes, one per module, of modules whose names match."""
     found: dict[str, fx.Node] = {}
     for node in made.captured.graph.nodes:
         for name in node.meta.get("output_of", ()):
@@ -214,9 +211,9 @@ def _module(node: fx.Node, pattern: str) -> str:
 
 
 def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding:
-    """A user's sharding text for a tensor of `shape`, less the axes that the mesh lacks.
+    """A user's sharding text for a tensor of `shape`, without axes that the mesh lacks.
 
-    Several axes of one dim are taken in the one order in which state is split, `data` last.
+    Several axes of one dim take the order in which they split state, `data` last.
     """
     try:
         sharding = Sharding.parse(text, shape)
@@ -246,7 +243,7 @@ def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding
 
 
 def _seed_batch(made: ShardingPlan, dims: Dims) -> None:
-    """`data` splits the samples of the batch, `seq` the second dim of what looks like (batch, sequence)."""
+    """`data` splits the samples of the batch, `seq` the second dim of likely (batch, sequence) tensors."""
     mesh = made.mesh
     for name in (n for n, k in made.captured.kinds.items() if k == "batch"):
         node = made.captured.placeholder(name)
@@ -280,7 +277,7 @@ def _seed_hints(made: ShardingPlan) -> None:
 
 
 def _settle_state(made: ShardingPlan) -> None:
-    """Compute shardings are known now; storage follows from them and from `zero`."""
+    """Set storage shardings, from the now known compute shardings and from `zero`."""
     captured, mesh, zero = made.captured, made.mesh, made.layout.zero
     marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
     cut: dict[str, Sharding] = {}
@@ -309,9 +306,9 @@ def _settle_state(made: ShardingPlan) -> None:
 
 
 def _want_gradients(made: ShardingPlan) -> bool:
-    """Want a gradient split as its weight is already where it is made; whether there was any to be split.
+    """Want each gradient split like its weight at its origin; return whether there was any to split.
 
-    What makes it may have no other reason to: that of an embedding would be made whole, and then cut.
+    Its op may have no other reason for a split: an embedding's gradient would be made whole, and then cut.
     """
     marks = [n for n in made.captured.graph.nodes if n in made.boundaries]
     found = False
@@ -325,7 +322,7 @@ def _want_gradients(made: ShardingPlan) -> bool:
 
 
 def _decompose(made: ShardingPlan) -> bool:
-    """Take apart the ops that need a factor whole which is wanted split; whether there were any."""
+    """Decompose the ops that need a factor whole which is wanted split; return whether there were any."""
     editor = Editor(made.captured.graph, made.captured.mode)
     found = False
     for node in list(made.captured.graph.nodes):

@@ -16,15 +16,15 @@ from tutti.rules import Rule, is_tensor_call, operands_of
 from tutti.rules.book import Book
 from tutti.rules.rule import Term
 
-# How strong the word behind a split is: where a weight is placed, against all else.
+# The strength of splits: placed weights before all others.
 STRONG, WEAK = 0, 1
-# How strong the word behind each axis of a tensor is, axes in order.
+# The strength of each axis of a tensor, axes in order.
 Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What an op says of its tensors: how each would lie, and how strong the word for each axis is."""
+    """An op's proposal for its tensors: the sharding of each, and the strength of each axis."""
 
     shardings: tuple[Sharding, ...]
     ranks: dict[str, int]
@@ -34,10 +34,9 @@ class Outcome:
 class Spread:
     """Shardings wanted so far, by node, and for each node and axis the node that it came from.
 
-    `rank` says how strong the word behind an axis of a node is (smaller is stronger): where two operands
-    would split different factors of an op over one axis, the stronger decides.
-    `closed` nodes keep what they have. `accepts` says which axes an open node may take. `alias` maps
-    nodes that must lie alike to one that stands for them.
+    `rank` is the strength of an axis of a node (smaller is stronger): if two operands would split different
+    factors of an op over one axis, the stronger decides. `closed` nodes keep their sharding. `accepts` gives
+    the axes that an open node may take. `alias` maps nodes that must share a sharding to one of them.
     """
 
     mesh: Mesh
@@ -49,7 +48,7 @@ class Spread:
     alias: dict[fx.Node, fx.Node] = field(default_factory=dict)
     book: Book = field(default_factory=Book)
     outcomes: dict[tuple[Any, ...], Outcome | None] = field(default_factory=dict)
-    _nodes: list[fx.Node] = field(default_factory=list)  # of the graph that was read last
+    _nodes: list[fx.Node] = field(default_factory=list)  # of the last graph read
     _ruled: list[tuple[fx.Node, Rule]] = field(default_factory=list)
     _tensors: dict[fx.Node, tuple[tuple[Term, ...], list[fx.Node]]] = field(default_factory=dict)
     _around: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class Spread:
     def seed(
         self, node: fx.Node, sharding: Sharding, why: str, *, closed: bool = False, rank: int = WEAK
     ) -> None:
-        """Give a sharding from outside, with the reason for it and how strong the word is."""
+        """Set a sharding from outside, with its reason and its strength."""
         node = self.alias.get(node, node)
         self.wanted[node] = (
             merged(self.wanted[node], sharding, self.mesh) if node in self.wanted else sharding
@@ -74,13 +73,13 @@ class Spread:
         return self.wanted.get(self.alias.get(node, node))
 
     def rule(self, node: fx.Node) -> Rule | None:
-        """The rule of a node, worked out once."""
+        """The cached rule of a node."""
         return self.book.of(node)
 
     def run(self, graph: fx.Graph) -> None:
-        """Spread to a fixed point: cheap ops first, so that contractions see what settled."""
+        """Spread to a fixed point: cheap ops first, so that contractions see their settled shardings."""
         if not any(sharding.axes for sharding in self.wanted.values()):
-            return  # nothing is split
+            return  # one rank: no splits
         nodes = list(graph.nodes)
         if nodes != self._nodes:
             self._read(nodes)
@@ -91,7 +90,7 @@ class Spread:
                 pass
 
     def _read(self, nodes: list[fx.Node]) -> None:
-        """Note the ops that have a rule, their tensors, and around which tensors they stand."""
+        """Note the ops with a rule, their tensors, and the ops around each tensor."""
         calls = [n for n in nodes if is_tensor_call(n) and n.target is not boundary]
         self._nodes = nodes
         self._ruled = [(n, rule) for n in calls if (rule := self.rule(n)) is not None]
@@ -105,7 +104,7 @@ class Spread:
                 self._around.setdefault(x, []).append(node)
 
     def _sweep(self, nodes: list[tuple[fx.Node, Rule]]) -> bool:
-        """Visit, in order, the ops around which something has changed; whether one changed something."""
+        """Visit, in order, the ops with a changed tensor; return whether one changed a sharding."""
         changed = False
         for node, rule in nodes:
             if node in self._due:
@@ -158,7 +157,7 @@ def _outcome(
     ranks: Sequence[Ranks],
     mesh: Mesh,
 ) -> Outcome | None:
-    """How the tensors of an op would lie after what is wanted of them; None where it says nothing."""
+    """The op's proposal from the wanted shardings of its tensors; None without one."""
     soft: Assignment = {}
     prefer, strongest = _strongest(rule, terms, wanted, ranks, mesh)
     assigned = read(rule, list(zip(terms, wanted, strict=True)), mesh, soft, prefer)
@@ -178,7 +177,7 @@ def _strongest(
     ranks: Sequence[Ranks],
     mesh: Mesh,
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """For each axis the factor that the strongest word splits over it, and that word's rank."""
+    """For each axis the factor with the strongest split over it, and the strength of that split."""
     prefer: dict[str, str] = {}
     strongest: dict[str, int] = {}
     for term, sharding, given in zip(terms, wanted, ranks, strict=True):
@@ -200,7 +199,7 @@ def tensors_of(node: fx.Node, rule: Rule) -> list[tuple[Term, fx.Node]]:
 
 
 def _follow(rule: Rule, assigned: Assignment, soft: Assignment, mesh: Mesh) -> None:
-    """Cuts of a split dim are worth splitting the same way where their size allows."""
+    """Split cuts of a split dim the same way, if their size allows."""
     used = {a for dim in assigned.values() for a in axes_of(dim)}
     for a, b in rule.follows:
         for one, other in ((a, b), (b, a)):

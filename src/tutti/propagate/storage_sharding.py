@@ -1,4 +1,4 @@
-"""How state is kept between steps: its compute sharding, cut further over `data` as `zero` says."""
+"""The storage sharding of state: its compute sharding, split further over `data` by `zero`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SLOTS_FROM = 1
 
 
 def with_zero(compute: Sharding, mesh: Mesh, axes: Sequence[str] = ("data",)) -> Sharding | None:
-    """`compute` with one dim cut further over `axes`; None where no dim divides.
+    """`compute` with one dim split further over `axes`; None if no dim divides.
 
-    The first dim is taken if it divides, since its parts are contiguous and gather without a copy;
-    else the largest that does. The new axes are the minor ones of the dim: gathering them gives back
-    the compute sharding by one plain all-gather.
+    It takes the first dim if that divides, since its parts are contiguous and gather without a copy; else
+    the largest that divides. The new axes are the minor ones of the dim, so one plain all-gather restores
+    the compute sharding.
     """
     over = tuple(a for a in axes if a in mesh)
     if not over:
@@ -32,7 +32,7 @@ def with_zero(compute: Sharding, mesh: Mesh, axes: Sequence[str] = ("data",)) ->
 
 
 def slot_like(parameter: Sharding, shape: Sequence[int]) -> Sharding:
-    """A slot lies as its parameter does in every dim of the same size; its other dims are whole."""
+    """A slot has its parameter's sharding in every dim of the same size; its other dims are whole."""
     own = parameter.shape
     if len(own) != len(shape):
         return Sharding.whole(shape)
