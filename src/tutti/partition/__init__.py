@@ -1,1 +1,1 @@
-"""From one graph for one device to one program for every rank."""
+"""Partition: a graph for one device becomes one program for every rank."""

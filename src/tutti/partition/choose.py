@@ -1,4 +1,4 @@
-"""How one op is split: of the few ways that its operands and results suggest, the one that moves least."""
+"""The split of one op: of the few that its operands and results suggest, the one that moves least."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from tutti.partition.reshard import route
 from tutti.propagate.factors import Assignment, axes_of, project, read
 from tutti.rules import Rule
 
-# A rank's work on n elements, against moving them: enough to prefer the split that leaves less work.
+# A rank's work on n elements, relative to moving them: enough to prefer the split with less work.
 WORK = 0.01
-# Pending sums wait, if need be by turning small whole partners into pending ones.
+# Pending sums wait, if necessary with small whole partners turned into pending ones.
 SMALL = 4096
-# How much dearer it is to gather an axis that should stay.
+# The penalty factor for a gather of an axis that should stay.
 KEPT = 1000.0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What each operand must be, what each result then is, and how the factors are split."""
+    """The sharding of each operand and of each result, and the splits of the factors."""
 
     assigned: Assignment
     operands: tuple[Sharding, ...]
@@ -31,11 +31,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class OperandOffer:
-    """What is known about an operand: its ways of lying, and what is wanted of it.
+    """An operand's existing shardings, and its wanted one.
 
-    An axis in `keeps` is gathered only where nothing else will do: a placed weight stays where it is,
-    and what was split over the batch stays split. `num_users` is how many ops use the operand,
-    `placed` says that it is a weight with a compute sharding of its own.
+    An axis in `keeps` is gathered only as a last resort: a placed weight keeps its sharding, and values
+    split over the batch stay split. `num_users` is the number of ops that use the operand, `placed` says
+    that it is a weight with a compute sharding of its own.
     """
 
     shape: tuple[int, ...]
@@ -50,11 +50,11 @@ class OperandOffer:
         return math.prod(self.shape)
 
     def kept(self, mesh: Mesh) -> Sharding:
-        """The first version as far as its axes should stay."""
+        """The first version's sharding, with only the axes that should stay."""
         return self.versions[0].only(self.keeps, mesh)
 
     def cost(self, target: Sharding, mesh: Mesh) -> float:
-        """Elements moved to have this operand as `target`."""
+        """Elements to move to reshard this operand to `target`."""
         return min(self._cost(v, target, mesh) for v in self.versions)
 
     def _cost(self, version: Sharding, target: Sharding, mesh: Mesh) -> float:
@@ -63,7 +63,7 @@ class OperandOffer:
 
 
 class Chooser:
-    """Chooses for the ops of one program; calls with the same rule, offers and wishes are alike."""
+    """Chooses for the ops of one program; calls with the same rule, offers and wishes share a choice."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -75,8 +75,8 @@ class Chooser:
         operands: Sequence[OperandOffer],
         results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
     ) -> Choice:
-        """The cheapest choice, worked out once."""
-        one = list(map(id, operands))  # an operand that is used twice is one offer
+        """The cached cheapest choice."""
+        one = list(map(id, operands))  # an operand with two uses is one offer
         key = (rule, tuple(operands), tuple(map(one.index, one)), tuple(results))
         if key not in self.known:
             self.known[key] = choose(rule, operands, results, self.mesh)
@@ -158,7 +158,7 @@ def _with_pending(
 def _operand_costs(
     operands: Sequence[OperandOffer], needed: Sequence[Sharding], mesh: Mesh
 ) -> Iterator[float]:
-    """The cost of each operand; one that is used twice in the same way is paid once."""
+    """The cost of each operand; two equal uses of one operand count once."""
     paid: set[tuple[int, Sharding]] = set()
     for offer, target in zip(operands, needed, strict=True):
         if (id(offer), target) not in paid:
@@ -175,7 +175,7 @@ def _passing(
     assigned: Assignment,
     results: Sequence[tuple[tuple[int, ...], Sharding | None] | None],
 ) -> Iterator[list[Pending]]:
-    """First the ways to let pending reductions wait (of equal costs the first counts), then without."""
+    """First the choices that keep reductions pending (the first of equal costs wins), then the others."""
     yield from _waiting(rule, operands, assigned, results)
     yield [()] * len(operands)
 
@@ -192,7 +192,7 @@ def _waiting(
     if not every or len({a for a, _ in every}) < len(every):
         return
     if any(p and o.num_users > 1 for o, p in zip(operands, pending, strict=True)):
-        return  # reduced once, for all of its users
+        return  # one reduction serves all of its users
     given = sum(o.numel for o, p in zip(operands, pending, strict=True) if p)
     out = max((math.prod(r[0]) for r in results if r is not None), default=0)
     if out > max(given, len(operands)):
@@ -232,7 +232,7 @@ def _results(
 
 
 def _result_cost(out: Sharding, wanted: Sharding | None, mesh: Mesh) -> float:
-    """What it will take to make the result what its users want, as far as that is known."""
+    """The cost to reshard the result to its wanted sharding, as far as known."""
     target = Sharding(out.dims)
     if wanted is not None and wanted.axes & (out.axes | out.partial_axes):
         target = _overlaid(wanted, out)
@@ -240,7 +240,7 @@ def _result_cost(out: Sharding, wanted: Sharding | None, mesh: Mesh) -> float:
 
 
 def _overlaid(wanted: Sharding, out: Sharding) -> Sharding:
-    """`wanted`, with the splits of `out` over axes that it says nothing about."""
+    """`wanted`, with the splits of `out` over axes that `wanted` lacks."""
     dims = tuple(
         w if axes_of(w) or set(axes_of(o)) & wanted.axes else o
         for w, o in zip(wanted.dims, out.dims, strict=True)

@@ -19,14 +19,14 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 
 
 class Local:
-    """The local graph while it is being written."""
+    """The local graph under construction."""
 
     def __init__(self, mode: FakeTensorMode, mesh: Mesh) -> None:
         self.graph, self.mode, self.mesh = fx.Graph(), mode, mesh
         self._empty: dict[Any, Tensor] = {}
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, val: Any = None) -> fx.Node:
-        """A node with the notes of global node `like`; without `val` it is worked out from the operands."""
+        """A node with the notes of global node `like`; the operands give `val` by default."""
         node = self.graph.call_function(target, tuple(args), dict(kwargs))
         node.meta = {k: like.meta[k] for k in NOTES if k in like.meta}
         if val is None:
@@ -40,7 +40,7 @@ class Local:
     ) -> Tensor:
         """A fake local tensor of `like`'s device and dtype, or of another one.
 
-        It says of what type a value is, never which memory it has: values of one type share it.
+        It gives the type of a value, not its memory: values of one type share a fake.
         """
         key = (sharding.local_shape(self.mesh), dtype or like.dtype, like.device)
         found = self._empty.get(key)
@@ -52,7 +52,7 @@ class Local:
 
 
 class Call:
-    """One op being localized; the `LocalCall` that the functions of `rules.part_ops` see."""
+    """One op in translation; the `LocalCall` of the functions in `rules.part_ops`."""
 
     def __init__(
         self, local: Local, node: fx.Node, choice: Choice, operands: list[fx.Node], scalars: Any
@@ -89,7 +89,7 @@ def _substituted(x: Any, operands: Iterator[fx.Node], scalars: Any) -> Any:
 
 
 def emit_local(local: Local, node: fx.Node, rule: Rule, call: Call) -> fx.Node:
-    """The local form of `node` under its choice."""
+    """Emit the local form of `node` under its choice."""
     choice, mesh = call.choice, local.mesh
     if node.target is draw:
         return _draw(local, node, choice)
@@ -119,5 +119,5 @@ def _draw(local: Local, node: fx.Node, choice: Choice) -> fx.Node:
 
 
 def result_of(local: Local, made: fx.Node, index: int, like: fx.Node) -> fx.Node:
-    """Result `index` of a call with several."""
+    """Result `index` of a call with several results."""
     return local.call(operator.getitem, (made, index), {}, like, made.meta["val"][index])

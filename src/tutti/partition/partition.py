@@ -1,4 +1,4 @@
-"""Writes the program of one rank: every op on local tensors, reshards where values and users disagree."""
+"""Writes the program of one rank: every op on local tensors, with reshards between values and users."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tutti.rules.rule import results_of
 from tutti.user_lines import quoted
 
 aten = torch.ops.aten
-# What the batch is split over: values that are split so stay so.
+# The axes that split the batch: values split over them stay split.
 BATCH_AXES = frozenset({"replica", "data", "micro", "seq"})
-# On a call of the whole step whose operands were gathered because no rule says how it may be split.
+# On a call of the whole step with gathered operands, for lack of a rule.
 WITHOUT_RULE = "without_rule"
-_ANY = Rule((), (), {})  # of a call of which nothing is split
+_ANY = Rule((), (), {})  # of a call without splits
 
 
 @dataclass
 class Program:
-    """What every rank runs. Placeholders and output are those of `captured`, on local tensors.
+    """The program of every rank. Placeholders and output are those of `captured`, on local tensors.
 
-    `made` lists which local node holds which value of the whole step, and how, in order.
+    `made` lists, in order, local nodes with their values of the whole step and their shardings.
     """
 
     graph: fx.Graph
@@ -50,12 +50,12 @@ class Program:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh over which values are split; with `micro`, an axis of time."""
+        """The mesh of the values' shardings; with `micro`, an axis of time."""
         return self.layout.program_mesh
 
     @property
     def storage(self) -> dict[str, Sharding]:
-        """How each state tensor is kept."""
+        """The storage sharding of each state tensor."""
         return self.plan.storage
 
     @property
@@ -130,7 +130,7 @@ class _PartitionWriter:
         self.scalars[node] = self.local.call(node.target, args, kwargs, node, node.meta["val"])
 
     def _boundary(self, node: fx.Node) -> None:
-        """A new value that lies as its side of the boundary wants it."""
+        """A new value with the sharding wanted on its side of the boundary."""
         source: fx.Node = node.args[0]  # type: ignore[assignment]
         kind = self.plan.boundaries[node]
         wanted = self.plan.spread.of(node)
@@ -173,8 +173,8 @@ class _PartitionWriter:
             self.results[node] = (made, choice)
 
     def _chosen(self, node: fx.Node, operands: list[fx.Node]) -> tuple[Rule, Choice]:
-        """How a call is split, and by which rule."""
-        if self.mesh.num_ranks == 1:  # whatever the rule, nothing is
+        """The split of a call, and its rule."""
+        if self.mesh.num_ranks == 1:  # no splits, for any rule
             results = tuple(Sharding(()) if r is None else self._whole(r) for r in results_of(node))
             return _ANY, Choice(
                 {}, tuple(self._whole(x.meta["val"]) for x in operands), results, 0.0
@@ -196,7 +196,7 @@ class _PartitionWriter:
         return self.wholes[shape]
 
     def _honor(self, node: fx.Node) -> None:
-        """The user's word: from here on the value lies as `shard_as` or `place` says."""
+        """Apply the user's sharding: from here on the value has that of `shard_as` or `place`."""
         wanted = self.plan.spread.of(node)
         if wanted is not None and wanted.axes:
             self.values.reshard(node, wanted, node)
@@ -221,7 +221,7 @@ class _PartitionWriter:
     def _refuse_gathered_weight(
         self, x: fx.Node, target: Sharding, node: fx.Node, rule: Rule
     ) -> None:
-        """A `place` that an op cannot take would be undone at every step, in silence."""
+        """Refuse a `place` that an op cannot take: each step would silently undo it."""
         name = self._weight(x) if self.plan.patterns else ""
         pattern = self.plan.patterns.get(name)
         lost = self.values.first(x).axes - target.axes
@@ -236,7 +236,7 @@ class _PartitionWriter:
         )
 
     def _weight(self, x: fx.Node) -> str:
-        """The weight that `x` is as the forward or backward sees it, or only another view of; or ""."""
+        """The weight that `x` is in the forward or backward, or of which it is a view; or ""."""
         kind = self.plan.boundaries.get(x)
         if kind is not None:
             return kind.parameter
@@ -261,7 +261,7 @@ class _PartitionWriter:
         ]
 
     def _whole_rule(self, node: fx.Node) -> Rule:
-        """No rule: every operand whole, every result whole; said once, or refused."""
+        """Without a rule: all operands and results whole, with one warning, or an error."""
         operands = operands_of(node)
         split = [x for x in operands if not self.values.first(x).is_whole]
         if split:

@@ -12,15 +12,15 @@ from itertools import count
 from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, split_dim
 from tutti.layout.sharding import Axes
 
-# What starting a collective costs, said in elements that could have been moved instead.
+# The cost of a collective's start, in elements moved.
 LATENCY = 4096.0
-# A rank's own copy of n elements, against moving them: small, so that shorter paths win ties.
+# The cost of a rank's own copy of n elements, relative to moving them: small, so that shorter paths win ties.
 COPY = 1e-3
 
 
 @dataclass(frozen=True)
 class RouteStep:
-    """One collective (or local cut) on the way, and how the value lies after it.
+    """One collective (or local cut) of a route, and the sharding after it.
 
     `kind` names the function of `graph.ops.collectives`; `arguments` follow the value there. `moved` is the
     number of elements that each rank sends.
@@ -44,8 +44,8 @@ class Route:
 def route(source: Sharding, target: Sharding, mesh: Mesh) -> Route:
     """The cheapest route, by Dijkstra's search over shardings.
 
-    A dim split by several axes is ordered, major to minor: only its minor axis can be gathered, and an
-    axis can only be added below those that the target has above it.
+    A dim split by several axes is ordered, major to minor: only its minor axis can be gathered, and an axis
+    can only be added minor to those that are major to it in the target.
     """
     tie = count()
     heap: list[tuple[float, int, Sharding, tuple[RouteStep, ...]]] = [(0.0, next(tie), source, ())]
@@ -82,7 +82,7 @@ def _moves(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
 
 
 def _reduce(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
-    """All-reduce what is pending here and not in the target; or reduce-scatter onto a dim of it."""
+    """All-reduce a sum that is pending here and not in the target, or reduce-scatter it onto a dim."""
     n = _numel(at, mesh)
     pending = [(a, op) for a, op in at.partial if (a, op) not in target.partial]
     for op in sorted({op for _, op in pending}):
@@ -109,7 +109,7 @@ def _cut(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
 
 
 def _gather(at: Sharding, mesh: Mesh) -> Iterator[RouteStep]:
-    """Gather the minor axis of a segment, or at once all axes that a segment is to lose at its end."""
+    """Gather the minor axis of a segment, or at once all minor axes that a segment must lose."""
     for dim, outer, axes, result in _removals(at, mesh):
         n, size = _numel(result, mesh), mesh.size(axes)
         yield RouteStep("all_gather", (axes, dim, outer), result, n * (size - 1) / size)
@@ -131,7 +131,7 @@ def _exchange(at: Sharding, target: Sharding, mesh: Mesh) -> Iterator[RouteStep]
 def _make_partial(at: Sharding, target: Sharding) -> Iterator[RouteStep]:
     """A whole value becomes a pending sum: one rank keeps it, the others hold zeros.
 
-    Reductions of two kinds are never pending at once: it would matter which is carried out first.
+    Reductions of two kinds are never pending at once, since their order would matter.
     """
     for axis, op in target.partial:
         mixed = any(other != op for _, other in at.partial)
@@ -144,7 +144,7 @@ def _make_partial(at: Sharding, target: Sharding) -> Iterator[RouteStep]:
 def _additions(
     at: Sharding, target: Sharding, axis: str, mesh: Mesh
 ) -> Iterator[tuple[int, int, Sharding]]:
-    """Where `axis` may be added next on the way to `target`: (dim, local size above it, result)."""
+    """The next places to add `axis` on the way to `target`: (dim, local size above it, result)."""
     for d, (have, want) in enumerate(zip(at.dims, target.dims, strict=True)):
         if not any(axis in seg.axes for seg in want):
             continue
@@ -163,7 +163,7 @@ def _additions(
 
 
 def _removals(at: Sharding, mesh: Mesh) -> Iterator[tuple[int, int, Axes, Sharding]]:
-    """Which axes may be gathered next: (dim, local size above, axes, result)."""
+    """The axes that may be gathered next: (dim, local size above, axes, result)."""
     for d, dim in enumerate(at.dims):
         outer = 1
         for k, seg in enumerate(dim):

@@ -1,4 +1,4 @@
-"""The local nodes of each value of the whole step, and how to get one that lies as a user needs it."""
+"""The local nodes of each value of the whole step, and reshards to the sharding that a user needs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class _Version:
 
 
 class Values:
-    """The versions of each value: local nodes that hold it, each lying in its own way.
+    """The versions of each value: local nodes that hold it in different shardings.
 
-    `made` is told of every version, in order; `scalars` gives the local form of a number.
+    `made` receives every version, in order; `scalars` gives the local form of a number.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class Values:
         self.made.append((node, local, sharding))
 
     def first(self, node: fx.Node) -> Sharding:
-        """How the first version lies: as the op made it, or as the user asked."""
+        """The sharding of the first version: that of its op, or the user's."""
         return self.versions[node][0].sharding
 
     def shardings(self, node: fx.Node) -> tuple[Sharding, ...]:
-        """How each version lies."""
+        """The sharding of each version."""
         return tuple(v.sharding for v in self.versions[node])
 
     def prefer_last(self, node: fx.Node) -> None:
-        """From here on the version made last is the first."""
+        """From here on the latest version is the first."""
         self.versions[node].reverse()
 
     def reshard(
         self, x: fx.Node, target: Sharding, user: fx.Node, *, fresh: bool = False
     ) -> fx.Node:
-        """The local node of `x` lying as `target`; made at most once, and every stop on the way is kept.
+        """The local node of `x` with sharding `target`; made at most once, with every step of the route kept.
 
-        `fresh` starts from the first version and keeps nothing: a weight gathered for the forward is not
-        held for the backward.
+        `fresh` starts from the first version and keeps no steps: the backward does not hold a weight that
+        the forward gathers.
         """
         versions = self.versions[x][:1] if fresh else self.versions[x]
         for version in versions:
@@ -90,7 +90,7 @@ class Values:
         return node
 
     def _through_view(self, x: fx.Node, target: Sharding, user: fx.Node) -> fx.Node | None:
-        """Reshard what `x` is a view of, and view that: all views of one value share its reshards."""
+        """Reshard the base of the view `x`, then view that: all views of one value share its reshards."""
         if x.target not in (aten.reshape.default, aten.permute.default):
             return None
         rule, viewed = self.spread.rule(x), operands_of(x)[0]
@@ -117,9 +117,9 @@ class Values:
         return min(route(v.sharding, target, self.mesh).cost for v in self.versions[x])
 
     def _work_out_whole(self, x: fx.Node, depth: int = 4) -> bool:
-        """Make `x` whole without communication, where all that it depends on is whole and cheap to redo.
+        """Make `x` whole without communication, if all its ancestors are whole and cheap to recompute.
 
-        Masks and positions made from the batch: each rank has the batch, so it need not ask for them.
+        That serves masks and positions of the batch: each rank has the whole batch.
         """
         if any(v.sharding.is_whole for v in self.versions.get(x, ())):
             return True

@@ -1,12 +1,12 @@
-"""Sums over ranks of half-type values, carried out in float32.
+"""Sums over ranks of half-precision values, in float32.
 
     %3: bf16[8, 32]{partial tensor}        %3: bf16[8, 32]{partial tensor}
     %4: bf16[8, 32] = all_reduce(%3)  ->   %4: f32[8, 32]{partial tensor} = _to_copy(%3, dtype=f32)
                                            %5: f32[8, 32] = all_reduce(%4)
                                            %6: bf16[8, 32] = _to_copy(%5, dtype=bf16)
 
-One device rounds such a sum once; ranks that add in a half type would round at every addition. The price
-is twice the bytes. What a sum is not (a maximum, a gather) moves as it is.
+One device rounds such a sum once; ranks that add in half precision would round at every addition. The price
+is twice the bytes. Other moves (a maximum, a gather) keep the dtype.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Mover:
         self.wide: fx.Node | None = None
 
     def move(self, node: fx.Node, step: RouteStep) -> fx.Node:
-        """The value behind `step`, in its own dtype."""
+        """The value after `step`, in its own dtype."""
         if not self._adds(step):
             self.wide = None
             return self._collective(node, step, self.dtype)
