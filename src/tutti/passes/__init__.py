@@ -1,1 +1,1 @@
-"""Rewrites of a partitioned program that keep its values and make it cheaper; each has a name."""
+"""Named rewrites of a partitioned program that keep its values and make it cheaper."""

@@ -1,9 +1,9 @@
-"""`accumulate`: what is summed over micro-batches is added to its total by the op that makes it.
+"""`accumulate`: the op that makes a term of a sum over micro-batches adds it to the total.
 
     first micro-batch     %7 = mm(%g, %x)                    -> the total
     every later one       %7 = addmm_(%total, %g, %x)        instead of a matmul, and a sum after it
 
-A gradient is then written once, read once, and never lies beside its total.
+The program then writes a gradient once, reads it once, and never holds it beside its total.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops.loop import Body, LoopPart
 
 aten = torch.ops.aten
-# An op and its arguments behind the total.
+# An op, and its arguments after the total.
 Call = tuple[Any, tuple[Any, ...]]
 
 
@@ -32,7 +32,7 @@ def accumulate(body: Body) -> Body:
 
 
 def _with_adding(part: LoopPart, ops: dict[str, str]) -> LoopPart:
-    """Sums come first in `summed`; what is joined, or is a maximum, follows."""
+    """The part with its sums first in `summed`; joins and maxima follow."""
     count = next((i for i, n in enumerate(part.summed) if ops[n] != "sum"), len(part.summed))
     if not count:
         return part
@@ -61,7 +61,7 @@ def _placeholders(graph: fx.Graph, names: tuple[str, ...], like: list[fx.Node]) 
 
 
 def _uncopied(made: fx.Node) -> fx.Node:
-    """A value that was copied only to be a total of its own need not be."""
+    """The operand of a copy whose only purpose is a total of its own, else `made`."""
     if made.target is not aten.clone.default or made.users:
         return made
     source: Any = made.args[0]
@@ -70,7 +70,7 @@ def _uncopied(made: fx.Node) -> fx.Node:
 
 
 def _add_to(graph: fx.Graph, total: fx.Node, made: fx.Node) -> None:
-    """Add `made` to `total` as soon as it is there; by its own op, if nothing else reads it."""
+    """Add `made` to `total` at once; with its own op, if nothing else reads it."""
     fused = None
     if not made.users and made.target in _FUSED:
         with graph.inserting_before(made):
@@ -85,7 +85,7 @@ def _add_to(graph: fx.Graph, total: fx.Node, made: fx.Node) -> None:
 
 
 def _rows(node: fx.Node) -> Call | None:
-    """The gradient of an embedding goes to the rows that were read; the table is not written whole."""
+    """The gradient of an embedding: adds to the rows read, without a write of the whole table."""
     grad, index, _, padding, scaled = node.args
     x = grad.meta["val"]  # type: ignore[union-attr]
     if padding != -1 or scaled or x.device.type != "cpu":  # on a GPU the order of sums would vary
@@ -98,7 +98,7 @@ def _rows(node: fx.Node) -> Call | None:
     return aten.index_add_.default, (0, *rows)
 
 
-# How an op adds its result to a total instead; None where it cannot.
+# The call by which an op adds its result to a total; None without one.
 _FUSED: dict[Any, Callable[[fx.Node], Call | None]] = {
     aten.embedding_dense_backward.default: _rows,
     aten.mm.default: lambda node: (aten.addmm_.default, node.args),

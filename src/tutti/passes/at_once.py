@@ -1,15 +1,15 @@
-"""`regather` and `reduce_scatter`: what partition writes at once, and what stands there without them.
+"""`regather` and `reduce_scatter`: rewrites that partition already makes, and their inverses.
 
-Partition's routes are the cheapest already, so there is nothing to fuse afterwards. Left out by name, these
-two are taken back: that shows what they bring.
+Partition's routes are the cheapest already, so later fusion has no work. `TUTTI_WITHOUT` with one of these
+names undoes it, which shows its gain.
 
-`regather`: a weight stored in parts is gathered for the forward, dropped, and gathered for the backward.
+`regather`: the program gathers a sharded weight for the forward, drops it, and gathers it for the backward.
 
     %3 = all_gather(%w, data, 0, 1)   forward               %3 = all_gather(%w, data, 0, 1)
     ...                                         without ->  ...
     %9 = all_gather(%w, data, 0, 1)   backward              (%3 is held for the backward)
 
-`reduce_scatter`: a pending sum of which each rank needs a part.
+`reduce_scatter`: reduces a pending sum of which each rank needs a part.
 
     %5 = reduce_scatter(%4, data, 0, 1, sum)    without ->  %5 = all_reduce(%4, data, sum)
                                                             %6 = shard(%5, data, 0, 1)
@@ -25,7 +25,7 @@ from tutti.graph.ops import collectives
 
 
 def gathered_once(graph: fx.Graph) -> int:
-    """Let the backward use what the forward has gathered; returns how many gathers are gone."""
+    """Let the backward use the forward's gathered weights; returns the number of gathers removed."""
     found: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
@@ -40,7 +40,7 @@ def gathered_once(graph: fx.Graph) -> int:
 
 
 def reduced_then_split(graph: fx.Graph) -> int:
-    """Reduce to every rank, then let each keep its part; returns how many reductions were rewritten."""
+    """Reduce to every rank, then let each keep its part; returns the number of reductions rewritten."""
     nodes = [n for n in graph.nodes if n.target is collectives.reduce_scatter]
     for node in nodes:
         x, axes, dim, outer, op = node.args

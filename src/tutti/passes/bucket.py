@@ -1,20 +1,20 @@
-"""`bucket`: collectives of one kind over the same axes are carried out together.
+"""`bucket`: joins collectives of one kind over the same axes.
 
     %5 = reduce_scatter(%3, data, 0, 1, sum)        %8 = together(reduce_scatter, [%3, %6], data, ...)
     %7 = reduce_scatter(%6, data, 0, 1, sum)   ->   %5 = item(%8, 0)
                                                     %7 = item(%8, 1)
 
-Each collective costs a meeting of the ranks whatever it moves, so fewer are cheaper. A reduction is moved
-up to where its operand is ready, a gather down to where its result is needed; those that then lie near
-each other join. A bucket is bounded by its bytes and by how much of the graph it spans: a larger one
-would make values wait, alive, for each other.
+Each collective costs a meeting of the ranks, whatever its size, so fewer are cheaper. A reduction moves up to
+the position where its operand is ready, a gather down to the first use of its result; neighbors then join. A
+bucket has a limit of bytes and of span in the graph: a larger one would keep values alive while they wait for
+each other.
 
     reductions   placed behind the last operand of the bucket    ready: |--a--b-c-|R
     gathers      placed before the first use of the bucket       R|-a--b-c--|   :used
 
-Between forward and backward ranks would wait for each other once more, for the loss. So a small reduction of
-what the batch alone tells (how many targets count) is carried out first of all, where they have just met; and
-one of which only results of the step are made waits for others at the end.
+Between forward and backward ranks would meet once more, for the loss. So a small reduction of values of the
+batch alone (the count of valid targets) runs first of all, where ranks have just met. A small reduction that
+serves only results of the step joins others at the end.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
 from tutti.passes.target import Target
 
-# What a bucket holds at most, unless one tensor alone is larger.
+# The most bytes of a bucket, unless one tensor alone is larger.
 BUCKET_NBYTES = 25e6
-# Which part of the graph it may span; what is smaller than SMALL waits as long as need be.
+# The fraction of the graph that it may span; a tensor below SMALL waits without limit.
 SPAN = 0.25
 SMALL_NBYTES = 2**16
-# What may be held for a reduction that is carried out first or last of all.
+# The most bytes held for a reduction that runs first or last of all.
 LIGHT_NBYTES = 2**20
 KINDS = {
     collectives.all_reduce: "all_reduce",
@@ -54,8 +54,8 @@ KINDS = {
 
 @dataclass
 class _Bucket:
-    """Collectives that will be one: `ready` from where on their operands are there, `used` where the
-    first result is needed."""
+    """Collectives to join: `ready` is the position of their last operand, `used` that of the first use of a
+    result."""
 
     nodes: list[fx.Node]
     nbytes: float
@@ -65,7 +65,7 @@ class _Bucket:
 
 
 def bucket(graph: fx.Graph, target: Target) -> int:
-    """Join collectives of `graph`; returns how many nodes have become part of another."""
+    """Join collectives of `graph`; returns the number of nodes merged into another."""
     joined = 0
     first = _first_of_all(graph)
     _last_of_all(graph)
@@ -81,7 +81,7 @@ def bucket(graph: fx.Graph, target: Target) -> int:
 
 
 def _first_of_all(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Move what small reductions of the batch alone are made of to the front; returns these reductions."""
+    """Move the ancestors of small reductions of the batch alone to the front; returns these reductions."""
     found: set[fx.Node] = set()
     made: set[fx.Node] = set()
     for node in graph.nodes:
@@ -98,7 +98,7 @@ def _first_of_all(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _last_of_all(graph: fx.Graph) -> None:
-    """Move to the end what is made of a small reduction, where no more than a little is."""
+    """Move the descendants of small reductions to the end, if all of them may wait."""
     late: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target in collectives.REDUCTIONS and _nbytes(node, False) <= SMALL_NBYTES:
@@ -125,7 +125,7 @@ def _is_light(x: fx.Node) -> bool:
 
 
 def _alike(graph: fx.Graph, first: Container[fx.Node]) -> dict[tuple[Any, ...], list[fx.Node]]:
-    """Collectives by kind, axes, operation and whether they are the first."""
+    """Collectives by kind, axes, operation, and membership in `first`."""
     found: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target in KINDS:
@@ -141,7 +141,7 @@ def _buckets(
     most_nbytes: float,
     most_span: float,
 ) -> list[_Bucket]:
-    """The nodes in buckets, each of which can stand at one place."""
+    """The nodes in buckets, each with a valid common position."""
     near: Callable[[fx.Node], int] = (
         (lambda n: used_at(n, order)) if gathers else (lambda n: ready_at(n, order))
     )
@@ -150,7 +150,7 @@ def _buckets(
         nbytes = _nbytes(node, gathers)
         ready, used = ready_at(node, order), used_at(node, order)
         if ready >= used:
-            continue  # the very next node needs it
+            continue  # the next node needs it
         last = found[-1] if found else None
         if last is not None:
             fits = last.nbytes + nbytes <= most_nbytes or nbytes <= SMALL_NBYTES

@@ -1,4 +1,4 @@
-"""`common`: what is worked out twice from the same values is worked out once.
+"""`common`: merges nodes that compute the same value (common subexpressions).
 
     %6 = eq(%5, %t)                    %6 = eq(%5, %t)
     %7 = where(%6, %a, %b)      ->     %7 = where(%6, %a, %b)
@@ -6,9 +6,9 @@
     %8 = eq(%5, %t)
     %9 = f(%8)                         %9 = f(%6)
 
-Rules write an op out for the forward and for the backward, each with what it needs: the same index is looked
-up twice. A value that is kept for that takes memory in between, so only small ones are; a view takes none.
-What `remat` recomputes is meant to be recomputed. Runs while nothing is overwritten yet.
+Rules expand an op for the forward and for the backward separately, so both may compute the same index. A
+merged value takes memory in between, so the pass merges only small values; views take none. It keeps the
+recomputation of `remat`. It runs before any in-place op.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
 
 aten = torch.ops.aten
-# A value of more bytes is made twice.
+# The program computes a value of more bytes twice.
 MOST_NBYTES = 1 << 20
 _CALLS = frozenset({operator.getitem, collectives.positions})
 
 
 def common(graph: fx.Graph) -> int:
-    """Rewrite `graph`; returns how many nodes are gone."""
+    """Rewrite `graph`; returns the number of nodes removed."""
     first: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.nodes):
@@ -45,9 +45,9 @@ def common(graph: fx.Graph) -> int:
 
 
 def _is_made_once(node: fx.Node) -> bool:
-    """Whether another node with the operands of `node` has its values."""
+    """Whether another node with the operands of `node` has the same value."""
     if RECOMPUTED in node.meta or node.target is aten.clone.default:
-        return False  # two clones are meant to be two
+        return False  # two clones must stay two
     return is_function(node) or node.target in _CALLS
 
 

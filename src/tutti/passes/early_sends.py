@@ -1,11 +1,11 @@
-"""`early_sends`: what another pipeline rank waits for is sent where it is made, not when its part has ended.
+"""`early_sends`: sends a value to another pipeline rank where it is made, not at the end of its part.
 
     %3 = relu(%2)                  %3 = relu(%2)
     %4 = conv(%3, %w)       ->     post(%3, "relu")         a skip that a later stage reads
     return [%3, %4]                %4 = conv(%3, %w)
                                    return [%3, %4]
 
-Only where what follows takes longer than it takes to be ready to receive.
+Only if the rest of the part takes longer than the receiver needs to get ready.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tutti.graph.analysis.cost import seconds_of
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops.loop import Body, LoopPart, post
 
-# What follows takes at least so long, predicted.
+# The least predicted time of the rest of the part.
 LEAST_SECONDS = 2e-5
 
 
 def early_sends(body: Body) -> int:
-    """Rewrite the parts of `body`; returns how many values are now sent earlier."""
+    """Rewrite the parts of `body`; returns the number of values sent earlier."""
     sent: dict[tuple[int, str], set[str]] = {}
     for (stage, kind, other), names in body.messages.items():
         if stage in body.stages and other not in body.stages:
@@ -49,7 +49,7 @@ def _post(part: LoopPart, names: set[str]) -> int:
 
 
 def _seconds_behind(graph: fx.Graph) -> dict[fx.Node, float]:
-    """The predicted time of all that follows each node."""
+    """The predicted time of all nodes after each node."""
     nodes = list(reversed(graph.nodes))
     sums = accumulate((seconds_of(n) for n in nodes), initial=0.0)
     return dict(zip(nodes, sums, strict=False))

@@ -1,15 +1,16 @@
-"""`early_update`: a weight is updated as soon as its gradient is there, not after the whole backward.
+"""`early_update`: updates a weight right after its gradient, not after the whole backward.
 
     backward   %7 = mm(%5, %x2)                       backward   %7 = mm(%5, %x2)
                %8 = mm(%6, %x1)              ->       update     %9 = adamw([%w2], [%7], ...)
     update     %9 = adamw([%w2], [%7], ...)           backward   %8 = mm(%6, %x1)
                %10 = adamw([%w1], [%8], ...)          update     %10 = adamw([%w1], [%8], ...)
 
-So a gradient is read while it is in the cache, and few of them are held at once: others take their memory.
+So the update reads a gradient while it is in the cache, and few gradients are alive at once: later ones reuse
+their memory.
 
-An op of the update moves up behind its last operand, and behind all that reads the old value of the state
-that it is about. What needs every gradient stays, such as what follows from a global norm. So does what waits
-for other hosts or between GPUs: there `overlap` lets the backward go on meanwhile.
+An op of the update moves up behind its last operand, and behind all readers of the old value of its state.
+Ops that need every gradient stay, such as those after a global norm. So do collectives between hosts or GPUs:
+`overlap` runs these beside the backward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
 from tutti.passes.target import Target
 
-# What all ranks of a group, or the pipeline ranks, go through in one order.
+# Ops that all ranks of a group, or all pipeline ranks, must run in one order.
 _ORDERED = {
     *collectives.COLLECTIVES,
     *collectives.JOINED,
@@ -39,9 +40,9 @@ _ORDERED = {
 
 
 def early_update(graph: fx.Graph, target: Target) -> int:
-    """Reorder `graph`; returns how many nodes stand elsewhere than before.
+    """Reorder `graph`; returns the number of nodes moved.
 
-    A graph in which something is overwritten already stays as it is: its order says more than its edges.
+    A graph with in-place ops stays unchanged: its edges do not give all of its order.
     """
     if any(map(written, graph.nodes)):
         return 0
@@ -54,7 +55,7 @@ def early_update(graph: fx.Graph, target: Target) -> int:
 
 
 def _movable(graph: fx.Graph, target: Target) -> set[fx.Node]:
-    """The ops of the update that neither meet other ranks nor wait for what comes from afar."""
+    """The ops of the update without a collective, and without a wait for other hosts or GPUs."""
     found, waits = set[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
         if node.op != "call_function":
@@ -76,12 +77,12 @@ def _comes_from_afar(node: fx.Node, target: Target) -> bool:
 def _positions(
     graph: fx.Graph, order: dict[fx.Node, int], movable: set[fx.Node]
 ) -> dict[fx.Node, int]:
-    """Behind which position each of `movable` is to stand.
+    """The position behind which to put each of `movable`.
 
-    What needs only inputs stands right before the first that reads it.
+    A node that needs only inputs goes right before its first reader.
     """
     at: dict[fx.Node, int] = {}
-    read_at: dict[fx.Node, list[int]] = {}  # where inputs are read by what stays
+    read_at: dict[fx.Node, list[int]] = {}  # positions of an input's readers that stay
     for node in graph.nodes:
         if node in movable:
             given = [x for x in node.all_input_nodes if x.op == "placeholder"]
@@ -98,7 +99,7 @@ def _positions(
 
 
 def _readers(x: fx.Node) -> Iterator[fx.Node]:
-    """All that reads the memory of an input, if gathers of it will be views."""
+    """All readers of an input's memory, gathers that become views included."""
     for user in x.users:
         yield user
         if aliased(user) is x or user.target is collectives.all_gather:

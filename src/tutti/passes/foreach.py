@@ -1,13 +1,12 @@
-"""`foreach`: equal element-by-element ops of the update, on many parameters, become one op over lists.
+"""`foreach`: joins equal element-by-element ops of the update, on many parameters, into ops over lists.
 
     %4 = mul(%a, 0.9)           %4 = _foreach_mul([%a, %b], 0.9)
     %5 = add(%4, %g)            %8 = _foreach_add([item(%4, 0), item(%4, 1)], [%g, %h])
     %6 = mul(%b, 0.9)      ->
     %7 = add(%6, %h)
 
-That is what PyTorch's optimizers do on a GPU, where a kernel costs more than its start only on large
-tensors. On a CPU a list is a loop, and all intermediate values at once cost memory: there, only step
-counts are joined.
+PyTorch's optimizers do that on a GPU, where a kernel costs more than its launch only on large tensors. On a
+CPU a list is a loop, and all intermediate values at once cost memory: there, the pass joins only step counts.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ _PLAIN: dict[tuple[Any, str], Any] = {
 
 
 def foreach(graph: fx.Graph, *, devices: Collection[str] = DEVICES) -> int:
-    """Rewrite `graph`; returns how many ops went into others. `devices` are the types to do it on.
+    """Rewrite `graph`; returns the number of ops merged into others. `devices` are the types to rewrite.
 
-    Ops are joined where op, numbers, dtype and device are the same and as many joined ops, at most, lead
-    to each: so none needs another's result, and the graph can be put in the order of these counts.
+    It joins ops of equal op, numbers, dtype, device and level, the largest number of joinable ops on a path
+    to them: so none needs another's result, and the levels give a valid order of the graph.
     """
     count = _join_counts(graph)
     levels = _levels(graph, devices)
@@ -79,7 +78,7 @@ def foreach(graph: fx.Graph, *, devices: Collection[str] = DEVICES) -> int:
 
 
 def _join_counts(graph: fx.Graph) -> int:
-    """Join what is worked out from single numbers of the state alone: it may stand where the first did."""
+    """Join ops on single numbers of the state alone: all may run at the position of the first."""
     groups: dict[Any, list[fx.Node]] = {}
     for node in graph.nodes:
         key = _key(node)
@@ -99,7 +98,7 @@ def _join_counts(graph: fx.Graph) -> int:
 
 
 def _levels(graph: fx.Graph, devices: Collection[str]) -> dict[fx.Node, tuple[int, Any]]:
-    """For each call how many joinable ops lead to it at most, itself included, and its key if it is one."""
+    """For each call its level, itself included, and its key if it is joinable."""
     found: dict[fx.Node, tuple[int, Any]] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -113,12 +112,12 @@ def _levels(graph: fx.Graph, devices: Collection[str]) -> dict[fx.Node, tuple[in
 
 
 def _goes_on(node: fx.Node) -> bool:
-    """Whether the value is more than a step to a sum: squares of all gradients at once cost memory."""
+    """Whether an element-by-element op or the output uses it: squares only for sums would cost memory."""
     return any(u.op == "output" or is_pointwise(u.target) for u in node.users)
 
 
 def _key(node: fx.Node) -> Any:
-    """What must be equal for two ops to be joined; None where there is no op over lists."""
+    """The key that joined ops share; None without an op over lists."""
     val = node.meta.get("val")
     if node.meta.get("region") != "update" or not isinstance(val, Tensor):
         return None
@@ -147,7 +146,7 @@ def _over_lists(node: fx.Node, kinds: str) -> Any:
 
 
 def _put_in_order(graph: fx.Graph, levels: dict[fx.Node, tuple[int, Any]]) -> None:
-    """By level, at each level first what is joined, else as before."""
+    """Sort by level, with joined ops first in each level, otherwise in the old order."""
     calls = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     place = calls[0].prev
     for node in sorted(calls, key=lambda n: (levels[n][0], levels[n][1] is None)):
@@ -156,7 +155,7 @@ def _put_in_order(graph: fx.Graph, levels: dict[fx.Node, tuple[int, Any]]) -> No
 
 
 def _join(graph: fx.Graph, members: list[fx.Node]) -> None:
-    """One op over lists where the first of `members` stands, and an item for each."""
+    """Put one op over lists at the position of the first of `members`, and an item for each."""
     first = members[0]
     target, kinds, _, rest, _, _ = _key(first)
     args = [

@@ -1,4 +1,4 @@
-"""`fused_update`: fused updates of single parameters with the same numbers become one over all of them.
+"""`fused_update`: joins fused updates of single parameters with the same numbers into one over all.
 
     %5 = adamw([%w], [%g], [%m], [%v], [], [%s], lr=%lr)        %9 = adamw([%w, %b], [%g, %h], ..., lr=%lr)
     %6 = item(%5, 0)                                       ->  %6 = item(%9, 0)
@@ -18,16 +18,16 @@ from torch import fx
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops.fused_updates import BY_OP
 
-# Calls with other work between them are joined up to so many bytes of gradients, which wait for the last: an
-# eighth of all, and at least these. Each call costs some 40 us beside its work.
+# The limit on bytes of gradients in a call joined over other work, since they wait for the last: an eighth of
+# all, and at least this. Each call costs some 40 us beside its work.
 GROUP_SHARE, GROUP_NBYTES = 8, 4 * 2**20
 
 
 def fused_update(graph: fx.Graph) -> int:
-    """Rewrite `graph`; returns how many calls went into others.
+    """Rewrite `graph`; returns the number of calls merged into others.
 
-    Calls are joined where kernel, numbers, dtype and device are the same and none needs the result of
-    another. The joint call stands where the last of them stood; what needs a result moves behind it.
+    It joins calls with the same kernel, numbers, dtype and device if none needs the result of another. The
+    joint call takes the position of the last; users of a result move behind it.
     """
     count = 0
     left = [n for n in graph.nodes if n.target in BY_OP]
@@ -43,7 +43,7 @@ def fused_update(graph: fx.Graph) -> int:
 
 
 def _key(node: fx.Node) -> Any:
-    """What must be equal for two calls to be joined."""
+    """The key that joined calls share."""
     if node.target not in BY_OP:
         return None
     lists: Any = node.args
@@ -53,9 +53,9 @@ def _key(node: fx.Node) -> Any:
 
 
 def _independent(first: fx.Node, most: int) -> tuple[list[fx.Node], set[fx.Node]]:
-    """`first` and the later calls like it that need none of their results; and all that does.
+    """`first` and the later calls like it that need none of their results; and all nodes that need one.
 
-    Where other work stands between them, `most` bytes of gradients.
+    With other work between them, up to `most` bytes of gradients.
     """
     members, after, seen, key = [first], set(), {first}, _key(first)
     nbytes, apart = _nbytes(first), False
@@ -106,13 +106,13 @@ def _join(graph: fx.Graph, members: list[fx.Node], after: set[fx.Node]) -> None:
 
 
 def _position(index: int, size: int, start: int, total: int) -> int:
-    """Where result `index` of a call over `size` parameters is among those of one over `total`."""
+    """The position of result `index` of a call over `size` parameters among those of one over `total`."""
     which, i = divmod(index, size)
     return which * total + start + i
 
 
 def _move_behind(joined: fx.Node, first: fx.Node, after: set[fx.Node]) -> None:
-    """What depends on a result and stands before `joined` comes right behind it, in its order."""
+    """Move users of a result that precede `joined` right behind it, in their order."""
     moved, node = [], first
     while node is not joined:
         if node in after:

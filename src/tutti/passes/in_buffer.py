@@ -1,13 +1,13 @@
-"""`in_buffer`: what a rank gets of a reduce-scatter stays in the buffer in which it was reduced.
+"""`in_buffer`: a rank's result of a reduce-scatter stays in the buffer of the reduction.
 
     %8 = together_(reduce_scatter, [%7], data, ...)       %8 = together_(reduce_part, [%7], data, ...)
     %9 = item(%8, 0)                                 ->   %9 = item(%8, 0)
                                                           %10 = part(%9, data, 0, 1)
 
-Two parts are read and one of them is overwritten: a quarter less memory to move than with a new result, whose
-lines a processor reads before it writes them. The rest of the buffer is then held until the result has been
-used. So this is done where few such buffers are held at once, as where `early_update` takes a gradient at
-once; not where all gradients wait for their norm.
+It reads two parts and overwrites one of them. That moves a quarter less memory than a new result, whose cache
+lines a processor reads before it writes them. The whole buffer then stays alive until the last use of the
+result. So the pass applies if few such buffers are alive at once, as with `early_update`, which uses a
+gradient at once; not if all gradients wait for their norm.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tutti.graph.analysis.order import positions_of
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
 
-# Buffers in which results wait take at most this share of all that is scattered, or so many bytes.
+# Waiting buffers take at most this share of all bytes scattered, or this many bytes.
 HELD_SHARE, HELD_NBYTES = 4, 4 * 2**20
 
 
 def in_buffer(graph: fx.Graph) -> int:
-    """Rewrite `graph`; returns how many reduced values take no new memory."""
+    """Rewrite `graph`; returns the number of reduced values without new memory."""
     nodes = [n for n in graph.nodes if n.target is collectives.together_]
     nodes = [n for n in nodes if n.args[0] == "reduce_scatter"]
     if not nodes:
@@ -47,7 +47,7 @@ def in_buffer(graph: fx.Graph) -> int:
 
 
 def _members(node: fx.Node) -> list[tuple[fx.Node, Tensor, int]]:
-    """Each operand, this rank's part of it, and in how many outer segments that lies."""
+    """Each operand, this rank's part of it, and the number of outer segments of the part."""
     given: Any = node.args
     _, xs, _, wheres, _ = given
     return [
@@ -60,7 +60,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _is_block(x: fx.Node, own: Tensor, outer: int) -> bool:
-    """Whether a rank's part lies in one piece."""
+    """Whether a rank's part is contiguous."""
     whole: Tensor = x.meta["val"]
     return outer == 1 and whole.is_contiguous() and own.shape[1:] == whole.shape[1:]
 

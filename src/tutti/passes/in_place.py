@@ -1,11 +1,11 @@
-"""`in_place`: an op whose first operand dies there writes its result over it.
+"""`in_place`: an op overwrites its first operand if that is the operand's last use.
 
     %5 = mul(%p, 0.99)            ->  %5 = mul_(%p, 0.99)
     %6 = addcdiv(%5, %m, %v)          %6 = addcdiv_(%5, %m, %v)
 
     %7 = adamw([%p], [%g], [%m], ...)  ->  %7 = adamw_([%p], [%g], [%m], ...)
 
-So state is updated where it lies, and a step needs no second copy of weights and slots.
+So a step updates state in place, and needs no second copy of weights and slots.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ aten = torch.ops.aten
 
 
 def in_place(graph: fx.Graph, donated: Collection[str]) -> int:
-    """Rewrite `graph`; `donated` names the inputs whose old value nobody needs. Returns how many.
+    """Rewrite `graph`; `donated` names the inputs without a later use. Returns the number of ops rewritten.
 
-    A value may be overwritten where it, and every view of it, is used for the last time. Constants and
-    inputs that are not donated stay. New state values get memory of their own first, so that the next
-    step may overwrite them in turn.
+    An op may overwrite a value at the last use of it and of all its views. Constants and other inputs stay.
+    New state values get memory of their own first, so that the next step may overwrite them in turn.
     """
     _own_outputs(graph, roots_of(graph))
     memory = _Memory(graph, donated)
@@ -51,9 +50,9 @@ def in_place(graph: fx.Graph, donated: Collection[str]) -> int:
 
 
 class _Memory:
-    """Which values share memory, and until when it is needed.
+    """The sharing of memory among values, and its last uses.
 
-    What overwrites a dead value is the only one to look at its memory, as if it were fresh.
+    The result of an op that overwrites a dead value has its memory alone, as if that were fresh.
     """
 
     def __init__(self, graph: fx.Graph, donated: Collection[str]) -> None:
@@ -62,7 +61,7 @@ class _Memory:
         self.order, self.ends = positions_of(graph), memory_ends(graph)
 
     def free(self, x: fx.Node, node: fx.Node) -> bool:
-        """Whether `x` is all of its memory, which nothing needs after `node` and may be overwritten."""
+        """Whether `node` may overwrite `x`: it fills its memory, which has no later use."""
         root = self.roots.get(x)
         if root is None or not _fills(x, root) or not _owned(root, self.donated):
             return False
@@ -70,7 +69,7 @@ class _Memory:
 
 
 def _overwrite(node: fx.Node, memory: _Memory) -> bool:
-    """Let an element-by-element op write over its first operand, if that may be."""
+    """Let an element-by-element op overwrite its first operand, if allowed."""
     variant = _variant(node.target)
     x = node.args[0] if node.args else None
     if variant is None or not isinstance(x, fx.Node) or not memory.free(x, node):
@@ -83,7 +82,7 @@ def _overwrite(node: fx.Node, memory: _Memory) -> bool:
 
 
 def _overwrite_lists(graph: fx.Graph, node: fx.Node, memory: _Memory, lists: Lists) -> int:
-    """Let an op over lists write over them; where it `clones`, what may not be is copied first."""
+    """Let an op over lists overwrite them; if it `clones`, copy operands that must stay first."""
     given: Any = node.args
     operands = [y for a in given for y in (a if isinstance(a, list | tuple) else [a])]
     uses = Counter(memory.roots.get(y) for y in operands if isinstance(y, fx.Node))
@@ -126,7 +125,7 @@ def _own_outputs(graph: fx.Graph, roots: dict[fx.Node, fx.Node]) -> None:
 
 
 def _fills(x: fx.Node, root: fx.Node) -> bool:
-    """Whether no two elements of `x` lie at one place: a fresh value, what fills a buffer, a rank's part."""
+    """Whether the elements of `x` do not overlap: a fresh value, a whole buffer, a rank's part."""
     fills = root.target is collectives.buffer and x.meta["val"].shape == root.meta["val"].shape
     return x is root or fills or x.target is collectives.part
 

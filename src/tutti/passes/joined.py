@@ -1,4 +1,4 @@
-"""Collectives that are carried out together, as one node: made, and taken apart again."""
+"""Joined collectives as one node: makes them, and takes them apart again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_kind(node: fx.Node, *kinds: str) -> bool:
 
 
 def as_together(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A single collective as one of several."""
+    """A single collective as a `together` node of one."""
     if node.target is collectives.together:
         return node
     move = Move.of(node)
@@ -39,7 +39,7 @@ def take_out(
 ) -> fx.Node:
     """Let the members `chosen` of a `together` node be results of `target(*args)`, right before it.
 
-    `node` keeps the others; it is erased where none is left.
+    `node` keeps the others; without any it is erased.
     """
     kind, xs, axes, wheres, op = node.args
     values = node.meta["val"]

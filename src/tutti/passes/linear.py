@@ -1,12 +1,12 @@
-"""`linear`: a matmul with a transposed weight, and the reshapes around it, are one call.
+"""`linear`: joins a matmul with a transposed weight, and the reshapes around it, into one call.
 
     %5 = reshape(%x, [1024, 256])           %5 = reshape(%x, [1024, 256])       if the backward needs it
     %6 = permute(%w, [1, 0])
     %7 = addmm(%b, %5, %6)             ->   %8 = linear(%x, %w, %b)
     %8 = reshape(%7, [8, 128, 512])
 
-Capture takes `linear` apart so that rules need to know matmuls only. PyTorch does here just what the
-calls on the left do, but in one: each call from Python costs some 10 us when a matmul has used up the cache.
+Capture decomposes `linear`, so that rules need only matmuls. PyTorch's call does the work of those on the
+left in one: each call from Python costs some 10 us after a matmul that fills the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MATMULS: dict[Any, Any] = {
 
 
 def linear(graph: fx.Graph) -> int:
-    """Rewrite `graph`; returns how many matmuls are calls of `linear` now."""
+    """Rewrite `graph`; returns the number of matmuls turned into `linear`."""
     count = 0
     for node in list(graph.nodes):
         given = _operands(node)
@@ -40,7 +40,7 @@ def linear(graph: fx.Graph) -> int:
 
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None] | None:
-    """What the matmul `node` is made of, where it is one: 2-D rows, weight, bias."""
+    """The operands of the matmul `node`: 2-D rows, weight, bias; None for another op."""
     if node.target not in _MATMULS or set(node.kwargs) - {"out"}:
         return None
     *bias, rows, turned = node.args
@@ -67,7 +67,7 @@ def _rewrite(
 
 
 def _around(node: fx.Node, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The value behind the reshape to `rows` and the one that `node` is reshaped to, where they match."""
+    """The value before the reshape to `rows`, and the reshape of `node`, if their shapes match."""
     if rows.target is not aten.reshape.default or len(node.users) != 1:
         return rows, node
     (result,) = node.users

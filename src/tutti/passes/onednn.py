@@ -1,4 +1,4 @@
-"""`onednn`: large matmuls are calls of oneDNN, where that is the faster library.
+"""`onednn`: turns large matmuls into calls of oneDNN, where that library is faster.
 
     %7 = mm(%5, %w)             ->   %6 = permute(%w, [1, 0])        product(x, weight) = x @ weight.T
                                      %7 = product(%5, %6)
@@ -9,9 +9,8 @@
                                      %9 = permute(%8, [1, 0])
                                      %10 = copy_(%b, %9)
 
-The op of oneDNN has no `out=`, lays a transposed left operand out anew and takes longer to start. So a
-matmul may be that of the transposes, and it is rewritten where it is predicted to gain more than all this
-costs.
+oneDNN's op has no `out=`, copies a transposed left operand and takes longer to start. So the pass may
+multiply the transposes instead, and it rewrites a matmul only if the predicted gain exceeds these costs.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from tutti.passes.target import Target
 
 aten = torch.ops.aten
 _MATMULS = frozenset({aten.mm, aten.addmm, aten.linear})
-_DTYPES = (torch.float32, torch.float64)  # in float64 it is the same op, for comparisons
-# Of one thread: flops in a second by either library, seconds that a call takes more, bytes moved in a second.
+_DTYPES = (torch.float32, torch.float64)  # float64 uses the same op, for comparisons
+# For one thread: each library's flops per second, extra seconds per call, bytes moved per second.
 MKL_FLOPS, ONEDNN_FLOPS = 9e10, 1.8e11
 START_SECONDS = 1e-5
 TURNED_BYTES, COPIED_BYTES = 4e9, 1e10
 
 
 class Operands(NamedTuple):
-    """What a matmul is made of: (m, k), (k, n) and (n,), the first of `linear` with more leading dims.
+    """The operands of a matmul: (m, k), (k, n) and (n,), the first of `linear` with more leading dims.
 
-    turned: the right one is given as (n, k).
+    turned: the right one has shape (n, k).
     """
 
     x: fx.Node
@@ -47,7 +46,7 @@ class Operands(NamedTuple):
 
 
 def onednn(graph: fx.Graph, target: Target) -> int:
-    """Rewrite `graph`; returns how many matmuls are oneDNN's now."""
+    """Rewrite `graph`; returns the number of matmuls turned into oneDNN's."""
     count = 0
     turned: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes) if target.onednn else ():
@@ -63,7 +62,7 @@ def onednn(graph: fx.Graph, target: Target) -> int:
 
 
 def _operands(node: fx.Node) -> Operands | None:
-    """The operands of a matmul; None of another op, or of a form that the op lacks."""
+    """The operands of a matmul; None for another op, or a form that oneDNN's op lacks."""
     kind = getattr(node.target, "overloadpacket", None)
     if kind not in _MATMULS or set(node.kwargs) - {"out"}:
         return None
@@ -78,9 +77,9 @@ def _operands(node: fx.Node) -> Operands | None:
 def _rewrite(
     graph: fx.Graph, node: fx.Node, given: Operands, transposes: dict[fx.Node, fx.Node]
 ) -> bool:
-    """Rewrite the matmul that is `node`, if that gains anything; every rank comes to the same.
+    """Rewrite the matmul `node` if that gains time; all ranks decide alike.
 
-    `transposes` are those that are there already.
+    `transposes` are those that exist already.
     """
     x, y, bias, turned = given
     left, right, made = value_of(x), value_of(y), value_of(node)
@@ -110,12 +109,12 @@ def _rewrite(
 
 
 def _turning(left: Tensor) -> float:
-    """Seconds to lay a left operand out anew, where its rows do not lie one after the other."""
+    """Seconds to copy a left operand whose rows are not contiguous; else 0."""
     return 0 if left.is_contiguous() else left.nbytes / TURNED_BYTES
 
 
 def _transposed(emit: Emit, x: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
-    """The transpose of a matrix: what it is the transpose of, or a view."""
+    """The transpose of a matrix: its base, if it is a transpose, or a view."""
     if _is_transpose(x):
         source: Any = x.args[0]
         return source

@@ -1,13 +1,13 @@
-"""`overlap`: collectives between hosts or GPUs start early and are waited for late.
+"""`overlap`: starts collectives between hosts or GPUs early, and waits for them late.
 
     %8 = together(reduce_scatter, [%3, %6], data, ...)      %8 = start(reduce_scatter, [%3, %6], data, ...)
     ...                                                ->   ...
     %20 = adamw([%w], [item(%8, 0)], ...)                   %19 = finish(%8, [%3, %6])
                                                             %20 = adamw([%w], [item(%19, 0)], ...)
 
-A reduction starts where its operands are ready and ends right before its result is needed. A gather starts
-right before the one before it is waited for, so that one is under way while another is in use: two at a
-time are held, no more.
+A reduction starts where its operands are ready and ends right before the first use of its result. A gather
+starts right before the end of the previous one, so that one is in progress while another is in use: at most
+two are alive at a time.
 
 Ranks of one host that share memory have nothing to overlap: their own cores move the bytes.
 """
@@ -22,12 +22,12 @@ from tutti.graph.ops import collectives
 from tutti.passes.joined import as_together, is_kind
 from tutti.passes.target import Target
 
-# Fewer nodes than this in between are not worth a hand-over.
+# The least number of nodes in between that pays for a start and a finish.
 LEAST_GAP = 3
 
 
 def overlap(graph: fx.Graph, target: Target) -> int:
-    """Rewrite `graph`; returns how many collectives now run beside others' work."""
+    """Rewrite `graph`; returns the number of collectives that now run beside other work."""
     count = 0
     last_gather: dict[tuple[str, ...], fx.Node] = {}
     for node in list(graph.nodes):
@@ -49,7 +49,7 @@ def overlap(graph: fx.Graph, target: Target) -> int:
 
 
 def _begin(graph: fx.Graph, node: fx.Node, earlier: fx.Node | None) -> fx.Node:
-    """The node before which the collective may start: itself, or where the gather before it ends."""
+    """The node before which the collective may start: itself, or the end of the gather before it."""
     if earlier is None:
         return node
     order = positions_of(graph)
@@ -57,7 +57,7 @@ def _begin(graph: fx.Graph, node: fx.Node, earlier: fx.Node | None) -> fx.Node:
 
 
 def _first_user(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The first node that needs a result."""
+    """The first node that uses a result."""
     order = positions_of(graph)
     return min((u for item in node.users for u in item.users), key=order.__getitem__)
 

@@ -1,13 +1,13 @@
-"""`own_results`: what a step returns lies in no memory but its own. It cannot be left out.
+"""`own_results`: gives every result of a step memory of its own. It cannot be left out.
 
     %9 = adam([%w], ...)                        %4 = clone(%w)
     return ([%w, %loss, %loss], [%9])     ->    %9 = adam([%w], ...)
                                                 %5 = clone(%loss)
                                                 return ([%4, %loss, %5], [%9])
 
-A graph has values, not memory: `w.clone()` is the value `w`. Whoever keeps it would see it change with the
-next step, and who writes into it would write into the weight. A clone stands behind what it copies, so that
-state may be overwritten where it lies. Done once more when passes have made views of what was computed.
+A graph has values, not memory: `w.clone()` is the value `w`. Without a clone the next step would change the
+caller's result, and a caller's write would change the weight. A clone is right behind its operand, so that
+later ops may overwrite state in place. The pass runs again after passes that make views of computed values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ aten = torch.ops.aten
 
 
 def own_results(graph: fx.Graph) -> int:
-    """Clone what is returned where it shares memory with an input, a constant, new state or another result;
-    returns how many values were cloned."""
+    """Clone results that share memory with an input, a constant, new state or another result; returns the
+    number of clones."""
     output = graph.output_node()
     both: Any = output.args[0]
     returned, updates = both

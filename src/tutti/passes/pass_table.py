@@ -1,8 +1,8 @@
-"""The passes in their order: each row says what a pass rewrites, and how the program goes without it.
+"""The passes in their order: each row gives a pass's rewrites, and the program without it.
 
-A pass keeps the inputs of a graph, its outputs and their values. Left out by name
-(`TUTTI_WITHOUT=in_place,bucket`), the program is slower or larger, never another one: that is how a pass
-is measured, and how a wrong one is found. A needed pass has no such name: without it the program is wrong.
+A pass keeps the inputs of a graph, its outputs and their values. Without a pass
+(`TUTTI_WITHOUT=in_place,bucket`) the program is slower or larger, but computes the same: so one measures a
+pass, and finds a wrong one. A needed pass has no such name: without it the program is wrong.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from tutti.passes.target import Target
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a graph stands that a pass rewrites.
+    """The context of a graph that a pass rewrites.
 
-    target: in a part of a loop nothing is donated, since a later micro-batch reads the state again.
+    target: a part of a loop donates no state, since a later micro-batch reads it again.
     part: the kind of the part (`F`, `B`, ...); "" for the graph of the whole program.
     """
 
@@ -66,13 +66,13 @@ Rewrite = Callable[[fx.Graph, Setting], object]
 class Pass:
     """One row of the table.
 
-    name: unique; an optional pass is left out by it.
+    name: unique; `TUTTI_WITHOUT` omits an optional pass by it.
     needed: the pass cannot be left out.
-    before_split: where the batch is split in time, the pass runs before the split and not after it.
+    before_split: with a split of the batch in time, the pass runs before that split and not after it.
     on_program: rewrites the graph of the whole program. on_part: rewrites the graph of one part of a loop.
-    on_loop: takes a loop whose parts the passes above have rewritten; returns the loop that replaces it.
-    taken_back: undoes in either kind of graph what partition has written. A pass that has nothing else
-        runs only where it is left out.
+    on_loop: takes a loop whose parts the passes above have rewritten; returns its replacement.
+    taken_back: undoes partition's form of the rewrite in either kind of graph. A pass with nothing else runs
+        only if it is left out.
     """
 
     name: str
@@ -96,14 +96,14 @@ class Pass:
                 node.update_arg(0, self.on_loop(_body(node)))  # type: ignore[arg-type]
 
     def take_back(self, graph: fx.Graph) -> None:
-        """Undo in `graph` and in its loops what partition has written."""
+        """Undo partition's form of the rewrite in `graph` and in its loops."""
         for one in graphs_of(graph):
             if self.taken_back is not None:
                 self.taken_back(one)
 
 
 def _remat(graph: fx.Graph, setting: Setting) -> None:
-    """Its budget is that of the program as it will run, with the optional passes that follow."""
+    """Recompute within the budget of the final program, after the optional passes that follow."""
 
     def peak(candidate: fx.Graph) -> int:
         for one in PASSES[[one.name for one in PASSES].index("remat") + 1 :]:
@@ -131,12 +131,12 @@ def _sent_early(body: Body) -> Body:
 
 
 def _alone(rewrite: Callable[[fx.Graph], object]) -> Rewrite:
-    """A rewrite that looks at nothing but the graph."""
+    """A rewrite that reads only the graph."""
     return lambda graph, setting: rewrite(graph)
 
 
 def _aimed(rewrite: Callable[[fx.Graph, Target], object]) -> Rewrite:
-    """A rewrite that asks where the program will run."""
+    """A rewrite that reads the target."""
     return lambda graph, setting: rewrite(graph, setting.target)
 
 
@@ -176,9 +176,9 @@ PASSES = (
 def optimized(
     program: Program, target: Target, *, without: Collection[str] | None = None
 ) -> fx.Graph:
-    """A copy of the program's graph with every pass applied but those named in `without`.
+    """A copy of the program's graph after every pass except those named in `without`.
 
-    `without` is what `TUTTI_WITHOUT` names by default. Raises `LayoutError` for an unknown name.
+    By default `without` has the names in `TUTTI_WITHOUT`. Raises `LayoutError` for an unknown name.
     """
     left_out = left_out_by_environment() if without is None else frozenset(without)
     refuse_unknown(left_out)
@@ -195,7 +195,7 @@ def optimized(
 
 
 def ready_to_split(program: Program, target: Target, without: Collection[str]) -> fx.Graph:
-    """A copy of the program's graph with the passes that run before the batch is split in time."""
+    """A copy of the program's graph after the passes that run before the split of the batch in time."""
     graph = _copied(program.graph)
     for one in PASSES:
         if one.before_split and one.name not in without:
@@ -204,7 +204,7 @@ def ready_to_split(program: Program, target: Target, without: Collection[str]) -
 
 
 def optional_names() -> list[str]:
-    """The names by which passes are left out, in the order in which the passes run."""
+    """The names of the optional passes, in their order."""
     return [one.name for one in PASSES if not one.needed]
 
 
@@ -214,7 +214,7 @@ def left_out_by_environment() -> frozenset[str]:
 
 
 def refuse_unknown(names: Collection[str]) -> None:
-    """Raise `LayoutError` for a name by which no pass is left out."""
+    """Raise `LayoutError` for a name that is not an optional pass."""
     known = optional_names()
     for name in sorted(set(names) - set(known)):
         raise LayoutError(f'no pass is called "{name}"', fix=f"the passes are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Values of the forward recomputed for the backward, right before it first reads them.
+"""Recomputation of the forward's values for the backward, right before their first use there.
 
 forward   %3 = mm(%x, %w)        forward   %3 = mm(%x, %w)
           %4 = gelu(%3)                    %4 = gelu(%3)
@@ -17,13 +17,13 @@ from tutti.graph.edits.edit import RECOMPUTED, erase_dead
 from tutti.graph.ops import collectives
 from tutti.torch_private.pytrees import tree_leaves
 
-# Their results are kept: to move bytes twice costs more than the memory is worth. A gathered value is
-# larger than its part, so it is gathered again.
+# Collectives whose results stay: to move bytes twice costs more than the memory is worth. A gathered value is
+# larger than its part, so the backward gathers it again.
 _ONCE = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)
 
 
 def is_forward(node: fx.Node) -> bool:
-    """Whether the forward makes `node`, rather than it being given or a number."""
+    """Whether the forward makes `node`: not an input, not a number."""
     return (
         node.op == "call_function"
         and node.meta.get("region") == "forward"
@@ -38,7 +38,7 @@ def is_recomputable(node: fx.Node) -> bool:
 
 
 def state_only(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on state and constants alone: gathered weights, masks, positions."""
+    """The nodes that depend on state and constants alone: gathered weights, masks, positions."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta.get("kind") in ("batch", "number"):
@@ -49,10 +49,10 @@ def state_only(graph: fx.Graph) -> set[fx.Node]:
 
 
 def recompute(graph: fx.Graph, kept: Collection[fx.Node]) -> int:
-    """Let the backward read only what is `kept` of the forward; returns how many nodes were added.
+    """Let the backward read only `kept` values of the forward; returns the number of nodes added.
 
-    What has to be kept (results of reductions over ranks) is read where it is. A weight that the
-    backward gathers anyway is gathered once, for both.
+    It reads values that must be kept (results of reductions over ranks) directly. A weight that the backward
+    gathers anyway is gathered once, for both.
     """
     recomputer = _Recomputer(graph, kept)
     for user in list(graph.nodes):
@@ -67,7 +67,7 @@ def recompute(graph: fx.Graph, kept: Collection[fx.Node]) -> int:
 
 
 def sources(graph: fx.Graph, kept: Collection[fx.Node]) -> set[fx.Node]:
-    """What of the forward the backward would read where it is, were only `kept` kept."""
+    """The values of the forward that the backward would read directly if only `kept` were kept."""
     users = (n for n in graph.nodes if n.meta.get("region") == "backward")
     stack = [x for user in users for x in user.all_input_nodes if is_forward(x)]
     lasting, seen, found = state_only(graph), set[fx.Node](), set[fx.Node]()
@@ -91,7 +91,7 @@ class _Recomputer:
         self.twins = _twins(graph)
 
     def recomputed(self, x: fx.Node, user: fx.Node) -> fx.Node:
-        """What `user` is to read in the place of `x`."""
+        """The replacement of `x` for `user`."""
         for node in self._missing(x):
             twin = self.twins.get(node)
             if twin is not None:
@@ -100,7 +100,7 @@ class _Recomputer:
         return self.new.get(x, x)
 
     def _missing(self, x: fx.Node) -> list[fx.Node]:
-        """All that must be made so that `x` can be, in order."""
+        """The missing ancestors of `x`, and `x`, in order."""
         found: set[fx.Node] = set()
         stack = [x]
         while stack:
@@ -124,7 +124,7 @@ class _Recomputer:
         return copy
 
     def _hoist(self, twin: fx.Node, before: fx.Node) -> None:
-        """Bring a node of the backward, and what it needs, before an earlier one."""
+        """Move a node of the backward, and its ancestors, before an earlier one."""
         if twin.op != "call_function" or self.order[twin] < self.order[before]:
             return
         for x in twin.all_input_nodes:
@@ -134,7 +134,7 @@ class _Recomputer:
 
 
 def _twins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Nodes of the forward that the backward has too: the same collective on the same state."""
+    """Map nodes of the forward to equal ones of the backward: the same collective on the same state."""
     lasting = state_only(graph)
     first: dict[str, fx.Node] = {}
     same: dict[fx.Node, fx.Node] = {}

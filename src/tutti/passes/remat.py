@@ -1,10 +1,10 @@
-"""`remat`: activations are recomputed in the backward instead of being kept since the forward.
+"""`remat`: recomputes activations in the backward instead of keeping them from the forward.
 
-What may be dropped is ordered by bytes saved per unit of work; `full` drops all of it, a budget as little
-from the front as it needs. What `passes.remat_segments` keeps between segments is never dropped, so that the
-backward recomputes one segment at a time; the last segment, which it reads at once, only by a budget that
-nothing else can keep. The numbers stay the same to the bit: the same ops run on the same values, and
-random numbers are a function of seed, step and position.
+It orders the droppable values by bytes saved per unit of work; `full` drops all of them, a budget as few from
+the front as it needs. It never drops values that `passes.remat_segments` keeps between segments, so that the
+backward recomputes one segment at a time. It drops the last segment, which the backward reads first, only for
+a budget that needs it. The numbers stay the same to the bit: the same ops run on the same values, and random
+numbers are a function of seed, step and position.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tutti.passes.recompute import is_forward, is_recomputable, recompute, sourc
 from tutti.passes.remat_segments import kept_blocks
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
-# Work of an element that an op makes, in floating-point operations: most ops wait for memory, and
-# random bits are hashed.
+# Work per element of an op's result, in floating-point operations: most ops wait for memory, and random bits
+# need a hash.
 _ELEMENT, _RANDOM = 32, 256
-# Among so many plans a number of bytes is looked for.
+# The number of plans to search for a budget in bytes.
 _NUM_PLANS = 32
 
 
 def remat(
     graph: fx.Graph, mode: FakeTensorMode, budget: Budget | None, peak: Callable[[fx.Graph], int]
 ) -> int:
-    """Rewrite `graph` so that it fits `budget`; returns how many nodes were added.
+    """Rewrite `graph` so that it fits `budget`; returns the number of nodes added.
 
-    `peak` predicts the bytes that a rank holds at most when it runs a graph. Raises `LayoutError` where
-    even with all recomputed the budget is too small, with the least that is possible.
+    `peak` predicts a rank's peak of bytes in a run of a graph. Raises `LayoutError`, with the least possible
+    budget, if `budget` is too small even for full recomputation.
     """
     backward = any(n.meta.get("region") == "backward" for n in graph.nodes)
     if budget is None or not backward:
@@ -48,7 +48,7 @@ def remat(
 
 
 class _Plans:
-    """Plan k drops the first k of `order` from what the backward reads."""
+    """Plan k drops the first k of `order` from the values that the backward reads."""
 
     def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
         self.graph, self.storages = graph, Storages(graph, mode)
@@ -64,7 +64,7 @@ class _Plans:
         self.order += self._by_worth(last)
 
     def _by_worth(self, blocks: set[StorageBlock]) -> list[StorageBlock]:
-        """What can be recomputed, by bytes saved per unit of work."""
+        """The recomputable blocks, by bytes saved per unit of work."""
         droppable = [b for b in blocks if is_recomputable(b.node)]
         position = {node: i for i, node in enumerate(self.graph.nodes)}
         work = {b: self._work(b) for b in droppable}
@@ -74,12 +74,12 @@ class _Plans:
         return any(_read_by_backward(x) for x in self.values[block])
 
     def kept(self, num_dropped: int) -> set[fx.Node]:
-        """The values of the forward that the backward reads where they are."""
+        """The values of the forward that the backward reads directly."""
         blocks = (self.everything - set(self.order[:num_dropped])) | set(self.storages.given())
         return {n for n, found in self.storages.of.items() if found and blocks.issuperset(found)}
 
     def _work(self, block: StorageBlock) -> float:
-        """Work of recomputing a block from what else is kept, in floating-point operations."""
+        """Work to recompute a block from the other kept values, in floating-point operations."""
         seen: set[fx.Node] = set()
         stack, work = [block.node], 0.0
         while stack:
@@ -102,10 +102,10 @@ class _Plans:
         return float(_ELEMENT * made / 4) if flops is None else flops
 
     def fewest(self, budget: Budget, peak: Callable[[fx.Graph], int]) -> int:
-        """The least number of dropped blocks with which the budget is kept.
+        """The least number of dropped blocks that meets the budget.
 
-        To predict a peak takes a copy of the graph and a fake run, so that a number of bytes is looked
-        for among a few plans only.
+        A prediction of a peak takes a copy of the graph and a fake run, so a budget in bytes tries only a
+        few plans.
         """
         every = len(self.order)
         if budget.share is not None:
@@ -124,16 +124,16 @@ class _Plans:
         return copy
 
     def _left(self, num_dropped: int) -> int:
-        """Bytes that the forward leaves for the backward under a plan; a look at state is none."""
+        """Bytes that the forward leaves for the backward under a plan; views of state count none."""
         left = sources(self.graph, self.kept(num_dropped))
         blocks = {b for x in left for b in self.storages.of[x]}
         return sum(b.nbytes for b in blocks if not self.storages.is_given(b))
 
 
 def _first(plans: Sequence[int], size: Callable[[int], float], budget: Budget, limit: float) -> int:
-    """Bisection: what is held falls, nearly always, the more is dropped.
+    """Bisection: the peak nearly always falls with the number of dropped blocks.
 
-    Where dropping everything is not enough, some plan on the way may be.
+    If the last plan does not suffice, an earlier one may.
     """
     if size(plans[0]) <= limit:
         return plans[0]

@@ -1,12 +1,12 @@
-"""Where to cut the forward into segments of which only the inputs are kept.
+"""Cuts of the forward into segments that keep only their inputs.
 
-At a *cut* few bytes cross from earlier nodes to later ones: in a residual network, between layers. If
-what crosses the cuts is kept, the backward recomputes one segment at a time:
+At a *cut* few bytes cross from earlier nodes to later ones: in a residual network, between layers. With the
+values across cuts kept, the backward recomputes one segment at a time:
 
-    most held  =  max over segments of (what crosses the cuts up to it + what the backward reads in it)
+    peak  =  max over segments of (bytes across the cuts up to it + bytes that the backward reads in it)
 
-which the cuts are chosen to make small. With equal layers this is the square-root rule (Chen et al.,
-"Training deep nets with sublinear memory cost", 2016), found from the graph, without names of modules.
+The choice of cuts minimizes this peak. With equal layers this is the square-root rule (Chen et al.,
+"Training deep nets with sublinear memory cost", 2016), derived from the graph, without names of modules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import fx
 from tutti.graph.analysis.storage import StorageBlock, Storages
 from tutti.passes.recompute import is_forward, state_only
 
-# So many limits on the size of a segment are tried, and so many narrow places at most.
+# The number of limits on the size of a segment to try, and the most narrow positions.
 _NUM_LIMITS, _NUM_POSITIONS = 24, 400
 
 
@@ -37,7 +37,7 @@ class _Life:
 
 
 def kept_blocks(graph: fx.Graph, storages: Storages) -> tuple[set[StorageBlock], set[StorageBlock]]:
-    """The blocks to keep: what crosses the cuts; and the last segment, which the backward reads first."""
+    """The blocks to keep: those across the cuts; and the last segment, which the backward reads first."""
     nodes = [n for n in graph.nodes if is_forward(n)]
     lives = _lives(nodes, storages, state_only(graph))
     chosen = _SegmentCutter(lives, len(nodes)).chosen()
@@ -82,14 +82,14 @@ class _SegmentCutter:
             self.since[c] = [start for start, _ in over], sums
 
     def _narrow_positions(self, events: set[int]) -> list[int]:
-        """Positions where no more crosses than before and after; one where the same values cross."""
+        """Local minima of the bytes across a position; one position for equal values across."""
         ends = [i for i in range(self.num_nodes - 1) if i + 1 in events]
         sizes = [math.inf, *(self.crossing[i] for i in ends), math.inf]
         found = [i for k, i in enumerate(ends) if sizes[k] >= sizes[k + 1] <= sizes[k + 2]]
         return sorted(sorted(found, key=self.crossing.__getitem__)[:_NUM_POSITIONS])
 
     def chosen(self) -> list[int]:
-        """The cuts under which the least is held, fewest of those that are equal."""
+        """The cuts with the lowest peak; of equal ones, the fewest."""
         total = self.read[-1]
         limits = [total * (0.8**k) for k in range(_NUM_LIMITS)]
         paths = [path for limit in limits if (path := self._cheapest(limit)) is not None]
@@ -105,7 +105,7 @@ class _SegmentCutter:
         return self.read[cut + 1] - self.read[before + 1]
 
     def _cheapest(self, limit: float) -> list[int] | None:
-        """The cuts that keep least, no segment above `limit`: a shortest path from start to end."""
+        """The cuts that keep the fewest bytes, no segment above `limit`, by a shortest path."""
         end = self.num_nodes - 1
         best: dict[int, tuple[float, int]] = {-1: (0.0, -1)}
         for k, cut in enumerate([*self.positions, end]):

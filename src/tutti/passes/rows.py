@@ -1,4 +1,4 @@
-"""`rows`: a tensor of several leading dims is worked on as rows, the form in which matmuls take it.
+"""`rows`: computes on tensors of several leading dims as rows, the form that matmuls take.
 
     %5 = mm(%x, %w)                               %5 = mm(%x, %w)
     %6 = reshape(%5, [8, 128, 512])
@@ -6,8 +6,8 @@
     %8 = reshape(%7, [1024, 512])
     %9 = mm(%8, %v)                               %9 = mm(%7, %v)
 
-What treats each row alike (element by element, or over the last dim) gives the same bits in either form. Such
-nodes that hand values to each other are turned together, where that saves more reshapes than it takes.
+Ops that treat each row alike (element by element, or over the last dim) give the same bits in either form.
+The pass converts connected nodes of this kind together, if that saves more reshapes than it adds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Lead = tuple[int, ...]
 
 
 def rows(graph: fx.Graph) -> int:
-    """Rewrite `graph`; returns how many reshapes that saves."""
+    """Rewrite `graph`; returns the number of reshapes saved."""
     leads = {node: lead for node in graph.nodes if (lead := _lead(node)) is not None}
     saved = 0
     turned: dict[Any, Tensor] = {}
@@ -49,7 +49,7 @@ def rows(graph: fx.Graph) -> int:
 
 
 def _lead(node: fx.Node) -> Lead | None:
-    """The leading dims of the values that `node` works on row by row; None where it is no such node."""
+    """The leading dims of the values that `node` treats row by row; None for another node."""
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -70,7 +70,7 @@ def _lead(node: fx.Node) -> Lead | None:
 
 
 def _lead_of_values(node: fx.Node) -> Lead | None:
-    """From the operand with most dims."""
+    """The leading dims of the operand with the most dims."""
     most = max((x for x in node.all_input_nodes), key=_num_dims, default=None)
     if most is None or _num_dims(most) < 3:
         return None
@@ -83,7 +83,7 @@ def _num_dims(x: fx.Node) -> int:
 
 
 def _fits(x: fx.Node, lead: Lead) -> bool:
-    """Whether an operand can be turned, or goes with each row as it is."""
+    """Whether an operand can be converted, or broadcasts to each row unchanged."""
     val = x.meta.get("val")
     if not isinstance(val, Tensor):
         return isinstance(val, int | float)
@@ -109,20 +109,20 @@ def _elementwise(node: fx.Node) -> bool:
 
 
 def _reduced(node: fx.Node, num_lead: int) -> list[int] | None:
-    """The dims of a reduction for rows, where it goes over the last dim and keeps it, or over all others."""
+    """The dims of a reduction on rows, if it is over the last dim and keeps it, or over all others."""
     dims, keep = (*node.args[1:], False)[:2]
     if not isinstance(dims, list | tuple):
         return None
     over = sorted(d % (num_lead + 1) for d in dims)  # type: ignore[operator]
     if keep and over == [num_lead]:
         return [1]
-    # Over the rows of a sum: one after the other in memory, in either form.
+    # A sum over rows: they are contiguous in memory in either form.
     rows_only = node.target is aten.sum.dim_IntList and over == list(range(num_lead))
     return [0] if rows_only and not keep else None
 
 
 def _groups(leads: dict[fx.Node, Lead]) -> Iterator[list[fx.Node]]:
-    """Nodes that hand each other values with the same leading dims, in the order of the graph."""
+    """Connected nodes whose values have the same leading dims, in the order of the graph."""
     above: dict[fx.Node, fx.Node] = {node: node for node in leads}
 
     def top(node: fx.Node) -> fx.Node:
@@ -143,11 +143,11 @@ def _groups(leads: dict[fx.Node, Lead]) -> Iterator[list[fx.Node]]:
 
 
 class _Group:
-    """Nodes that are turned together.
+    """Nodes to convert together.
 
-    given: values from elsewhere that are turned for them.
-    saved: reshapes that are not needed then, less those that are.
-    turned: fakes as rows by the form that they had, for all groups.
+    given: values from elsewhere to convert for them.
+    saved: reshapes that this removes, minus those that it adds.
+    turned: fakes as rows by their old form, for all groups.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class _Group:
         return sum(self._is_rows(view, node) for view in views) - int(bool(plain))
 
     def _elsewhere(self, node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-        """Users of `node` that stay: reshapes of it, and others."""
+        """Users of `node` that stay: its reshapes, and others."""
         users = [user for user in node.users if user not in self.nodes]
         views = [user for user in users if user.target is aten.reshape.default]
         return views, [user for user in users if user not in views]
@@ -190,7 +190,7 @@ class _Group:
         return isinstance(x.meta["val"], Tensor) and tuple(x.meta["val"].shape) == shape
 
     def turn(self) -> None:
-        """Rewrite the nodes, with what they are given and give as rows."""
+        """Rewrite the nodes, with their operands and results as rows."""
         before = {node: node.meta["val"] for node in self.made}
         shardings = {n: n.meta["sharding"] for n in self.nodes if "sharding" in n.meta}
         turned = {x: self._turned(x) for x in self.given}
@@ -218,9 +218,9 @@ class _Group:
         return self._reshape(source, self._value(x.meta["val"]), x, sharding)
 
     def _give(self, node: fx.Node, before: Tensor, sharding: Any) -> None:
-        """Let those who took `node` in its old form take rows, or a view in that form."""
+        """Let the users of `node` in its old form take rows, or a view in that form."""
         views, plain = self._elsewhere(node)
-        if plain:  # before the views go: one of these users may take rows, too
+        if plain:  # before the removal of views: one of these users may take rows, too
             back = self._reshape(node, before, node, sharding)
             for user in plain:
                 user.replace_input_with(node, back)

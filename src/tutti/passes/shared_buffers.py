@@ -1,13 +1,13 @@
-"""`shared_buffers`: values that ranks of one host reduce are written into shared memory at once.
+"""`shared_buffers`: writes values that ranks of one host reduce directly into shared memory.
 
     %7 = mm(%5, %6)                                 %b = buffer(data, 0, [64, 32], f32)
     %8 = together(reduce_scatter, [%7], data)  ->   %7 = mm(%5, %6, out=%b)
                                                     %8 = together_(reduce_scatter, [%7], data)
 
-The other ranks then read them where they lie. Buffers whose values do not live at the same time take the
-same memory. What cannot be written in place (no `out=`, other users) is copied into its buffer.
+The other ranks then read them in place. Buffers whose values are not alive at the same time share memory. The
+pass copies a value into its buffer if the op cannot write it there (no `out=`, other users).
 
-`buffer` waits until nobody reads what lay there before.
+`buffer` waits until no rank still reads its last value.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OUT: dict[Any, Any] = {
 def shared_buffers(
     graph: fx.Graph, target: Target, kinds: Sequence[str] = ("all_reduce", "reduce_scatter")
 ) -> int:
-    """Rewrite reductions over axes whose ranks share memory; returns how many values got a buffer."""
+    """Rewrite reductions over axes whose ranks share memory; returns the number of values with a buffer."""
     count = 0
     for node in list(graph.nodes):
         if is_kind(node, *kinds) and collectives.axes_of(node) in target.shared:
@@ -55,7 +55,7 @@ def shared_buffers(
 
 
 def _move(graph: fx.Graph, node: fx.Node) -> int:
-    """Let the large ones among the members of `node` lie in buffers."""
+    """Put the large members of `node` into buffers."""
     given: Any = node.args
     kind, xs, axes, wheres, op = given
     large = [i for i, x in enumerate(xs) if _fits(x)]
@@ -72,7 +72,7 @@ def _fits(x: fx.Node) -> bool:
 
 
 def _in_buffer(graph: fx.Graph, x: fx.Node, user: fx.Node, axes: Any) -> fx.Node:
-    """`x` as a value that lies in a buffer: made there, or copied right where it is made."""
+    """`x` as a value in a buffer: made there, or copied right after its node."""
     val: Tensor = x.meta["val"]
     sole = x.op == "call_function" and len(x.users) == 1
     if sole:
@@ -92,7 +92,7 @@ def _in_buffer(graph: fx.Graph, x: fx.Node, user: fx.Node, axes: Any) -> fx.Node
 
 
 def _add_within(x: fx.Node) -> None:
-    """A row added to every row of a matmul is added by the matmul: one pass over memory less."""
+    """Let a matmul add a row that is added to each of its rows: one pass over memory less."""
     matmul, row = (*x.args, None)[:2] if x.target is aten.add.Tensor else (None, None)
     if not isinstance(matmul, fx.Node) or not isinstance(row, fx.Node) or x.kwargs:
         return
@@ -104,7 +104,7 @@ def _add_within(x: fx.Node) -> None:
 
 
 def _embedding(graph: fx.Graph, x: fx.Node, memory: fx.Node) -> fx.Node:
-    """The gradient of an embedding's table: its rows added up in a table of zeros that lies there."""
+    """The gradient of an embedding's table: sums its rows in a table of zeros in the buffer."""
     rows, index, _, padding, _ = x.args
     val: Tensor = x.meta["val"]
     notes = {k: x.meta[k] for k in (*NOTES, "sharding") if k in x.meta}
@@ -130,7 +130,7 @@ def _embedding(graph: fx.Graph, x: fx.Node, memory: fx.Node) -> fx.Node:
 
 
 def leave_buffers(graph: fx.Graph) -> None:
-    """Clone what the program gives out of a buffer: the next call will use its memory again."""
+    """Clone results of the program that are in a buffer: the next call reuses the memory."""
     roots = roots_of(graph)
     output = graph.output_node()
 
@@ -146,10 +146,10 @@ def leave_buffers(graph: fx.Graph) -> None:
 
 
 def place_buffers(graph: fx.Graph) -> dict[Axes, int]:
-    """Give every buffer its offset among those over the same axes; returns the bytes that they take.
+    """Give every buffer its offset among those over the same axes; returns their total bytes.
 
-    First fit, in the order in which they are needed: a buffer may lie where another lay that is done. Those
-    of a loop's parts lie apart from those of `graph`, and from each other where a part gives one out.
+    First fit, in order of use: a buffer may reuse the memory of a dead one. Buffers of a loop's parts are
+    separate from those of `graph`, and from each other if a part returns one.
     """
     _, *parts = graphs_of(graph)
     apart = any(map(_gives_buffer, parts))
@@ -167,7 +167,7 @@ def _gives_buffer(graph: fx.Graph) -> bool:
 
 
 def _place(graph: fx.Graph, bases: Mapping[Axes, int]) -> dict[Axes, int]:
-    """The same for one graph, from `bases` on; returns where the last of its buffers ends."""
+    """The same for one graph, from `bases` on; returns the end of its last buffer."""
     if not any(node.target is collectives.buffer for node in graph.nodes):
         return {}
     order, until = positions_of(graph), memory_ends(graph)

@@ -1,19 +1,18 @@
-"""`shared_state`: sharded state lies in memory that the ranks of a host share, so gathers copy nothing.
+"""`shared_state`: keeps sharded state in memory that the ranks of a host share, so gathers copy nothing.
 
-Stored in parts (zero=3), the parts of all ranks lie side by side in one piece of shared memory. To gather
-is to wait until all have written, and to look at the whole:
+Stored in parts (zero=3), the parts of all ranks are adjacent in one piece of shared memory. A gather waits
+until all ranks have written, and is a view of the whole:
 
     %3 = together(all_gather, [%w], data)      ->   %3 = together_(all_gather, [%w], data)
 
-Stored whole and updated in parts (zero=1, 2), each rank has a copy of its own that the others can read.
-A rank updates its part where it lies and takes over the parts of the others:
+Stored whole and updated in parts (zero=1, 2), each rank has a copy of its own that the others can read. A
+rank updates its part in place and copies the parts of the others:
 
     %3 = shard(%w, data, 0, 1)                      %3 = part(%w, data, 0, 1)
     %8 = adam(%3, ...)                         ->   %8 = adam_(%3, ...)
     %9 = together(all_gather, [%8], data)           %9 = gather_into([w], [%8], data)
 
-`wait_for_readers` runs last of all. What others may still read must not be written: where a write could
-come before the others have finished, it puts `meet` before it.
+`wait_for_readers` runs last of all. It puts `meet` before a write to state that other ranks might still read.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tutti.passes.joined import as_together, is_kind, take_out
 from tutti.passes.target import Target
 
 Axes = tuple[str, ...]
-# All ranks of the group are there before any goes on.
+# Collectives at which no rank goes on before all of the group have arrived.
 _MEETINGS = tuple(
     t for t in (*collectives.COLLECTIVES, *collectives.JOINED) if t is not collectives.start
 )
@@ -44,7 +43,7 @@ _GIVEN_AWAY = (*collectives.COLLECTIVES, collectives.together, collectives.start
 
 
 def shared_state(graph: fx.Graph, program: Program, target: Target) -> int:
-    """Rewrite gathers of state over axes whose ranks share memory; returns how many gathers."""
+    """Rewrite gathers of state over axes whose ranks share memory; returns their number."""
     count = 0
     for node in list(graph.nodes):
         if _gathers_nearby(node, target):
@@ -55,7 +54,7 @@ def shared_state(graph: fx.Graph, program: Program, target: Target) -> int:
 
 
 def viewed_in_part(graph: fx.Graph, target: Target) -> int:
-    """The same of a part of a loop, in which state is only read."""
+    """The same for a part of a loop, which only reads state."""
     found = [node for node in graph.nodes if _gathers_nearby(node, target)]
     return sum(_view(graph, as_together(graph, node)) for node in found)
 
@@ -65,7 +64,7 @@ def _gathers_nearby(node: fx.Node, target: Target) -> bool:
 
 
 def _view(graph: fx.Graph, node: fx.Node) -> int:
-    """Let a gather look at the state whose parts lie side by side; returns how many."""
+    """Turn gathers of state with adjacent parts into views; returns their number."""
     given: Any = node.args
     _, xs, axes, wheres, _ = given
     lying = [i for i, x in enumerate(xs) if _on_cpu(x) and _side_by_side(x, wheres[i])]
@@ -76,7 +75,7 @@ def _view(graph: fx.Graph, node: fx.Node) -> int:
 
 
 def viewed_state(graph: fx.Graph) -> dict[str, tuple[Axes, fx.Node]]:
-    """The state whose parts must lie side by side: its axes and placeholder by name."""
+    """The state whose parts must be adjacent in shared memory: its axes and placeholder by name."""
     found: dict[str, tuple[Axes, fx.Node]] = {}
     for node in (n for one in graphs_of(graph) for n in one.nodes):
         if node.target is collectives.together_ and node.args[0] == "all_gather":
@@ -85,7 +84,7 @@ def viewed_state(graph: fx.Graph) -> dict[str, tuple[Axes, fx.Node]]:
 
 
 def copied_state(graph: fx.Graph) -> dict[str, tuple[Axes, fx.Node]]:
-    """The state of which each rank's copy must lie in shared memory: its axes and placeholder by name."""
+    """The state of which each rank's copy must be in shared memory: its axes and placeholder by name."""
     given = {n.meta.get("name"): n for n in graph.nodes if n.op == "placeholder"}
     found: dict[str, tuple[Axes, fx.Node]] = {}
     for node in graph.nodes:
@@ -99,7 +98,7 @@ def _on_cpu(x: fx.Node) -> bool:
 
 
 def _side_by_side(x: fx.Node, where: tuple[int, int]) -> bool:
-    """Whether the ranks' parts, one behind the other, are the whole."""
+    """Whether the concatenation of the ranks' parts is the whole."""
     dim, outer = where
     return outer == 1 and math.prod(x.meta["val"].shape[:dim]) == 1
 
@@ -141,11 +140,11 @@ def _gather_into(graph: fx.Graph, node: fx.Node, into: dict[int, fx.Node]) -> in
 
 
 def wait_for_readers(graph: fx.Graph) -> int:
-    """Put `meet` before writes to state that other ranks might still read; returns how many.
+    """Put `meet` before writes to state that other ranks might still read; returns their number.
 
-    A rank is at the same place of the program as the others only at collectives. So between the last
-    look at a gathered whole and the next write to any part of it there must be one over its axes. Behind
-    the last node anybody may write: what is still watched there is met for at the end.
+    Ranks are at the same position of the program only at collectives. So between the last read of a gathered
+    whole and the next write to any part of it there must be one over its axes. After the last node any rank
+    may write, so the end has a `meet` for state that may still have readers.
     """
     axes_of = {
         n: a for found in (viewed_state(graph), copied_state(graph)) for n, (a, _) in found.items()
@@ -154,7 +153,7 @@ def wait_for_readers(graph: fx.Graph) -> int:
         return 0
     roots = roots_of(graph)
     wholes: set[fx.Node] = set()
-    watched: set[str] = set()  # names of state that others may be reading
+    watched: set[str] = set()  # names of state that other ranks may be reading
     count = 0
     for node in list(graph.nodes):
         if _views(node, wholes):
@@ -177,10 +176,10 @@ def wait_for_readers(graph: fx.Graph) -> int:
 
 
 def copy_parts_given_away(graph: fx.Graph) -> int:
-    """Clone a rank's `part` of its copy where a collective is given it; returns how many.
+    """Clone a rank's `part` of its copy if a collective takes it; returns the number of clones.
 
-    Ranks give such values from the same place in shared memory or from memory of their own; each part lies at
-    another place.
+    A collective needs its operands at the same offset of shared memory on all ranks, or in memory of each
+    rank's own; the parts have different offsets.
     """
     parts: set[fx.Node] = set()
     count = 0

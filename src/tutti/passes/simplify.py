@@ -1,4 +1,4 @@
-"""`simplify`: arithmetic that changes nothing is not done, and none is done over and over.
+"""`simplify`: removes arithmetic without effect, and arithmetic on repeated values.
 
     %6 = pow(%5, 1.0)                                  (%5 is used for both)
     %7 = mul(%5, 1.0)
@@ -11,10 +11,10 @@
     %7 = div(%6, 512)                                  %7 = expand(%6, [256, 512])
     %8 = mul(%7, %x)                                   %8 = mul(%7, %x)
 
-The first come from derivatives (that of x**2 is 2 * x**1) and from factors left at one. The second comes from
-a value of which the forward takes two halves, as rotary embeddings do: each half's gradient is written among
-zeros, and the sum of both is the two side by side; so it is with a third term. The third is the derivative of
-a mean. The same values, but for the sign of a zero. Runs while nothing is overwritten yet.
+The first come from derivatives (that of x**2 is 2 * x**1) and from factors of one. The second comes from a
+value that the forward splits into halves, as rotary embeddings do: each half's gradient is padded with zeros,
+and the sum of both is their concatenation, also with a third term. The third is the derivative of a mean. The
+values stay the same, except for the sign of a zero. It runs before any in-place op.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tutti.passes.own_results import is_returned
 
 aten = torch.ops.aten
 _VIEWS = frozenset({aten.reshape.default, aten.permute.default, aten.unsqueeze.default})
-# What is there only for what is done without.
+# Ops that may serve only a removed op.
 _WITHOUT = _VIEWS | {aten.slice_backward.default, aten.expand.default, aten.add.Tensor}
 
 
 def simplify(graph: fx.Graph) -> int:
-    """Rewrite `graph`; returns how many nodes were."""
+    """Rewrite `graph`; returns the number of nodes rewritten."""
     count = 0
     for node in list(graph.nodes):
         for change in _CHANGES.get(node.target, ()):
@@ -50,7 +50,7 @@ def simplify(graph: fx.Graph) -> int:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase `node`, and what only it has used of what is done without."""
+    """Erase `node`, and its operands in `_WITHOUT` that have no other users."""
     operands = node.all_input_nodes
     graph.erase_node(node)
     for x in operands:
@@ -59,11 +59,11 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _operand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """The operand of an op by the number one, where the result is just that."""
+    """The operand of an op by the number one, if the result equals it."""
     x, number = (*node.args, None)[:2]
     if isinstance(number, bool) or number != 1 or not isinstance(x, fx.Node) or node.kwargs:
         return None
-    # What is returned, or new state, is a value of its own.
+    # A result, or new state, is a value of its own.
     return x if _form(x) == _form(node) and not is_returned(node) else None
 
 
@@ -73,9 +73,9 @@ def _form(x: fx.Node) -> tuple[Any, ...]:
 
 
 def _side_by_side(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """A sum with the gradients of two slices that together cover a dim, with one concatenation of them.
+    """A sum of the gradients of two slices that together cover a dim, as their concatenation.
 
-    It may have a third term: at each place only one of the two adds anything to that.
+    It may have a third term: at each position only one of the two adds a non-zero to it.
     """
     emit = Editor(graph).at(node)
     for x, y in _both_ways(node):
@@ -95,7 +95,7 @@ def _both_ways(node: fx.Node) -> list[Any]:
 
 
 def _pair(x: fx.Node, y: fx.Node) -> tuple[list[fx.Node], int] | None:
-    """What to lay side by side, and along which dim, for the gradients of two slices that cover it."""
+    """The operands and the dim of the concatenation, for the gradients of two slices that cover the dim."""
     if not all(_is_slice(n) and len(n.users) == 1 for n in (x, y)):
         return None
     first, second = sorted((x, y), key=_begin)
@@ -124,13 +124,13 @@ def _dim(x: fx.Node) -> int:
 
 
 def _begin(x: fx.Node) -> int:
-    """Where a slice begins, counted from the first."""
+    """The start of a slice, counted from the first element."""
     _, sizes, _, start, *_ = x.args
     return slice(start, None).indices(sizes[_dim(x)])[0]  # type: ignore[index, arg-type]
 
 
 def _expanded_later(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """An expanded value by a number as the value by that number, expanded; for ops element by element."""
+    """Move an element-by-element op with a number before the expand of its operand."""
     given, number = (*node.args, None)[:2]
     readers_fit = all(is_pointwise(user.target) for user in node.users)
     if not isinstance(number, int | float) or node.kwargs or not readers_fit:

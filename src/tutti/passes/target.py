@@ -1,4 +1,4 @@
-"""What a program is about to run on, as far as passes ask."""
+"""The target of a program, as far as passes need it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Target:
-    """Where and how one rank will run a program; the same on every rank.
+    """The place and the way in which a rank will run a program; the same on every rank.
 
-    donated: names of the state whose old value the step may overwrite: what it updates, where its
-        memory belongs to it alone.
-    shared: the tuples of mesh axes whose groups lie on one host and share memory.
-    onednn: matmuls of oneDNN are faster than PyTorch's own (`graph.ops.matmul.is_faster`).
+    donated: names of the state whose old value the step may overwrite: updated state, with memory of its
+        own.
+    shared: the tuples of mesh axes whose groups are on one host and share memory.
+    onednn: matmuls of oneDNN are faster than PyTorch's own (`graph.matmul.is_faster`).
     """
 
     donated: frozenset[str] = frozenset()

@@ -2,8 +2,8 @@
 
     _foreach_add([%a, %b], 1)  ->  _foreach_add_([%a, %b], 1)
 
-Unlike PyTorch's, these functions return what they overwrite, so that an item of the result is a value; their
-`silent` does not.
+Unlike PyTorch's, these functions return the overwritten tensors, so that an item of the result is a value;
+their `silent` does not.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FOREACH = "aten::_foreach_"
 
 @dataclass(frozen=True)
 class Lists:
-    """How an op over lists may overwrite: which of its arguments, and by which function.
+    """The in-place form of an op over lists: the arguments that it overwrites, and its function.
 
-    With `clones`, operands that may not be overwritten are copied first, since the op would copy all.
+    With `clones`, the pass first copies operands that must stay, since the op would copy all.
     """
 
     written: tuple[int, ...]
@@ -36,7 +36,7 @@ class Lists:
 
 @cache
 def overwriting_lists(target: Any) -> Lists | None:
-    """How the op may overwrite, if it can."""
+    """The in-place form of the op, or None."""
     if target in BY_OP:
         kernel = BY_OP[target]
         return Lists(kernel.written, kernel.overwriting, True)
