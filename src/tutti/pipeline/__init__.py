@@ -1,1 +1,1 @@
-"""Pipelines: who does what, in which order. A schedule is a value; none of this needs a process."""
+"""Pipelines: stages, and the order of their actions on each rank. None of this needs a process."""

@@ -25,7 +25,7 @@ def in_time(
 ) -> Timed:
     """The programs of a layout with `micro` or `pipe`, one for each pipeline rank.
 
-    Every rank comes to the same ones. `without` names passes to leave out, as in `pass_table.optimized`.
+    Every rank computes the same ones. `without` names passes to omit, as in `pass_table.optimized`.
     """
     left_out = left_out_by_environment() if without is None else frozenset(without)
     refuse_unknown(left_out)
@@ -37,7 +37,7 @@ def in_time(
 
 
 def schedule_of(layout: Layout) -> Schedule:
-    """The rows of compute actions that the layout asks for."""
+    """The rows of compute actions of the layout's schedule."""
     num_pipe_ranks = layout.axes.get("pipe", 1)
     if num_pipe_ranks == 1:
         return Schedule.parse(" ".join(f"0B{k}" for k in range(layout.micro)))
@@ -51,7 +51,7 @@ def schedule_of(layout: Layout) -> Schedule:
 
 
 def _from_file(layout: Layout, num_pipe_ranks: int) -> Schedule:
-    """A user's own rows, which must be right before anything starts."""
+    """A user's own rows, checked before the start."""
     path = Path(layout.schedule_file)
     try:
         rows = Schedule.parse(path.read_text(), str(path))

@@ -1,4 +1,4 @@
-"""A program whose batch is split in time: for each pipeline rank the graph that its ranks run.
+"""A program with a batch split in time: the graph of each pipeline rank.
 
     %w  = input                    %w  = input
     %x  = shard(%b, micro)         %l  = loop(body, [%w, %b])     body: x = shard(b, micro) ... g
@@ -33,10 +33,10 @@ from tutti.pipeline.stages.tied import add_apart
 
 @dataclass
 class Timed:
-    """What the ranks of each pipeline rank run, and where state lives.
+    """The program of each pipeline rank, and the owners of state.
 
-    programs: by pipeline rank; each returns the new values of the state that is kept there. owners: the
-    pipeline ranks that keep each state tensor. schedule: the rows of actions, without sends and receives.
+    programs: by pipeline rank; each returns the new values of the state kept there. owners: the pipeline
+    ranks that keep each state tensor. schedule: the rows of actions, without sends and receives.
     """
 
     programs: list[Program]
@@ -54,16 +54,16 @@ def timed(
     cut_at: Sequence[str] = (),
     homes: Mapping[str, frozenset[int]] | None = None,
 ) -> Timed:
-    """Lower `graph`, the flat graph of `program`, which is changed.
+    """Lower `graph`, the flat graph of `program`; changes `graph`.
 
     Args:
         schedule: compute actions only, one row per pipeline rank.
         cut_at: names of modules at which stages begin.
-        homes: where state is kept already.
+        homes: the pipeline ranks that already keep state.
 
     Raises:
         ShardingError: the step couples the samples of a batch.
-        LayoutError: the step cannot be cut so.
+        LayoutError: the step does not allow this cut.
     """
     moments = moments_of(graph, program.layout.micro, program.layout)
     pipe_rank_of = [schedule.rank_of(s) for s in range(schedule.num_stages)]
@@ -129,7 +129,7 @@ class _TimedProgramWriter:
         return list(dict.fromkeys(x for k in mine for x in self.parts.given[k]))
 
     def _made(self, pipe_rank: int) -> list[fx.Node]:
-        """What comes out of the loop of a pipeline rank."""
+        """The results of the loop of a pipeline rank."""
         stages = self.parts.results.items()
         return [x for stage, xs in stages if self.schedule.rank_of(stage) == pipe_rank for x in xs]
 
@@ -154,7 +154,7 @@ class _TimedProgramWriter:
         )
 
     def _forget_others_state(self, pipe_rank: int, graph: fx.Graph) -> None:
-        """What another pipeline rank keeps comes here as any value does."""
+        """Treat state that another pipeline rank keeps as a plain value here."""
         for node in filter(is_state, graph.nodes):
             if pipe_rank not in self.owners.get(node.meta["name"], {pipe_rank}):
                 node.meta = {k: v for k, v in node.meta.items() if k != "kind"}

@@ -1,18 +1,17 @@
-"""When each node of a program runs: before the micro-batches, once for each, or after them.
+"""The moment of each node of a program: before the micro-batches, once in each, or after them.
 
-A program that is split over the axis `micro` is written as if the micro-batches had ranks of their own.
-Here they become moments of one rank:
+A program split over the axis `micro` treats micro-batches as ranks. Here they become moments of one rank:
 
     all_reduce(x, micro)       add up x over the micro-batches
     all_gather(x, micro)       join x of all micro-batches
     shard(x, micro)            this micro-batch's part of x
 
-What depends on a sum over micro-batches runs after the last of them. So a value of one micro-batch that
-needs such a sum couples the samples of the batch; it is refused, unless the sum depends on inputs alone
-(a count of valid tokens): that is worked out first, over the whole batch.
+A node that depends on a sum over micro-batches runs after the last of them. So a value of one micro-batch
+that needs such a sum couples the samples of the batch, and is refused. A sum that depends on inputs alone (a
+count of valid tokens) is computed first, over the whole batch.
 
-Without micro-batches (`micro=1`, for a pipeline) there is one moment: what the forward and the backward
-make of the batch.
+Without micro-batches (`micro=1`, for a pipeline) there is one moment, the forward and the backward on the
+batch.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ from tutti.user_lines import quoted
 
 aten = torch.ops.aten
 BEFORE, DURING, AFTER = "before", "during", "after"
-# From this level of `zero` on a rank adds up its part of the gradients, below it whole ones.
+# From this level of `zero` on a rank sums its part of the gradients, below it whole ones.
 GRADIENTS_FROM = 2
 
 
 @dataclass
 class Moments:
-    """When each node of `graph` runs, and which nodes sum or join over the micro-batches.
+    """The moment of each node of `graph`, and the nodes that sum or join over the micro-batches.
 
-    `early` are the sums that depend on inputs alone, or on what is the same in every micro-batch, in levels:
-    a level may read those above it.
+    `early` are the sums that depend only on inputs, or on values equal in every micro-batch, in levels: a
+    level may read those above it.
     """
 
     graph: fx.Graph
@@ -56,7 +55,7 @@ class Moments:
     stateful: set[fx.Node] = field(default_factory=set)
 
     def forget(self, node: fx.Node) -> None:
-        """`node` is no longer in the graph."""
+        """Forget `node`, erased from the graph."""
         self.when.pop(node, None)
         self.stateful.discard(node)
         if node in self.sums:
@@ -68,9 +67,9 @@ class Moments:
 
 
 def moments_of(graph: fx.Graph, num_micro: int, layout: Layout) -> Moments:
-    """Bring `graph` into the form in which only sums and joins lead out of a micro-batch, and sort it.
+    """Rewrite `graph` so that only sums and joins leave a micro-batch, and sort it.
 
-    Raises `ShardingError` where the step couples the samples of a batch.
+    Raises `ShardingError` for a step that couples the samples of a batch.
     """
     if num_micro == 1:
         _mark_ends(graph)
@@ -85,7 +84,7 @@ def moments_of(graph: fx.Graph, num_micro: int, layout: Layout) -> Moments:
 
 
 def _once(graph: fx.Graph) -> None:
-    """Add each value up once, whoever reads the sum."""
+    """Sum each value once, for all readers."""
     seen: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if sums_over_time(node):
@@ -96,12 +95,12 @@ def _once(graph: fx.Graph) -> None:
 
 
 def _mark_ends(graph: fx.Graph) -> None:
-    """One micro-batch: what the update or the caller reads of it is a sum of one."""
+    """With one micro-batch: make a value that the update or the caller reads a sum of one."""
     reads_batch = _dependents(graph, lambda n: n.meta.get("kind") == "batch" or _draws(n))
     inside = {n for n in reads_batch if n.meta.get("region") in ("forward", "backward")}
     inside = {n for n in inside if isinstance(n.meta.get("val"), Tensor)}
     for node in reversed(graph.nodes):
-        # A collective bears the region of its first reader, whose readers may stand before that one.
+        # A collective has the region of its first reader, whose readers may precede that one.
         if node.target in collectives.PLAYED and inside.intersection(node.users):
             inside.update({node} & reads_batch)
     for node in list(graph.nodes):
@@ -118,7 +117,7 @@ def _mark_ends(graph: fx.Graph) -> None:
 
 
 def _looks_inside(user: fx.Node, inside: set[fx.Node]) -> bool:
-    """A number worked out of a value within the micro-batch, for the micro-batch."""
+    """Whether `user` computes a number from a value inside of the micro-batch, for the micro-batch."""
     return user.op == "call_function" and user.meta.get("region") in ("forward", "backward")
 
 
@@ -135,7 +134,7 @@ def _dependents(graph: fx.Graph, starts: Callable[[fx.Node], bool]) -> set[fx.No
 
 
 def _sooner(graph: fx.Graph, node: fx.Node, linear: Callable[[fx.Node], bool]) -> bool:
-    """Add up before a linear op instead of after it: the op then runs once, after the micro-batches.
+    """Sum before a linear op instead of after it: the op then runs once, after the micro-batches.
 
     sum(transpose(x))  ->  transpose(sum(x))        sum(all_reduce(x, data))  ->  all_reduce(sum(x), data)
     """
@@ -188,14 +187,14 @@ _MOVES = (collectives.all_reduce, collectives.reduce_scatter)
 
 
 def is_linear(node: fx.Node) -> bool:
-    """Whether a sum may as well come before `node`, and costs no more there."""
+    """Whether a sum may precede `node`, at no more cost."""
     if node.target in _MOVES:
         return node.args[-1] == "sum" and MICRO not in collectives.axes_of(node)
     return node.target in (aten.permute.default, aten.reshape.default)
 
 
 def _linear_in_parts(node: fx.Node) -> bool:
-    """The same where no rank is to hold whole gradients: they are cut before they are added up."""
+    """The same if no rank may hold whole gradients: it cuts them before the sum."""
     return node.target is not collectives.reduce_scatter and is_linear(node)
 
 
@@ -230,7 +229,7 @@ class _Sorter:
         return BEFORE
 
     def _starts(self, node: fx.Node) -> bool:
-        """With one micro-batch nothing is cut: what reads the batch or draws is inside."""
+        """Whether a node begins the only micro-batch: it reads the batch or draws numbers."""
         reads = any(x.meta.get("kind") == "batch" for x in node.all_input_nodes)
         inside = node.meta.get("region") in ("forward", "backward")
         return inside and (reads or _draws(node))
@@ -240,7 +239,7 @@ class _Sorter:
         source: Any = node.args[0]
         if made.when[source] == AFTER:
             self._refuse(node, source)
-        # What is the same in every micro-batch needs none of them to be added up.
+        # A value equal in every micro-batch needs no sum.
         if made.when[source] == DURING and (source in made.stateful or self.num_micro == 1):
             made.sums.append(node)
             return AFTER
@@ -252,7 +251,7 @@ class _Sorter:
         return BEFORE
 
     def _refuse(self, node: fx.Node, summed: fx.Node) -> None:
-        """Name the op that needs all samples at once, not the sum that came of it."""
+        """Name the op that needs all samples at once, not its sum."""
         while self.moments.when.get(summed) == AFTER and not sums_over_time(summed):
             summed = next(x for x in summed.all_input_nodes if self.moments.when[x] == AFTER)
         coupled = summed.meta.get("user") or node
@@ -287,7 +286,7 @@ class _Sorter:
 
 
 def _in_time(node: fx.Node) -> bool:
-    """Whether `node` is another one for each micro-batch."""
+    """Whether `node` differs between micro-batches."""
     if node.op != "call_function":
         return False
     if node.target is collectives.positions:

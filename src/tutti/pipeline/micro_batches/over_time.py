@@ -1,4 +1,4 @@
-"""Collectives that name the axis `micro`: what they are where a rank goes through it in time."""
+"""Collectives over the axis `micro`, for a rank that runs it in time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sums_over_time(node: fx.Node) -> bool:
 
 
 def take_apart(node: fx.Node, layout: Layout) -> None:
-    """Of a collective over `micro` leave a sum, a join or a part over `micro` alone, and the rest.
+    """Split a collective over `micro` into a sum, a join or a part over `micro` alone, and the rest.
 
     all_reduce(x, data+micro)     ->  all_reduce(all_reduce(x, micro), data)
     all_gather(x, data+micro)     ->  all_gather(all_gather(x, micro), data)        minor axes first

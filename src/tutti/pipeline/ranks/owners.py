@@ -1,4 +1,4 @@
-"""Which pipeline ranks keep which state."""
+"""The pipeline ranks that keep each state tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tutti.pipeline.stages.stage_parts import Parts
 def stages_of_homes(
     homes: Mapping[str, frozenset[int]], pipe_rank_of: list[int]
 ) -> dict[str, frozenset[int]]:
-    """The stages at the pipeline rank of each state tensor that one pipeline rank keeps."""
+    """For each state tensor that one pipeline rank keeps, the stages of that rank."""
     return {
         name: frozenset(s for s, at in enumerate(pipe_rank_of) if at in pipe_ranks)
         for name, pipe_ranks in homes.items()
@@ -28,7 +28,7 @@ def owners_of(
     pipe_rank_of: list[int],
     homes: Mapping[str, frozenset[int]],
 ) -> dict[str, frozenset[int]]:
-    """State lives at the first stage that reads it; what never changes, wherever it is read."""
+    """The first stage that reads state keeps it; every reader keeps constant state."""
     everywhere = frozenset(pipe_rank_of)
     readers: dict[str, set[int]] = {}
     for (stage, _), given in parts.given.items():
@@ -51,5 +51,5 @@ def owners_of(
 
 
 def _state_behind(x: fx.Node) -> set[str]:
-    """The names of the inputs that `x` is made of."""
+    """The names of the inputs on which `x` depends."""
     return {y.meta["name"] for y in ancestors([x]) if y.op == "placeholder" and "name" in y.meta}

@@ -22,7 +22,7 @@ class PipeRankGraph:
     Args:
         updated: the names of the state that the step updates, at any pipeline rank.
         owners: the pipeline ranks that keep each state tensor.
-        body: what the loop of this pipeline rank does; `given`, what it reads; `made`, what comes out of it.
+        body: the loop of this pipeline rank; `given`, its operands; `made`, its results.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class PipeRankGraph:
         self.here: dict[fx.Node, fx.Node] = {}
 
     def write(self) -> fx.Graph:
+        """The graph: its inputs and outputs are those of the program that this pipeline rank has."""
         messages = bundles(self.plan.transfers)
-        """The graph: its inputs and outputs are those of the program, as far as they are here."""
         moments, works = self.moments, self.plan.works[self.pipe_rank]
         early = {t for level in moments.early for t in level}
         for node in moments.graph.nodes:
@@ -69,7 +69,7 @@ class PipeRankGraph:
         return self.graph
 
     def _input(self, node: fx.Node) -> fx.Node:
-        """An input; of state that other pipeline ranks keep there is nothing here."""
+        """An input; empty for state that other pipeline ranks keep."""
         here, name = self.graph.node_copy(node), node.meta.get("name")
         if self.pipe_rank not in self.owners.get(name, {self.pipe_rank}):  # type: ignore[arg-type]
             here.meta = {**here.meta, "val": here.meta["val"].new_empty(0)}
@@ -114,7 +114,7 @@ class PipeRankGraph:
         self._items(node, results)
 
     def _output(self) -> None:
-        """All that is returned, and the new values of the state that this pipeline rank keeps."""
+        """All results of the step, and the new values of the state that this pipeline rank keeps."""
         returned, updates = output_of(self.moments.graph)
         mine = [self.pipe_rank in self.owners[n] for n in self.updated]
         self.graph.output(
@@ -126,7 +126,7 @@ class PipeRankGraph:
 
 
 def sum_of(total: fx.Node) -> Sum:
-    """What a sum over micro-batches does."""
+    """The reduction of a node that sums or joins over micro-batches."""
     if total.target is collectives.all_reduce:
         return Sum(total.name, str(total.args[2]))
     _, _, dim, outer = total.args
@@ -134,6 +134,6 @@ def sum_of(total: fx.Node) -> Sum:
 
 
 def output_of(graph: fx.Graph) -> tuple[list[Any], list[fx.Node]]:
-    """What a program returns, and its new state."""
+    """The results of a program, and its new state."""
     both: Any = graph.output_node().args[0]
     return both

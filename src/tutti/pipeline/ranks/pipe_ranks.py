@@ -1,11 +1,11 @@
-"""Where on the axis `pipe` everything outside of the micro-batches is worked out.
+"""The pipeline ranks of all nodes outside of the micro-batches.
 
-A *pipeline rank* is a coordinate along `pipe`. State lives where the stages that read it first are. What
-comes before the loop is worked out where it is needed. After the loop each node runs where its operands
-are: the update of a weight at its pipeline rank; what couples several of them (the norm of all gradients)
-at all of them, from a few small tensors that travel; a large value from several (the gradient of a tied
-weight) at one. Python's numbers (`.item()` of a norm) do not travel: each pipeline rank takes its own from
-such a tensor.
+A *pipeline rank* is a coordinate along `pipe`. The pipeline rank of the first stage that reads state keeps
+it. Nodes before the loop run on every pipeline rank that needs them. After the loop each node runs where its
+operands are: the update of a weight at its pipeline rank; a node that couples several of them (the norm of
+all gradients) at all of them, from a few small tensors that they exchange; a large value from several (the
+gradient of a tied weight) at one. Python's numbers (`.item()` of a norm) are not sent: each pipeline rank
+reads its own from such a tensor.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tutti.graph.analysis.state import is_state
 from tutti.pipeline.micro_batches.moments import AFTER, BEFORE, Moments
 from tutti.pipeline.stages.stage_parts import early_part
 
-# Values of so many elements travel to every pipeline rank rather than making one pipeline rank work for all.
+# Values of up to this many elements go to every pipeline rank, rather than one that works for all.
 SMALL = 4096
-# What a node's value is where it is no tensor but one number of Python.
+# The types of a node's value that is a Python number, not a tensor.
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """`node` goes from one pipeline rank to another; it is there `after` a position, needed `until` one."""
+    """A transfer of `node` between pipeline ranks: ready `after` one position, needed `until` another."""
 
     node: fx.Node
     source: int
@@ -39,7 +39,7 @@ class Transfer:
 
 @dataclass
 class PipelinePlan:
-    """What each pipeline rank works out, in positions: nodes before the loop, the loop, nodes after it."""
+    """The work of each pipeline rank, in positions: nodes before the loop, the loop, nodes after it."""
 
     order: list[fx.Node]
     loop_at: int
@@ -47,7 +47,7 @@ class PipelinePlan:
     transfers: list[Transfer] = field(default_factory=list)
 
     def position(self, node: fx.Node) -> int:
-        """Where a node stands."""
+        """The position of a node."""
         return self._positions[node]
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class PipelinePlan:
 
     @property
     def end(self) -> int:
-        """Behind everything."""
+        """The position behind all others."""
         return len(self.order) + 1
 
 
@@ -69,13 +69,13 @@ def plan_pipe_ranks(
     given: list[list[fx.Node]],
     results: Iterable[tuple[fx.Node, frozenset[int]]],
 ) -> PipelinePlan:
-    """What runs where.
+    """Assign nodes to pipeline ranks.
 
     Args:
         owners: the pipeline ranks that keep each state tensor.
-        made_at: the pipeline rank whose loop makes each of what comes out of a loop.
-        given: what the loop of each pipeline rank reads.
-        results: nodes that are needed in the end, and where.
+        made_at: for each result of a loop, the pipeline rank of that loop.
+        given: the values that the loop of each pipeline rank reads.
+        results: nodes needed at the end, and their pipeline ranks.
     """
     before = [n for n in moments.graph.nodes if moments.when[n] == BEFORE]
     after = [n for n in moments.graph.nodes if moments.when[n] == AFTER and n.op != "output"]
@@ -109,12 +109,12 @@ def plan_pipe_ranks(
 
 
 def _is_bound(node: fx.Node, moments: Moments) -> bool:
-    """Whether a node cannot be worked out anywhere: state, and what comes after the loop."""
+    """Whether a node belongs to certain pipeline ranks: state, and nodes after the loop."""
     return is_state(node) or moments.when[node] == AFTER
 
 
 def _operands(node: fx.Node, moments: Moments) -> list[fx.Node]:
-    """What is read from outside to work `node` out."""
+    """The operands of `node` from outside."""
     if any(node in level for level in moments.early):
         return early_part(moments, node)[1]
     return list(node.all_input_nodes)
@@ -145,7 +145,7 @@ def _possible_pipe_ranks(
 def _together(
     inputs: list[fx.Node], can: dict[fx.Node, frozenset[int]], everywhere: frozenset[int]
 ) -> frozenset[int]:
-    """Where a node with these operands runs."""
+    """The pipeline ranks that run a node with these operands."""
     common = everywhere.intersection(*(can[x] for x in inputs))
     if common:
         return common
@@ -165,9 +165,9 @@ def _numel(node: fx.Node) -> int:
 
 
 def bundles(transfers: Iterable[Transfer]) -> list[tuple[int, int, int, list[fx.Node]]]:
-    """Messages `(position, source, to, nodes)`: each as late as may be, with all that is there by then.
+    """Messages `(position, source, to, nodes)`: each as late as possible, with all nodes ready by then.
 
-    Every pipeline rank goes through them in the one order of the list, so none waits for another in a ring.
+    Every pipeline rank processes them in the order of the list, so no ring of waits can form.
     """
     edges: dict[tuple[int, int], list[Transfer]] = {}
     for one in transfers:

@@ -1,4 +1,4 @@
-"""The rows that the loops play: a schedule's, with the messages that there are."""
+"""The rows of loops: those of a schedule, with the actual messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tutti.pipeline.stages.stage_parts import Parts
 
 
 def in_halves(schedule: Schedule) -> Schedule:
-    """Each backward as two actions: a file may have some in one, some in halves."""
+    """The schedule with each backward as two actions; a file may mix whole and split backwards."""
     return Schedule(
         tuple(
             tuple(
@@ -24,7 +24,7 @@ def in_halves(schedule: Schedule) -> Schedule:
 
 
 def completed(schedule: Schedule, parts: Parts) -> Schedule:
-    """The schedule with the gathers and reductions that there are; those it has stay where they are."""
+    """The schedule with the actual gathers and reductions; its own ones keep their positions."""
     having = {kind: {s for s, k in parts.parts if k == kind} for kind in (GATHER, REDUCE)}
     rows = ([a for a in row if a.stage in having.get(a.kind, (a.stage,))] for row in schedule.rows)
     schedule = Schedule(tuple(map(tuple, rows)))
@@ -32,7 +32,7 @@ def completed(schedule: Schedule, parts: Parts) -> Schedule:
 
 
 def rows_of(schedule: Schedule, parts: Parts) -> list[list[Do]]:
-    """The schedule's rows with the messages that there are."""
+    """The schedule's rows with the actual messages."""
     if schedule.num_stages == 1:
         return [[Do("B", a.stage, a.micro) for a in row] for row in schedule.rows]
     edges = sorted({(min(a, b), max(a, b)) for a, _, b in parts.messages})

@@ -1,12 +1,12 @@
-"""One thing that a rank does in a pipeline, as a value and as a short word that parses back.
+"""One action of a rank in a pipeline, as a value and as a short word that parses back.
 
-| word | kind | what |
+| word | kind | meaning |
 | --- | --- | --- |
 | `2F0` | F | stage 2 runs its forward on micro-batch 0 |
 | `2I0` | I | ... makes the gradients of its inputs |
 | `2W0` | W | ... makes the gradients of its weights |
 | `2B0` | B | ... does I and W in one |
-| `2F0>3` | S | the rank of stage 2 sends what `2F0` made to stage 3 |
+| `2F0>3` | S | the rank of stage 2 sends the result of `2F0` to stage 3 |
 | `3<2F0` | R | the rank of stage 3 receives it |
 | `2G` | G | the rank of stage 2 gathers its weights |
 | `2A` | A | ... reduces its gradients |
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from tutti.errors import ScheduleError
 
-# What a rank computes, on one micro-batch.
+# Computations on one micro-batch.
 COMPUTE = ("F", "I", "W", "B")
-# What makes the gradients of a stage's inputs, and what ends a stage's work on a micro-batch.
+# Kinds that make the gradients of a stage's inputs, and kinds that end its work on a micro-batch.
 INPUT_GRADIENTS = ("I", "B")
 WEIGHT_GRADIENTS = ("W", "B")
 KINDS = (*COMPUTE, "S", "R", "G", "A")
@@ -35,11 +35,11 @@ _RECEIVED = re.compile(f"{_NUMBER}<{_NUMBER}([FIB]){_NUMBER}")
 
 @dataclass(frozen=True)
 class Action:
-    """What the rank of `stage` does. Prints as a word (`2F0`, `2F0>3`, `3<2F0`, `2G`) and parses back.
+    """An action of the rank of `stage`. Prints as a word (`2F0`, `2F0>3`, `3<2F0`, `2G`) and parses back.
 
     kind: one of `F I W B` (compute), `S R` (send, receive), `G A` (gather weights, reduce gradients).
     stage: the stage that acts; for a receive the one that reads the value.
-    micro: the micro-batch, from 0; for `G` and `A` it is 0 and means nothing.
+    micro: the micro-batch, from 0; for `G` and `A` 0, without meaning.
     peer: for `S` and `R` the stage at the other end, else -1.
     moved: for `S` and `R` the kind of the action that made the value (`F`, `I` or `B`), else "".
     """
@@ -52,7 +52,7 @@ class Action:
 
     @classmethod
     def send(cls, made: Action, to: int) -> Action:
-        """What the maker's rank does to bring what `made` made to stage `to`."""
+        """The send of the result of `made` to stage `to`."""
         return cls("S", made.stage, made.micro, to, made.kind)
 
     @classmethod
@@ -67,7 +67,7 @@ class Action:
 
     @property
     def made(self) -> Action:
-        """The action that made what a send or a receive moves."""
+        """The action that made the value of a send or a receive."""
         assert self.kind in ("S", "R"), self
         return Action(self.moved, self.stage if self.kind == "S" else self.peer, self.micro)
 
@@ -104,7 +104,7 @@ class Action:
 
 
 def _nearest(word: str) -> str:
-    """The word that was probably meant."""
+    """The nearest valid word."""
     upper = word.upper()
     if upper != word and any(p.fullmatch(upper) for p in _PATTERNS):
         return f"write {upper}"

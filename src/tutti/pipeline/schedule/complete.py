@@ -1,4 +1,4 @@
-"""Whether a schedule has every compute action once, and each stage on one rank."""
+"""Checks that a schedule has every compute action once, and each stage on one rank."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Position = tuple[int, int]
 
 
 def position_text(schedule: Schedule, rank: int, position: int) -> str:
-    """Where an action stands, in words; counted from 1 in its row."""
+    """The position of an action, in words; counted from 1 in its row."""
     return f"rank {rank}, action {position + 1} of its row: {schedule.rows[rank][position]}"
 
 
 def check_complete(schedule: Schedule) -> None:
     """Raise `ScheduleError` unless every stage does F, then I and W or B, once on every micro-batch.
 
-    Also each stage has one rank, and nothing but a gather of weights stands twice.
+    Also each stage must have one rank, and only a gather of weights may repeat.
     """
     seen = _check_once(schedule)
     _check_one_backward(schedule, seen)
@@ -37,7 +37,7 @@ def check_complete(schedule: Schedule) -> None:
 
 
 def _check_once(schedule: Schedule) -> dict[Action, Position]:
-    """Every action with its rank and its position there."""
+    """Every action with its rank and its position in the row."""
     seen: dict[Action, Position] = {}
     for rank, row in enumerate(schedule.rows):
         for position, action in enumerate(row):

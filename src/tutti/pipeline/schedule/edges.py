@@ -1,4 +1,4 @@
-"""Which stages read what which stage makes."""
+"""The edges between stages: which stage reads the values of which."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Pairs = Iterable[tuple[int, int]]
 
 
 class Edges:
-    """The edges between the stages of a schedule, and what they make each action need.
+    """The edges between the stages of a schedule, and the needs of each action that follow from them.
 
-    `pairs` holds one pair of stages for each forward edge, (maker, reader); the gradient comes back along
-    the same pair. Without any given, each stage feeds the next. Raises `ScheduleError` for a pair that
+    `pairs` holds one pair of stages for each forward edge, (maker, reader); the gradient returns along
+    the same pair. By default each stage feeds the next. Raises `ScheduleError` for a pair that
     leads backwards or to a stage that the schedule lacks.
     """
 
@@ -34,25 +34,25 @@ class Edges:
                 )
             self._reads[reader].append(maker)
             self._feeds[maker].append(reader)
-        # A backward is one action or two: which one it is that makes a stage's input gradients.
+        # A backward is one action or two: the kind that makes a stage's input gradients.
         self._backward = {
             (a.stage, a.micro): a for row in schedule.rows for a in row if a.kind in INPUT_GRADIENTS
         }
 
     def readers(self, action: Action) -> list[int]:
-        """The stages that read what `action` makes."""
+        """The stages that read the result of `action`."""
         if action.kind == "F":
             return self._feeds[action.stage]
         return self._reads[action.stage] if action.kind in INPUT_GRADIENTS else []
 
     def reader(self, made: Action, stage: int) -> Action:
-        """The action of `stage` that reads what `made` made."""
+        """The action of `stage` that reads the result of `made`."""
         if made.kind == "F":
             return Action("F", stage, made.micro)
         return self._backward[stage, made.micro]
 
     def inputs(self, action: Action) -> list[Action]:
-        """What other stages must have done before `action`."""
+        """The actions of other stages that must precede `action`."""
         stage, micro = action.stage, action.micro
         if action.kind == "F":
             return [Action("F", maker, micro) for maker in self._reads[stage]]
@@ -61,7 +61,7 @@ class Edges:
         return []
 
     def needs(self, action: Action) -> list[Action]:
-        """All that must be done before a compute action: by other stages and by its own."""
+        """All actions that must precede a compute action, of other stages and its own."""
         assert action.kind in COMPUTE, action
         own = {"F": "", "I": "F", "B": "F", "W": "I"}[action.kind]
         return self.inputs(action) + [Action(kind, action.stage, action.micro) for kind in own]

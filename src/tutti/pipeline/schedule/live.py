@@ -1,4 +1,4 @@
-"""What a row holds at its peak: each micro-batch from its forward to its weight gradients."""
+"""The peak of a row's memory: each micro-batch counts from its forward to its weight gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tutti.pipeline.schedule.schedule import Row
 def peak_held(
     row: Row, kept: Callable[[int], int], freed: Callable[[int], int] = lambda stage: 0
 ) -> int:
-    """The most that a row holds: `kept(stage)` from F until W or B, less `freed(stage)` from I on.
+    """The peak of a row: `kept(stage)` from F until W or B, less `freed(stage)` from I on.
 
-    Only the order of a row counts, not when its actions take place.
+    Only the order of a row counts, not the times of its actions.
     """
     held = peak = 0
     for action in row:

@@ -1,7 +1,7 @@
-"""An order in which the actions of all ranks can happen; or the circle in which ranks wait.
+"""A valid order of the actions of all ranks, or a cycle of waiting ranks.
 
-A rank does its row in order. A send is posted and the rank goes on; a receive waits for its send. With
-sends that block, a send waits until the receiver stands at its receive, too.
+A rank plays its row in order. A send is posted and the rank continues; a receive waits for its send. A
+blocking send also waits until the receiver reaches its receive.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from tutti.pipeline.schedule.schedule import Schedule
 def playing_order(
     schedule: Schedule, *, blocking_sends: bool = False
 ) -> Iterator[tuple[int, Action]]:
-    """All actions with their ranks, each after what it waits for; a receive after its send.
+    """All actions with their ranks, each after those for which it waits; a receive after its send.
 
-    Every receive must have its send. Raises `ScheduleError` with the circle when ranks wait for each
-    other.
+    Every receive must have its send. Raises `ScheduleError` with the cycle if ranks wait for each other.
     """
     progress = _Progress(schedule, blocking_sends)
     awake = deque(range(schedule.num_ranks))
@@ -32,7 +31,7 @@ def playing_order(
             if action.kind == "S":
                 awake.append(schedule.rank_of(action.peer))
         if (action := progress.head(rank)) is not None and action.kind == "R":
-            # A send that blocks was waiting for this rank to come here.
+            # A blocking send waited for this rank to reach its receive.
             sender = schedule.rank_of(action.peer)
             if progress.head(sender) == action.counterpart:
                 awake.append(sender)
@@ -40,7 +39,7 @@ def playing_order(
 
 
 class _Progress:
-    """How far each rank has come."""
+    """The position of each rank in its row."""
 
     def __init__(self, schedule: Schedule, blocking_sends: bool) -> None:
         self.schedule, self.blocking = schedule, blocking_sends
@@ -48,7 +47,7 @@ class _Progress:
         self.sent: set[Action] = set()
 
     def head(self, rank: int) -> Action | None:
-        """What the rank does next."""
+        """The next action of the rank."""
         row = self.schedule.rows[rank]
         return row[self.done[rank]] if self.done[rank] < len(row) else None
 
@@ -89,7 +88,7 @@ class _Progress:
         return self.schedule.rank_of(action.peer)
 
     def _circle(self, rank: int) -> list[int]:
-        """The ranks of the circle that the waits of `rank` lead into."""
+        """The ranks of the cycle to which the waits of `rank` lead."""
         path = []
         while rank not in path:
             path.append(rank)

@@ -1,4 +1,4 @@
-"""A schedule: for every rank the row of its actions, in order."""
+"""A schedule: the row of actions of every rank, in order."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tutti.errors import ScheduleError
-from tutti.pipeline.schedule.action import Action
+from tutti.pipeline.schedule.schedule.action import Action
 
 Row = tuple[Action, ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who does what in a pipeline: one row of actions per rank. Prints as text and parses back.
+    """The actions of a pipeline: one row per rank. Prints as text and parses back.
 
     >>> print(Schedule.parse('''
     ... 0F0 0F1     0B0     0B1     # rank 0
@@ -24,9 +24,8 @@ class Schedule:
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
 
-    It says nothing about when: a rank does its next action as soon as its inputs are there. Whether a
-    schedule can be played at all, `pipeline.schedule.validate` tells. Raises `ScheduleError` without rows, or
-    for an empty one.
+    It has no times: a rank starts its next action as soon as its inputs are ready. `pipeline.validate` checks
+    that a schedule can be played. Raises `ScheduleError` without rows, or for an empty one.
     """
 
     rows: tuple[Row, ...]
@@ -44,8 +43,8 @@ class Schedule:
     def parse(cls, text: str, name: str = "schedule") -> Schedule:
         """Read one line per rank: actions with blanks between them; `#` begins a comment.
 
-        Lines without an action are skipped. Raises `ScheduleError` with `name`, line and column (both
-        from 1) of the word that is no action.
+        It skips lines without an action. Raises `ScheduleError` with `name`, line and column (both from 1) of
+        an invalid word.
         """
         rows = []
         for number, line in enumerate(text.split("\n"), 1):
@@ -63,17 +62,17 @@ class Schedule:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks play it."""
+        """The number of ranks."""
         return len(self.rows)
 
     @cached_property
     def num_stages(self) -> int:
-        """How many stages it has: one more than the highest number of a stage."""
+        """The number of stages: one more than the highest stage."""
         return 1 + max(action.stage for row in self.rows for action in row)
 
     @cached_property
     def num_micro(self) -> int:
-        """How many micro-batches it has: one more than the highest number of one."""
+        """The number of micro-batches: one more than the highest one."""
         return 1 + max(action.micro for row in self.rows for action in row)
 
     @cached_property
@@ -85,7 +84,7 @@ class Schedule:
         return ranks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that plays `stage`. Raises `ScheduleError` for a stage that nobody plays."""
+        """The rank that plays `stage`. Raises `ScheduleError` for a stage without a rank."""
         if stage not in self._ranks:
             raise ScheduleError(
                 f"no rank plays stage {stage}",
@@ -100,7 +99,7 @@ class Schedule:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether it says when values are sent and received."""
+        """Whether it has sends and receives."""
         return any(action.kind in ("S", "R") for row in self.rows for action in row)
 
 

@@ -1,9 +1,8 @@
-"""The schedules that have a name, as pure functions of ranks, micro-batches and chunks.
+"""The named schedules, as pure functions of ranks, micro-batches and chunks.
 
-Most are a table of phases: a pattern of kinds, and how often a rank plays it. Each kind counts its
-micro-batches itself. Where a table needs more micro-batches than there are, it is written for as many as
-it needs, and those that do not exist are left out: actions on different micro-batches never need each
-other, so what is left is as right as before.
+Most are a table of phases: a pattern of kinds, and its number of repetitions. Each kind counts its own
+micro-batches. A table that needs more micro-batches than exist is written for as many as it needs, without
+the actions on missing ones: actions on different micro-batches never need each other, so the rest is valid.
 
 The drawings are those of `tutti simulate` with F = I = W = 1 and B = I + W.
 """
@@ -18,7 +17,7 @@ from tutti.errors import ScheduleError
 from tutti.pipeline.schedule.action import Action
 from tutti.pipeline.schedule.schedule import Row, Schedule
 
-# A kind, a chunk, and a micro-batch by its number among those that exist and those that do not.
+# A kind, a chunk, and the number of a micro-batch, missing ones included.
 _Slot = tuple[str, int, int]
 
 
@@ -29,7 +28,7 @@ def schedule(name: str, num_ranks: int, num_micro: int, num_chunks: int = 1) -> 
         name: a key of `SCHEDULES`: gpipe, 1f1b, interleaved, zb, zbv.
         num_ranks: ranks of the pipeline.
         num_micro: micro-batches of a step.
-        num_chunks: stages per rank, for `interleaved`; `zbv` has two whatever is given here.
+        num_chunks: stages per rank, for `interleaved`; `zbv` always has two.
 
     Raises:
         ScheduleError: an unknown name, a number below 1, chunks for a schedule of one stage per rank.
@@ -73,7 +72,7 @@ def gpipe(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule:
-    """1F1B (PipeDream-Flush, Narayanan et al., 2006.09503): a backward as soon as there is one.
+    """1F1B (PipeDream-Flush, Narayanan et al., 2006.09503): a backward as soon as one is ready.
 
         rank 0 F0 F1 F2 F3                   B0---    B1---    B2---    B3---
         rank 1    F0 F1 F2             B0--- F3 B1---    B2---    B3---
@@ -97,12 +96,12 @@ def interleaved(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule
         rank 0 0F0 0F1 0F2 2F0 2F1 2F2     2B0----     2B1----     2B2---- 0B0---- 0B1---- 0B2----
         rank 1     1F0 1F1 1F2 3F0 3B0---- 3F1 3B1---- 3F2 3B2---- 1B0---- 1B1---- 1B2----
 
-    A group of micro-batches goes through all chunks before the next group. Groups have p or a few more,
-    as equal as can be, so that m need not be a multiple of p: groups of fewer than p would leave the
-    ring of ranks empty in each round. One chunk is 1F1B.
+    A group of micro-batches passes all chunks before the next group. Groups have p micro-batches or a few
+    more, as equal as possible, so that m need not be a multiple of p: groups of fewer than p would leave the
+    ring of ranks idle in each round. One chunk is 1F1B.
 
     With m >= p idle (p-1)(F+B)/v. With p | m and m >= 2p rank 0 keeps p + (p-1)/v micro-batches alive,
-    counted over all v chunks; where groups are larger it keeps a little more, at most m.
+    counted over all v chunks; with larger groups it keeps a few more, at most m.
     """
     if num_chunks == 1:
         return one_f_one_b(num_ranks, num_micro)
@@ -116,7 +115,7 @@ def interleaved(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule
     ]
     rows = []
     for rank in range(num_ranks):
-        # All chunks but the last, and for each rank behind it a forward on its way and a backward back.
+        # All chunks but the last, and for each later rank one forward and one backward on the way.
         ahead = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * size
         forwards = [("F", chunk, number) for chunk, number in order]
         backwards = [("B", num_chunks - 1 - chunk, number) for chunk, number in order]
@@ -132,7 +131,7 @@ def interleaved(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule
 
 
 def zb(num_ranks: int, num_micro: int, num_chunks: int = 1) -> Schedule:
-    """ZB-H1 (Qi et al., 2401.10241, section 2): weight gradients wait and fill what would be idle.
+    """ZB-H1 (Qi et al., 2401.10241, section 2): delayed weight gradients fill idle time.
 
         rank 0 F0 F1 F2 F3          I0 W0 I1 W1 I2 W2 I3 W3
         rank 1    F0 F1 F2       I0 F3 I1 W0 I2 W1 I3 W2 W3
@@ -164,9 +163,9 @@ def zbv(num_ranks: int, num_micro: int, num_chunks: int = 2) -> Schedule:
         rank 0 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
         rank 1     1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
 
-    The last stage lies on rank 0 beside the first, and the turn at the last rank needs no transfer. With
+    The last stage is on rank 0 beside the first, and the turn at the last rank needs no transfer. With
     F = I = W and m >= 2p-1 idle (p-1)F/2, F over both chunks; every rank keeps at most min(m, p)
-    micro-batches alive, counted over both chunks. Fewer micro-batches are played in the same order.
+    micro-batches alive, counted over both chunks. Fewer micro-batches keep the same order.
     """
     padded = max(num_micro, 2 * num_ranks - 1)
     rows = []
@@ -210,9 +209,9 @@ def _row(stages: dict[str, int], num_micro: int, phases: Iterable[tuple[str, int
 
 
 def _grouped(num_ranks: int, num_micro: int) -> tuple[int, dict[int, int]]:
-    """Micro-batches in groups of one size, at least `num_ranks`: how many, and those that exist.
+    """Micro-batches in groups of one size, at least `num_ranks`: their number, and those that exist.
 
-    The early groups end with what does not exist, at most one each where there are several.
+    The early groups end with missing micro-batches, at most one each if there are several groups.
 
         4 ranks, 9 micro-batches:  0 1 2 3 .   4 5 6 7 8
     """

@@ -1,4 +1,4 @@
-"""Passes that add to a schedule of compute actions what they need: transfers, gathers, reductions.
+"""Passes that add transfers, gathers and reductions to a schedule of compute actions.
 
 0F0 0F1 0B0 0B1        0F0 0F0>1 0F1 0F1>1 0<1B0 0B0 0<1B1 0B1
 1F0 1B0 1F1 1B1   ->   1<0F0 1F0 1B0 1B0>0 1<0F1 1F1 1B1 1B1>0
@@ -17,11 +17,11 @@ from tutti.pipeline.schedule.schedule import Row, Schedule
 
 
 def with_transfers(schedule: Schedule, edges: Pairs | None = None) -> Schedule:
-    """`schedule` with a send right after what makes a value and a receive right before its reader.
+    """`schedule` with a send right after the maker of a value and a receive right before its reader.
 
-    Between two ranks, one way, values go in the order in which they are made. Where a rank would read
-    them in another order, a receive stands earlier: before that of the value sent next. It makes nobody
-    wait longer, since the value sent next could not come earlier anyway.
+    Values between two ranks, in one direction, keep the order of their makers. If a rank would read them in
+    another order, a receive moves up, before that of the next value sent. No rank waits longer for that,
+    since the next value could not arrive earlier anyway.
 
     Args:
         schedule: compute actions, and perhaps gathers and reductions.
@@ -29,7 +29,7 @@ def with_transfers(schedule: Schedule, edges: Pairs | None = None) -> Schedule:
             need no transfer.
 
     Raises:
-        ScheduleError: the schedule has transfers already, lacks an action or has one twice.
+        ScheduleError: the schedule already has transfers, lacks an action or repeats one.
     """
     if schedule.has_transfers:
         raise ScheduleError(
@@ -84,9 +84,9 @@ def _receives(row: Row, edges: Edges, streams: Iterable[list[Action]]) -> list[l
 
 
 def with_reductions(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
-    """`schedule` with a reduction `A` right after what makes the last weight gradients of each stage.
+    """`schedule` with a reduction `A` right after the last weight gradients of each stage.
 
-    `stages` are those that need one, by default all; one that has its own already keeps it.
+    `stages` are those that need one, by default all; a stage with its own keeps it.
     """
     chosen = _lacking(schedule, "A", stages)
     return Schedule(tuple(_with_reductions(row, chosen) for row in schedule.rows))
@@ -110,7 +110,7 @@ def _with_reductions(row: Row, stages: set[int]) -> Row:
 def with_gathers(schedule: Schedule, stages: Collection[int] | None = None) -> Schedule:
     """`schedule` with a gather `G` right before the first compute action of each stage.
 
-    `stages` are those that need one, by default all; one that has its own already keeps it.
+    `stages` are those that need one, by default all; a stage with its own keeps it.
     """
     chosen = _lacking(schedule, "G", stages)
     return Schedule(tuple(_with_gathers(row, chosen) for row in schedule.rows))

@@ -1,7 +1,7 @@
-"""The one validator: whether a schedule can be played, and what it keeps alive.
+"""The validator: proves that a schedule can be played, and counts its live micro-batches.
 
 1. every action once, each stage on one rank (`complete.py`)
-2. every action after what it needs: in its own row, or behind a receive
+2. every action after those that it needs: in its own row, or after a receive
 3. sends and receives matched, each stream in order
 4. all ranks reach their end (`progress.py`)
 """
@@ -24,7 +24,7 @@ from tutti.pipeline.schedule.transfers import with_transfers
 
 @dataclass(frozen=True)
 class Report:
-    """What the validator found out about a schedule that is right.
+    """The validator's report on a valid schedule.
 
     schedule: the schedule with its transfers.
     peak_live: per rank, the most micro-batches that wait for their weight gradients, over its stages.
@@ -39,18 +39,18 @@ class Report:
 def validate(
     schedule: Schedule, edges: Pairs | None = None, *, blocking_sends: bool = False
 ) -> Report:
-    """Show that `schedule` can be played: every action once, after its inputs, and nobody waits forever.
+    """Check that `schedule` can be played: every action once, after its inputs, without a deadlock.
 
-    Between two ranks, one way, there is one stream that keeps its order. A send is posted and its rank
-    goes on; a receive waits. A schedule without transfers gets them from `with_transfers`.
+    Between two ranks, in one direction, one stream keeps its order. A send is posted and its rank
+    continues; a receive waits. A schedule without transfers gets them from `with_transfers`.
 
     Args:
         schedule: compute actions, with or without transfers, gathers and reductions.
         edges: pairs (maker, reader) of stages; by default each stage feeds the next.
-        blocking_sends: a send, too, waits until it is received, as where streams have no buffer.
+        blocking_sends: a send, too, waits for its receive, as with streams without a buffer.
 
     Raises:
-        ScheduleError: which action, where, why, and what to change.
+        ScheduleError: names the action, its position, the reason and a fix.
     """
     check_complete(schedule)
     found = Edges(schedule, edges)
@@ -76,9 +76,9 @@ def validate(
 
 
 def _check_order_on_rank(schedule: Schedule, rank: int, edges: Edges) -> None:
-    """Each action of a row stands after what it needs of the same row."""
+    """Check that each action of a row follows those of the row that it needs."""
     row = schedule.rows[rank]
-    # Weights may be gathered again later: the first gather counts.
+    # Later gathers may repeat: the first one counts.
     positions = {action: i for i, action in reversed(list(enumerate(row)))}
     for i, action in enumerate(row):
         for need in _needs(action, row, edges):
@@ -92,7 +92,7 @@ def _check_order_on_rank(schedule: Schedule, rank: int, edges: Edges) -> None:
 
 
 def _needs(action: Action, row: Row, edges: Edges) -> list[Action]:
-    """What must be done before `action`, where it is done by the same rank at all."""
+    """The actions that must precede `action`, if the same rank has them."""
     if action.computes:
         return [*edges.needs(action), Action("G", action.stage)]
     if action.kind == "S":
@@ -103,7 +103,7 @@ def _needs(action: Action, row: Row, edges: Edges) -> list[Action]:
 
 
 def _check_transfers(schedule: Schedule, edges: Edges) -> None:
-    """What has to be moved between ranks is, once, and nothing else."""
+    """Check that exactly the necessary values move between ranks, once each."""
     computed = [a for row in schedule.rows for a in row if a.computes]
     due = {
         Action.send(made, stage)
@@ -156,7 +156,7 @@ def _missing(schedule: Schedule, action: Action, other: Position | None) -> Sche
 
 
 def _check_received(schedule: Schedule, edges: Edges) -> None:
-    """What another rank makes is received before it is read."""
+    """Check that each value of another rank is received before its reader."""
     for rank, row in enumerate(schedule.rows):
         positions = {action: i for i, action in enumerate(row)}
         for i, action in enumerate(row):
@@ -172,7 +172,7 @@ def _check_received(schedule: Schedule, edges: Edges) -> None:
 
 
 def _check_streams(schedule: Schedule) -> None:
-    """Between two ranks, one way, values are received in the order in which they are sent."""
+    """Check that values between two ranks, in one direction, are received in the order of their sends."""
     sent: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
     for rank, row in enumerate(schedule.rows):

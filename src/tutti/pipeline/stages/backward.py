@@ -1,10 +1,10 @@
-"""Which stage each node of the backward belongs to: the last one that has what it reads.
+"""The stage of each node of the backward: the last one that has its operands.
 
     forward   x1 = f(x0) | x2 = g(x1)          x1 crosses from stage 0 to stage 1
     backward  stage 1: reads x1, g2 -> g1      stage 0: reads x0, g1 -> g0
 
-What is recomputed for the backward belongs where it was computed at first, and its readers where they would
-belong if they read that.
+A recomputed node belongs to the stage of its original, and its readers to the stage of readers of the
+original.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Backward:
     """Assigns the nodes `rest` of the backward, given the stages of those of the forward.
 
     Args:
-        free: nodes that belong to no stage.
+        free: nodes without a stage.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Backward:
     def _has(
         self, x: fx.Node, has: Mapping[fx.Node, set[int]], stage: Mapping[fx.Node, int]
     ) -> set[int] | None:
-        """The stages that have `x`; None where every stage can."""
+        """The stages that have `x`; None if every stage can."""
         if x in has:
             return has[x]
         if self.moments.when[x] != BEFORE:
@@ -89,7 +89,7 @@ class Backward:
         return found
 
     def state_behind(self, x: fx.Node) -> frozenset[fx.Node]:
-        """The state tensors that a value from before the micro-batches is made of."""
+        """The state tensors on which a value from before the micro-batches depends."""
         if self.moments.when.get(x) != BEFORE or x not in self.moments.stateful:
             return frozenset()
         if x not in self._behind:
@@ -104,7 +104,7 @@ class Backward:
 
 
 def backward_of(during: list[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
-    """What is not of the forward, or depends on what is not."""
+    """The nodes outside of the forward, and their descendants."""
     found: set[fx.Node] = set()
     for node in during:
         inside = node.meta.get("region", "forward") == "forward" and RECOMPUTED not in node.meta

@@ -1,10 +1,10 @@
-"""Cuts what runs once a micro-batch into stages, by the order of nodes and what they cost.
+"""Cuts the nodes that run once a micro-batch into stages, by their order and cost.
 
-The forward is a list of nodes, cut at a few positions; module trees play no part in it. `backward.py` says
-where the backward belongs.
+The forward is a list of nodes, cut at a few positions, regardless of module trees. `backward.py` assigns the
+nodes of the backward.
 
-What depends on inputs alone (masks, positions, dropout) belongs to no stage: each works it out where it is
-needed. Where to cut is chosen so that the slowest stage, with what it sends, takes the least time.
+Values that depend on inputs alone (masks, positions, dropout) belong to no stage: each stage computes them
+itself. The choice of cuts minimizes the time of the slowest stage, its sends included.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tutti.pipeline.micro_batches.moments import Moments
 from tutti.pipeline.stages.backward import Backward, backward_of
 from tutti.pipeline.stages.recomputed import read_what_is_there
 
-# How much dearer the forward of a node is with its backward.
+# The cost of a node's forward and backward, relative to its forward.
 FORWARD_AND_BACKWARD = 3.0
-# Positions to cut at that are looked at, for each stage.
+# Candidate positions of cuts, per stage.
 CANDIDATES = 24
-# A small graph is tried in every way: so many nodes may be put into stages for that.
+# The most assignments of nodes to try for an exhaustive search of a small graph.
 TRIED_NODES = 200_000
 _MOVED_BYTES = RATES["cpu"].bytes
 
@@ -38,7 +38,7 @@ _MOVED_BYTES = RATES["cpu"].bytes
 class Stages:
     """The stage of each node that runs once a micro-batch and belongs to one.
 
-    `forward` are the nodes of the forward, `free` those that belong to no stage.
+    `forward` are the nodes of the forward, `free` those without a stage.
     """
 
     num_stages: int
@@ -64,10 +64,10 @@ def cut(
     """Cut into `num_stages` stages.
 
     Args:
-        moments: which nodes run once a micro-batch.
-        names: where each stage but the first begins: patterns of module names. Chosen by cost if empty.
-        homes: the stages at the pipeline rank that keeps a state tensor, by name, where an earlier program
-            has settled that.
+        moments: the nodes that run once a micro-batch.
+        names: patterns of module names at which each stage but the first begins. Chosen by cost if empty.
+        homes: by name of a state tensor, the stages at the pipeline rank that keeps it, if an earlier
+            program has assigned it.
 
     Raises:
         LayoutError: fewer nodes than stages, or a name that no module has.
@@ -105,7 +105,7 @@ class _StageCutter:
             raise LayoutError(f"cannot cut the step into {num_stages} stages", why=why, fix=fix)
 
     def stages(self, cuts: Sequence[int]) -> Stages:
-        """Every node's stage where stage k + 1 begins at forward node `cuts[k]`."""
+        """Every node's stage if stage k + 1 begins at forward node `cuts[k]`."""
         found = Stages(self.num_stages, forward=set(self.forward), free=set(self.free))
         bounds = [0, *cuts, len(self.forward)]
         for stage, (low, high) in enumerate(pairwise(bounds)):
@@ -114,7 +114,7 @@ class _StageCutter:
         return found
 
     def named(self, names: Sequence[str]) -> list[int]:
-        """The positions where modules of these names begin."""
+        """The positions at which modules of these names begin."""
         if len(names) != self.num_stages - 1:
             raise LayoutError(
                 f"cut= has {len(names)} names for {self.num_stages} stages",
@@ -139,9 +139,9 @@ class _StageCutter:
         return found
 
     def at_homes(self, homes: Mapping[str, frozenset[int]]) -> list[int]:
-        """Cut where the state of the next stage is first read.
+        """Cut at the first read of the next stage's state.
 
-        State lives at the first stage that reads it, so later reads say nothing.
+        The first stage that reads state keeps it, so later reads do not count.
         """
         first = [len(self.forward)] * self.num_stages
         reached, seen = 0, set[str]()
@@ -157,7 +157,7 @@ class _StageCutter:
         return first[1:]
 
     def balanced(self) -> list[int]:
-        """The cuts after which the slowest stage takes least."""
+        """The cuts with the fastest slowest stage."""
         positions = self._thin_positions()
         if len(positions) < self.num_stages - 1:
             positions = list(range(1, len(self.forward)))
@@ -195,7 +195,7 @@ class _StageCutter:
 
     @cached_property
     def crossing(self) -> list[int]:
-        """For each forward node the bytes that cross where a stage begins with it."""
+        """For each forward node the bytes that cross a cut right before it."""
         change = [0] * (len(self.forward) + 1)
         for i, node in enumerate(self.forward):
             ends = [self.position[u] for u in node.users if u in self.position]
@@ -209,7 +209,7 @@ class _StageCutter:
         return found
 
     def _thin_positions(self) -> list[int]:
-        """Where little crosses: the thinnest position of each of many stretches of like cost."""
+        """The position of fewest crossing bytes in each of many stretches of equal cost."""
         total = sum(self.seconds[n] for n in self.forward)
         stretch = total / (CANDIDATES * self.num_stages)
         best: dict[int, int] = {}
@@ -222,7 +222,7 @@ class _StageCutter:
         return sorted(best.values())
 
     def _first_guess(self, positions: list[int]) -> list[int]:
-        """Equal shares of the forward's cost."""
+        """The cuts into equal shares of the forward's cost."""
         total = sum(self.seconds[n] for n in self.forward)
         before, sofar = [], 0.0
         for node in self.forward:

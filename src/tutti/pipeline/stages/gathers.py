@@ -1,7 +1,7 @@
-"""What is gathered of weights that ranks keep in parts (`zero=3`), and when.
+"""The gathers of weights that ranks keep in parts (`zero=3`), and their times.
 
-With stages, the action `G` of a stage gathers all its weights; the schedule says where in the row, and how
-often. Without stages each micro-batch gathers a weight where it needs it, so that no rank holds all of them.
+With stages, the action `G` of a stage gathers all its weights, at its positions in the schedule's row.
+Without stages each micro-batch gathers a weight at its use, so that no rank holds all of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tutti.pipeline.micro_batches.over_time import MICRO
 
 
 def gathered(moments: Moments) -> set[fx.Node]:
-    """What is made of gathered weights, and of nothing that the batch has a part in."""
+    """The nodes that depend on gathered weights, and not on the batch."""
     early = {total for level in moments.early for total in level}
     found: set[fx.Node] = set()
     for node in moments.graph.nodes:
@@ -30,7 +30,7 @@ def _gathers(node: fx.Node) -> bool:
 
 
 def gather_once(moments: Moments) -> None:
-    """Let the forward and the backward read one gathered weight: between them it is kept anyway."""
+    """Let the forward and the backward read one gathered weight, which stays between them anyway."""
     first: dict[str, fx.Node] = {}
     found = gathered(moments)
     for node in list(moments.graph.nodes):

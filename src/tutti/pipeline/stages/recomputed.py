@@ -1,7 +1,7 @@
-"""Values of the forward that are recomputed for the backward, where a stage has the first ones.
+"""Recomputed values of the forward, in stages that already have the originals.
 
 stage 0   x1 = f(x0)    recomputed as r1 for the backward of stage 0
-stage 1   reads x1, which has come from stage 0: its backward reads x1, too, never r1
+stage 1   reads x1, received from stage 0: its backward reads x1, too, never r1
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from tutti.pipeline.micro_batches.moments import Moments
 
 
 def originals(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """By recomputed node the one that computed the same value at first, where that is still there."""
+    """Map each recomputed node to its original in the forward, if that still exists."""
     named = {n.name: n for n in graph.nodes}
     again = ((n, named.get(n.meta[RECOMPUTED])) for n in graph.nodes if RECOMPUTED in n.meta)
     return {n: first for n, first in again if first is not None}
 
 
 def read_what_is_there(moments: Moments, stage: dict[fx.Node, int]) -> None:
-    """Let later stages read what has come to them in the forward; drop recomputed values without a reader."""
+    """Let later stages read values received in the forward; drop recomputed values without a reader."""
     found = originals(moments.graph)
     for node, first in found.items():
         if node not in stage or first not in stage:

@@ -1,14 +1,14 @@
-"""The pieces of a step that run once a micro-batch: which nodes stand in which part, and what passes between.
+"""The parts of a step that run once a micro-batch: their nodes, and the values that pass between them.
 
     F   forward of a stage         B   its backward, or in two halves
-    I   what other stages wait for: gradients of the stage's inputs
+    I   gradients of the stage's inputs, for which other stages wait
     W   the rest: gradients of its weights
 
-and of those that run once a step, for all of them:
+and the parts that run once a step, for all micro-batches:
 
     G   gathers the stage's weights         A   reduces its gradients over ranks
 
-A step that is not cut into stages is one part, `B`, forward and backward in one.
+A step without stages is one part, `B`, forward and backward in one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Key = tuple[int, str]
 class Parts:
     """The parts of all stages.
 
-    members: the nodes of each part, in order; what is free stands in each stage that needs it.
-    given: what each part reads from before the loop.
-    messages: by (sending stage, kind, receiving stage) the values that go there.
-    results: what comes out of each stage: sums over the micro-batches, or what is reduced of them.
+    members: the nodes of each part, in order; free nodes are in each stage that needs them.
+    given: the values from before the loop that each part reads.
+    messages: the values sent, by (sending stage, kind, receiving stage).
+    results: the results of each stage: sums over the micro-batches, or their reductions.
     """
 
     parts: dict[Key, LoopPart] = field(default_factory=dict)
@@ -59,7 +59,7 @@ def parts_of(moments: Moments, stages: Stages, *, halves: bool = False) -> Parts
 
 
 def early_part(moments: Moments, total: fx.Node) -> tuple[LoopPart, list[fx.Node]]:
-    """The part whose sum is `total`, which is early; and what it reads from before."""
+    """The part of the early sum `total`, and the values from before that it reads."""
     source: fx.Node = total.args[0]  # type: ignore[assignment]
     nodes = ancestors([source], lambda n: moments.when[n] == DURING)
     given = _read_from_outside(nodes, moments)
@@ -79,7 +79,7 @@ class _StagePartsWriter:
             gather_once(moments)
         self.gathered = gathered(moments)
         self.order = {n: i for i, n in enumerate(moments.graph.nodes)}
-        self.first: dict[tuple[int, fx.Node], str] = {}  # which part of a stage makes a value
+        self.first: dict[tuple[int, fx.Node], str] = {}  # the part of a stage that makes a value
 
     def write(self) -> Parts:
         kind_of = self._kinds()
@@ -90,14 +90,14 @@ class _StagePartsWriter:
         for key, read in reads.items():
             for x in read:
                 self._supply(x, key, outputs)
-        # In the order in which they are there.
+        # In the order in which they are ready.
         for (stage, kind, _), names in self.made.messages.items():
             names.sort(key=lambda x: (self.first[stage, x] != kind, self.order[x]))
         sums: dict[Key, list[tuple[fx.Node, fx.Node]]] = {key: [] for key in self.made.members}
         for total in self.moments.sums:
             source: fx.Node = total.args[0]  # type: ignore[assignment]
             sums[self.made.home_of(source)].append((total, source))
-        for made in sums.values():  # those that may be added to in place come first
+        for made in sums.values():  # sums that allow in-place addition come first
             made.sort(key=lambda pair: pair[0].args[2:] != ("sum",))
         whole: dict[int, dict[fx.Node, None]] = {}
         for key, nodes in self.made.members.items():
@@ -144,7 +144,7 @@ class _StagePartsWriter:
         return found
 
     def _is_awaited(self, node: fx.Node) -> bool:
-        """Whether the backward of another stage reads what this stage's backward makes."""
+        """Whether the backward of another stage reads this value of this stage's backward."""
         stage = self.stages.stage
         mine = stage[node]
         return node not in self.stages.forward and any(
@@ -157,7 +157,7 @@ class _StagePartsWriter:
             if stage == 0 and kind == self.kinds[0]:
                 own += [s for t in self.moments.sums if (s := t.args[0]) in self.stages.free]  # type: ignore[misc]
             nodes = ancestors(own, lambda n: n in self.stages.free)
-            if self.single:  # each micro-batch gathers its weights where it needs them
+            if self.single:  # each micro-batch gathers a weight at its use
                 nodes = ancestors(nodes, self.gathered.__contains__)
             nodes = {n for n in nodes if (stage, n) not in self.first}
             for n in nodes:
@@ -165,7 +165,7 @@ class _StagePartsWriter:
             self.made.members[stage, kind] = sorted(nodes, key=self.order.__getitem__)
 
     def _reads(self, key: Key) -> list[fx.Node]:
-        """The values of the same micro-batch that a part takes from other parts."""
+        """The values of the same micro-batch that a part reads from other parts."""
         own = set(self.made.members[key])
         found = dict.fromkeys(
             x
@@ -176,7 +176,7 @@ class _StagePartsWriter:
         return list(found)
 
     def _supply(self, x: fx.Node, key: Key, outputs: dict[Key, dict[fx.Node, None]]) -> None:
-        """Let the part that makes `x` give it out, and send it where another stage reads it."""
+        """Let the part that makes `x` return it, and send it if another stage reads it."""
         stage, kind = key
         near = self.first.get((stage, x))
         if near is not None:
@@ -185,7 +185,7 @@ class _StagePartsWriter:
         source = self.stages.stage[x]
         made = self.first[source, x]
         outputs[source, made][x] = None
-        # What the forward of a later stage has made comes with that stage's gradients.
+        # A value of the forward of a later stage arrives with that stage's gradients.
         sent = made if made == "F" and (source < stage or kind == "F") else self.kinds[1]
         names = self.made.messages.setdefault((source, sent, stage), [])
         if x not in names:
@@ -223,9 +223,9 @@ def _part(
 
 
 def _own_memory(graph: fx.Graph, kept: list[fx.Node], summed: list[fx.Node]) -> list[fx.Node]:
-    """`summed`, each in memory of its own: the first one becomes the sum, and is added to where it lies.
+    """`summed`, each in memory of its own: the first one becomes the total, and grows in place.
 
-    A view is copied, and what is kept for other parts.
+    Copies views, and values kept for other parts.
     """
     roots = roots_of(graph)
     taken = {roots.get(x) for x in kept}
@@ -248,7 +248,7 @@ def _in_order(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
 
 
 def fake_of(node: fx.Node) -> Tensor:
-    """The fake value of a node that travels."""
+    """The fake value of a node in a message."""
     val = node.meta["val"]
     assert isinstance(val, Tensor), f"{node} is no tensor"
     return val

@@ -1,4 +1,4 @@
-"""What is reduced over ranks of the sums of a stage, as soon as they are complete: its action `A`.
+"""The reductions over ranks of a stage's sums, right after these are complete: its action `A`.
 
 %s = all_reduce(%g, micro)               W of the last micro-batch
 %r = reduce_scatter(%s, data)       ->   A        %s -> %r
@@ -15,7 +15,7 @@ from tutti.pipeline.micro_batches.over_time import sums_over_time
 
 
 def reductions(moments: Moments) -> dict[fx.Node, list[fx.Node]]:
-    """By sum what follows it up to the last collective, where that depends on this sum alone."""
+    """By sum the nodes after it up to the last collective that depends on this sum alone."""
     found = {total: _chain(total, moments) for total in moments.sums if _is_added(total)}
     return {total: chain for total, chain in found.items() if chain}
 

@@ -1,4 +1,4 @@
-"""A gradient to which several stages add, such as that of a tied weight.
+"""Gradients with terms from several stages, such as that of a tied weight.
 
     sum(a + b)              ->  sum(a) + sum(b)
     sum(scatter(a + b))     ->  sum(scatter(a)) + sum(scatter(b))
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def add_apart(moments: Moments, stages: Stages, total: fx.Node) -> bool:
-    """Let each stage add its part of `total` up, and one addition follow the loop; whether that was to do."""
+    """Let each stage sum its part of `total`, and add these after the loop; return whether that applied."""
     chain, made = _linear_from(total)
     if made.target is not aten.add.Tensor or len(made.users) != 1 or total.args[2:] != ("sum",):
         return False
@@ -38,7 +38,7 @@ def add_apart(moments: Moments, stages: Stages, total: fx.Node) -> bool:
 
 
 def _linear_from(total: fx.Node) -> tuple[list[fx.Node], fx.Node]:
-    """The linear ops whose result is summed, the last one first, and what they begin with."""
+    """The linear ops before the sum, the last one first, and their first operand."""
     chain, made = list[fx.Node](), total.all_input_nodes[0]
     while is_linear(made) and len(made.users) == 1 and len(made.all_input_nodes) == 1:
         chain.append(made)
@@ -52,7 +52,7 @@ class _Apart:
         self.graph = moments.graph
 
     def sum_of(self, x: fx.Node, chain: list[fx.Node]) -> fx.Node:
-        """The sum of what `chain` makes of `x`, at the stage of `x`."""
+        """The sum of `chain` applied to `x`, at the stage of `x`."""
         stage = self.stages.stage[x]
         for op in reversed(chain):
             x = self._call(op.target, (x, *op.args[1:]), op, DURING)
@@ -63,7 +63,7 @@ class _Apart:
         return made
 
     def add(self, apart: list[fx.Node]) -> None:
-        """Put both sums in the place of `total`."""
+        """Replace `total` by the addition of the sums."""
         both = self._call(aten.add.Tensor, tuple(apart), self.total, AFTER)
         self.total.replace_all_uses_with(both)
 
