@@ -1,1 +1,1 @@
-"""What a program will take, told before it runs."""
+"""Predicted memory and time of a program."""

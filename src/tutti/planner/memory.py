@@ -1,12 +1,11 @@
-"""The most memory that one call of a program takes on each rank, predicted from its graph.
+"""The peak of memory of one call of a program on each rank, predicted from its graph.
 
-    held at a node  =  state, batch, constants              whoever calls holds these
-                    +  what was made and is needed yet      by storage: views share, in-place ops reuse
-                    +  what its kernel borrows
+    held at a node  =  state, batch, constants              held by the caller
+                    +  live values                          by storage: views share, in-place ops reuse
+                    +  scratch memory of its kernel
 
-The graph is walked as it will run, after every pass. `graph.analysis.storage` finds what an op makes,
-`graph.analysis.scratch` knows what it borrows, `graph.analysis.loop_memory` what a loop over micro-batches
-holds.
+It reads the final graph, after every pass. `graph.storage` gives the memory that an op allocates,
+`graph.scratch` its scratch memory, `graph.loop_memory` the memory of a loop over micro-batches.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
 
-# How many of the largest values at the peak are named.
+# The number of largest values at the peak to name.
 NUM_LARGEST = 5
 
 
 @dataclass(frozen=True)
 class Held:
-    """A value that is held at the peak: its name, local shape, bytes, kind and the user's line."""
+    """A value held at the peak: its name, local shape, bytes, kind and the user's line."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,15 +49,15 @@ class Held:
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Bytes that one rank holds at the peak of a call, where that is, and what the bytes are.
+    """The peak of a call in bytes on one rank, its position, and its kinds of bytes.
 
-    `peak_nbytes` is the sum of the four kinds; `call_nbytes` of it come and go with the call.
+    `peak_nbytes` is the sum of the four kinds; `call_nbytes` is its part allocated and freed by the call.
 
-    state_nbytes: parameters, buffers and slots, and new values of them that do not overwrite the old.
-    gradient_nbytes: what the backward made and the update reads.
-    activation_nbytes: what the forward made, or what was recomputed of it for the backward.
-    other_nbytes: the batch, constants, what the backward and the update hold for a while, and what
-        kernels borrow.
+    state_nbytes: parameters, buffers and slots, and their new values that do not overwrite the old.
+    gradient_nbytes: results of the backward that the update reads.
+    activation_nbytes: results of the forward, and their recomputation for the backward.
+    other_nbytes: the batch, constants, intermediate values of the backward and the update, and scratch
+        memory of kernels.
     largest: the largest values held at the peak that are not state.
     """
 
@@ -75,11 +74,11 @@ class PeakMemory:
 
 
 def predict(program: Program, graph: fx.Graph | None = None) -> PeakMemory:
-    """The peak of one call of `program`, on the rank that holds most.
+    """The peak of one call of `program`, on the rank with the highest one.
 
-    `graph` is the program's graph as it is to run; by default after every pass of `passes.pass_table`, with
-    all state that the step updates overwritten in place. Of a program that is yet to be split in time,
-    the pipeline rank that holds most counts.
+    `graph` is the program's final graph; by default that after every pass of `passes.pass_table`, with all
+    updated state overwritten in place. For a program before its split in time, the pipeline rank with the
+    highest peak counts.
     """
     if graph is None and program.layout.in_time and not _has_loop(program.graph):
         return max(predict_pipe_ranks(in_time(program)), key=lambda memory: memory.peak_nbytes)
@@ -92,7 +91,7 @@ def predict(program: Program, graph: fx.Graph | None = None) -> PeakMemory:
     inside = peak_inside(at, storages.mode)
     made = _live_at(at, graph, storages)
     live: list[StorageBlock | HeldMemory] = [*storages.given(), *made]
-    if inside is not None:  # the sums that the loop returns are among the pieces
+    if inside is not None:  # the pieces include the sums that the loop returns
         live = [b for b in live if b.node is not at] + list(inside.pieces)
     nbytes: Counter[str] = Counter()
     for block in live:
@@ -126,7 +125,7 @@ def _has_loop(graph: fx.Graph) -> bool:
 
 
 def _live_at(at: fx.Node, graph: fx.Graph, storages: Storages) -> Iterable[StorageBlock]:
-    """The blocks that the call has made by `at` and not given back."""
+    """The blocks that the call has allocated by `at` and not freed."""
     freed = last_holders(graph, storages)
     live: dict[StorageBlock, None] = {}
     for node in graph.nodes:
@@ -139,7 +138,7 @@ def _live_at(at: fx.Node, graph: fx.Graph, storages: Storages) -> Iterable[Stora
 
 
 class _Kinds:
-    """Which of the four kinds a block is, and how its value is called."""
+    """The kind of each block, of the four, and the name of its value."""
 
     def __init__(self, graph: fx.Graph, storages: Storages) -> None:
         output = graph.output_node()
@@ -165,14 +164,14 @@ class _Kinds:
         return "gradient" if self._is_gradient(block) else "other"
 
     def _is_gradient(self, block: StorageBlock) -> bool:
-        """Whether the backward made it, or a collective of what it made, and the update reads it."""
+        """Whether the update reads it, and the backward made it, directly or through a collective."""
         moved = block.node.meta.get("value", block.node)
         end = self.ends.get(block)
         into_update = end is not None and end.meta.get("region") == "update"
         return into_update and moved.meta.get("region") == "backward"
 
     def held(self, block: StorageBlock | HeldMemory) -> Held:
-        """The first value that lies in the block, in words."""
+        """The first value in the block, in words."""
         node = block.node
         if isinstance(block, StorageBlock):
             node = self.values.get(block, node)

@@ -1,11 +1,11 @@
-"""The one simulator: when each action of a schedule takes place, who is idle, what is held.
+"""The simulator: the times of a schedule's actions, idle time, and memory.
 
     start of an action  =  the later of   the end of the one before it in its row
-                                          the arrival of what it receives
+                                          the arrival of the value that it receives
     start of a transfer =  the later of   the end of the action that made the value
                                           the end of the transfer before it in its stream
 
-A stream leads from one rank to another, keeps its order, and takes no time of either rank's row.
+A stream leads from one rank to another, keeps its order, and takes no time in either rank's row.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tutti.errors import ScheduleError
-from tutti.pipeline.schedule.action import Action
-from tutti.pipeline.schedule.edges import Pairs
-from tutti.pipeline.schedule.live import peak_held
-from tutti.pipeline.schedule.progress import playing_order
-from tutti.pipeline.schedule.schedule import Schedule
-from tutti.pipeline.schedule.validate import validate
+from tutti.pipeline.schedule.schedule.action import Action
+from tutti.pipeline.schedule.schedule.edges import Pairs
+from tutti.pipeline.schedule.schedule.live import peak_held
+from tutti.pipeline.schedule.schedule.progress import playing_order
+from tutti.pipeline.schedule.schedule.schedule import Schedule
+from tutti.pipeline.schedule.schedule.validate import validate
 
-# Seconds by kind (str), by (stage, kind), or by `Action`; the keys may be mixed, which no type of a
-# mapping says without refusing a plain dict[str, float].
+# Seconds by kind (str), by (stage, kind), or by `Action`; keys may be mixed, and no mapping type allows
+# that together with a plain dict[str, float].
 Costs = Mapping[Any, float]
 
 
 class Span(NamedTuple):
-    """An action and when it takes place, in seconds from the start of the step."""
+    """An action with its start and end, in seconds from the start of the step."""
 
     action: Action
     start: float
@@ -39,15 +39,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as it was simulated.
+    """A simulated step.
 
-    schedule: what was played, with its transfers.
+    schedule: the schedule with its transfers.
     rows: per rank the spans of its compute actions, gathers and reductions, in order.
-    transfers: the spans of all sends; a span's end is when the value is there.
+    transfers: the spans of all sends; a span ends at the arrival of the value.
     seconds: from the first start to the last end.
-    idle_seconds: per rank, the part of `seconds` in which it has nothing to do.
+    idle_seconds: per rank, the part of `seconds` without work.
     peak_live: per rank, the most micro-batches held, over its stages.
-    peak_nbytes: per rank, the most bytes held for them; 0 where no bytes were given.
+    peak_nbytes: per rank, the most bytes held for them; 0 without `nbytes`.
     """
 
     schedule: Schedule
@@ -60,7 +60,7 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """The share of all ranks' time in which they have nothing to do, 0 to 1."""
+        """The share of all ranks' time without work, 0 to 1."""
         total = self.seconds * len(self.rows)
         return math.fsum(self.idle_seconds) / total if total else 0.0
 
@@ -77,13 +77,13 @@ def simulate(
     """Play `schedule` on a clock.
 
     Args:
-        schedule: what `pipeline.schedule.validate` accepts, with or without transfers.
+        schedule: a schedule valid for `pipeline.validate`, with or without transfers.
         costs: seconds by kind (`{"F": 1.0, "I": 1.0, "W": 1.0}`), by (stage, kind) or by `Action`; the
-            most exact one counts. `B` is I + W where it is not given, gathers and reductions are 0.
-        transfer_seconds: what a value takes from rank to rank, or that by (maker, reader) stages.
+            most exact one counts. `B` is I + W by default, gathers and reductions are 0.
+        transfer_seconds: of a value from rank to rank, for all, or by (maker, reader) stages.
         edges: pairs (maker, reader) of stages; by default each stage feeds the next.
-        nbytes: what each stage keeps of a micro-batch from F to W.
-        freed_nbytes: how much of that I gives back already.
+        nbytes: the bytes that each stage keeps of a micro-batch from F to W.
+        freed_nbytes: the part of them that I frees already.
 
     Raises:
         ScheduleError: the schedule cannot be played, or a cost is missing, negative or not finite.

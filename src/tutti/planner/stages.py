@@ -1,9 +1,9 @@
-"""What the stages of a pipeline will take, and what pipeline ranks send each other, told before they run.
+"""The predicted time of the stages of a pipeline, and the messages between pipeline ranks.
 
-    seconds of a part      =  sum of its nodes' (`graph.analysis.cost`)
+    seconds of a part      =  sum over its nodes (`graph.cost`)
     seconds of a message   =  its bytes / the rate of the link
 
-Only the ratios of these count: they say whether stages are balanced, and whether a cut pays.
+Only their ratios count: they show whether stages are balanced, and whether a cut pays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
-from tutti.pipeline.schedule.action import COMPUTE
+from tutti.pipeline.schedule.schedule.action import COMPUTE
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulator import Timeline, simulate
 
@@ -30,8 +30,8 @@ LINKS = {"cpu": RATES["cpu"].bytes, "cuda": 5e10}
 class Stage:
     """One stage: its pipeline rank, its modules, and the seconds of its parts for one micro-batch.
 
-    `G` and `A`, where there are such parts, are those of a step. A module that several stages share in is
-    named "part of" it. `source` is the line that begins the stage.
+    Parts `G` and `A`, if any, count per step. A module split over several stages appears as "part of" it.
+    `source` is the line that begins the stage.
     """
 
     number: int
@@ -48,10 +48,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Message:
-    """What one pipeline rank sends another, `times` a step: its values and bytes each time, from which line.
+    """A message between two pipeline ranks, `times` a step: its values, its bytes each time, and its line.
 
-    edge: the sending and the receiving stage; within a loop. pipe_ranks: theirs. kind: what the
-    sending stage has done, `F`, `B` or `I`; "" outside of the loop.
+    edge: the sending and the receiving stage; within a loop. pipe_ranks: theirs. kind: the action of the
+    sending stage that made it, `F`, `B` or `I`; "" outside of the loop.
     """
 
     kind: str
@@ -88,9 +88,9 @@ class Forecast:
         return simulate(schedule, costs, transfer_seconds=transfers, edges=sorted(transfers))
 
     def dear_cuts(self) -> Iterator[str]:
-        """A sentence for each cut that takes longer to cross, each micro-batch, than it saves.
+        """A sentence for each cut whose messages, per micro-batch, take longer than it saves.
 
-        A cut saves at most the shorter of the stages on its two sides: without it, one rank would do both.
+        A cut saves at most the shorter of its two stages: without it, one rank would run both.
         """
         for before, after in zip(self.stages, self.stages[1:], strict=False):
             over = [
@@ -108,7 +108,7 @@ class Forecast:
 
 
 def forecast(made: Timed) -> Forecast:
-    """What a program that is split in time will take."""
+    """The forecast of a program split in time."""
     device = next((v.device.type for b in made.bodies for v in b.vals.values()), "cpu")
     stages = tuple(_stage(made, s) for s in range(made.schedule.num_stages))
     return Forecast(made, stages, tuple(_messages(made)), LINKS.get(device, LINKS["cpu"]))
@@ -132,7 +132,7 @@ def _is(made: Timed, node: fx.Node, number: int) -> bool:
 
 
 def _modules(made: Timed, number: int) -> Iterator[str]:
-    """The outermost modules that lie in a stage alone, in order; and those of which a part lies in it."""
+    """The outermost modules inside of a stage, in order; and those with a part in it."""
     stages: dict[str, set[int]] = {}
     for node, stage in made.stages.stage.items():
         if node in made.stages.forward:
