@@ -1,4 +1,4 @@
-"""The private names of PyTorch that tutti needs: every one is reached through here, and has a contract test.
+"""The private names of PyTorch that tutti needs: all imports go through here, with a contract test each.
 
-Each entry says why tutti needs it, and after "public:" which public API could replace it.
+Each entry gives tutti's reason, and after "public:" the public API that could replace it.
 """

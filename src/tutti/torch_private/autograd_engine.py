@@ -1,4 +1,4 @@
-"""Autograd's engine: where a backward begins, which node runs, and how often a tensor was written."""
+"""Autograd's engine: the start of a backward, the running node, and the version of a tensor."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import Tensor
 _autograd: Any = torch.autograd
 _BINDINGS: Any = torch._C
 
-# `version_of(x)`: how often a tensor was written in place. Why: a change is seen without a look at values.
+# `version_of(x)`: the number of in-place writes of a tensor. Why: it shows a change without a read of values.
 # Public: none.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def are_unwritten(noted: Iterable[tuple[Tensor, int]]) -> bool:
-    """Whether each tensor still has the `version_of` that was noted with it.
+    """Whether each tensor still has the `version_of` noted with it.
 
     Why: as `version_of`, in a loop without calls. Public: none.
     """
     return all(x._version == version for x, version in noted)
 
 
-# `set_grad_enabled(mode)`: a bare call, of a third of a microsecond less than the public class.
+# `set_grad_enabled(mode)`: a bare call, a third of a microsecond faster than the public class.
 # Why: generated code switches gradients off and on at each step. Public: `torch.set_grad_enabled`.
 set_grad_enabled: Callable[[bool], None] = _BINDINGS._set_grad_enabled
 
 
-# Where each backward and each `torch.autograd.grad` calls the engine's run: owners and a name, to patch.
-# Why: a trace must know when a backward begins and ends. Public: none; hooks of a graph's nodes see each node
+# The calls of the engine by each backward and each `torch.autograd.grad`: owners and a name, to patch.
+# Why: a trace needs the start and the end of a backward. Public: none; hooks of a graph's nodes see each node
 # and no end.
 ENGINE_RUNS: tuple[tuple[Any, str], ...] = (
     (_autograd, "_engine_run_backward"),
@@ -40,7 +40,7 @@ ENGINE_RUNS: tuple[tuple[Any, str], ...] = (
 
 
 def running_node_number() -> int | None:
-    """The number of the autograd node that runs now in this thread; None outside of a backward.
+    """The number of the running autograd node of this thread; None outside of a backward.
 
     Why: it leads from an op of the backward to the forward's op. Public: none.
     """

@@ -1,4 +1,4 @@
-"""What `torch.compile` leaves around functions and modules: `torch._dynamo`."""
+"""The wrappers of `torch.compile` around functions and modules: `torch._dynamo`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 __all__ = ["OptimizedModule", "nested_traces_allowed", "plain", "plain_module"]
 
-# `OptimizedModule`: a compiled module. Why: a step is traced through the module inside. Public: none.
+# `OptimizedModule`: a compiled module. Why: a trace runs the module inside. Public: none.
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,16 +19,16 @@ from tutti.torch_private.dispatch_modes import (
 from tutti.torch_private.pytrees import tree_leaves
 
 # `local_part(x)`: the tensor that a `DTensor` holds on this rank. Why: each call of a step reads it.
-# Public: `to_local`, which is a node of autograd and a new view at each call.
+# Public: `to_local`, which makes an autograd node and a new view at each call.
 local_part: Callable[[Any], Tensor] = attrgetter("_local_tensor")
 
-# `spec_of(x)`: mesh, placements, and global shape, stride and dtype. Why: shards are made from shards at no
-# cost. Public: `DTensor.from_local`, which is a node of autograd and works all of them out again.
+# `spec_of(x)`: mesh, placements, and global shape, stride and dtype. Why: to make shards from shards at no
+# cost. Public: `DTensor.from_local`, which makes an autograd node and computes all of them again.
 spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 
 def local_parts(tensors: Sequence[Tensor], lie: Sequence[bool]) -> list[Tensor]:
-    """The tensors, with the `local_part` of those that `lie` marks; more tensors than marks stay as they are.
+    """The tensors, with the `local_part` of those marked by `lie`; tensors beyond the marks stay unchanged.
 
     Why: as `local_part`, in a loop without calls. Public: as there.
     """
@@ -39,7 +39,7 @@ def local_parts(tensors: Sequence[Tensor], lie: Sequence[bool]) -> list[Tensor]:
 def set_local_part(x: Any, part: Tensor) -> None:
     """Let a `DTensor` hold another tensor on this rank.
 
-    Why: state moves while its tensor, which users hold, stays. Public: none.
+    Why: state moves while users keep its tensor. Public: none.
     """
     x._local_tensor = part
 
@@ -73,7 +73,7 @@ class _AskingClass(TorchDispatchMode):
 
 
 def _is_asked() -> bool:
-    """Whether PyTorch asks the class of a `DTensor` for each op; 2.11 does not, and its `DTensor` says so."""
+    """Whether PyTorch asks a `DTensor`'s class for each op; 2.11 does not, and its `DTensor` shows it."""
     try:
         DTensor.__torch_dispatch__(lambda: None, ())
     except NotImplementedError:
@@ -82,10 +82,10 @@ def _is_asked() -> bool:
 
 
 class AnsweringDTensor(DTensor):
-    """A `DTensor` whose class answers each op by its `__torch_dispatch__`; functions are not overridden.
+    """A `DTensor` whose class answers each op by its `__torch_dispatch__`; it overrides no functions.
 
-    Why: PyTorch 2.11 plays the ops of every `DTensor` in C++, and asks no subclass. There each function that
-    is called with one runs in a mode that asks. Public: `__torch_dispatch__` alone, as PyTorch 2.13 reads it.
+    Why: PyTorch 2.11 runs the ops of every `DTensor` in C++, and asks no subclass. There each function called
+    with one runs in a mode that asks. Public: `__torch_dispatch__` alone, as PyTorch 2.13 reads it.
     """
 
     __slots__ = ()

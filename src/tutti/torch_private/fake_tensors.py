@@ -1,6 +1,6 @@
 """Tensors without values: `torch._subclasses`.
 
-Why: a step is traced, and a program is planned, without the memory and the time of real tensors.
+Why: traces and plans need neither the memory nor the time of real tensors.
 Public: none; `torch.device("meta")` keeps neither the device nor refuses a read value.
 """
 
@@ -28,17 +28,17 @@ __all__ = [
     "SizedFakeMode",
 ]
 
-# The logger of fakes. Why: it tells each error of a trace once more, beside the report. Public: none.
+# The logger of fakes. Why: it repeats each error of a trace, beside the report. Public: none.
 LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 class SizedFakeMode(FakeTensorMode):
     """Fakes whose sizes may be symbols.
 
-    An op that has no code of its own for fakes is worked out by one that reads sizes as whole numbers, which
-    makes constants of them: there PyTorch's Python code for it is asked.
+    For an op without code of its own for fakes, the mode's kernel reads sizes as integers, which makes
+    constants of them. This class uses PyTorch's Python code of such an op instead.
 
-    Why: `_dispatch_impl` is where the mode works out an op. Public: none.
+    Why: `_dispatch_impl` is the mode's evaluation of an op. Public: none.
     """
 
     def _dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The tables of modules: parameters, buffers, children and hooks by name, as dicts that modules look in."""
+"""The tables of modules: parameters, buffers, children and hooks by name, the modules' own dicts."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch.nn.modules import module as nn_module
 
 Table = dict[str, Any]
 
-# `parameters_of(module)`, `buffers_of(module)`, `children_of(module)`: the dicts themselves, entries that are
-# None among them. Why: each call compares what the tables hold, and state takes another tensor's place in
-# them. Public: `named_parameters(recurse=False)` and its like, which are slower, and leave out None.
+# `parameters_of(module)`, `buffers_of(module)`, `children_of(module)`: the dicts themselves, with entries of
+# None. Why: each call compares their contents, and state replaces tensors in them.
+# Public: `named_parameters(recurse=False)` and its like, which are slower, and omit None.
 parameters_of: Callable[[nn.Module], Table] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], Table] = attrgetter("_buffers")
 children_of: Callable[[nn.Module], Table] = attrgetter("_modules")
@@ -29,15 +29,15 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 
 
 def hooks_of_module(module: nn.Module) -> Iterator[Table]:
-    """The tables of a module's hooks on its forward and its backward, four.
+    """The four tables of a module's hooks on its forward and its backward.
 
-    Why: a hook added after a trace makes another trace due. Public: none.
+    Why: a hook added after a trace requires another trace. Public: none.
     """
     return (getattr(module, name) for name in _MODULE_HOOKS)
 
 
 def hooks_of_all_modules() -> Iterator[Table]:
-    """The tables of the hooks that run for every module, four.
+    """The four tables of the hooks that run for every module.
 
     Why: as `hooks_of_module`. Public: none.
     """
@@ -54,9 +54,9 @@ def hooks_of_tensor(x: Tensor) -> tuple[Table | None, Table | None]:
 
 
 def share_tensor_hooks(old: Any, new: Any) -> None:
-    """The gradient hooks on a tensor are those of the one in its place; their handles remove them still.
+    """Give a tensor's gradient hooks to its replacement; their handles still remove them.
 
-    Why: state takes another tensor's place. Public: none.
+    Why: state replaces tensors. Public: none.
     """
     for table in _TENSOR_HOOKS:
         if getattr(old, table):
@@ -64,7 +64,7 @@ def share_tensor_hooks(old: Any, new: Any) -> None:
 
 
 def renew_flat_weights(module: nn.Module) -> None:
-    """Let an LSTM, GRU or RNN read the parameters that its table has now; nothing for other modules.
+    """Let an LSTM, GRU or RNN read the current parameters of its table; no effect on other modules.
 
     Why: it keeps a list of its weights beside the table. Public: none.
     """

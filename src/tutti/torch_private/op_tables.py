@@ -1,4 +1,4 @@
-"""PyTorch's table of ops: overloads, their schemas, their kernels, and the shortest way to call one."""
+"""PyTorch's table of ops: overloads, their schemas, their kernels, and the fastest call of one."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = [
     "schema_of",
 ]
 
-# `schema_of(op)`: names and types of its arguments, and which of them it writes or gives views of.
+# `schema_of(op)`: names and types of its arguments, and those that it writes or views.
 # Why: aliasing decides what may be copied, split, or overwritten. Public: none.
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 
-# `overload_name(op)`: "Tensor" of `aten.add.Tensor`, and "default" where the schema has no name.
+# `overload_name(op)`: "Tensor" of `aten.add.Tensor`, and "default" for a schema without a name.
 # Why: to find the same overload of another op. Public: none.
 overload_name: Callable[[Any], str] = attrgetter("_overloadname")
 
-# `python_call(op)`: what `op(...)` calls after its own lookups.
+# `python_call(op)`: the function that `op(...)` calls after its own lookups.
 # Why: generated code calls ops at each step. Public: none.
 python_call: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
 
-# Functions of `torch.nn` as bound in C++, for which `torch.nn.functional` has Python around.
+# The C++ bindings of functions that `torch.nn.functional` wraps in Python.
 # Why: generated code calls them at each step. Public: `torch.nn.functional`, but slower.
 NN_BINDINGS: Any = torch._C._nn  # type: ignore[attr-defined]
 
@@ -44,7 +44,7 @@ _BINDINGS: Any = torch._C
 def all_op_names() -> list[str]:
     """The full names of all registered ops, as "aten::add.Tensor".
 
-    Why: `dir(torch.ops.aten)` lists those that somebody has used already. Public: none.
+    Why: `dir(torch.ops.aten)` lists only ops already used. Public: none.
     """
     return _BINDINGS._dispatch_get_all_op_names()
 
@@ -58,10 +58,10 @@ def has_kernel(name: str, key: str) -> bool:
 
 
 def boxed_call(op: OpOverload) -> tuple[Any, ...]:
-    """What to call for an op, and the arguments that stand before the op's own.
+    """The callable for an op, and the arguments before the op's own.
 
-    Why: the dispatcher's own call reads arguments in half the time that the overload takes. Public: the
-    overload itself, which is also what a PyTorch without the private call gets.
+    Why: the dispatcher's own call reads arguments in half the time of the overload. Public: the overload
+    itself, also the fallback for a PyTorch without the private call.
     """
     if not hasattr(_BINDINGS, "_dispatch_call_boxed"):
         return (python_call(op),)

@@ -1,4 +1,4 @@
-"""What PyTorch keeps on an optimizer: its hooks, and marks for schedulers, fused kernels and loss scaling."""
+"""PyTorch's attributes of an optimizer: hooks, and marks for schedulers, fused kernels and loss scaling."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-# Attributes that PyTorch writes on an optimizer as it steps: that it has stepped, that it has warned, that a
-# fused kernel has checked its tensors.
-# Why: they are not the user's state, and a fused step that has checked would not check a trace's tensors.
+# Attributes that PyTorch sets in an optimizer's step: that it has stepped, that it has warned, that a fused
+# kernel has checked its tensors.
+# Why: they are not the user's state, and a fused step that has checked would skip a trace's tensors.
 # Public: none.
 UNCHECKED = "_need_device_dtype_check_for_fused"
 MARKS = frozenset({"_opt_called", "_warned_capturable_if_run_uncaptured", UNCHECKED})
@@ -30,9 +30,9 @@ def mark_stepped(optimizer: Any) -> None:
 
 @contextmanager
 def stepped_mark_kept(optimizer: Any) -> Iterator[None]:
-    """After the block schedulers find the mark of `mark_stepped` as it was before.
+    """Restore the mark of `mark_stepped` after the block.
 
-    Why: a step that only makes slots is none of the user's. Public: none.
+    Why: a step that only makes slots is not the user's. Public: none.
     """
     called = getattr(optimizer, "_opt_called", None)
     try:
@@ -43,15 +43,15 @@ def stepped_mark_kept(optimizer: Any) -> Iterator[None]:
 
 
 def is_wrapped_by_scheduler(step: Any) -> bool:
-    """Whether a scheduler has put this around an optimizer's `step`.
+    """Whether this is a scheduler's wrapper of an optimizer's `step`.
 
-    Why: a copy must not step the optimizer that it is a copy of. Public: none.
+    Why: a copy must not step the original. Public: none.
     """
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """Whether hooks can hang on an optimizer: one around another may have no tables for them.
+    """Whether an optimizer accepts hooks: a wrapper of another may have no tables for them.
 
     Why: `register_step_pre_hook` fails there. Public: none.
     """
@@ -59,15 +59,15 @@ def has_hooks(optimizer: Any) -> bool:
 
 
 def hooks_of_optimizer(optimizer: Any) -> Iterator[dict[int, Any] | None]:
-    """The tables of hooks before and after an optimizer's step, two; None of one that has no tables.
+    """The two tables of hooks before and after an optimizer's step; None for one without tables.
 
-    Why: a hook added after a trace makes another trace due. Public: none.
+    Why: a hook added after a trace requires another trace. Public: none.
     """
     return (getattr(optimizer, name, None) for name in _HOOKS)
 
 
 def remove_hooks(optimizer: Any) -> None:
-    """Take all hooks off an optimizer: its tables are new ones.
+    """Remove all hooks of an optimizer: it gets new tables.
 
     Why: a copy must not run the hooks of the original. Public: none.
     """
@@ -91,19 +91,19 @@ def hooks_off(optimizer: Any) -> Iterator[None]:
             setattr(optimizer, name, table)
 
 
-# The method `(scaler, optimizer, state, *args, **options)` of `GradScaler` that steps an optimizer, or does
-# not: its class and its name, to patch.
+# The method `(scaler, optimizer, state, *args, **options)` of `GradScaler` that steps an optimizer or skips
+# it: its class and its name, to patch.
 # Why: its own choice sums Python numbers read from tensors. Public: none.
 CHOICE_OF_SCALER: tuple[Any, str] = (GradScaler, "_maybe_opt_step")
 
-# The attribute of an optimizer whose fused kernel unscales gradients and decides itself, where a `GradScaler`
-# would do both: its class and its name, to patch.
+# The attribute of an optimizer whose fused kernel unscales gradients and decides itself, in place of a
+# `GradScaler`: its class and its name, to patch.
 # Why: as `CHOICE_OF_SCALER`. Public: none.
 SCALED_BY_KERNEL: tuple[Any, str] = (Optimizer, "_step_supports_amp_scaling")
 
 
 def is_scaled_by_kernel(optimizer: Any) -> bool:
-    """Whether an optimizer's own kernel does what a `GradScaler` would do.
+    """Whether an optimizer's own kernel does the work of a `GradScaler`.
 
     Why: as `SCALED_BY_KERNEL`. Public: none.
     """

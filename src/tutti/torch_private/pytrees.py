@@ -1,4 +1,4 @@
-"""Nested containers taken apart into leaves, and put together again: `torch.utils._pytree`.
+"""Flattens nested containers into leaves, and rebuilds them: `torch.utils._pytree`.
 
 Why: batches, results and arguments of nodes are such containers, and `make_fx` and `register_pytree_node`
 share one table of their types. Public: none; `torch.utils.pytree`, once PyTorch has it.
@@ -36,7 +36,7 @@ __all__ = [
     "tree_unflatten",
 ]
 
-# Where `fx` finds the functions by which it searches the arguments of each new node for symbols to warn of:
+# The place of the functions by which `fx` searches the arguments of each new node for symbols to warn of:
 # a module and a name, to patch; and functions that find nothing.
 # Why: time; tutti makes no such warning. Public: an option of `fx.Graph`.
 SEARCH_OF_ARGUMENTS: tuple[Any, str] = (fx_graph, "pytree")
@@ -44,8 +44,8 @@ NO_SEARCH: Any = SimpleNamespace(**(vars(_pytree) | {"tree_iter": lambda *_: ()}
 
 
 def searches_arguments() -> bool:
-    """Whether `fx` searches the arguments of each new node by `_pytree`, and nobody has replaced that.
+    """Whether `fx` searches the arguments of each new node by `_pytree`, without a replacement.
 
-    Why: before `NO_SEARCH` takes its place. Public: none.
+    Why: a check before `NO_SEARCH` replaces it. Public: none.
     """
     return getattr(fx_graph, "pytree", None) is _pytree

@@ -1,4 +1,4 @@
-"""Which memory a tensor lies in, and how many look at it."""
+"""The memory of a tensor, and the number of its users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BINDINGS: Any = torch._C
 
 
 def storage_id(storage: UntypedStorage) -> int:
-    """A number for a storage that is alive: equal for two views of the same memory, of fakes too.
+    """A number for a live storage: equal for two views of the same memory, of fakes too.
 
     Why: aliasing. Public: `data_ptr()`, which is 0 for each fake and each empty tensor.
     """
@@ -24,8 +24,8 @@ def memory_id(x: Tensor) -> int:
 
 
 def num_uses(storage: UntypedStorage) -> int:
-    """How many tensors and Python objects hold a storage, this one included.
+    """The number of tensors and Python objects that hold a storage, this one included.
 
-    Why: a warning where another tensor looks at a weight's memory. Public: none.
+    Why: a warning if another tensor shares a weight's memory. Public: none.
     """
     return _BINDINGS._storage_Use_Count(storage._cdata)

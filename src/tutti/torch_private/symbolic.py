@@ -19,37 +19,37 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
-    "ConstantSource",  # the name under which a symbol is made; public: none
+    "ConstantSource",  # the name of a new symbol; public: none
     "DimDynamic",  # says that a symbol never becomes a number; public: none
-    "GuardOnDataDependentSymNode",  # a branch on a number that has no value; public: none
+    "GuardOnDataDependentSymNode",  # a branch on a number without a value; public: none
     "NumberEnv",
     "PythonPrinter",  # a condition on symbols as Python code; public: none
-    "SymNode",  # what a `torch.SymBool` is made of; public: none
+    "SymNode",  # the content of a `torch.SymBool`; public: none
     "expression_of",
     "function_of_symbol",
 ]
 
-# `expression_of(x)`: the sympy expression of a `SymInt`, `SymFloat` or `SymBool`, as it was made: to
-# `x.node.expr` a symbol that a branch has compared with a number is that number from then on.
-# Why: inputs and guards of a program are named by symbols. Public: none.
+# `expression_of(x)`: the original sympy expression of a `SymInt`, `SymFloat` or `SymBool`: in
+# `x.node.expr` a number replaces a symbol that a branch has found equal to it.
+# Why: symbols name inputs and guards of a program. Public: none.
 expression_of: Callable[[Any], Any] = attrgetter("node._expr")
 
 
 class NumberEnv(ShapeEnv):
-    """Keeps the symbols of a trace, and the conditions that its branches asked of them.
+    """Keeps the symbols of a trace, and the conditions of its branches.
 
-    Why: `_get_user_frame` is None where the stack has PyTorch's frames only, which fails an error's text.
+    Why: `_get_user_frame` is None for a stack of PyTorch's frames only, which fails an error's text.
     Public: none.
     """
 
     def _get_user_frame(self) -> FrameType:
-        return sys._getframe()  # any one: to an error of PyTorch 2.11 it must be a frame
+        return sys._getframe()  # any frame: an error of PyTorch 2.11 needs one
 
 
 def function_of_symbol(name: str) -> Callable[[Any], Any]:
     """The function `name` of `math`, as "log2", of a `SymFloat`.
 
-    Why: a step may call `math` with a number that is an input. Public: `torch.sym_sqrt` and its like, once
-    they are documented.
+    Why: a step may call `math` on an input number. Public: `torch.sym_sqrt` and its like, once they are
+    documented.
     """
     return getattr(torch, f"_sym_{name}")

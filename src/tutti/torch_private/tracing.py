@@ -19,11 +19,11 @@ from torch.fx.experimental.proxy_tensor import (
 __all__ = [
     "METADATA_OF_NODES",
     "PythonKeyTracer",  # whose nodes get their line and region; public: a hook for new nodes
-    "get_proxy_mode",  # the trace that runs now; public: none
+    "get_proxy_mode",  # the current trace; public: none
     "get_proxy_slot",  # the node of a traced value; public: none
     "make_fx",  # a step as one graph; public: none, `torch.export` has no backward
     "plain_of_functional",
-    "track_tensor_tree",  # makes a value known to the trace as a node's; public: none
+    "track_tensor_tree",  # registers a value as a node's with the trace; public: none
     "without_code",
     "wrapped_functional",
 ]
@@ -32,9 +32,9 @@ _torch: Any = torch
 
 
 def without_code() -> Any:
-    """A block in which a `GraphModule` makes no code before it is called.
+    """A block in which a `GraphModule` makes no code before its first call.
 
-    Why: of a trace only the graph is used. Public: none.
+    Why: tutti uses only the graph of a trace. Public: none.
     """
     return _use_lazy_graph_module(True)
 
@@ -46,9 +46,9 @@ METADATA_OF_NODES: tuple[Any, str] = (proxy_tensor, "_extract_tensor_metadata")
 
 
 def plain_of_functional(x: Tensor) -> Tensor:
-    """The tensor inside of one that `torch.func.functionalize` follows, after all writes; any other as it is.
+    """The tensor inside of a functional tensor (`torch.func.functionalize`), after all writes; else `x`.
 
-    Why: nodes that the second trace copies stand beside nodes that it replays. Public: none.
+    Why: the second trace mixes copied nodes with replayed ones. Public: none.
     """
     if not _torch._is_functional_tensor(x):
         return x
@@ -57,7 +57,7 @@ def plain_of_functional(x: Tensor) -> Tensor:
 
 
 def wrapped_functional(x: Tensor) -> Tensor:
-    """A tensor as `torch.func.functionalize`, inside of which this is called, follows it.
+    """A tensor as a functional tensor of the current `torch.func.functionalize`.
 
     Why: as `plain_of_functional`. Public: none.
     """
