@@ -47,8 +47,8 @@ __all__ = [
     "whole",
 ]
 
-# Where each public name comes from, imported when it is first asked for: the launcher and other
-# processes that capture nothing start twice as fast.
+# The module of each public name, imported at the first use of the name: the launcher and other processes
+# without a capture start twice as fast.
 _HOMES = {
     "Step": "tutti.distributed_step",
     "Verdict": "tutti.verification.verdict",

@@ -39,33 +39,33 @@ def distribute(
 
     Args:
         train_step: an ordinary step for one device: forward, loss, backward, clipping, update. Without
-            an optimizer it is called as `train_step(model, *batch)` (evaluation).
-        model: left as it is. A module, also compiled or in `DataParallel`; or a dict, list or tuple of
+            an optimizer tutti calls `train_step(model, *batch)` (evaluation).
+        model: its code stays as is. A module, also compiled or in `DataParallel`; or a dict, list or tuple of
             modules: `{"G": ..., "D": ...}`. Parameters that a rank keeps in part are `DTensor`s after the
             first call; `Step.whole` makes them whole for a block.
         optimizer: a `torch.optim.Optimizer`, a list, tuple or dict of them, or None.
         layout: such as `"data=2 tensor=2 zero=1"`; by default that of `tutti run --layout`, else data
-            parallel over the ranks that there are.
+            parallel over all ranks.
         place: compute shardings by parameter-name pattern, one entry per dim:
             `{"*.q_proj.weight": "tensor, -"}`; a pattern of module names shards their outputs, as
-            `tutti.shard_as` does. Axes that the layout lacks are ignored.
+            `tutti.shard_as` does. Axes that the layout lacks have no effect.
         cut: names of modules, or patterns, at which the stages of a pipeline begin, one for each stage
-            but the first; chosen by predicted cost by default. Ignored without an axis `pipe`.
+            but the first; by default tutti chooses by predicted cost. No effect without an axis `pipe`.
         batch_dim: the dim of the batch's tensors that holds the samples, for all of them or one entry for
-            each argument of the step behind the optimizer (a sequence, or a mapping by name), None for one
-            without samples; by default dim 0 of those with as many samples as the first, or of others
-            where these split more of the step.
-        seed: of dropout masks and the like, which do not depend on the layout; an integer of 64 bits, as
-            `torch.manual_seed` takes it.
+            each argument of the step after the optimizer (a sequence, or a mapping by name), None for one
+            without samples; by default dim 0 of tensors with as many samples as the first, or of others
+            if these split more of the step.
+        seed: of dropout masks and other random ops, which do not depend on the layout; an integer of 64
+            bits, as in `torch.manual_seed`.
 
     Returns:
         A `Step`. Call it with the *global* batch: the same plain tensors on every rank.
 
     Raises:
         LayoutError: for a layout that cannot be read, or cannot work on these ranks.
-        TuttiError: for a seed that is no integer of 64 bits.
-        CaptureError, ShardingError: at the first call, for a step or a batch that does not fit, such as a
-            batch without samples.
+        TuttiError: for a seed that is not an integer of 64 bits.
+        CaptureError, ShardingError: at the first call, for an unsupported step or batch, such as a batch
+            without samples.
     """
     return Step(
         train_step,
@@ -93,14 +93,14 @@ def verify(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Verdict:
-    """Show that the step under `layout` is the same step, on virtual ranks in this process.
+    """Compare the step under `layout` with the step of one device, on virtual ranks in this process.
 
     Two comparisons, over everything returned, every parameter, buffer and optimizer slot after `steps`
     steps: the captured graph against the eager step in the model's own dtypes, and the partitioned
-    program against one device with every floating dtype promoted to `dtype`. Model and optimizer are
-    left as they are. Replicas are compared with as many runs on one device, between which the strategy
-    is played on whole weights. `batch` is what a call is given: a mapping for `step(**batch)`. `place`,
-    `cut` and `batch_dim` are those of `distribute`.
+    program against one device with every floating dtype promoted to `dtype`. It does not change model and
+    optimizer. It compares replicas with as many runs on one device, with the strategy applied to whole
+    weights between them. `batch` has the arguments of a call: a mapping for `step(**batch)`. `place`, `cut`
+    and `batch_dim` are those of `distribute`.
 
     Returns:
         A `Verdict`: `.ok`, `.max_error`, `.capture_error`, `.first_difference`; prints as a report.
@@ -115,7 +115,7 @@ def verify(
 
 
 def layout_now(text: str | Layout | None) -> Layout:
-    """The layout given, else the one of `tutti run --layout`, else data parallel over what there is."""
+    """The given layout, else that of `tutti run --layout`, else data parallel over all ranks."""
     if text is None:
         text = LAYOUT.read() or None
     if text is None:

@@ -34,7 +34,7 @@ from tutti.torch_private.optimizer_marks import mark_stepped
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import OnlyUsersFrames
 
-# What a command that only looks at a script (verify, explain) does with a step instead of running it.
+# The action of a command that only inspects a script (verify, explain), in place of a run of the step.
 Look = Callable[["Step", tuple[Any, ...]], Any]
 LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 
@@ -42,8 +42,8 @@ LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 class Step:
     """A captured training step, called with the *global* batch.
 
-    Made by `tutti.distribute`. The first call captures, partitions and compiles; a call with other
-    shapes does so again and is cached.
+    Made by `tutti.distribute`. The first call captures, partitions and compiles; so does the first
+    call with other shapes. Each program is cached.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Step:
         self._compiled = self._programs.known
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """One step on the global batch; returns what the training step returns, global values.
+        """One step on the global batch; returns the training step's results, as global values.
 
-        With replicas: what this rank's replica returns for its rows of the batch.
+        With replicas: the results of this rank's replica on its rows of the batch.
         """
         batch = dense(taken(batch, named))
         look = LOOK.get()
@@ -97,7 +97,7 @@ class Step:
         compiled.last_call = running.num_steps
         captured = compiled.program.captured
         for one in running.optimizers:
-            mark_stepped(one)  # schedulers ask
+            mark_stepped(one)  # for schedulers
         running.num_steps += 1
         mode.after()
         if captured.effects:
@@ -107,7 +107,7 @@ class Step:
         return tree_unflatten(returned, captured.returned)
 
     def _first_call(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Any:
-        """One step as PyTorch takes it, and a program for the next call like it."""
+        """One eager step, and a program for the next such call."""
         running = self._running
         running.begin_together(batch)
         call = FirstCall(running.job, self.python)
@@ -135,7 +135,7 @@ class Step:
 
     @property
     def num_steps(self) -> int:
-        """How many steps have been taken; a checkpoint that is loaded sets it."""
+        """The number of steps taken; a loaded checkpoint sets it."""
         return self._running.num_steps
 
     @num_steps.setter
@@ -143,7 +143,7 @@ class Step:
         self._running.num_steps = count
 
     def program_of(self, batch: Sequence[Any]) -> Program:
-        """The program that a call with `batch` would run, without running anything."""
+        """The program of a call with `batch`, without a run."""
         given = taken(batch)
         self._running.job.refuse_empty(given)
         return self.mode.program_of(given)
@@ -156,16 +156,16 @@ class Step:
     @property
     def graph(self) -> Any:
         """The partitioned `torch.fx` graph of the last call; with `micro` or `pipe`, that of this rank's
-        pipeline rank, in which all that runs once a micro-batch is one node `loop`."""
+        pipeline rank, with the nodes that run once a micro-batch as one node `loop`."""
         made = self._timed
         return made.programs[self._place].graph if made else self.program.graph
 
     @property
     def collectives(self) -> list[Record]:
-        """A record for every collective that this rank takes part in at a call like the last one.
+        """A record for every collective of this rank in a call like the last one.
 
-        One that runs once a micro-batch is one record, with `times`. What pipeline ranks send each
-        other is no collective: `explain` shows it.
+        A collective that runs once a micro-batch is one record, with `times`. Messages between pipeline
+        ranks are not collectives: `explain` shows them.
         """
         return [r for r in records(self.program, self._timed) if r.place == self._place]
 
@@ -192,14 +192,14 @@ class Step:
         return self._programs.last
 
     def explain(self, *, tensor: str | None = None, graph: bool = False) -> str:
-        """Where every tensor lives, the predicted memory, every collective and why, as text.
+        """The sharding of every tensor, the predicted memory, every collective and its cause, as text.
 
-        After `measure`, the measured memory stands beside the predicted one.
+        After `measure`, it shows the measured memory beside the predicted one.
         """
         return self._last_call.explain(tensor=tensor, graph=graph)
 
     def measure(self, *batch: Any, **named: Any) -> Any:
-        """One step, as a call, that notes the most memory it takes (bytes above what was held before it).
+        """One step, as a call, that records its peak of memory (bytes above those held before it).
 
         Call it after a first plain step: a first call captures. On a CPU it runs under PyTorch's profiler.
         """
@@ -212,16 +212,15 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s.
 
-        In a pipeline, the tensors that this rank keeps: those of other pipeline ranks are in
-        their ranks' dicts.
+        In a pipeline it has the tensors that this rank keeps: other pipeline ranks' dicts have theirs.
         """
         with self.mode.state_here():
             return step_checkpoint.state_dict(self._running)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over tensors by name; whole ones are cut, `DTensor`s re-sharded as needed.
+        """Load tensors by name: cut whole ones, and re-shard `DTensor`s, as needed.
 
-        In a pipeline `state` may leave out what other pipeline ranks keep. Raises `CheckpointError` for
+        In a pipeline `state` may omit the state of other pipeline ranks. Raises `CheckpointError` for
         other names or shapes, before anything changes.
         """
         with self.mode.state_replaced():
@@ -234,33 +233,33 @@ class Step:
                 text = model.generate(prompt)
 
         As `tutti.whole(self.model)`: all ranks enter and leave together, and write the same values; or
-        `rank` alone has them (`with step.whole(rank=0) as here:`). `step.whole().nbytes` is the memory that
-        it takes. `slots` makes the optimizer's whole too.
+        `rank` alone has them (`with step.whole(rank=0) as here:`). `step.whole().nbytes` is its memory.
+        `slots` makes the optimizer's slots whole, too.
         """
         return Whole(self.model, rank=rank, slots=slots)
 
     def model_state(self, *, rank: int | None = None) -> dict[str, Any]:
         """`model.state_dict()` as on one device, under every layout: whole plain tensors on the CPU.
 
-        They are copies, one shard after the other gathered; tied weights share memory. All ranks call
-        together; with `rank` that one alone gets them, and the others an empty dict.
+        They are copies, gathered one after the other; tied weights share memory. All ranks call together;
+        with `rank` only that one gets them, and the others an empty dict.
         """
         return model_state(self.model, rank=rank)
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint directory, or the model alone where `path` ends in `.safetensors`."""
+        """Write a checkpoint directory, or the model alone if `path` ends in `.safetensors`."""
         with self.mode.state_here():
             if self.mode.writes():
                 step_checkpoint.save(self._running, Path(path), extra)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Read what `save` wrote, under any layout; returns its `extra`."""
+        """Read a checkpoint of `save`, under any layout; returns its `extra`."""
         with self.mode.state_replaced():
             return step_checkpoint.load(self._running, Path(path))
 
 
 def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """The leaves of a batch, and what it is made of beside them; most batches are a few tensors."""
+    """The leaves of a batch, and its form; fast for the usual batch of a few tensors."""
     if all(type(x) is Tensor for x in batch):
         return list(batch), len(batch)
     return tree_flatten(batch)

@@ -22,9 +22,9 @@ class EnvironmentVariable(Generic[T]):
 
     Args:
         name: in the environment.
-        default: its value where it is not set.
+        default: its value if not set.
         meaning: a line for the reference.
-        own: whether `tutti run` and `tutti serve` set it for the processes that they start.
+        own: whether `tutti run` and `tutti serve` set it for their processes.
     """
 
     name: str
@@ -33,10 +33,10 @@ class EnvironmentVariable(Generic[T]):
     own: bool = False
 
     def read(self, environment: Mapping[str, str] = os.environ) -> T:
-        """The value, or the default where the variable is not set.
+        """The value, or the default if the variable is not set.
 
         Raises:
-            TuttiError: the text is no value of this type; names the variable.
+            TuttiError: the text is not a value of this type; names the variable.
         """
         text = environment.get(self.name)
         return self.default if text is None else self.parse(text)
@@ -45,7 +45,7 @@ class EnvironmentVariable(Generic[T]):
         return self.name
 
     def parse(self, text: str) -> T:
-        """The value that `text` stands for."""
+        """The value of `text`."""
         raise NotImplementedError
 
 
@@ -159,6 +159,6 @@ VARIABLES: tuple[
 
 
 def check_seconds(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise `LayoutError` for the first variable of seconds that gives none."""
+    """Raise `LayoutError` for the first variable of seconds with an invalid value."""
     for one in (TIMEOUT, LEASE, LINGER):
         one.read(environment)

@@ -1,10 +1,10 @@
-"""Every error that tutti raises for a user's mistake: what, where, why and how to mend it."""
+"""Every error that tutti raises for a user's mistake: what, where, why and the fix."""
 
 from __future__ import annotations
 
 
 class TuttiError(Exception):
-    """A mistake that the caller can mend.
+    """A mistake that the caller can fix.
 
     The message has up to four parts, a line each: what is wrong, `at` (where), `why`, and `fix`.
     """
@@ -35,11 +35,11 @@ class ScheduleError(TuttiError):
 
 
 class PlanError(TuttiError):
-    """No layout fits the devices given."""
+    """No layout fits the given devices."""
 
 
 class CommError(TuttiError):
-    """A collective that cannot finish; names the rank, the collective and the line that waits."""
+    """A collective that cannot finish; names the rank, the collective and the waiting line."""
 
 
 class CheckpointError(TuttiError):

@@ -1,4 +1,4 @@
-"""What `tutti.distribute` and `tutti.verify` are given: a step, what it trains, and its layout."""
+"""The arguments of `tutti.distribute` and `tutti.verify`: a step, its model and optimizer, and its layout."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tutti.propagate.empty_batch import refuse_empty
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A training step to be played under a layout.
+    """A training step to run under a layout.
 
     Args:
         train_step: called as `train_step(model, optimizer, *batch)`; without an optimizer as
             `train_step(model, *batch)`.
-        model: one module, which stands for all that the user gave as the model.
+        model: one module, which holds all of the user's models.
         optimizer: an optimizer, a list, tuple or dict of them, or None.
         layout: such as `data=2 tensor=2`.
         place: compute shardings by parameter-name pattern.
         cut: names of modules at which the stages of a pipeline begin.
-        batch_dim: the dims that hold the samples, as the user told them.
-        seed: of dropout masks and the like; 64 bits.
+        batch_dim: the user's dims of samples.
+        seed: of dropout masks and other random ops; 64 bits.
     """
 
     train_step: Callable[..., Any]
@@ -54,11 +54,11 @@ class Job:
         batch_dim: BatchDim = None,
         seed: int = 0,
     ) -> Job:
-        """The job of what a user gives.
+        """The job from a user's arguments.
 
         Raises:
             LayoutError: for a `batch_dim` under a layout with replicas.
-            TuttiError: for a model that is no module and has none, or a seed that is no integer of 64 bits.
+            TuttiError: for a model without a module, or a seed that is not an integer of 64 bits.
         """
         _refuse_batch_dim(batch_dim, layout)
         train_step, module = as_one_module(train_step, model)
@@ -72,9 +72,9 @@ class Job:
         return self.train_step, self.model, self.optimizer
 
     def dims(self, batch: Sequence[Any]) -> Dims | None:
-        """What `batch_dim` says of the tensors of a batch; None where the user did not tell it.
+        """The dims of samples of a batch's tensors, from `batch_dim`; None without `batch_dim`.
 
-        Raises `ShardingError` for an argument that there is not, or a dim that a tensor has not.
+        Raises `ShardingError` for an unknown argument, or a dim that a tensor lacks.
         """
         if self.batch_dim is None:
             return None
@@ -86,12 +86,12 @@ class Job:
 
     @property
     def _num_before(self) -> int:
-        """How many arguments of the step stand before the batch."""
+        """The number of arguments of the step before the batch."""
         return 2 if self.optimizer else 1
 
 
 def _refuse_batch_dim(told: BatchDim, layout: Layout) -> None:
-    """Replicas take their rows of dim 0 before the step is captured."""
+    """Refuse `batch_dim` with replicas, which take their rows of dim 0 before capture."""
     if told is not None and layout.num_replicas > 1:
         raise LayoutError(
             f'batch_dim cannot be told under layout "{layout}"',

@@ -1,4 +1,4 @@
-"""Bytes and seconds as text, with three digits and the unit that suits them."""
+"""Bytes and seconds as text, with three digits and a fitting unit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The user's own lines: which frames are theirs, where they are, and what an error shows of the others."""
+"""The user's own lines: their frames, their text, and an error's traceback without other frames."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def quoted(source: str) -> str:
 
 
 class OnlyUsersFrames:
-    """Leaves the user's own lines in the traceback of a `TuttiError`; a tracer adds dozens between them.
+    """Keeps only the user's own lines in the traceback of a `TuttiError`; a tracer adds dozens of others.
 
     A `CommError` keeps all: the report of a lost rank finds its collective there (`launch.whereabouts`).
     """
