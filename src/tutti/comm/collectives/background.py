@@ -1,8 +1,7 @@
-"""Collectives that run beside the computation, in the order in which they were started.
+"""Collectives that overlap the computation, in the order in which the program starts them.
 
-On CPUs one thread carries them out: Gloo waits for its sockets without holding Python. On GPUs a stream of
-its own does. A collective that is waited for at once goes through the same queue, so that all ranks have
-them in one order.
+On CPUs one thread runs them: Gloo releases the GIL while it waits for its sockets. On GPUs a separate stream
+runs them. A blocking collective goes through the same queue, so all ranks run them in one order.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Work = Callable[[], list[Tensor]]
 
 @dataclass
 class Underway:
-    """A collective that has been started; on a GPU with the event that its stream records at its end."""
+    """A collective in flight; on a GPU with the event that its stream records at its end."""
 
     future: Future[list[Tensor]] | None = None
     results: list[Tensor] | None = None
@@ -58,7 +57,7 @@ class Background:
         return underway.results
 
     def in_turn(self, move: Work) -> list[Tensor]:
-        """`move()`, behind what has been started and not finished yet."""
+        """The results of `move()`, run after all collectives in flight."""
         if self._thread is None or not self._pending:
             return move()
         return self._thread.submit(_plain, move).result()

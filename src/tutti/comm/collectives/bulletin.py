@@ -1,7 +1,6 @@
-"""What each rank is in, told to ranks of other hosts beside the step: a `Board` without shared memory.
+"""Shows the current call of each rank to ranks of other hosts: a `Board` without shared memory.
 
-An entry travels by an all-gather of its own that nobody waits for within the call; it is read at the next
-one.
+An entry travels by a separate asynchronous all-gather. The ranks read it at their next call.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Bulletin:
         self._under_way: tuple[int, Any, list[Tensor], Tensor] | None = None
 
     def write(self, call: int, text: bytes, data: bytes) -> None:
-        """This rank is in a call, and what it is given there; all ranks call this equally often."""
+        """Enter a call with its arguments; all ranks call this equally often."""
         self.settle()
         text, data = text[:TEXT_NBYTES], data[: NBYTES - TEXT_NBYTES - _HEAD.size]
         packed = bytearray(
@@ -78,29 +77,29 @@ class Bulletin:
         return self._entry(j, call) is not None
 
     def data(self, j: int, call: int) -> bytes | None:
-        """What the rank at position j was given in a call; None where that is not here (yet)."""
+        """The arguments of a call on the rank at position j; None until they have arrived."""
         entry = self._entry(j, call)
         return entry[1] if entry is not None else None
 
     def text(self, j: int, call: int) -> str:
-        """The words of the rank at position j for a call; "" where there are none."""
+        """The text of the rank at position j for a call; "" where there is none."""
         entry = self._entry(j, call)
         return entry[0].decode(errors="replace") if entry is not None else ""
 
     def leave(self) -> None:
-        """This rank is in no call any more: nobody sees that from here."""
+        """Leave the call; ranks of other hosts do not see it."""
 
     def fail(self, call: int) -> None:
-        """This rank has left a call half-way: nobody sees that from here."""
+        """Leave a call half-way; ranks of other hosts do not see it."""
 
     def now(self, j: int) -> int:
-        """The call that the rank at position j was in when this one was in its last."""
+        """The call of the rank at position j at the time of this rank's last call."""
         return self._calls[j] if j == self.position or self._under_way is None else 0
 
     def failed(self, j: int, since_ns: int) -> int:
-        """The call that a rank has left half-way: not known of ranks elsewhere."""
+        """The call that a rank has left half-way: unknown for ranks of other hosts."""
         return 0
 
     def ended(self, j: int) -> bool:
-        """Whether the process of a rank has ended: a collective says so."""
+        """Whether the process of a rank has ended: collectives detect that."""
         return False

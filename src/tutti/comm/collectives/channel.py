@@ -1,17 +1,16 @@
-"""One directed edge between two ranks: what one sends the other receives, in order.
+"""One directed edge between two ranks: the receiver gets the sender's tensors in order.
 
-Between ranks of a host the edge is a ring of slots in memory that both map. Large tensors go through it
+Between ranks of a host the edge is a ring of slots in shared memory. Large tensors go through it
 slot by slot, so that the receiver copies one while the sender fills the next:
 
     slots     [ 4 | 5 | 2 | 3 ]      sender has filled 5, receiver has taken 2
                     ^ next to fill, once the receiver has taken 2
 
-Between hosts, and between GPUs, it is a group of torch.distributed of its own: messages of one edge never
-wait for those of another.
+Between hosts, and between GPUs, each edge has its own group of torch.distributed: messages of one edge
+never wait for those of another.
 
-What an edge holds that nobody has received yet is bounded by its capacity. `send` returns while that
-suffices, so two ranks may both send first, up to the capacity of each direction; beyond it `send` waits
-for the other's `recv`.
+The capacity of an edge bounds its unreceived bytes. `send` returns at once below the capacity, so two ranks
+may both send first; beyond it `send` waits for the other's `recv`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Channel(Protocol):
     """A directed edge; the sender calls `send`, the receiver `recv`, both in the same order."""
 
     def send(self, x: Tensor) -> None:
-        """Send `x`, which may be written again afterwards.
+        """Send `x`; the caller may overwrite it afterwards.
 
         Raises:
             CommError: the receiver is gone, or has not come in time.
@@ -48,16 +47,16 @@ class Channel(Protocol):
         ...
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next tensor that the other rank sends, which must have this shape and dtype.
+        """The next tensor from the other rank, which must have this shape and dtype.
 
         Raises:
-            CommError: the sender is gone, has not come in time, or sent something else (told for
-                sure through shared memory; torch.distributed may see the size only).
+            CommError: the sender is gone, has not come in time, or sent another shape or dtype (shared
+                memory always detects that; torch.distributed may see the size only).
         """
         ...
 
     def flush(self) -> None:
-        """Return when what was sent has left this process, which may then end.
+        """Return when all tensors sent have left this process, which may then end.
 
         Raises:
             CommError: the receiver is gone, or has not come in time.
@@ -66,7 +65,7 @@ class Channel(Protocol):
 
 
 def ring_nbytes(capacity: int) -> int:
-    """What a `SharedChannel` of this capacity needs."""
+    """The bytes of memory that a `SharedChannel` of this capacity needs."""
     return _PAGE + NUM_SLOTS * (LINE + _slot_nbytes(capacity))
 
 
@@ -80,7 +79,7 @@ class SharedChannel:
         edge: the sending and the receiving rank.
         rank: this one of the two.
         pids: the process ids of both.
-        timeout_seconds: how long a send or a receive waits for the other rank to come one further.
+        timeout_seconds: how long a send or a receive waits for the other rank's next slot.
         capacity: bytes that it holds.
         num_neighbors: how many ranks share the cores of this host.
     """
@@ -103,7 +102,7 @@ class SharedChannel:
         )
         self._nbytes = _slot_nbytes(capacity)
         slots = memory[_PAGE : ring_nbytes(capacity)].view(NUM_SLOTS, LINE + self._nbytes)
-        # What a message is stands before its bytes, in each of its slots.
+        # Each slot of a message begins with a hash of its shape and dtype.
         self._notes = [slot[:8].view(torch.int64) for slot in slots]
         self._slots = [slot[LINE:] for slot in slots]
 
@@ -139,7 +138,7 @@ class SharedChannel:
         return result
 
     def flush(self) -> None:
-        """What is in the ring stays there, also when this process ends."""
+        """Nothing to do: the ring keeps its bytes when this process ends."""
 
     def _each_slot(self, nbytes: int, move: Callable[[int, int, int], None]) -> None:
         for low in range(0, max(nbytes, 1), self._nbytes):
@@ -149,15 +148,15 @@ class SharedChannel:
 class DistributedChannel:
     """A `Channel` on a group of torch.distributed that has these two ranks and this edge only.
 
-    CPU tensors are copied and on their way when `send` returns, up to `capacity` bytes; on a GPU, sends
-    and receives are put on the stream.
+    For CPU tensors `send` copies and returns, up to `capacity` bytes; on a GPU, sends and receives go on
+    the stream.
 
     Args:
         handle: the group.
         edge: the sending and the receiving rank.
         rank: this one of the two.
         device: where received tensors go.
-        capacity: bytes under way at most before `send` waits; a larger tensor goes alone.
+        capacity: most bytes in flight before `send` waits; a larger tensor goes alone.
     """
 
     def __init__(
@@ -173,7 +172,7 @@ class DistributedChannel:
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, x: Tensor) -> None:
-        """Send `x`; returns when no more than `capacity` bytes are still under way."""
+        """Send `x`; returns when no more than `capacity` bytes are still in flight."""
         data = _bytes(x)
         _, to = self._group.ranks
         with _naming("send", self._group, data.numel()):
@@ -195,12 +194,12 @@ class DistributedChannel:
         return result
 
     def flush(self) -> None:
-        """Return when the receiver has taken all that was sent."""
+        """Return when the receiver has taken all tensors sent."""
         with _naming("send", self._group, sum(data.numel() for _, data in self._under_way)):
             self._settle(0)
 
     def _settle(self, nbytes: int) -> None:
-        """Wait, oldest first, while more than `nbytes` are under way; Gloo tells only who waits."""
+        """Wait, oldest first, while more than `nbytes` are in flight; Gloo shows completion only to waits."""
         while self._under_way and sum(data.numel() for _, data in self._under_way) > nbytes:
             self._under_way.popleft()[0].wait()
 

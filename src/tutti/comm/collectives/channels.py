@@ -34,11 +34,11 @@ def make_channels(
 ) -> dict[Edge, Channel]:
     """The channels that begin or end at this rank, by edge; all ranks call this together.
 
-    CPU tensors go through shared memory where both ranks lie on one host and all ranks could map
-    theirs, and through torch.distributed elsewhere.
+    CPU tensors go through shared memory between ranks of one host if every rank could map its memory,
+    and through torch.distributed otherwise.
 
     Args:
-        edges: (sending rank, receiving rank), the same list on all ranks; an edge given twice is one.
+        edges: (sending rank, receiving rank), the same list on all ranks; duplicates count once.
         groups: tells which ranks share memory.
         device: where tensors are.
         capacity: bytes that each edge holds before `send` waits.
@@ -58,9 +58,9 @@ def make_channels(
 
 
 def _shared(edges: list[Edge], groups: Groups, capacity: int) -> dict[Edge, Channel] | None:
-    """The channels of this rank; None on all ranks where one of them could not make its own.
+    """The channels of this rank; None on all ranks if one of them could not make its own.
 
-    Each sender makes the memory of its edges, and holds them open until the receivers have theirs.
+    Each sender makes the memory of its edges, and holds it open until the receivers have mapped it.
     """
     nbytes = ring_nbytes(capacity)
     fds: dict[str, int] = {}

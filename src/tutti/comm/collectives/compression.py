@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 _SIGMAS, _LEVELS = 6.0, 127
-# The suffix of a tensor's scale among what travels.
+# The suffix of a tensor's scale in a message.
 STEP = " step"
 
 
 @dataclass(frozen=True)
 class Compression:
-    """How one tensor becomes those that travel (by a suffix of its name), and one again."""
+    """Encodes a tensor as tensors in fewer bytes (by a suffix of its name), and decodes them."""
 
     compress: Callable[[Tensor], dict[str, Tensor]]
     decompress: Callable[[Mapping[str, Tensor], torch.dtype], Tensor]
@@ -36,12 +36,11 @@ def _to_int8(x: Tensor) -> dict[str, Tensor]:
 
 
 def _deviation(x: Tensor) -> Tensor:
-    """The root of the mean square: around zero, so that values which all lie far from it are not clipped."""
+    """The root of the mean square: around zero, so that values far from zero are not all clipped."""
     if not x.numel():
         return x.new_zeros(())
-    largest = (
-        x.abs().amax()
-    )  # squares of what is very large or small would leave the range of float32
+    # Squares of very large or small values would leave the range of float32.
+    largest = x.abs().amax()
     return torch.where(largest > 0, (x / largest).square().mean().sqrt() * largest, largest)
 
 
@@ -56,5 +55,5 @@ COMPRESSIONS: dict[str, Compression] = {
     "int8": Compression(_to_int8, _from_int8),
 }
 NAMES = ("fp32", *COMPRESSIONS)
-# Bytes an element of what is compressed.
+# Bytes per element of a compressed tensor.
 NBYTES = {"bf16": 2, "int8": 1}

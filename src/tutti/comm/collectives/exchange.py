@@ -1,4 +1,4 @@
-"""Texts between ranks: for what they must agree on before they start."""
+"""Exchanges texts between ranks, which agree on settings before they start."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tutti.comm.collectives.group import Group
 
 
 def exchange_bytes(data: bytes, group: Group) -> list[bytes]:
-    """The data of every rank, in the group's order; of one length, and not empty."""
+    """The data of every rank, in the group's order; equally long on all ranks, and not empty."""
     x = _to_device(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     return [bytes(row.tolist()) for row in transport.all_gather(x, group).cpu()]
 
 
 def exchange_texts(text: str, group: Group) -> list[str]:
-    """The text of every rank, in the group's order; padded on the way, since they differ in length."""
+    """The text of every rank, in the group's order; lengths may differ."""
     data = text.encode()
     sizes = transport.all_gather(_to_device(torch.tensor(len(data))), group).tolist()
     padded = data.ljust(max(1, *sizes))

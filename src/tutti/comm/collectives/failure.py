@@ -1,4 +1,4 @@
-"""What a rank says when a collective cannot finish."""
+"""The errors of a collective that cannot finish."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 class Wait(NamedTuple):
-    """A collective that a rank is in: its name, axes, payload and when it began (monotonic)."""
+    """A collective in progress on a rank: its name, axes, payload and start (monotonic)."""
 
     name: str
     axes: tuple[str, ...]
@@ -42,20 +42,20 @@ def waiting(name: str, edge: tuple[int, int], nbytes: int) -> Wait:
 
 
 def lost_peer(message: str) -> bool:
-    """Whether a transport's error message says that the other end of a connection has gone."""
+    """Whether a transport's error message reports a closed connection."""
     return _PEER_LEFT.search(message) is not None
 
 
 def comm_error(
     exc: BaseException, name: str, axes: tuple[str, ...], nbytes: int, group: Group
 ) -> CommError:
-    """The `CommError` for a collective that raised `exc`: who waits, in what, and for whom.
+    """The `CommError` for a collective that raised `exc`: waiting rank, collective, missing ranks.
 
-    A group of two knows which rank is gone; a larger one names those it can be. `tutti run` sees
+    A group of two knows which rank is gone; a larger one names the candidates. `tutti run` sees
     every rank's end and names it in its report. `with_line` adds the line of the user's program.
     """
     message = str(exc).strip()
-    # Gloo goes on with advice that holds for any program.
+    # Gloo appends advice that holds for any program.
     reason = message.splitlines()[0].split(". This is typically")[0] if message else repr(exc)
     peers = [rank for i, rank in enumerate(group.ranks) if i != group.position]
     if isinstance(exc, PeerLost | PeerLate | PeerDiffers):  # these know which
@@ -84,9 +84,9 @@ def comm_error(
 
 @contextmanager
 def naming(name: str, axes: tuple[str, ...], nbytes: int, group: Group) -> Iterator[None]:
-    """What the transport raises inside becomes the `CommError` for this collective.
+    """Turn the transport's errors into the `CommError` for this collective.
 
-    Running out of memory stays what it is.
+    An out-of-memory error passes unchanged.
     """
     try:
         yield
@@ -97,7 +97,7 @@ def naming(name: str, axes: tuple[str, ...], nbytes: int, group: Group) -> Itera
 
 
 def with_line(error: CommError, line: str) -> CommError:
-    """The same error with the line of the user's program that waits, such as "train.py:12"."""
+    """The same error with the waiting line of the user's program, such as "train.py:12"."""
     return CommError(error.what, at=line, why=error.why, fix=error.fix)
 
 

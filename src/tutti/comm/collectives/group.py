@@ -19,9 +19,9 @@ def collective_timeout() -> timedelta:
 class Group:
     """This rank's group along some mesh axes.
 
-    `ranks` stand in the order of their coordinates along the axes, major to minor; `position` is
-    this rank's index there. torch.distributed orders the members of a group by rank: where that is
-    another order, `order[i]` is the index of `ranks[i]` in it, and None otherwise.
+    `ranks` are in the order of their coordinates along the axes, major to minor; `position` is this
+    rank's index there. torch.distributed orders the members of a group by rank: if that order differs,
+    `order[i]` is the index of `ranks[i]` in it, and None otherwise.
     """
 
     handle: dist.ProcessGroup | None

@@ -1,4 +1,4 @@
-"""Groups by mesh axes, and what carries the collectives of each."""
+"""Groups by mesh axes, and the transport of each."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Axes = tuple[str, ...]
 
 
 class Groups:
-    """The groups that a run uses, made by all ranks in the same order.
+    """The groups of a run; all ranks make them in the same order.
 
-    CPU tensors travel through shared memory where all ranks of a group lie on one host; where several
-    hosts have equally many of them, through shared memory inside and torch.distributed between; else,
-    and on GPUs, by torch.distributed alone.
+    CPU tensors travel through shared memory if all ranks of a group lie on one host. If several hosts
+    have equally many of them, they travel through shared memory inside a host and torch.distributed
+    between. Otherwise, and on GPUs, torch.distributed alone carries them.
 
     Args:
         axis_sizes: mesh axis -> number of ranks, outermost first; the last varies fastest.
@@ -63,9 +63,11 @@ class Groups:
         self._far: dict[Axes, Transport] = {}
         self._hosts, self._onednn = [""] * self._world_size, is_faster()
         self._warned = False
-        self.failed = ""  # what ended a step half-way on this rank: the others are elsewhere since
+        self.failed = (
+            ""  # the error that ended a step half-way on this rank; the others are elsewhere since
+        )
         if self._world_size > 1:
-            # A rank that shares no memory is a host of its own; all must know, whoever switched it off.
+            # A rank without shared memory counts as a separate host; all ranks must know that.
             host = f"rank {self.rank}" if directory() is None else host_name()
             said = exchange_texts(json.dumps([host, self._onednn]), Group.world())
             self._hosts = [json.loads(text)[0] for text in said]
@@ -73,7 +75,7 @@ class Groups:
         self.add(used)
 
     def add(self, used: Iterable[Axes]) -> None:
-        """Make the groups of `used` that are not there yet; all ranks call this together."""
+        """Make the missing groups of `used`; all ranks call this together."""
         new = sorted(set(used) - set(self._groups))
         problems: list[str] = []
         for axes in new:
@@ -86,7 +88,7 @@ class Groups:
             same = [a for a in self._near if self.mesh.groups(a) == all_ranks]
             near = self._near[same[0]] if same else self._nearest(group, all_ranks, problems)
             self._near[axes] = near
-        # Where no two ranks can share memory, nothing was tried.
+        # If no two ranks can share memory, no rank has tried.
         if new and len(set(self._hosts)) < self._world_size:
             self.tell(exchange_texts("".join(problems[:1]), Group.world()))
 
@@ -97,11 +99,11 @@ class Groups:
         return axes in self._groups
 
     def transport(self, axes: Axes, device: torch.device) -> Transport:
-        """What carries a collective of tensors on `device` over `axes`."""
+        """The transport of collectives of tensors on `device` over `axes`."""
         return (self._near if device.type == "cpu" else self._far)[axes]
 
     def shared(self, axes: Axes) -> SharedGroup | None:
-        """The shared memory of the group over `axes`, if that is what carries its collectives."""
+        """The shared memory of the group over `axes`, if it carries the group's collectives."""
         found = self._near[axes]
         return found if isinstance(found, SharedGroup) else None
 
@@ -116,7 +118,7 @@ class Groups:
 
     @property
     def onednn(self) -> bool:
-        """Whether matmuls of oneDNN are the faster ones on the processors of all ranks."""
+        """Whether oneDNN's matmuls are faster on the processors of all ranks."""
         return self._onednn
 
     @property
@@ -125,7 +127,7 @@ class Groups:
         return self._timeout
 
     def tell(self, problems: Sequence[str]) -> None:
-        """Why memory is not shared: one line for all ranks and groups, the first time.
+        """Warn once, for all ranks and groups, that ranks share no memory, with the reason.
 
         Args:
             problems: the same on all ranks; empty texts are none.
@@ -145,14 +147,14 @@ class Groups:
         return self.mesh.groups(axes)
 
     def _handle(self, axes: Axes, all_ranks: list[list[int]]) -> dist.ProcessGroup | None:
-        """Axes of size 1 and the order of axes change nothing about who is in the group."""
+        """Neither axes of size 1 nor the order of axes change a group's members."""
         key = frozenset(axis for axis in axes if self.mesh.size(axis) > 1)
         if key not in self._handles:
             self._handles[key] = self._new_handle(all_ranks)
         return self._handles[key]
 
     def _new_handle(self, all_ranks: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
-        """Every rank makes the groups of all ranks, in one order: torch.distributed asks for it."""
+        """Every rank makes the groups of all ranks, in one order: torch.distributed requires it."""
         if len(all_ranks[0]) == 1:
             return None
         if len(all_ranks[0]) == self._world_size:
@@ -166,7 +168,7 @@ class Groups:
         return mine
 
     def _nearest(self, group: Group, all_ranks: list[list[int]], problems: list[str]) -> Transport:
-        """The fastest way between the ranks of a group; every group of one kind gets the same."""
+        """The fastest transport between the ranks of a group; groups over the same axes get the same."""
         if group.size == 1:
             return Distributed(group)
         by_host = [self._by_host(ranks) for ranks in all_ranks]
@@ -185,7 +187,7 @@ class Groups:
         return list(found.values())
 
     def _share(self, group: Group, problems: list[str]) -> SharedGroup | None:
-        """The group's shared memory; None on all its ranks, and a line more, where there is none."""
+        """The group's shared memory; None on all its ranks, and one more problem, if it fails."""
         try:
             return SharedGroup(
                 group.ranks,
@@ -210,7 +212,7 @@ class Groups:
             for every in (inside, across)
         )
         shared = self._share(near, problems)
-        # All must go the same way, so each rank must know that all others have shared memory.
+        # All must use the same transport, so each rank must know that all others have shared memory.
         if not all(exchange_texts("yes" if shared else "", Group.world())):
             return Distributed(group)
         assert shared is not None

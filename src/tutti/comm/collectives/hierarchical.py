@@ -3,8 +3,8 @@
     host A   ranks 0 1        inside   [0 1] [2 3]     shared memory
     host B   ranks 2 3        across   [0 2] [1 3]     each carries its share of the bytes
 
-An all-reduce is a reduce-scatter inside, an all-reduce across of a part each, an all-gather inside: what
-goes between hosts is what one rank a host would send, split over all of them.
+An all-reduce is a reduce-scatter inside, an all-reduce of one part per rank across, an all-gather inside.
+So the traffic between hosts is that of one rank per host, split over all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from tutti.comm.collectives.transport import Distributed
 from tutti.comm.host.shared_memory import SharedGroup
 
-# Summed in float32 on both levels, and rounded once.
+# Both levels sum these in float32 and round once.
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -40,7 +40,7 @@ class Hierarchical:
     ) -> None:
         self._shared, self._across = shared, across
         self._width, self._num_hosts = len(hosts[0]), len(hosts)
-        # The position in the group of every host's ranks: what is stacked by (host, rank) lies so.
+        # The position in the group of every host's ranks: the order of parts stacked by (host, rank).
         self._positions = [list(ranks).index(rank) for host in hosts for rank in host]
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
@@ -76,7 +76,7 @@ class Hierarchical:
         """`[n, *shape]`, one part for each rank, to `[n, *shape]`, one part from each rank."""
         shape = parts.shape[1:]
         ordered = parts[self._positions].view(self._num_hosts, self._width, *shape)
-        # First to the rank of this host that stands at the receiver's position, then to its host.
+        # First to the rank of this host at the receiver's position, then to the receiver's host.
         near = self._shared.all_to_all(ordered.transpose(0, 1).contiguous())  # [from, host, ...]
         far = self._across.all_to_all(near.transpose(0, 1).contiguous())  # [from host, from, ...]
         result = torch.empty_like(parts)

@@ -1,4 +1,4 @@
-"""The collective that a rank is in, kept while it lasts; what the collective raises becomes its error."""
+"""Records a rank's current collective, and names it in the collective's errors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tutti.comm.collectives.groups import Axes, Groups
 
 
 class InCollective:
-    """Carries out collectives over `groups`, and knows the current one.
+    """Runs collectives over `groups`, and records the current one.
 
-    `current` is the collective that this rank is in, or the one that failed; None between them.
+    `current` is the collective in progress, or the one that failed; None between them.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -26,7 +26,7 @@ class InCollective:
 
 
 class _Waiting:
-    """A `with` that is entered at every collective: a generator's would cost three times as much."""
+    """Context manager of every collective; one from a generator would cost three times as much."""
 
     __slots__ = ("_owner", "_wait")
 

@@ -1,4 +1,4 @@
-"""The collectives of a program on tensors in memory that the ranks of a host share."""
+"""The collectives of a program on tensors in shared memory of a host."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InSharedMemory(InCollective):
 
     Args:
         groups: the groups of the player.
-        player: plays the moves on tensors that lie elsewhere after all.
+        player: plays the moves on tensors outside of shared memory.
         arenas: memory for the program's buffers, by axes; a row for each rank.
         wholes: the gathered form of state whose parts lie side by side, by axes and the part's address.
     """
@@ -41,11 +41,11 @@ class InSharedMemory(InCollective):
         self._cut: dict[Any, list[Tensor]] = {}
 
     def hold(self, state: Mapping[str, Tensor]) -> None:
-        """The state by name into which the next call of the program gathers."""
+        """Set the state, by name, into which the next call of the program gathers."""
         self._state = state
 
     def buffer(self, axes: Axes, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory in the group's arena, the same at every call; others may still read its last value."""
+        """Memory in the group's arena, the same at every call; other ranks may still read its last value."""
         key = (axes, offset, tuple(shape), dtype)
         if key not in self._buffers:
             row = self._arenas[axes][self.groups[axes].position]
@@ -54,7 +54,7 @@ class InSharedMemory(InCollective):
         return self._buffers[key]
 
     def claimed(self, x: Tensor, axes: Axes) -> Tensor:
-        """The buffer `x`, once no other rank reads what this rank gave before."""
+        """The buffer `x`, once no other rank reads this rank's earlier values."""
         with self.waiting("buffer", axes, 0):
             self._shared(axes).claim()
         return x
@@ -70,7 +70,7 @@ class InSharedMemory(InCollective):
         if kind == "all_gather":
             looks = (self._wholes.get((axes, x.data_ptr())) for x in xs)
             wholes = [whole for whole in looks if whole is not None]
-            if len(wholes) < len(xs):  # state that has not been put there
+            if len(wholes) < len(xs):  # some state is outside of shared memory
                 return self._player.play(move, xs)
             with self.waiting(kind, axes, 0):
                 shared.barrier()
@@ -91,7 +91,7 @@ class InSharedMemory(InCollective):
             ]
 
     def gather_into(self, move: Move, names: Sequence[str], xs: Sequence[Tensor]) -> list[Tensor]:
-        """Gather into the state `names`, of which each rank has a copy that the others can read."""
+        """Gather into the state `names`; each rank has a copy of it that the others can read."""
         axes = move.axes
         shared, group = self._shared(axes), self.groups[axes]
         wholes = [self._state[name] for name in names]
@@ -107,7 +107,7 @@ class InSharedMemory(InCollective):
         return wholes
 
     def part(self, x: Tensor, axes: Axes, dim: int, outer: int) -> Tensor:
-        """This rank's part of `x`: a view, but a copy where `outer` segments lie apart."""
+        """This rank's part of `x`: a view, or a copy if its `outer` segments are not adjacent."""
         group = self.groups[axes]
         return split(x, dim, outer, group.size)[group.position]
 
@@ -122,7 +122,7 @@ class InSharedMemory(InCollective):
         return found
 
     def _parts(self, x: Tensor, axes: Axes, where: tuple[int, ...]) -> list[Tensor]:
-        """Every rank's tensor at the place of `x` in an arena, as far as this rank reduces it.
+        """This rank's part of every rank's tensor at the location of `x` in an arena.
 
         All are views. With several outer segments `dim` is the two dims `(outer, inner)`.
         """

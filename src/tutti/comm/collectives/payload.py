@@ -25,7 +25,7 @@ DTYPES = (
 
 
 def octets(x: Tensor) -> memoryview:
-    """The bytes of a tensor, where it lies if it is contiguous and on the CPU."""
+    """The bytes of a tensor; a view if it is contiguous and on the CPU."""
     flat = x.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     if not flat.numel():
         return memoryview(b"")
@@ -33,5 +33,5 @@ def octets(x: Tensor) -> memoryview:
 
 
 def digest(x: Tensor) -> str:
-    """Sixteen letters that tell the values of `x` from others."""
+    """Sixteen letters: a hash of the values of `x`."""
     return hashlib.sha256(octets(x)).hexdigest()[:16]

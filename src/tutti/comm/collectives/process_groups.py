@@ -18,11 +18,11 @@ from tutti.graph.players.player import Like, Messages
 
 
 class ProcessGroups(InCollective, ByDim):
-    """A `graph.players.player.Player` on shared memory, Gloo (CPU) or NCCL (CUDA), as `Groups` has it.
+    """A `graph.player.Player` on shared memory, Gloo (CPU) or NCCL (CUDA), as `Groups` chooses.
 
     Args:
         groups: the groups of every tuple of axes that the program uses.
-        places: carries the messages between the places of a pipeline; None at the only place.
+        places: carries the messages between the places of a pipeline; None if there is only one.
 
     Every collective raises `CommError` when a peer is gone or does not come in time.
     """
@@ -56,7 +56,7 @@ class ProcessGroups(InCollective, ByDim):
         return self._background.start(functools.partial(self._played, move, xs), xs)
 
     def finish(self, underway: Underway, xs: Sequence[Tensor]) -> list[Tensor]:
-        """The results of what `start` began with `xs`."""
+        """The results of the move that `start` began with `xs`."""
         return self._background.finish(underway)
 
     def send(self, xs: Sequence[Tensor], source: int, to: int) -> None:
@@ -67,7 +67,7 @@ class ProcessGroups(InCollective, ByDim):
             self._places.send(xs, source, to)
 
     def receive(self, source: int, to: int, likes: Sequence[Like]) -> list[Tensor]:
-        """What the rank at place `source` has sent here."""
+        """The tensors from the rank at place `source`."""
         if self._places is None:
             return super().receive(source, to, likes)
         return self._places.receive(source, to, likes)

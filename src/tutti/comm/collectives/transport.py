@@ -1,8 +1,8 @@
 """The four moves on one group of torch.distributed, for every dtype, parts stacked along a first dim.
 
-Gloo and NCCL know eight dtypes. Others travel as bytes; to be reduced, they are widened first. On
-Gloo, a reduce-scatter is an all-to-all and a local sum: Gloo's own is an all-reduce, which moves
-twice the bytes (4 MB, 2 ranks: 7.2 ms against 3.0 ms; 32 MB, 4 ranks: 140 ms against 66 ms).
+Gloo and NCCL know eight dtypes. Others travel as bytes; a reduction widens them first. On Gloo, a
+reduce-scatter is an all-to-all and a local sum: Gloo's own is an all-reduce, which moves twice the
+bytes (4 MB, 2 ranks: 7.2 ms against 3.0 ms; 32 MB, 4 ranks: 140 ms against 66 ms).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tutti.comm.host.reduce import BOOL_OPS
 
 
 class Transport(Protocol):
-    """What carries the collectives of one group; every result is a new tensor."""
+    """Carries the collectives of one group; every result is a new tensor."""
 
     def all_reduce(self, x: Tensor, op: str) -> Tensor:
         """`x` reduced over the group."""
@@ -61,7 +61,7 @@ class Distributed:
         return all_to_all(parts, self.group)
 
 
-# What Gloo and NCCL know; fewer than may travel as bytes (payload.py).
+# The dtypes of Gloo and NCCL; payload.py sends more as bytes.
 _NATIVE = frozenset(
     {
         torch.float64,

@@ -1,1 +1,1 @@
-"""Ranks of one host, in memory that they share."""
+"""Shared memory between ranks of one host."""

@@ -1,4 +1,4 @@
-"""Memory of a group in which tensors lie where every rank can read them."""
+"""Shared memory of a group: every rank can read the tensors in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_MOST_VIEWS = 4096  # of tensors, kept: a step asks for the same ones again
+_MOST_VIEWS = 4096  # cached views of tensors: a step asks for the same ones again
 
 
 class _Arena(NamedTuple):
@@ -17,7 +17,7 @@ class _Arena(NamedTuple):
 
 
 class Arenas:
-    """The arenas of one group: all ranks have added the same sizes in the same order.
+    """The arenas of one group; all ranks add the same sizes in the same order.
 
     Args:
         position: this rank's index in the group.
@@ -34,7 +34,7 @@ class Arenas:
         self._arenas.append(_Arena(rows, begin, begin + rows.shape[1]))
 
     def location(self, x: Tensor) -> int:
-        """A number for the location of `x`, the same on all ranks that have a tensor there; 0 outside.
+        """A number for the location of `x` in an arena, the same on all ranks; 0 outside of the arenas.
 
         Also 0 where `x` is not contiguous, is empty, or is a lazy conjugate.
         """

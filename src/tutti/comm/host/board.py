@@ -1,11 +1,10 @@
-"""What each rank of one host is in, where the others can see it: an entry a call, in shared memory.
+"""Shows the current call of each rank to the ranks of its host: an entry per call, in shared memory.
 
     rank 0   call 5 | call 6 | call 7 |          is in call 7
     rank 1   call 5 | call 6 |        |          is in none
 
-A rank writes its own entries, the newest over the oldest, and reads those of the others. Nobody waits here:
-it writes and then looks. A full fence stands between, so of two ranks at least the later one sees the other's
-entry.
+A rank writes its own entries, the newest over the oldest, and reads those of the others. It never waits: it
+writes, issues a full fence, and then reads. So of two ranks at least the later one sees the other's entry.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from tutti.comm.host.segment import Exchange, make_segment
 from tutti.comm.host.signals import full_fence
 
 NUM_ENTRIES = 4
-NBYTES = 2**15  # of an entry
+NBYTES = 2**15  # size of an entry
 TEXT_NBYTES = 2**12
 _HEAD = struct.Struct("<QII")  # the call, and how many bytes of text and data there are
 _TEXT, _DATA = _HEAD.size, _HEAD.size + TEXT_NBYTES
 DATA_NBYTES = NBYTES - _DATA
-_NOW = 64  # bytes at a rank's beginning: which call it is in, which one failed, and when
+_NOW = 64  # bytes before a rank's entries: its current call, its failed call, and the time
 _RANK = _NOW + NUM_ENTRIES * NBYTES
 
 
 class Entry(NamedTuple):
-    """What a rank has written for one call: words for people, and bytes to be compared."""
+    """A rank's entry for one call: a text for people, and bytes for comparison."""
 
     text: str
     data: bytes
@@ -43,7 +42,7 @@ class Board:
         ranks: the group's ranks in its order.
         position: this rank's index among them.
         pids: the process id of each.
-        exchange: gives a text to all ranks of the group and returns theirs; used to set up only.
+        exchange: all-gathers a text in the group; used only during setup.
 
     Raises:
         SharedMemoryError: on every rank, where memory cannot be shared.
@@ -63,7 +62,7 @@ class Board:
         self._turn = 0
 
     def write(self, call: int, text: bytes, data: bytes) -> None:
-        """This rank is in a call, and what it is given there."""
+        """Enter a call with its arguments."""
         turn = self._turn = (self._turn + 1) % NUM_ENTRIES
         at = self._offset(self.position, turn)
         self._words[at // 8] = 0
@@ -78,31 +77,31 @@ class Board:
         full_fence()
 
     def leave(self) -> None:
-        """This rank is in no call any more."""
+        """Leave the call."""
         self._words[self.position * _RANK // 8] = 0
 
     def fail(self, call: int) -> None:
-        """This rank has left a call half-way."""
+        """Leave the call half-way."""
         at = self.position * _RANK // 8
         self._words[at + 1] = call
         full_fence()
         self._words[at + 2] = time.monotonic_ns()
 
     def failed(self, j: int, since_ns: int) -> int:
-        """The call that the rank at position j has left half-way since then (monotonic), else 0."""
+        """The call that the rank at position j has left half-way since a time (monotonic), else 0."""
         at = j * _RANK // 8
         return self._words[at + 1] if self._words[at + 2] > since_ns else 0
 
     def now(self, j: int) -> int:
-        """The call that the rank at position j is in; 0 where it is in none."""
+        """The current call of the rank at position j; 0 if it is in none."""
         return self._words[j * _RANK // 8]
 
     def has(self, j: int, call: int) -> bool:
-        """Whether the rank at position j has come to a call, as far as its entries go back."""
+        """Whether the rank at position j has reached a call, as far as its entries go back."""
         return self._find(j, call) is not None
 
     def data(self, j: int, call: int) -> bytes | None:
-        """What the rank at position j was given in a call; None where it has not come there (yet)."""
+        """The arguments of a call on the rank at position j; None until it has reached the call."""
         at = self._find(j, call)
         if at is None:
             return None
@@ -111,7 +110,7 @@ class Board:
         return found if self._words[at // 8] == call else None
 
     def text(self, j: int, call: int) -> str:
-        """The words of the rank at position j for a call; "" where there are none."""
+        """The text of the rank at position j for a call; "" where there is none."""
         at = self._find(j, call)
         if at is None:
             return ""

@@ -1,4 +1,4 @@
-"""Which ranks lie on one host, so that they can share memory."""
+"""Finds ranks of one host, which can share memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def host_name() -> str:
-    """The same text on two processes where they run on one host and may see each other, else another.
+    """A text that is equal on two processes if they run on one host and may see each other.
 
-    The boot's id tells machines apart, the namespaces containers on one machine: a process in another
-    PID namespace cannot be looked at, one in another network namespace is treated as another host.
+    The boot id identifies a machine, the namespaces a container on it: a process cannot inspect one in
+    another PID namespace, and one in another network namespace counts as another host.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     parts = [boot.read_text().strip() if boot.exists() else socket.gethostname()]

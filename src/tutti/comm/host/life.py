@@ -17,12 +17,12 @@ def stat_of(pid: int) -> list[str]:
 
 
 def state_of(pid: int) -> str:
-    """Such as "S" (asleep), "T" (stopped), "Z" (a zombie); "" where there is no such process."""
+    """The state: "S" (asleep), "T" (stopped), "Z" (a zombie), ...; "" if there is no such process."""
     return next(iter(stat_of(pid)), "")
 
 
 class Life:
-    """Whether a process has ended, also when its number is taken again or its parent has not asked."""
+    """Whether a process has ended, even if another process has its id or its parent has not reaped it."""
 
     def __init__(self, pid: int) -> None:
         self._pid, self._fd = pid, -1
@@ -35,9 +35,9 @@ class Life:
 
     @classmethod
     def of(cls, pid: int) -> Life:
-        """The one that looks at `pid`: all groups of this process share it, and its descriptor."""
+        """The `Life` of `pid`: all groups of this process share it, and its descriptor."""
         life = _LIVES.get(pid)
-        if life is None or life.ended():  # its number may be taken again
+        if life is None or life.ended():  # another process may have its id
             life = _LIVES[pid] = cls(pid)
         return life
 
@@ -48,7 +48,7 @@ class Life:
         return state_of(self._pid) in ("", "Z", "X")
 
     def said(self) -> str:
-        """What there is to say of a process that does not come."""
+        """A description of a process that is late."""
         return f" (process {self._pid} is stopped)" if state_of(self._pid) in ("T", "t") else ""
 
     def __del__(self) -> None:

@@ -1,11 +1,11 @@
-"""Slots in shared memory through which ranks pass tensors, chunk by chunk.
+"""Passes tensors between ranks through slots in shared memory, chunk by chunk.
 
     rank 0   copy chunk 0 | sync | read chunk 0 | copy chunk 1 | sync | ...
     rank 1   copy chunk 0 | sync | read chunk 0 | copy chunk 1 | sync | ...
 
-Each rank has two mailboxes and takes them in turn. When it writes turn t + 2, all have passed the sync
-of turn t + 1, so nobody still reads turn t. Its third box holds its share of a reduction: it is written
-after the sync of a chunk, and read before the reader comes to the sync of the next one.
+Each rank has two mailboxes and uses them in turn. When it writes turn t + 2, all ranks have passed the sync
+of turn t + 1, so none still reads turn t. Its third box holds its share of a reduction: the rank writes it
+after the sync of a chunk, and the others read it before the sync of the next one.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from tutti.comm.host.signals import LINE
 
-# What the ranks put into mailboxes at once, all together, and each at least: it stays in a cache.
+# Bytes in mailboxes at once, of all ranks together, and of each at least: they stay in a cache.
 _CHUNK_NBYTES, _LEAST_NBYTES = 2**21, 2**16
 PAGE = 4096
 _NUM_TURNS, _SHARES = 2, 2  # turns 0 and 1, then the boxes for shares
-_MOST_VIEWS = 512  # of boxes, kept: making them takes longer than a small copy
+_MOST_VIEWS = 512  # cached views of boxes: making them takes longer than a small copy
 
 
 def chunk_nbytes(size: int) -> int:
@@ -50,7 +50,7 @@ class Mailboxes:
         self._turn = 0
 
     def ranges(self, flat: Tensor, num_parts: int = 1) -> list[tuple[int, int]]:
-        """Ranges that fit a box `num_parts` times; one for an empty tensor, so that all meet."""
+        """Ranges of which `num_parts` fit a box; one for an empty tensor, so that all ranks sync."""
         size = flat.numel()
         step = self._nbytes // num_parts // LINE * LINE // flat.itemsize
         if size <= step:
@@ -58,7 +58,7 @@ class Mailboxes:
         return [(low, min(low + step, size)) for low in range(0, size, step)]
 
     def post(self, chunk: Tensor, sync: Callable[[], None]) -> list[Tensor]:
-        """Every rank's chunk."""
+        """Write this rank's chunk; every rank's chunk."""
         boxes = self.take(chunk.dtype, chunk.numel())
         boxes[self.position].copy_(chunk)
         sync()
@@ -70,7 +70,7 @@ class Mailboxes:
         return self._boxes(self._turn, dtype, numel)
 
     def shares(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
-        """The boxes for what each rank has reduced."""
+        """The boxes for each rank's share of a reduction."""
         return self._boxes(_SHARES, dtype, numel)
 
     def _boxes(self, slot: int, dtype: torch.dtype, numel: int) -> list[Tensor]:

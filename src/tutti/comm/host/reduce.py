@@ -1,4 +1,4 @@
-"""Sums and the like of a few tensors, in one order, so that every rank gets the same bits."""
+"""Reduces a few tensors in one order, so that every rank gets the same bits."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _PAIRWISE: dict[str, Callable[..., Tensor]] = {
 # A bool holds 0 or 1, so its sum ("or") is a max and its product ("and") a min.
 BOOL_OPS = {"sum": "max", "prod": "min", "max": "max", "min": "min"}
 _HALF = (torch.bfloat16, torch.float16)
-# What torch computes with; others are widened.
+# The dtypes in which torch computes; others are widened.
 _KNOWN = frozenset(
     {torch.float64, torch.float32, *_HALF, torch.complex64, torch.complex128}
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
-# What is reduced at once: what has been computed is still in the cache when it is read again.
+# Bytes reduced at once: the intermediate results stay in the cache.
 _BLOCK_NBYTES = 2**18
 
 
 def reduce_into(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
-    """`out` becomes `parts[0] op parts[1] op ...`; it may be one of the parts, the first or not.
+    """Set `out` to `parts[0] op parts[1] op ...`; it may be any of the parts.
 
-    Three and more half-precision numbers are added in float32 and rounded once.
+    Three or more half-precision numbers are added in float32 and rounded once.
     """
     assert not (out.is_complex() and op in ("max", "min")), f"no {op} of complex numbers"
     if out.dtype == torch.bool:
@@ -48,7 +48,7 @@ def reduce_into(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
 
 
 def reduce_blocks(out: Tensor, parts: Sequence[Tensor], op: str) -> None:
-    """The same for large 1-D tensors, block by block where a result in between is written."""
+    """The same for large 1-D tensors, block by block if it writes intermediate results."""
     step = _BLOCK_NBYTES // out.itemsize
     if len(parts) <= 2 or out.numel() <= step:
         reduce_into(out, parts, op)

@@ -1,9 +1,9 @@
 """Memory that the ranks of one host share.
 
-A segment is a file without a name on the shared-memory filesystem: the ranks map it through the open
-descriptor of the one that made it. So nothing is left behind however the ranks end, and only processes
-of the same user can look at it. Its pages are taken when it is made: a full filesystem says so then,
-instead of killing a rank later that writes to it.
+A segment is an unnamed file on the shared-memory filesystem: the ranks map it through the open descriptor
+of its creator. So it leaves nothing behind however the ranks end, and only processes of the same user can
+open it. The creator allocates all pages at once: a full filesystem then raises an error, instead of killing
+a rank at a later write.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Exchange = Callable[[str], list[str]]
 
 
 class SharedMemoryError(RuntimeError):
-    """No memory can be shared; the text says why. Every rank of the group gets it."""
+    """The ranks cannot share memory; the text says why. Every rank of the group raises it."""
 
 
 def directory() -> Path | None:
-    """The shared-memory filesystem to use; None where it is switched off."""
+    """The shared-memory filesystem; None if it is switched off."""
     name = SHARED_MEMORY.read()
     return None if name == "off" else Path(name)
 
@@ -45,8 +45,8 @@ def make_segment(
 ) -> Tensor:
     """`nbytes` of zeros that all ranks of the group share, as bytes (uint8, 1-D).
 
-    The group's first rank makes the file, the others map it. All ranks call this together. With
-    `at_once` every page is mapped here, instead of when it is first touched.
+    The group's first rank makes the file, the others map it. All ranks call this together. `at_once`
+    maps every page here, instead of at its first access.
 
     Raises:
         SharedMemoryError: on every rank, if it failed on one.
@@ -72,10 +72,10 @@ def make_segment(
 
 
 def new_file(nbytes: int) -> int:
-    """The descriptor of a new file of zeros without a name, which only this user may open.
+    """The descriptor of a new unnamed file of zeros, which only this user may open.
 
     Raises:
-        OSError: the directory is missing, full, or on a filesystem that has no such files.
+        OSError: the directory is missing, full, or on a filesystem without unnamed files.
     """
     where = directory()
     if where is None:
@@ -90,7 +90,7 @@ def new_file(nbytes: int) -> int:
 
 
 def map_file(pid: int, fd: int, nbytes: int, at_once: bool = False) -> Tensor:
-    """The file that process `pid` has open as `fd`, as bytes (uint8, 1-D); `make_segment` says more.
+    """The file that process `pid` has open as `fd`, as bytes (uint8, 1-D); see `make_segment`.
 
     Raises:
         OSError: the process has gone, is another user's, or there is no memory for page tables.
@@ -108,7 +108,7 @@ def map_file(pid: int, fd: int, nbytes: int, at_once: bool = False) -> Tensor:
 
 
 def _said(error: OSError, nbytes: int) -> str:
-    """What is wrong with the directory, in a few words."""
+    """The problem with the directory, in a few words."""
     where = directory()
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
         return f"{where} has no room for {format_nbytes(nbytes)}"
@@ -116,7 +116,7 @@ def _said(error: OSError, nbytes: int) -> str:
 
 
 def tried(make: Callable[[], T], otherwise: T, nbytes: int) -> tuple[T, str]:
-    """What `make` gives and "", or what stands in for it and what went wrong."""
+    """The result of `make` and "", or `otherwise` and the problem."""
     try:
         return make(), ""
     except OSError as error:

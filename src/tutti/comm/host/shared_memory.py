@@ -1,13 +1,13 @@
-"""Collectives between ranks of one host, in memory that they share.
+"""Collectives between ranks of one host, in shared memory.
 
-A rank writes its value where the others can read it, says so, and each rank reads what it needs: no
-sockets, no copies between. A value that lies in an arena already (`SharedGroup.empty`) is not even
-written. Others go through mailboxes, chunk by chunk.
+A rank writes its value to shared memory and signals; the others read it there, without sockets or further
+copies. A value that is already in an arena (`SharedGroup.empty`) needs no write. Others go through
+mailboxes, chunk by chunk.
 
-Reductions run over the group's ranks in its order, whoever computes them: every rank gets the same bits.
+Every reduction runs over the ranks in the group's order: every rank gets the same bits.
 
-Where the ranks first meet in a collective they compare what they are in: its name, dtype, size, and the
-location of its tensor in an arena. Ranks that differ are told so before any of them reads a wrong value.
+At the first sync of a collective the ranks compare its name, dtype, size, and the location of its tensor
+in an arena. Ranks that differ raise an error before any of them reads a wrong value.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tutti.comm.host.reduce import reduce_blocks, reduce_into
 from tutti.comm.host.segment import Exchange, make_segment
 from tutti.comm.host.signals import LINE, Signals
 
-# Above so many bytes, more than two ranks reduce a part each instead of all each.
+# Above so many bytes, more than two ranks reduce one part each; below, each reduces all.
 _SPLIT_NBYTES = 2**15
-# What is reduced in an arena and then given to the others: still in the cache.
+# Bytes that a rank reduces in an arena before it copies them to the others: still in the cache.
 _GIVEN_NBYTES = 2**18
 
 
@@ -40,7 +40,7 @@ class SharedGroup:
     Args:
         ranks: the group's ranks in its order.
         position: this rank's index among them.
-        exchange: gives a text to all ranks of the group and returns theirs; used to set up only.
+        exchange: all-gathers a text in the group; used only during setup.
         timeout_seconds: how long a collective waits.
         num_neighbors: how many ranks share the cores of this host; the group's by default.
 
@@ -75,7 +75,7 @@ class SharedGroup:
         """New shared memory: `[size, nbytes]`, a row for each rank; all ranks call this together.
 
         Raises:
-            SharedMemoryError: on every rank, where it does not fit; the group works as before.
+            SharedMemoryError: on every rank, if it does not fit; the group works as before.
         """
         nbytes = -(-max(nbytes, 1) // LINE) * LINE
         memory = make_segment(self.size * nbytes, self.position, self._exchange)
@@ -89,18 +89,18 @@ class SharedGroup:
         return self.arena(nbytes)[self.position][:nbytes].view(dtype).view(*shape)
 
     def common(self, nbytes: int) -> Tensor:
-        """New bytes that belong to no rank alone, 1-D; all ranks call this together."""
+        """New bytes that all ranks write and read, 1-D; all ranks call this together."""
         return make_segment(nbytes, self.position, self._exchange)
 
     def everywhere(self, x: Tensor) -> list[Tensor] | None:
-        """Each rank's tensor at the location that `x` has in this rank's row of an arena.
+        """Each rank's tensor at the location of `x` in this rank's row of an arena.
 
-        None if `x` lies elsewhere, is empty or is not contiguous.
+        None if `x` is outside of the arenas, empty or not contiguous.
         """
         return self._arenas.everywhere(x)
 
     # Collectives on whole tensors; parts are stacked along a first dim. As in any collective, the
-    # tensor that was given may be written again when they return.
+    # caller may overwrite the tensor when they return.
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
@@ -187,10 +187,10 @@ class SharedGroup:
                 result[low:high].copy_(box)
         return result.view(x.shape)
 
-    # Collectives on tensors that lie in arenas: any number of them with one meeting of the ranks
+    # Collectives on tensors in arenas: any number of them with one sync of the ranks
 
     def all_reduce_(self, xs: Sequence[Tensor], op: str) -> None:
-        """Reduce each of `xs` in place: a rank reduces its part of them and gives it to all."""
+        """Reduce each of `xs` in place: a rank reduces its part of them and copies it to all."""
         lying = [[row.view(-1) for row in self._rows(x)] for x in xs]
         self.signals.meet(self._note("all_reduce_", op, xs))
         for rows in lying:
@@ -206,16 +206,16 @@ class SharedGroup:
         self.signals.sync()
 
     def reduce(self, lying: Sequence[Sequence[Tensor]], op: str) -> list[Tensor]:
-        """Each of `lying`, a tensor of every rank where all can read it, reduced: new tensors.
+        """Each of `lying`, every rank's tensor in shared memory, reduced: new tensors.
 
-        What this rank has given may be written again after a `claim`.
+        This rank may overwrite its own tensors after a `claim`.
         """
         results = [torch.empty(x[self.position].shape, dtype=x[0].dtype) for x in lying]
         self._reduce_each("reduce", results, lying, op)
         return results
 
     def reduce_(self, lying: Sequence[Sequence[Tensor]], op: str) -> None:
-        """The same, each into this rank's own tensor, which nobody else may read."""
+        """The same, each into this rank's own tensor, which no other rank may read."""
         own = [parts[self.position] for parts in lying]
         self._reduce_each("reduce_", own, lying, op)
 
@@ -231,9 +231,9 @@ class SharedGroup:
         self.signals.arrive()
 
     def all_gather_(self, wholes: Sequence[Tensor]) -> None:
-        """Each `[n, *shape]`, of which this rank has written its own part, gets those of the others.
+        """Fill each `[n, *shape]`, in which this rank has written its own part, with the others' parts.
 
-        The own parts may be written again after a `claim`.
+        This rank may overwrite its own parts after a `claim`.
         """
         lying = [self._rows(x) for x in wholes]
         self.signals.meet(self._note("all_gather_", "", wholes))
@@ -244,7 +244,7 @@ class SharedGroup:
         self.signals.arrive()
 
     def claim(self) -> None:
-        """Return when the others have finished reading what this rank gave to earlier collectives."""
+        """Return when the others have read this rank's tensors of earlier collectives."""
         self.signals.wait(self.signals.count)
 
     def _rows(self, x: Tensor) -> list[Tensor]:
@@ -252,10 +252,10 @@ class SharedGroup:
         assert rows is not None, "a tensor outside of the arenas, or not contiguous"
         return rows
 
-    # How ranks go through them
+    # Steps of a collective
 
     def _note(self, name: str, op: str, xs: Sequence[Tensor], *, placed: bool = True) -> int:
-        """A number that ranks in the same collective agree on; of ints only, whose hash is fixed."""
+        """A number that is equal on ranks in the same collective; a hash of ints only, which is fixed."""
         words = [_number(name), _number(op)]
         for x in xs:
             location = self._arenas.location(x) if placed else 0
@@ -265,14 +265,14 @@ class SharedGroup:
     def _chunks(
         self, note: int, flat: Tensor, num_parts: int = 1
     ) -> Iterator[tuple[int, int, Callable[[], None]]]:
-        """Each range that fits a mailbox, and how the ranks meet there."""
+        """Each range that fits a mailbox, and its sync."""
         sync: Callable[[], None] = functools.partial(self.signals.meet, note)
         for low, high in self._mail.ranges(flat, num_parts):
             yield low, high, sync
             sync = self.signals.sync
 
     def _reduce(self, boxes: list[Tensor], out: Tensor, op: str) -> None:
-        """All of it, or this rank's share of it and from the others theirs."""
+        """Reduce `boxes` into `out`: all of it, or only this rank's share, with the others' copied."""
         if self.size == 2 or out.nbytes <= _SPLIT_NBYTES:
             reduce_into(out, boxes, op)
             return

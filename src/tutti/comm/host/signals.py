@@ -1,18 +1,18 @@
-"""How ranks of one host wait for each other: counters in shared memory.
+"""Ranks of one host wait for each other: counters in shared memory.
 
-Each rank owns one cache line: a counter that only it writes, a flag by which others say that they sleep
-until it changes, and two notes that say what it is in.
+Each rank owns one cache line: a counter that only it writes, a flag that others set when they sleep until
+the counter changes, and two notes that identify its current collective.
 
     rank 0   counter 7                  arrived at 7, spins on the others
     rank 1   counter 6, sleepers 1      still computing; will wake rank 0
 
-A wait first spins, which costs nothing where every rank has a core of its own, and then sleeps on a
-futex until the counter moves. Between naps it looks whether the processes of its group still live.
+A wait first spins, which costs nothing if every rank has a core of its own, and then sleeps on a
+futex until the counter changes. Between sleeps it checks that the processes of its group still live.
 
-The waker writes the counter, then looks at the flag; the sleeper writes the flag, then the kernel looks at
-the counter. A full fence stands between on both sides (the kernel's own in the system call), so at least one
-of them sees what the other wrote. A wake-up is lost where a rank that sleeps for the next count sets the
-flag between the waker's look and its clearing: it then wakes at its next look.
+The waker writes the counter, then reads the flag; the sleeper writes the flag, then the kernel reads the
+counter. Both sides have a full fence between (the kernel's own in the system call), so at least one of them
+sees the other's write. A wake-up is lost if a rank that sleeps for the next count sets the flag after the
+waker reads and before it clears it: the sleeper then wakes at its next check.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _COUNTER, _SLEEPERS, _NOTES = 0, 1, 2  # 32-bit words of a line; two notes, take
 _WORDS = LINE // 4
 _MASK, _HALF = 2**32 - 1, 2**31
 
-# How long to spin: longer than ranks in step are apart, shorter than a time slice.
+# How long to spin: longer than the usual skew between ranks, shorter than a time slice.
 _SPIN_SECONDS = 200e-6
-_LOOK_SECONDS = 0.2  # how often a sleeping rank looks whether its peers live
+_LOOK_SECONDS = 0.2  # how often a sleeping rank checks that its peers live
 _POLL_SECONDS = 2e-4  # how long it sleeps where there is no futex
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
@@ -44,12 +44,12 @@ _WAIT, _WAKE = 0, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-# Called now and then by a rank that waits: one may raise what it has found out.
+# A waiting rank calls these periodically: one may raise an error.
 WATCHES: list[Callable[[], None]] = []
 
 
 class PeerLost(RuntimeError):
-    """Ranks that are waited for have ended."""
+    """Ranks have ended before they arrived."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         super().__init__("remote process exited")
@@ -113,7 +113,7 @@ class Signals:
         self.count = 0
 
     def arrive(self) -> int:
-        """Say that this rank is one further; what it wrote before can be seen by who sees this."""
+        """Increment this rank's counter; a rank that sees the new count sees all earlier writes."""
         if os.getpid() != self._pid:  # it would count for its parent
             raise RuntimeError("a process that a rank has forked cannot join in its collectives")
         self.count = (self.count + 1) & _MASK
@@ -131,7 +131,7 @@ class Signals:
 
         Raises:
             PeerLost: one has ended before.
-            PeerLate: one has not come within the time-out.
+            PeerLate: one has not arrived within the time-out.
         """
         words = self._words
         for j in self._others if positions is None else positions:
@@ -144,13 +144,13 @@ class Signals:
         self.wait(self.arrive())
 
     def meet(self, note: int) -> None:
-        """`sync`, and see that all ranks came with the same note.
+        """`sync`, and check that all ranks have the same note.
 
-        Notes go into two words in turn: who writes the one after next has seen all arrive with the
-        next, so they have compared this one.
+        Notes go into two words in turn: a rank overwrites a word after it has seen all ranks arrive with
+        the next note, so all have compared the old one.
 
         Raises:
-            PeerDiffers: some came with another note.
+            PeerDiffers: some have another note.
         """
         words = self._words
         self._note ^= 1
@@ -190,11 +190,11 @@ class Signals:
                 self._look(j, count, now - began)
 
     def _look(self, j: int, count: int, waited_seconds: float) -> None:
-        """Raise if rank j, or one that it may wait for itself, will not come."""
+        """Raise if rank j, or a rank that j may wait for, will not arrive."""
         for watch in WATCHES:
             watch()
         ended = [k for k in self._others if self._lives[k].ended()]
-        # One that ended after it had come this far is nobody's trouble.
+        # A rank that ended after it had arrived here is no problem.
         ended = [k for k in ended if self._behind(k, count)]
         if ended:
             raise PeerLost([self._ranks[k] for k in ended])
@@ -205,7 +205,7 @@ class Signals:
             )
 
     def _futex(self, j: int, op: int, value: int, seconds: float | None) -> None:
-        """Sleep until rank j's counter is not `value` any more, or wake those that do."""
+        """Sleep until rank j's counter differs from `value`, or wake its sleepers."""
         if _FUTEX is None:
             if op == _WAIT:
                 time.sleep(_POLL_SECONDS)
@@ -218,12 +218,12 @@ class Signals:
 
 
 def full_fence() -> None:
-    """A full memory fence, of what Python has: a release, then an acquire, of a lock."""
+    """A full memory fence by means of Python: a release, then an acquire, of a lock."""
     for _ in range(2):
         _LOCK.acquire()
         _LOCK.release()
 
 
 _LOCK = threading.Lock()
-# x86 keeps stores in order and loads in order, which is all that is asked where this stands.
+# x86 keeps stores in order and loads in order, which suffices here.
 _fence = (lambda: None) if platform.machine() in ("x86_64", "AMD64") else full_fence

@@ -1,8 +1,8 @@
-"""Time that this process was not stopped for, by which it judges others.
+"""Clock that excludes suspension; used for leases.
 
-A process that was frozen (SIGSTOP, a paused virtual machine, a suspended laptop) finds when it goes on that
-all others have been silent for long. Their signs of life may lie unread, or they were frozen too: by this
-clock no more has passed than between two looks of a process that runs.
+To a process that resumes (after SIGSTOP, a paused virtual machine, a suspended laptop) all others seem silent
+for long. Their heartbeats may be unread, or they were suspended too. So this clock counts a suspension as no
+more than the longest time between two looks of a running process.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class AwakeClock:
     """Seconds awake since it was made.
 
     Args:
-        most_seconds: what may pass at most between two looks; anything longer counts as so much.
-        clock: seconds that only go forward.
+        most_seconds: the longest time that may count between two looks; a longer one counts as this.
+        clock: monotonic seconds.
     """
 
     def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,7 +24,7 @@ class AwakeClock:
         self._seen, self._seconds = clock(), 0.0
 
     def look(self) -> float:
-        """Seconds awake until now; to be called again and again."""
+        """Seconds awake until now; call it regularly."""
         now = self._clock()
         self._seconds += min(now - self._seen, self._most)
         self._seen = now

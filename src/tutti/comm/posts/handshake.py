@@ -1,13 +1,13 @@
-"""Both ends of a connection show that they know a secret, and get a key; neither ever sends it.
+"""Both ends of a connection prove that they know a secret, and get a key; neither sends the secret.
 
     acceptor  -> connector   greeting, 32 random bytes a
     connector -> acceptor    its name, 32 random bytes c, HMAC(secret, "connector" greeting a c name)
     acceptor  -> connector   HMAC(secret, "acceptor" greeting a c name)
 
-Both random numbers are in each proof, so one that was overheard is worth nothing in another connection; the
-role is in it, so one that is sent back proves nothing; the greeting is in it, so that of one protocol says
-nothing in another. The connector proves itself first: an acceptor that is not convinced closes the connection
-without a word. HMAC-SHA256 (RFC 2104). Only bytes are made and read here; sockets are the users' matter.
+Each proof contains both random numbers, so a replay in another connection fails; the role, so a reflected
+proof fails; and the greeting, so a proof of another protocol fails. The connector proves itself first: if its
+proof is wrong, the acceptor closes the connection without an answer. HMAC-SHA256 (RFC 2104). This file makes
+and reads bytes only; its callers have the sockets.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PROOF_NBYTES = 32
 
 
 class RefusedError(Exception):
-    """The other end does not know the secret, or speaks something else."""
+    """The other end does not know the secret, or speaks another protocol."""
 
 
 class _End:
-    """What both ends have: the secret, the greeting and a random number of their own."""
+    """The state of either end: the secret, the greeting and its own random number."""
 
     def __init__(self, secret: bytes, greeting: bytes) -> None:
-        assert b"\0" not in greeting  # it ends with one where it is proven
+        assert b"\0" not in greeting  # in a proof, a zero byte ends the greeting
         self._secret, self._greeting = secret, greeting
         self._nonce = secrets.token_bytes(_NONCE_NBYTES)
 
@@ -40,12 +40,12 @@ class _End:
 
 
 class Acceptor(_End):
-    """The end that was connected to: send `hello`, read `need` bytes, give them to `receive`.
+    """The accepting end: send `hello`, read `need` bytes, give them to `receive`.
 
     Args:
-        secret: what both ends know.
-        greeting: what both ends speak, with its version; no byte of it is 0.
-        name_nbytes: bytes by which the connector says who it is.
+        secret: the common secret.
+        greeting: the protocol and its version; no byte of it is 0.
+        name_nbytes: the size of the connector's name.
     """
 
     def __init__(self, secret: bytes, greeting: bytes, *, name_nbytes: int = 0) -> None:
@@ -56,7 +56,7 @@ class Acceptor(_End):
         self._name_nbytes = name_nbytes
 
     def receive(self, raw: bytes) -> tuple[bytes, bytes]:
-        """The answer to send, and the session's key; `name` says from now on who it is.
+        """The answer to send, and the session's key; sets `name` to the connector's.
 
         Raises:
             RefusedError: the connector does not know the secret.
@@ -74,7 +74,7 @@ class Connector(_End):
 
     Args:
         secret, greeting: as of the acceptor.
-        name: who this is.
+        name: this end's name.
     """
 
     need_proof = _PROOF_NBYTES
@@ -86,10 +86,10 @@ class Connector(_End):
         self._both = b""
 
     def answer(self, hello: bytes) -> bytes:
-        """What to send.
+        """The bytes to send.
 
         Raises:
-            RefusedError: the other end speaks something else, or another version of it.
+            RefusedError: the other end speaks another protocol, or another version of it.
         """
         if not hello.startswith(self._greeting):
             raise RefusedError("it does not speak this version of tutti")

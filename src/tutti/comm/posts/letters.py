@@ -1,6 +1,6 @@
 """Letters between ranks: a topic and named tensors, as bytes; never pickled.
 
-kind   1 byte     a letter, or one byte alone: a sign of life, goodbye, or "we go on without you"
+kind   1 byte     a letter, or one byte alone: a heartbeat, goodbye, or "we go on without you"
 sizes  12 bytes   of the header and of the payload
 header            JSON: the topic; name, dtype and shape of each tensor
 payload           the tensors' bytes, each beginning at a multiple of 8
@@ -21,7 +21,7 @@ from tutti.comm.collectives.payload import DTYPES, octets
 
 LETTER, BEAT, BYE, OUT = b"L", b"B", b"E", b"O"
 SIZES = struct.Struct("!IQ")
-# What a peer may ask this process to hold.
+# The most that a peer may make this process hold.
 MAX_HEADER, MAX_PAYLOAD = 2**24, 2**38
 _ALIGN = 8
 _NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
@@ -30,14 +30,14 @@ _NAMED = {name: dtype for dtype, name in _NAMES.items()}
 
 @dataclass(frozen=True)
 class Letter:
-    """What one rank tells another."""
+    """A message from one rank to another."""
 
     topic: str
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def to_bytes(letter: Letter) -> list[memoryview]:
-    """The letter as it travels; large tensors are not copied, and must stay as they are meanwhile."""
+    """The letter's bytes on the wire, views of large tensors, which must not change until sent."""
     parts: list[memoryview] = []
     entries = []
     for name, x in letter.tensors.items():
@@ -50,7 +50,7 @@ def to_bytes(letter: Letter) -> list[memoryview]:
 
 
 def read_header(data: bytes) -> tuple[str, list[tuple[str, torch.dtype, list[int]]]]:
-    """The topic, and what the payload holds; raises `ValueError` for anything malformed."""
+    """The topic, and the tensors of the payload; raises `ValueError` for malformed bytes."""
     topic, entries = json.loads(data)
     if not isinstance(topic, str):
         raise ValueError("a letter without a topic")
@@ -65,7 +65,7 @@ def read_header(data: bytes) -> tuple[str, list[tuple[str, torch.dtype, list[int
 def read_payload(
     entries: list[tuple[str, torch.dtype, list[int]]], payload: Tensor
 ) -> dict[str, Tensor]:
-    """The tensors, views of `payload`; raises `ValueError` where it has another size."""
+    """The tensors, views of `payload`; raises `ValueError` if its size differs."""
     found, begin = {}, 0
     for name, dtype, shape in entries:
         size = math.prod(shape) * dtype.itemsize
@@ -79,7 +79,7 @@ def read_payload(
 
 
 def _joined(parts: list[memoryview]) -> list[memoryview]:
-    """Small parts copied together: each that is sent costs a system call."""
+    """Copies small parts together: each buffer costs a system call."""
     found: list[memoryview] = []
     small = bytearray()
     for part in parts:

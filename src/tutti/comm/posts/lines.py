@@ -1,7 +1,7 @@
-"""Sockets between the ranks of a run, made by all of them together.
+"""Sockets between the ranks of a run; all ranks make them together.
 
-The rank that comes later in the order connects to the earlier one, and both show that they know the run's
-secret, without saying it (`handshake.py`). Nothing listens any more once all are connected.
+The later rank in the order connects to the earlier one, and both prove that they know the run's secret
+(`handshake.py`). Once all are connected, no socket listens any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def connect_lines(ranks: Sequence[int], groups: Groups) -> dict[int, socket.sock
     """An open socket to each other rank of `ranks`; all ranks of the run call this together.
 
     Raises:
-        CommError: one does not come in time, or does not know the secret.
+        CommError: a rank does not connect in time, or does not know the secret.
     """
     me = ranks.index(groups.rank)
     near = [rank for rank in ranks[me + 1 :] if groups.same_host(rank, groups.rank)]
@@ -65,14 +65,14 @@ def connect_lines(ranks: Sequence[int], groups: Groups) -> dict[int, socket.sock
 
 
 def _secret(tokens: list[str]) -> bytes:
-    """What only ranks of this run know: torch.distributed carries the tokens without encryption."""
+    """The run's secret: torch.distributed carries the tokens without encryption."""
     return hashlib.sha256("\0".join([*tokens, SECRET.read()]).encode()).digest()
 
 
 def _listen(*, near: bool) -> socket.socket:
     if near:
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.bind(f"\0tutti-{os.getpid()}-{secrets.token_hex(8)}")  # no file: nothing is left
+        listening.bind(f"\0tutti-{os.getpid()}-{secrets.token_hex(8)}")  # no file to remove
     else:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.bind((_own_address(), 0))
@@ -81,7 +81,7 @@ def _listen(*, near: bool) -> socket.socket:
 
 
 def _own_address() -> str:
-    """The address of the interface that Gloo is told to use, else of that towards the rendezvous."""
+    """The address of Gloo's configured interface, else of the one towards the rendezvous."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         if interface:
@@ -136,7 +136,7 @@ def _accept(
         try:
             one.settimeout(_HANDSHAKE_SECONDS)
             found[_greet(one, expected - set(found), secret)] = one
-        except (OSError, RefusedError):  # a stranger; whom we wait for will come yet
+        except (OSError, RefusedError):  # a stranger; the expected rank will still connect
             one.close()
     return found
 

@@ -1,20 +1,20 @@
-"""Letters between ranks that outlive any of them: who is lost is known, and the others go on.
+"""Letters between ranks: survivors detect a lost rank and continue.
 
-Collectives of torch.distributed end with the first rank that is lost. Here each two ranks have a connection
-of their own, with two threads: one sends what stands in its queue, the other receives and hands over. So a
-letter is taken while the rank computes, and nobody waits for anybody unless he wants to.
+Collectives of torch.distributed fail with the first lost rank. Here each pair of ranks has its own connection
+with two threads at each end: one sends the letters of its queue, the other receives and calls the handler. So
+a rank receives letters while it computes, and waits only if it chooses to.
 
     rank 0   queue -> sender ---+         +--- receiver -> handler
                                 socket 0-1                            rank 1
              receiver <---------+         +--- sender <- queue
 
-A rank is lost when its connection breaks (its process has ended), or when nothing has come from it for the
-lease, though it sends at least five signs of life in that time. It is then told so, in case it lives, and
-heard no more. A rank that had itself been stopped counts from when it goes on. One that leaves in good order
+A rank is lost when its connection breaks (its process has ended), or when it has been silent for the lease,
+though it sends at least five heartbeats in that time. The others tell it so, in case it lives, and ignore it
+from then on. A rank that was suspended itself counts from its resumption. A rank that leaves in good order
 says goodbye.
 
-Ranks of one host use Unix sockets, others TCP. Both ends show that they know a secret of this run, which
-travels with the run's own rendezvous; what follows is neither encrypted nor signed.
+Ranks of one host use Unix sockets, others TCP. Both ends prove that they know the run's secret, which the
+run's own rendezvous distributes; the letters are neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from tutti.comm.posts.letters import Letter
 from tutti.environment import LEASE
 from tutti.errors import CommError
 
-# Signs of life in a lease. Time is counted in the same parts, so one or two that are late do no harm.
+# Heartbeats per lease. The clock counts in the same intervals, so one or two late ones do no harm.
 BEATS = 5
-# How long a process that ends waits for its last letters to leave.
+# How long an ending process waits until its last letters have left.
 _LEAVE_SECONDS = 2.0
 _CLOSED = "its connection has closed"
 
-# (rank that sent it, letter), called with the post's lock held: it must not wait. What it returns is done
-# without the lock, before the next letter of that rank is taken.
+# (sender, letter), called with the post's lock held: it must not wait. The receiving thread runs the
+# returned function without the lock, before the next letter of that sender.
 Handler = Callable[[int, Letter], Callable[[], None] | None]
 
 
 def lease_seconds() -> float:
-    """After so long without a sign of life a rank is lost: `TUTTI_LEASE` seconds, 5 by default."""
+    """How long a rank may be silent before it is lost: `TUTTI_LEASE` seconds, 5 by default."""
     return LEASE.read()
 
 
@@ -64,11 +64,11 @@ class _Line:
     heard: float = 0.0
     pending: int = 0
     nbytes: int = 0
-    gone: str = ""  # why, once nothing is taken from it any more
+    gone: str = ""  # the reason, once this rank ignores the other
 
 
 class _Hub:
-    """What the threads of a post share; it must not keep the post itself alive."""
+    """The shared state of a post's threads; it must not keep the post itself alive."""
 
     def __init__(self, lines: Sequence[_Line], lease: float, handler: Handler) -> None:
         self.changed = threading.Condition()
@@ -91,7 +91,7 @@ class _Hub:
             threading.Thread(target=target, args=args, name="tutti-post", daemon=True).start()
 
     def send(self, line: _Line) -> None:
-        """A thread: what stands in the queue; signs of life between."""
+        """A thread: sends the queue's letters, and heartbeats between them."""
         try:
             while True:
                 try:
@@ -112,7 +112,7 @@ class _Hub:
             self.lose(line, _why(error))
 
     def receive(self, line: _Line) -> None:
-        """A thread: letters and signs, until the other end closes."""
+        """A thread: receives letters and heartbeats until the other end closes."""
         try:
             while kind := line.socket.recv(1):
                 line.heard = self.seconds
@@ -129,7 +129,7 @@ class _Hub:
             self.lose(line, _why(error))
 
     def watch(self) -> None:
-        """A thread: counts time by its own naps, so that a rank that was stopped suspects nobody."""
+        """A thread: counts time by its own sleeps, so that a resumed rank does not suspect the others."""
         clock = AwakeClock(self._beat)
         while not self.closed:
             time.sleep(self._beat)
@@ -139,7 +139,7 @@ class _Hub:
                     self.lose(line, f"no sign of life for {self._lease:g} s", tell=True)
 
     def lose(self, line: _Line, why: str, *, left: bool = False, tell: bool = False) -> None:
-        """Take nothing more from a rank."""
+        """Ignore a rank from now on."""
         with self.changed:
             if line.gone or self.closed:
                 return
@@ -155,7 +155,7 @@ class _Hub:
                 line.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Say goodbye; returns when all has left, or after a while."""
+        """Say goodbye; returns when all letters have left, or after a limit."""
         with self.changed:
             if self.closed:
                 return
@@ -211,11 +211,11 @@ class RankPost:
 
     Args:
         lines: an open socket to each other rank.
-        handler: what to do with a letter; called with `changed` held, by a thread of the post. It must be a
+        handler: handles a letter; a thread of the post calls it with `changed` held. It must be a
             method, whose object the post does not keep alive.
-        lease: seconds without a sign of life after which a rank is lost.
+        lease: seconds of silence after which a rank is lost.
 
-    `changed` is a condition that is notified whenever a letter has been handed over or a rank has gone.
+    The post notifies the condition `changed` after each handled letter and each lost rank.
     """
 
     def __init__(
@@ -228,9 +228,9 @@ class RankPost:
         self._hub.start()
 
     def send(self, to: int, topic: str, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Put a letter in the queue; to a rank that has gone it goes nowhere.
+        """Queue a letter; a letter to a lost rank is dropped.
 
-        CPU tensors must stay as they are until `flush` has returned, or the receiver has answered.
+        CPU tensors must not change until `flush` has returned, or the receiver has answered.
         """
         line = self._hub.lines[to]
         parts = letters.to_bytes(Letter(topic, tensors or {}))
@@ -240,22 +240,22 @@ class RankPost:
                 line.queue.put(parts)
 
     def flush(self) -> None:
-        """Return when all that was sent has left this process, or its receiver has gone."""
+        """Return when every letter has left this process, or its receiver has gone."""
         with self.changed:
             lines = self._hub.lines.values()
             self.changed.wait_for(lambda: not any(x.pending and not x.gone for x in lines))
 
     def is_here(self, rank: int) -> bool:
-        """Whether letters are still taken from `rank`."""
+        """Whether this rank still receives from `rank`."""
         return not self._hub.lines[rank].gone
 
     def give_up(self, rank: int, why: str) -> None:
-        """Hear no more of `rank`, and tell it."""
+        """Ignore `rank` from now on, and tell it."""
         self._hub.lose(self._hub.lines[rank], why, tell=True)
 
     @property
     def lost(self) -> dict[int, str]:
-        """The ranks that are lost, in this order, and why."""
+        """The lost ranks, in the order of their loss, and the reasons."""
         with self.changed:
             return dict(self._hub.lost)
 
@@ -267,7 +267,7 @@ class RankPost:
 
     @property
     def seconds(self) -> float:
-        """Time that this process has not been stopped for, in steps of a fifth of the lease or less."""
+        """Seconds without suspensions, in steps of a fifth of the lease or less."""
         return self._hub.seconds
 
     def check(self) -> None:
@@ -281,5 +281,5 @@ class RankPost:
 
 
 def _why(error: BaseException) -> str:
-    """What the kernel says of a connection whose other end has died differs from time to time."""
+    """One text for the different errors of the kernel when the other end has died."""
     return _CLOSED if isinstance(error, ConnectionError) else str(error)
