@@ -1,1 +1,1 @@
-"""Replicas: whole programs that agree with each other now and then."""
+"""Replicas: whole programs that exchange weights periodically (local SGD)."""

@@ -1,9 +1,9 @@
-"""Weights are averaged after several local steps: local SGD.
+"""Averages weights after several local steps: local SGD.
 
     x_i <- mean of x_j over the replicas j
 
-Stich, 1805.09767; a warm-up in which every step is averaged (post-local SGD) and two levels of periods
-(hierarchical local SGD) are from Lin et al., 1808.07217.
+Stich, 1805.09767; Lin et al., 1808.07217, for a warm-up with an average after every step (post-local SGD)
+and two levels of periods (hierarchical local SGD).
 
     average(every=2, then=4, group=2)          step  1    2    3    4
     four replicas, neighbors in groups of 2          .  01|23  .   0123
@@ -21,19 +21,19 @@ from tutti.replicas.strategy import Round, State, Strategy, Weights, at_least, o
 
 @dataclass(frozen=True, kw_only=True)
 class Average(Strategy):
-    """Every so many steps each weight becomes its mean over the replicas.
+    """After every `every` steps each weight becomes its mean over the replicas.
 
     Args:
         every: steps between two averages.
-        then: where given, only groups of neighbors average after `every` steps, and all replicas after
+        then: if given, only groups of neighbors average after `every` steps, and all replicas after
             `then`, a multiple of `every`.
-        group: neighboring replicas of a group; used with `then`.
-        after: for the first so many steps all replicas average after each; periods count from there.
-        traffic: fp32, bf16 or int8: what replicas send; the compressed ones send the change since the last
-            average, with error feedback.
+        group: number of neighboring replicas in a group; used with `then`.
+        after: length of a warm-up in steps: all replicas average after each; periods count from its end.
+        traffic: fp32, bf16 or int8: the format of messages; the compressed ones send the change since the
+            last average, with error feedback.
 
-    With every=1 and an optimizer whose update is linear in the gradient (SGD, also with momentum and
-    weight decay), a loss that is a mean over samples and no clipping, this is data parallelism.
+    With every=1, an optimizer whose update is linear in the gradient (SGD, also with momentum and
+    weight decay), a loss that is a mean over samples, and no clipping, this is data parallelism.
     """
 
     every: int = 16
@@ -63,7 +63,7 @@ class Average(Strategy):
 
     @property
     def period(self) -> int:
-        """After so many steps the schedule repeats."""
+        """The length in steps after which the schedule repeats."""
         return self.then or self.every
 
     @property
@@ -73,11 +73,11 @@ class Average(Strategy):
 
     @property
     def compression(self) -> str:
-        """In what messages travel."""
+        """The format of messages."""
         return self.traffic
 
     def check(self, num_replicas: int) -> None:
-        """With `then`, the groups must be some of the replicas, and equal."""
+        """With `then`, the replicas must divide into several groups of equal size."""
         if self.then and (num_replicas <= self.group or num_replicas % self.group):
             raise refuse(
                 self,
@@ -94,7 +94,7 @@ class Average(Strategy):
         return [Round(step, step, group=self.group if near else 0)]
 
     def init(self, weights: Weights) -> State:
-        """Where messages are changes, the weights that the replicas last agreed on."""
+        """If messages are changes, the weights of the last average."""
         if self.compression == "fp32":
             return {}
         return of_kind("anchor", weights) | traffic.no_error(self.compression, weights)
@@ -102,7 +102,7 @@ class Average(Strategy):
     def offer(
         self, state: State, weights: Weights, due: Round
     ) -> tuple[State, Weights, dict[str, Tensor]]:
-        """The weights, or how far they have come since the last average."""
+        """The weights, or their change since the last average."""
         if self.compression == "fp32":
             return {}, weights, weights
         return {}, weights, {n: x - state[f"anchor.{n}"] for n, x in weights.items()}

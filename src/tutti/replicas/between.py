@@ -1,10 +1,10 @@
-"""How messages travel between the replicas of a run: among the ranks with the same other coordinates.
+"""Exchanges messages between the replicas of a run: among ranks that differ only in the axis `replica`.
 
 replica=2 data=2        replica 0   rank 0   rank 1
-                                       |        |         each pair exchanges what both hold
+                                       |        |         each pair exchanges its common shards
                         replica 1   rank 2   rank 3
 
-They go as letters (`comm.post`), which reach whoever is left when a replica is lost.
+Messages travel as letters (`comm.post`), which still reach the other replicas after the loss of one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tutti.replicas.replica_rows import replica_here
 from tutti.replicas.strategy import Round
 from tutti.replicas.traffic import Message
 
-# What a replica answers to another's call: (caller, what it says of the call, the call) -> reply.
+# A replica's answer to another's call: (caller, key of the call, the call) -> reply.
 Answer = Callable[[int, str, Message], Message]
 _LOOK_SECONDS = 0.5
 
 
 class Between:
-    """The exchanges of one rank with its like in the other replicas; all ranks make theirs together.
+    """The exchanges of one rank with its counterparts in the other replicas; all ranks construct it together.
 
     Args:
         mesh: of the run; its axis `replica` is the outermost.
-        device: where the weights lie.
-        answer: what to reply to calls; a method, called by other threads.
+        device: of the weights.
+        answer: computes the reply to a call; a method, which other threads call.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, answer: Answer) -> None:
@@ -57,7 +57,7 @@ class Between:
         self._meeting.post = self.post
 
     def _take(self, rank: int, letter: Letter) -> Callable[[], None] | None:
-        """A letter; what takes longer is returned, to be done by the thread that received it."""
+        """Handle a letter; returns slow work, which the receiving thread runs later."""
         replica = self._ranks.index(rank)
         word, key = letter.topic.split(" ")[:2]
         message = dict(letter.tensors)
@@ -77,27 +77,27 @@ class Between:
             self.post.send(self._ranks[replica], f"reply {key}", answer(replica, key, message))
 
     def here(self) -> list[int]:
-        """The replicas that are not lost, this one among them."""
+        """The remaining replicas, this one among them."""
         return [
             i for i, rank in enumerate(self._ranks) if i == self.replica or self.post.is_here(rank)
         ]
 
     def lost(self) -> dict[int, str]:
-        """The replicas that are lost, in this order, and why."""
+        """The lost replicas, in the order of their loss, and the reasons."""
         return {self._ranks.index(rank): why for rank, why in self.post.lost.items()}
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the first rank of the replicas that are left."""
+        """Whether this is the first rank of the remaining replicas."""
         place = self.mesh.coordinates(self._ranks[self.replica])
         first = not any(n for axis, n in place.items() if axis != "replica")
         return first and self.replica == self.here()[0]
 
     def mean(self, due: Round, side: Mean) -> Message:
-        """What comes of a mean; waits for the replicas of the round that are left.
+        """The result of a mean; waits for the remaining replicas of the round.
 
         Raises:
-            CommError: one that lives does not come in time, or the others have given this one up.
+            CommError: a live replica does not come in time, or the others have given this one up.
         """
         members = range(self.num_replicas)
         if due.group:
@@ -105,13 +105,13 @@ class Between:
             members = range(first, first + due.group)
         key = f"{due.begins}.{due.fragment}"
         found = self._meeting.mean(key, members, side.parts, side.combine)
-        self.post.flush()  # what was sent may be views of the weights
+        self.post.flush()  # the messages may be views of the weights
         return {n: x.to(self.device) for n, x in side.assemble(found).items()}
 
     def push(self, due: Round, sent: Message) -> Message:
-        """Send to the replica `hop` places on, or the next after it that is left; what comes, summed.
+        """Send to the replica `hop` places on, or the next remaining one; the sum of messages received.
 
-        A message that reaches nobody comes back.
+        A message without a receiver comes back.
         """
         to = self._target(self.replica, due.hop)
         if to is not None:
@@ -128,7 +128,7 @@ class Between:
         }
 
     def _await_pushes(self, due: Round) -> None:
-        """Until all have come whose next is this replica; after a loss no longer than the lease."""
+        """Wait for the pushes of all senders to this replica; after a loss no longer than the lease."""
         begun = until = self.post.seconds
         until += self._timeout
         view = self._not_lost()
@@ -164,12 +164,12 @@ class Between:
         return next((i for i in after if i in here and i != replica), None)
 
     def _not_lost(self) -> list[int]:
-        """Of who has left in good order all knew whom he sends to."""
+        """All replicas but the lost; those that left in good order still count as senders and receivers."""
         lost = self.post.lost
         return [i for i, rank in enumerate(self._ranks) if rank not in lost]
 
     def call(self, replica: int, key: str, message: Message) -> None:
-        """Ask another replica; `replies` has what it answers, once it has."""
+        """Call another replica; `replies` returns its answer later."""
         self.post.send(self._ranks[replica], f"call {key}", message)
 
     @property
@@ -178,7 +178,7 @@ class Between:
         return bool(self._replies)
 
     def replies(self) -> list[tuple[int, str, Message]]:
-        """(replica, key, reply) for the calls answered since the last look."""
+        """(replica, key, reply) for each reply since the last look."""
         with self.post.changed:
             self.post.check()
             found, self._replies = self._replies, []

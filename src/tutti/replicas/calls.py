@@ -1,7 +1,7 @@
-"""Exchanges without waiting: a replica calls, another's thread answers, the reply lands when it has come.
+"""Asynchronous exchanges: a replica calls, a thread of another answers, the reply lands some steps later.
 
 replica 0   steps . . o . . x . . . .        o  a call       x  its reply lands
-replica 1   steps   . .|. . . . . .          |  answered by a thread, whatever the replica does
+replica 1   steps   . .|. . . . . .          |  a thread answers while the replica computes
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tutti.replicas.pieces import TensorPiece, cut, joined, names_of
 from tutti.replicas.strategy import CENTRE, Round, Weights
 from tutti.replicas.traffic import Message
 
-# What happened on this rank, in order: ("round", 8), ("answer", caller, key), ("land", replica, key).
+# Events on this rank, in order: ("round", 8), ("answer", caller, key), ("land", replica, key).
 Event = tuple[str, int] | tuple[str, int, str]
 
 
@@ -27,15 +27,15 @@ class _Call:
 
 
 class Calls:
-    """What one rank has asked others, and what it answers.
+    """One rank's calls to other replicas, and its answers to theirs.
 
-    A part of the centre, or a partner, is asked again once it has answered, or is lost: where it is slow,
-    rounds pass without it.
+    A replica calls a part of the centre, or a partner, again only after its answer or its loss: rounds skip
+    a slow one.
 
     Args:
         member: this rank's side of the strategy.
 
-    `note`, if given, is told of every event in the order in which they took effect.
+    It calls `note`, if given, with every event in the order of their effects.
     """
 
     def __init__(self, member: ReplicaMember) -> None:
@@ -52,11 +52,11 @@ class Calls:
         self.drop()
 
     def drop(self) -> None:
-        """Forget what has been asked: replies that come yet are thrown away."""
+        """Forget all open calls; their replies are dropped."""
         self._out.clear()
 
     def answer(self, replica: int, key: str, call: Message) -> Message:
-        """The reply to another's call; threads of the post ask."""
+        """The reply to another's call; threads of the post call this."""
         with self.member.lock:
             self._inherit(key, call)
             reply = self.member.answer([p for part in self._parts for p in part], call)
@@ -64,7 +64,7 @@ class Calls:
             return reply
 
     def begin(self, due: Round, weights: Weights, between: Between) -> Weights:
-        """A round: the weights from now on; asks whoever does not owe an answer."""
+        """Begin a round; the changed weights. Calls each replica without an open call."""
         with self.member.lock:
             own, message = self.member.begin(due, weights, {})
             self.note(("round", due.begins))
@@ -81,7 +81,7 @@ class Calls:
         return changed
 
     def landed(self, weights: Weights, between: Between) -> Iterator[Weights]:
-        """What each reply that has come changes."""
+        """The changes of each reply received."""
         now = dict(weights)
         for replica, key, reply in between.replies():
             call = self._out.pop(key, None)
@@ -107,7 +107,7 @@ class Calls:
             yield f"{due.begins}.", partner, [p for part in self._parts for p in part]
 
     def _inherit(self, key: str, call: Message) -> None:
-        """A part of the centre of a replica that is lost begins from the weights of who asks."""
+        """Begin a lost replica's part of the centre from the caller's weights."""
         part = key.partition(".")[2]
         if part and int(part) not in self._own:
             self._own.add(int(part))

@@ -1,13 +1,13 @@
 """An outer optimizer with Nesterov momentum takes the mean change of the replicas as its gradient.
 
-    D     = theta - mean of x_i                 what the replicas changed in `every` steps
+    D     = theta - mean of x_i                 the replicas' mean change in `every` steps
     m     = mu m + D
     theta = theta - eta (D + mu m)
     x_i   = theta
 
 DiLoCo: Douillard et al., 2311.08105. Streaming DiLoCo (Douillard et al., 2501.18512) exchanges the weights
-in fragments, at steps of their own, and lets the result of an exchange land some steps later, when it is
-mixed into what the replica has by then:
+in fragments, each at its own steps. The result of an exchange may land some steps later, mixed into the
+replica's current weights:
 
     x_i   = alpha x_i + (1 - alpha) theta
 
@@ -31,17 +31,17 @@ from tutti.replicas.strategy import Round, State, Strategy, Weights, at_least, o
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(Strategy):
-    """Each replica trains with an optimizer of its own; an outer one moves what they agree on.
+    """Each replica trains with its own inner optimizer; an outer one updates the common weights theta.
 
     Args:
         every: steps between two exchanges of the same weight.
         lr, momentum: of the outer optimizer, eta and mu.
-        fragments: in so many parts the weights go; part k of F at steps k every / F later.
-        delay: so many steps later a result lands; meanwhile the exchange runs beside the computation.
-        alpha: of the replica's own weights so much stays where a result lands late.
-        after: for the first so many steps all replicas average after each, as papers begin from a model
-            that has been trained by other means; the outer optimizer begins then.
-        traffic: fp32, bf16 or int8: what replicas send, with error feedback.
+        fragments: number F of parts of the weights; part k goes k every / F steps later.
+        delay: steps until a result lands; meanwhile the exchange overlaps the computation.
+        alpha: the fraction of the replica's own weights that remains when a result lands late.
+        after: length of a warm-up in steps: all replicas average after each, since papers begin from a
+            pretrained model; the outer optimizer begins after it.
+        traffic: fp32, bf16 or int8: the format of messages, with error feedback.
 
     lr=1 and momentum=0 is `average(every=...)`.
     """
@@ -85,7 +85,7 @@ class DiLoCo(Strategy):
 
     @property
     def num_fragments(self) -> int:
-        """In how many parts the weights go."""
+        """The number of parts of the weights."""
         return self.fragments
 
     @property
@@ -95,16 +95,16 @@ class DiLoCo(Strategy):
 
     @property
     def compression(self) -> str:
-        """In what messages travel."""
+        """The format of messages."""
         return self.traffic
 
     @property
     def longest_delay(self) -> int:
-        """No result lands more steps after its round begins."""
+        """The most steps between the begin of a round and its result."""
         return self.delay
 
     def rounds(self, step: int, num_replicas: int) -> list[Round]:
-        """One round at most, as fragments have different steps; in the warm-up all go at once."""
+        """One round at most, as fragments have different steps; in the warm-up one round has all weights."""
         since = step - self.after
         if since <= 0:
             return [Round(step, step, fragment=k) for k in range(self.fragments)]

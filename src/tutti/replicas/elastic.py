@@ -1,13 +1,13 @@
-"""Replicas and a centre pull each other: elastic averaging.
+"""Replicas and a centre attract each other: elastic averaging.
 
     d = a (x_i - c)        x_i = x_i - d        c = c + d        a = beta / R
 
-Zhang et al., 1412.6651, the asynchronous form. The centre c lies in equal parts with the replicas' ranks: a
-thread of each answers whoever sends his weights of that part, one after the other. A replica goes on
-computing and takes its d when the answer is there. Nobody waits for anybody.
+Zhang et al., 1412.6651, the asynchronous form. Each replica holds an equal part of the centre c: a thread
+there answers callers, which send their weights of that part, one after the other. A caller continues
+computing and subtracts d when the answer arrives. No replica waits for another.
 
-When a replica is lost, the next one looks after its part of the centre, which begins from the weights of the
-first that asks.
+When a replica is lost, the next one takes over its part of the centre, which restarts from the weights of the
+first caller.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tutti.replicas.strategy import (
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Strategy):
-    """Asynchronous: every so many of its own steps a replica and a common centre pull each other.
+    """Asynchronous: after every `every` of its own steps a replica and a common centre attract each other.
 
     Args:
         every: steps of a replica between two exchanges with the centre.
-        beta: how hard all replicas together pull the centre; a = beta / R for one of R.
+        beta: the pull of all replicas together on the centre; a = beta / R for one of R.
     """
 
     every: int = 10
@@ -50,13 +50,13 @@ class Elastic(Strategy):
         return [] if step % self.every else [Round(step, step, CENTRE)]
 
     def init(self, weights: Weights) -> State:
-        """The centre begins where the replicas do."""
+        """The centre begins with the replicas' weights."""
         return of_kind("centre", weights)
 
     def offer(
         self, state: State, weights: Weights, due: Round
     ) -> tuple[State, Weights, dict[str, Tensor]]:
-        """The weights as they are now."""
+        """The current weights."""
         return {}, weights, {n: x.clone() for n, x in weights.items()}
 
     def answer(
@@ -69,11 +69,11 @@ class Elastic(Strategy):
 
     @property
     def answers_from(self) -> str:
-        """Which part of the state is asked for."""
+        """The part of the state that calls concern."""
         return "centre"
 
     def take(
         self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
     ) -> tuple[State, Weights]:
-        """The weights move by what the centre has answered."""
+        """Add the centre's answer to the weights."""
         return {}, {n: weights[n] + d for n, d in received.items()}

@@ -1,10 +1,10 @@
-"""Each replica sends half of what it has to one other: stochastic gradient push.
+"""Each replica sends half of its sums to one other: stochastic gradient push.
 
     x_i <- x_i / 2 + x_j / 2        w_i <- w_i / 2 + w_j / 2        weights z_i = x_i / w_i
 
-Assran et al., 1811.10792. At round k replica i sends to replica i + 2^(k mod log2 R): after log2 R rounds
-each has heard of all, where R is a power of two. The sum of x and the sum of w stay as they are, whatever
-is under way; so the z_i approach the mean also where messages land late (`delay`), when the w_i differ.
+Assran et al., 1811.10792. At round k replica i sends to replica i + 2^(k mod log2 R): if R is a power of two,
+all weights have reached all replicas after log2 R rounds. The sum of x and the sum of w, with messages in
+flight, are constant; so the z_i approach the mean even if messages land late (`delay`), when the w_i differ.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 
 from tutti.replicas.strategy import PUSH, Round, State, Strategy, Weights, at_least, of_kind
 
-# The mass w of a fragment stands in messages under this name, which no parameter has.
+# The name of a fragment's mass w in messages; no parameter has this name.
 MASS = "mass of the message"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Strategy):
-    """Nobody waits for all: a replica hears of one other per round.
+    """No replica waits for all: it receives from one other per round.
 
     Args:
         every: steps between two rounds.
-        delay: so many steps later a message is used; a sender may be as many steps late without being
-            waited for.
+        delay: steps until a message is used; a sender may be that many steps late before its receiver
+            waits.
     """
 
     every: int = 1
@@ -39,7 +39,7 @@ class Gossip(Strategy):
 
     @property
     def longest_delay(self) -> int:
-        """No result lands more steps after its round begins."""
+        """The most steps between the begin of a round and its result."""
         return self.delay
 
     def rounds(self, step: int, num_replicas: int) -> list[Round]:
@@ -58,7 +58,7 @@ class Gossip(Strategy):
     def offer(
         self, state: State, weights: Weights, due: Round
     ) -> tuple[State, Weights, dict[str, Tensor]]:
-        """Half of x and w goes, half stays."""
+        """Send half of x and w, keep half."""
         half = {n: x / 2 for n, x in self._biased(state, weights).items()}
         mass = state["mass"] / 2
         changed = {f"biased.{n}": x for n, x in half.items()} | {"mass": mass}
@@ -71,14 +71,14 @@ class Gossip(Strategy):
     def take(
         self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
     ) -> tuple[State, Weights]:
-        """What has come is added."""
+        """Add the received x and w."""
         biased = {n: x + received[n] for n, x in self._biased(state, weights).items()}
         mass = state["mass"] + received[MASS]
         changed = {f"biased.{n}": x for n, x in biased.items()} | {"mass": mass}
         return changed, _unbiased(biased, mass)
 
     def _biased(self, state: State, weights: Weights) -> Weights:
-        """x, with the local steps that z has taken since."""
+        """x, with the local steps of z since the last round."""
         mass = state["mass"]
         found = {}
         for n, z in weights.items():

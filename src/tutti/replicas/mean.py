@@ -1,15 +1,15 @@
-"""The mean of the replicas' messages: each replica looks after an equal part of the numbers.
+"""The mean of the replicas' messages: each replica owns an equal part of the numbers.
 
     replica    0         1         2
     sends      .  b0 c0  a1 .  c1  a2 b2 .        its numbers of part j to replica j
-    takes      a         b         c              the mean of the part that it looks after
+    takes      a         b         c              the mean of its own part
     sends      a  a      b  b      c  c           that mean to all others
 
-So with R replicas each sends 2 (R - 1) / R of a message, compressed or not. Compressed messages are rounded
-twice, and both errors are kept. Each replica keeps that of what it sends: `e = x + e - c`. Who looks after a
-part keeps that of the mean: as it sends nothing to itself, R times that error takes the place of its own, and
-counts 1 / R next time.
-What has been taken is then the mean of what was to be sent, less the mean of the errors:
+So with R replicas each sends 2 (R - 1) / R of a message, compressed or not. Compression rounds twice, and
+error feedback keeps both errors. Each replica keeps the error of its own message: `e = x + e - c`. A part's
+owner keeps the error of the mean: it sends nothing to itself, so it stores R times that error in place of its
+own, which counts 1 / R next time.
+The sum of the means taken is then the mean of the messages' sums, less the mean of the errors:
 
     sum of taken_t = mean of (sum of x_t) - mean of e_T
 """
@@ -32,12 +32,12 @@ class Mean:
     """One replica's side of one mean.
 
     Args:
-        compression: in what messages travel; a tensor without an error in `state` travels as it is.
-        message: what this replica has a mean taken of.
-        state: with `error.name` for what is compressed.
-        index, count: which of how many replicas this is.
+        compression: the format of messages; a tensor without an error in `state` travels uncompressed.
+        message: this replica's message.
+        state: with `error.name` for each compressed tensor.
+        index, count: this replica's index, and the number of replicas.
 
-    `parts` is what goes to each of them, `errors` what has changed in the state.
+    `parts` are the messages to each of them, `errors` the changes of the state.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Mean:
         self.parts = [self._part(j) for j in range(count)]
 
     def combine(self, part: int, messages: Sequence[Message]) -> Message:
-        """The mean of a part, as it travels, of these replicas' messages, in their order."""
+        """The mean of a part of the replicas' messages, summed in their order, in the format of messages."""
         found: Message = {}
         for piece in self._pieces[part]:
             dtype = self._likes[piece.name].dtype
@@ -85,7 +85,7 @@ class Mean:
             x = piece.of(self._likes)
             if f"error.{piece.name}" in self.errors:
                 x = x + self._error(piece)
-                if j == self._index:  # it does not travel, so nothing is lost
+                if j == self._index:  # the own part does not travel, so it has no error
                     self._error(piece).zero_()
                 else:
                     found |= self._compressed(piece, x, 1)
@@ -94,7 +94,7 @@ class Mean:
         return {n: x.cpu() for n, x in found.items()}
 
     def _compressed(self, piece: TensorPiece, x: Tensor, times: int = 0) -> Message:
-        """What travels for a piece; `times` its error is kept."""
+        """The message for a piece; keeps `times` its error."""
         if f"error.{piece.name}" not in self.errors:
             return {piece.key: x}
         message = traffic.compressed(self._compression, piece.key, x)
@@ -108,7 +108,7 @@ class Mean:
 
 
 def mean_of(messages: Sequence[Message]) -> Message:
-    """The mean of whole messages that are in one place."""
+    """The mean of whole messages in one process."""
     sides = [Mean("fp32", m, {}, i, len(messages)) for i, m in enumerate(messages)]
     parts = [side.combine(j, [s.parts[j] for s in sides]) for j, side in enumerate(sides)]
     return sides[0].assemble(parts)

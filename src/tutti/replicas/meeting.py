@@ -1,16 +1,16 @@
-"""A mean among the replicas that are left: rounds that close though a replica is lost in their midst.
+"""A mean among the remaining replicas: a round completes even if it loses a replica.
 
-Everybody sends his numbers of part j to the replica that looks after part j, its owner, who sends back the
-mean (`mean.Mean`). The owner of part j is replica j, or the next after it that is not lost. It takes the mean
-of those who have sent theirs and of none who is lost before. Who becomes an owner in the midst of a round
-asks the others for their numbers, or for the mean if one of them has it already; and who has not got the mean
-asks the new owner for it. So all go on with the same mean, also when the owner was lost while sending it.
+Each replica sends its numbers of part j to the owner of part j, which sends back the mean (`mean.Mean`). The
+owner of part j is replica j, or the next remaining one. It averages the numbers of all senders, and omits a
+replica lost before it has sent. A new owner asks the others for their numbers, or for the mean if one has it
+already; a replica without the mean asks the new owner for it. So all continue with the same mean, even if the
+owner was lost while it sent the mean.
 
     replica 0      part 1 -> 1    1 lost                           <- mean of part 1 from 2
     replica 2      part 1 -> 1    1 lost   ask 0    <- part 1 of 0  -> mean of part 1
 
-Who has been asked hears nothing more of the lost owner. Results are kept for one round more than they are
-used: nobody can be further behind, as a round needs a message of all.
+A replica that has been asked ignores the lost owner from then on. A replica keeps each result for one round
+more than it uses it: no other can be further behind, as a round needs a message of all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASK_SECONDS = 0.3
 
 @dataclass
 class _Round:
-    """What is known of one mean: `members` and `parts` once this replica has come to it."""
+    """The state of one mean: `members` and `parts` once this replica has reached it."""
 
     members: tuple[int, ...] = ()
     parts: list[Message] | None = None
@@ -42,12 +42,12 @@ class _Round:
 
 
 class Meeting:
-    """The means that one rank takes with those that hold what it holds.
+    """The means of one rank and its counterparts in the other replicas.
 
     Args:
         ranks: the rank of each replica.
         replica: this one.
-        timeout_seconds: how long a replica that lives is waited for.
+        timeout_seconds: how long to wait for a live replica.
     """
 
     def __init__(self, ranks: Sequence[int], replica: int, timeout_seconds: float) -> None:
@@ -57,7 +57,7 @@ class Meeting:
         self.post: RankPost | None = None
 
     def handle(self, replica: int, letter: Letter) -> None:
-        """A letter of this protocol; the post's lock is held."""
+        """Handle a letter of this protocol; the caller holds the post's lock."""
         word, key, part = letter.topic.split(" ")
         if key in self._closed and key not in self._rounds:
             return
@@ -77,10 +77,10 @@ class Meeting:
     def mean(
         self, key: str, members: Sequence[int], parts: list[Message], combine: Combine
     ) -> list[Message]:
-        """The mean of every part over the `members` that are left.
+        """The mean of every part over the remaining `members`.
 
         Raises:
-            CommError: one that lives does not come in time, or the others have given this one up.
+            CommError: a live replica does not come in time, or the others have given this one up.
         """
         post = self._the_post()
         with post.changed:
@@ -119,7 +119,7 @@ class Meeting:
                 raise self._late(key, now)
 
     def _ready(self, now: _Round) -> list[tuple[int, list[Message]]]:
-        """The parts that this replica looks after, of which all messages that will come have come."""
+        """The parts that this replica owns and has all messages of, without those of lost replicas."""
         assert now.parts is not None
         found = []
         for j in range(len(now.members)):
@@ -140,8 +140,8 @@ class Meeting:
                     self._send(i, f"mean {key} {j}", mean)
 
     def _ask(self, key: str, now: _Round) -> None:
-        """For what went to an owner that is lost: its heir the others, and these the heir, who may have
-        the mean already and have closed the round."""
+        """Recover the parts of lost owners: a new owner asks the others for numbers, and these ask it for the
+        mean, which it may have already after it has closed the round."""
         for j, first in enumerate(now.members):
             owner = self._owner(now, j)
             if j in now.means or owner == first:
@@ -154,7 +154,7 @@ class Meeting:
                     self._send(i, f"ask {key} {j}", {})
 
     def _answer(self, key: str, now: _Round, replica: int, j: int) -> None:
-        """Numbers or mean of part j, to who looks after it now; who did before is lost."""
+        """Send the numbers or the mean of part j to its new owner; give up the earlier owners."""
         assert now.parts is not None
         for i in self._after(now, j):
             if i == replica:

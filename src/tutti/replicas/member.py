@@ -1,4 +1,4 @@
-"""One replica's side of a strategy: its state, and what it sends and takes."""
+"""One replica's side of a strategy: its state and its messages."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tutti.replicas.traffic import Message
 
 @dataclass
 class ReplicaMember:
-    """What one rank of one replica does for a strategy.
+    """Plays a strategy for one rank of one replica.
 
     Args:
         strategy: the same for all replicas.
-        names: every weight that replicas agree on, in the model's order; this rank may hold fewer.
+        names: every weight that replicas exchange, in the model's order; this rank may hold fewer.
         num_replicas: of the run.
-        state: what the strategy remembers, by `kind.name`.
+        state: the strategy's state, by `kind.name`.
 
-    `answer` may be called by another thread; `lock` keeps what happens whole.
+    Another thread may call `answer`; `lock` makes each operation atomic.
     """
 
     strategy: Strategy
@@ -43,19 +43,19 @@ class ReplicaMember:
     lock: Any = field(default_factory=threading.RLock)
 
     def start(self, weights: Weights) -> None:
-        """Begin anew from `weights`; raises `LayoutError` where they cannot be averaged."""
+        """Begin anew from `weights`; raises `LayoutError` if replicas cannot average them."""
         check_dtypes(self.strategy, weights)
         with self.lock:
             self.state = self.strategy.init(weights)
 
     def part(self, due: Round) -> Sequence[str]:
-        """The names of a fragment: every n-th weight, so that each has some of every depth."""
+        """The names of a fragment: every n-th weight, so that each fragment has weights of every depth."""
         return self.names[due.fragment :: self.strategy.num_fragments]
 
     def begin(self, due: Round, weights: Weights, buffers: Weights) -> tuple[Weights, Message]:
-        """The weights of a round as they are from now on, and this rank's message.
+        """The changed weights of a round, and this rank's message.
 
-        `buffers` (running statistics) go with the first fragment of a mean, as they are.
+        `buffers` (running statistics) go with the first fragment of a mean, unchanged.
         """
         with self.lock:
             changed, own, message = self.strategy.offer(self.state, self._own(due, weights), due)
@@ -65,11 +65,11 @@ class ReplicaMember:
         return own, message
 
     def mean(self, message: Message, index: int, count: int) -> Mean:
-        """This rank's side of a mean over `count` replicas; `settle` when it has been taken."""
+        """This rank's side of a mean over `count` replicas; call `settle` after it."""
         return Mean(self.strategy.compression, message, self.state, index, count)
 
     def settle(self, mean: Mean) -> None:
-        """Remember what compression has lost."""
+        """Keep the errors of compression."""
         with self.lock:
             self.state |= mean.errors
 
@@ -89,14 +89,14 @@ class ReplicaMember:
             return reply
 
     def replace(self, pieces: Sequence[TensorPiece], call: Message) -> None:
-        """Let these pieces of what others ask for be as in `call`: who had them is lost."""
+        """Set these pieces of the state that calls concern to those of `call`: their holder is lost."""
         with self.lock:
             for p in pieces:
                 held = {p.name: self.state[f"{self.strategy.answers_from}.{p.name}"]}
                 p.of(held).copy_(call[p.key])
 
     def land(self, due: Round, weights: Weights, received: Message) -> Weights:
-        """What changes, weights and buffers, now that the result of a round is there."""
+        """The changed weights and buffers after the result of a round."""
         own = self._own(due, weights)
         if due.kind in CALLS:  # the reply may be about a part
             own = {n: own[n] for n in received}

@@ -1,4 +1,4 @@
-"""Several tensors as one row of numbers, cut in equal parts: who looks after which numbers.
+"""Several tensors as one row of numbers, cut in equal parts, one for each replica.
 
 names      a........ b.. c..............
 parts      0------ 1------ 2------ 3---          pieces  a:0 | a:7 b:0 c:0 | c:4 | c:12
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """The numbers from `begin` to `end` of the tensor `name`, in the order in which they lie."""
+    """The numbers from `begin` to `end` of the tensor `name`, flattened."""
 
     name: str
     begin: int
@@ -28,12 +28,12 @@ class TensorPiece:
         return f"{self.name}:{self.begin}"
 
     def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The piece of those tensors; a view where that tensor is contiguous."""
+        """The piece of those tensors; a view if the tensor is contiguous."""
         return tensors[self.name].reshape(-1)[self.begin : self.end]
 
 
 def cut(tensors: Mapping[str, Tensor], count: int) -> list[list[TensorPiece]]:
-    """The pieces of each of `count` parts, which differ by one number at most."""
+    """The pieces of each of `count` parts, whose sizes differ by one at most."""
     total = sum(x.numel() for x in tensors.values())
     bounds = [total * j // count for j in range(count + 1)]
     parts: list[list[TensorPiece]] = []
@@ -51,7 +51,7 @@ def cut(tensors: Mapping[str, Tensor], count: int) -> list[list[TensorPiece]]:
 def joined(
     pieces: Iterable[TensorPiece], values: Mapping[str, Tensor], likes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Tensors like `likes` from their pieces' values, zeros where none is given."""
+    """Tensors like `likes` from their pieces' values, zeros for missing pieces."""
     found = {
         n: torch.zeros_like(x, memory_format=torch.contiguous_format) for n, x in likes.items()
     }

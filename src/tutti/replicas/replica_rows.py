@@ -1,4 +1,4 @@
-"""What each replica is given: its ranks, its rows of the global batch, and a seed of its own."""
+"""The inputs of each replica: its ranks, its rows of the global batch, and its own seed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tutti.graph.randomness import random
 from tutti.layout import Mesh
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 
-_STREAM = 0x7265706C69636173  # of no random op of a program
+_STREAM = 0x7265706C69636173  # no random op of a program has this stream
 
 
 def replica_here(mesh: Mesh) -> int:
-    """Which replica this rank belongs to; 0 before there are ranks, and without replicas."""
+    """This rank's replica; 0 before there are ranks, and without replicas."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return mesh.coordinates(rank).get("replica", 0)
 
 
 def rows(tensors: Sequence[Tensor], replica: int, num_replicas: int) -> list[Tensor]:
-    """Part `replica` of `num_replicas` of each tensor's dim 0, where that is the dim of samples.
+    """Part `replica` of `num_replicas` of each tensor's dim 0, if that is the dim of samples.
 
-    As with the axis `data`, the first tensor that has dims says how many samples there are; a tensor of
-    another size is given to every replica whole.
+    As with the axis `data`, the first tensor with dims gives the number of samples; every replica gets
+    a tensor of another size whole.
 
     Raises:
         ShardingError: the samples do not divide by the replicas.
@@ -58,5 +58,5 @@ def of_batch(batch: Any, replica: int, num_replicas: int) -> Any:
 
 
 def seed_of(seed: int, replica: int) -> int:
-    """Of dropout masks and the like: replica 0 has the run's, others their own."""
+    """The seed of random ops such as dropout: replica 0 has the run's, others their own."""
     return random.key(seed, _STREAM, replica) if replica else seed

@@ -23,10 +23,10 @@ _READ = {"int": int, "float": float, "str": str}
 
 
 def parse(text: str) -> Strategy:
-    """The strategy that `sync=text` names: a name, and options in any order; those left out have defaults.
+    """Parse the strategy of `sync=text`: a name, and options in any order; omitted ones have defaults.
 
     Raises:
-        LayoutError: for a name, option or value that is not known, with the nearest.
+        LayoutError: for an unknown name, option or value, with the nearest known one.
     """
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", text)
     if match is None:

@@ -1,11 +1,11 @@
-"""What a strategy is: a value that says when replicas exchange, what they send, and what they make of it.
+"""A strategy: a value that defines the replicas' exchanges, their messages, and the use of the results.
 
-A strategy moves nothing itself. It names its exchanges, as a partitioned graph names its collectives, and
-players answer them: `virtual.Replicas` for all replicas in one process, `member.ReplicaMember` with
+A strategy moves no data itself. It names its exchanges, as a partitioned graph names its collectives, and
+players run them: `virtual.Replicas` for all replicas in one process, `member.ReplicaMember` with
 `between.Between` for one rank of a run.
 
     step        1   2   3   4   5   6   7   8
-    replica 0   .   .   .   o   .   x   .   o       o  offer: a message is made, the exchange begins
+    replica 0   .   .   .   o   .   x   .   o       o  offer: makes a message, the exchange begins
     replica 1   .   .   .   o   .   x   .   o       x  take: its result lands, `delay` steps later
 
 Without a delay both happen after the same step.
@@ -22,16 +22,16 @@ from torch import Tensor
 
 from tutti.errors import LayoutError
 
-# This rank's shards by parameter name; what a strategy remembers of them, by `kind.name`.
+# This rank's shards by parameter name; a strategy's state for them, by `kind.name`.
 Weights = dict[str, Tensor]
 State = dict[str, Tensor]
 
-# What replicas can take the mean of.
+# The dtypes that replicas can average.
 AVERAGED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# How the replicas of a round reach each other.
+# The kinds of exchanges in a round.
 MEAN, PUSH = "mean", "push"
-# Without waiting: a call that a thread of another replica answers.
+# Asynchronous kinds: a call that a thread of another replica answers.
 CENTRE, PAIR = "centre", "pair"
 CALLS = (CENTRE, PAIR)
 
@@ -40,13 +40,14 @@ CALLS = (CENTRE, PAIR)
 class Round:
     """One exchange.
 
-    begins, lands: the number of steps taken when the messages are made, and when the result is used.
+    begins, lands: the step after which replicas make the messages, and the step after which they use the
+        result.
     kind: `mean` (each gets the mean of the messages) or `push` (each sends its own to the replica `hop`
-        places on, and gets that of the replica as many places back); without waiting `centre` (each
-        part goes to the replica that looks after it) or `pair` (all goes to one partner): the reply
-        lands when it has come.
-    fragment: which part of the weights takes part.
-    group: of so many neighboring replicas each the mean is taken; 0: of all.
+        places on, and gets that of the replica as many places back); asynchronous: `centre` (each part
+        goes to the replica that owns it) or `pair` (all goes to one partner): the reply lands when it
+        arrives.
+    fragment: the index of the part of the weights.
+    group: the number of neighboring replicas of a mean; 0: all.
     """
 
     begins: int
@@ -61,40 +62,39 @@ class Round:
 class Strategy(ABC):
     """A way for replicas to agree; prints as in a layout and parses back (`strategies.parse`).
 
-    Steps are counted from 1: what is due "after step 8" follows the eighth step. All functions are pure:
-    they change nothing that they are given, and what they return shares no memory with it, unless it is
-    returned as it came.
+    Steps count from 1: "after step 8" is after the eighth step. All functions are pure: they change no
+    argument, and their results share no memory with one, unless they return it unchanged.
     """
 
     every: int
 
     @property
     def period(self) -> int:
-        """After so many steps the schedule repeats."""
+        """The length in steps after which the schedule repeats."""
         return self.every
 
     @property
     def warm_up(self) -> int:
-        """The step after which it begins."""
+        """The step after which the schedule begins."""
         return 0
 
     @property
     def longest_delay(self) -> int:
-        """No result lands more steps after its round begins."""
+        """The most steps between the begin of a round and its result."""
         return 0
 
     @property
     def num_fragments(self) -> int:
-        """In how many parts the weights go."""
+        """The number of parts of the weights."""
         return 1
 
     @property
     def compression(self) -> str:
-        """In what messages travel: a name in `comm.compression.NAMES`."""
+        """The format of messages: a name in `comm.compression.NAMES`."""
         return "fp32"
 
     def check(self, num_replicas: int) -> None:  # noqa: B027  # most fit any number
-        """Raise `LayoutError` where the strategy cannot work with so many replicas."""
+        """Raise `LayoutError` if the strategy cannot work with this number of replicas."""
 
     @abstractmethod
     def rounds(self, step: int, num_replicas: int) -> list[Round]:
@@ -102,37 +102,37 @@ class Strategy(ABC):
 
     @abstractmethod
     def init(self, weights: Weights) -> State:
-        """What a replica remembers at the start."""
+        """A replica's initial state."""
 
     @abstractmethod
     def offer(
         self, state: State, weights: Weights, due: Round
     ) -> tuple[State, Weights, dict[str, Tensor]]:
-        """What changed in the state, the weights, and the message, for the weights of one fragment."""
+        """The changes of the state, the weights, and the message, for the weights of one fragment."""
 
     @abstractmethod
     def take(
         self, state: State, weights: Weights, received: dict[str, Tensor], due: Round
     ) -> tuple[State, Weights]:
-        """What changed in the state, and the weights, when the result of an exchange lands."""
+        """The changes of the state, and the weights, when the result of an exchange lands."""
 
     @property
     def answers_from(self) -> str:
-        """The kind of state that `answer` is about."""
+        """The kind of state that `answer` reads and changes."""
         raise NotImplementedError(f"{self} is not called")
 
     def answer(
         self, mine: dict[str, Tensor], theirs: dict[str, Tensor], num_replicas: int
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What `mine`, pieces of this replica's state, become by another's call, and the reply."""
+        """The new values of `mine`, pieces of this replica's state, after another's call, and the reply."""
         raise NotImplementedError(f"{self} is not called")
 
     def partner(self, step: int, replica: int, here: Sequence[int]) -> int | None:
-        """Whom `replica` calls in a `pair` after `step`, of the replicas that are `here`."""
+        """The replica, of those `here`, that `replica` calls in a `pair` after `step`."""
         return None
 
     def __str__(self) -> str:
-        """`name(every=8, option=value, ...)`, without the options that have their default value."""
+        """`name(every=8, option=value, ...)`, without options at their default."""
         options = [
             f"{f.name}={_text(getattr(self, f.name))}"
             for f in fields(self)
@@ -142,17 +142,17 @@ class Strategy(ABC):
 
 
 def of_kind(kind: str, weights: Weights) -> State:
-    """Copies of `weights` to remember as `kind`."""
+    """Copies of `weights` as state of a `kind`."""
     return {f"{kind}.{name}": x.clone() for name, x in weights.items()}
 
 
 def refuse(strategy: Strategy, what: str, fix: str, why: str = "") -> LayoutError:
-    """The error for an option with a value that cannot be."""
+    """The error for an option with an impossible value."""
     return LayoutError(f"{what} in sync={strategy}", why=why, fix=fix)
 
 
 def check_dtypes(strategy: Strategy, weights: Weights) -> None:
-    """Raise `LayoutError` for a weight of which replicas cannot take the mean."""
+    """Raise `LayoutError` for a weight that replicas cannot average."""
     for name, x in weights.items():
         if x.dtype not in AVERAGED:
             raise refuse(
@@ -164,7 +164,7 @@ def check_dtypes(strategy: Strategy, weights: Weights) -> None:
 
 
 def at_least(strategy: Strategy, option: str, least: float) -> None:
-    """Raise unless an option is a number from `least` on."""
+    """Raise unless an option is a number of at least `least`."""
     value = getattr(strategy, option)
     if not value >= least:  # NaN is not either
         raise refuse(

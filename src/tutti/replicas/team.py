@@ -1,4 +1,4 @@
-"""One rank's place among the replicas of a run: what happens there after each step."""
+"""One rank's exchanges with the other replicas of a run, after each step."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tutti.replicas.member import ReplicaMember
 from tutti.replicas.strategy import CALLS, MEAN, Round, State, Strategy, Weights
 from tutti.replicas.traffic import Message
 
-# Results that have come but not landed, in a checkpoint: "arrived 96 2.weight".
+# Results received but not landed, in a checkpoint: "arrived 96 2.weight".
 _ARRIVED = "arrived"
 
 
 class Team:
-    """Plays a strategy on this rank; all ranks of the run make theirs together.
+    """Plays a strategy on this rank; all ranks of the run construct it together.
 
-    Between rounds no rank waits for another replica. An exchange whose result lands later runs beside the
-    computation. A replica that is lost is left out from then on, with one line by the first that is left.
+    Between rounds no rank waits for another replica. An exchange whose result lands later overlaps the
+    computation. The strategy omits a lost replica from then on; the first remaining one prints one line.
 
     Args:
-        strategy: how replicas agree.
+        strategy: the strategy of all replicas.
         mesh: of the run, with an axis `replica`.
-        names: every weight that they agree on, in the model's order.
-        device: where the weights lie.
+        names: every weight that they exchange, in the model's order.
+        device: of the weights.
     """
 
     def __init__(
@@ -50,31 +50,31 @@ class Team:
         self._told: set[int] = set()
 
     def start(self, weights: Weights, everything: Mapping[str, Tensor]) -> None:
-        """Begin from `weights`, after all replicas have shown that they have the same state.
+        """Begin from `weights`, after a check that all replicas have the same state.
 
         Raises:
-            CommError: on every rank, where replicas differ in `everything`, with the first such tensor.
+            CommError: on every rank, if replicas differ in `everything`, with the first such tensor.
         """
         self._check_same(everything)
         self.restart(weights)
 
     def restart(self, weights: Weights) -> None:
-        """Begin anew from `weights`, which are known to be the same for all replicas."""
+        """Begin anew from `weights`, which must be the same for all replicas."""
         self._drop()
         self.member.start(weights)
         self.calls.start(weights, self.between)
 
     def is_due(self, step: int) -> bool:
-        """Whether anything happens after `step`."""
+        """Whether a round begins or a result lands after `step`."""
         landing = any(due.lands == step for due in (*self._arrived, *self._underway))
         rounds = self.strategy.rounds(step, self.between.num_replicas)
         return landing or bool(rounds) or self.between.has_replies
 
     def after(self, step: int, weights: Weights, buffers: Weights) -> Weights:
-        """What changes after `step`, of this rank's weights and buffers by name.
+        """The changes of this rank's weights and buffers after `step`, by name.
 
         Raises:
-            CommError: a replica that lives does not come to a round in time, or the others have gone on
+            CommError: a live replica does not come to a round in time, or the others have continued
                 without this one.
         """
         now, changed = dict(weights), dict[str, Tensor]()
@@ -113,7 +113,7 @@ class Team:
         return self.member.mean(sent, self.between.replica % count, count)
 
     def _tell(self) -> None:
-        """One line for each replica that is lost, by the first rank of those that are left."""
+        """Print one line for each lost replica, on the first remaining rank."""
         lost = {i: why for i, why in self.between.lost().items() if i not in self._told}
         self._told |= set(lost)
         for replica, why in lost.items():
@@ -127,7 +127,7 @@ class Team:
                 )
 
     def state(self) -> State:
-        """All that a run must know to go on as it would have; waits for what is under way."""
+        """The state that a resumed run needs for the same results; waits for exchanges in flight."""
         arrived = {due: self._result(due) for due in list(self._underway)}
         self._arrived |= arrived
         kept = {
@@ -138,7 +138,7 @@ class Team:
         return self.member.state | kept
 
     def expected(self, weights: Weights, buffers: Weights, step: int) -> State:
-        """What `state` holds after `step`: names, shapes and dtypes; the values mean nothing."""
+        """The names, shapes and dtypes of `state` after `step`; the values mean nothing."""
         begin = self.strategy.init(weights)
         found = dict(begin)
         for k in range(max(1, step - self.strategy.longest_delay), step + 1):
@@ -152,7 +152,7 @@ class Team:
         return found
 
     def load(self, state: State, step: int) -> None:
-        """Go on from `state`, as it was after `step`."""
+        """Continue from `state`, saved after `step`."""
         self._drop()
         self.calls.drop()
         self.member.state = {n: x for n, x in state.items() if not n.startswith(_ARRIVED)}
@@ -166,15 +166,13 @@ class Team:
             }
 
     def _drop(self) -> None:
-        """Forget what is under way, once it is there: the others have sent it."""
+        """Receive and drop the exchanges in flight: the others have sent their messages."""
         for due in (*self._arrived, *self._underway):
             self._result(due)
 
     def _start(self, due: Round, sent: Message) -> None:
-        """In the background; what rounds have been started go one after the other."""
-        if (
-            not sent
-        ):  # this rank holds nothing of the fragment, nor do those that it would exchange with
+        """Start a round in the background; rounds run one after the other."""
+        if not sent:  # neither this rank nor its counterparts hold any of the fragment
             self._arrived[due] = {}
             return
         if self._thread is None:

@@ -1,6 +1,6 @@
 """All replicas of one rank's weights in one process: the oracle of tests and of `verify`.
 
-Calls, which replicas make without waiting, are answered here in the order of replicas, and land at once.
+Asynchronous calls get their answers here in the order of replicas, and land at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from tutti.replicas.traffic import Message
 
 
 class Replicas:
-    """The ranks that hold the same weights in each replica; they exchange directly.
+    """The ranks with the same weights in each replica; they exchange directly.
 
     Args:
-        strategy: how they agree.
-        names: every weight that replicas agree on, in the model's order.
+        strategy: their strategy.
+        names: every weight that replicas exchange, in the model's order.
         weights: of each replica, by name; some of `names`.
     """
 
@@ -34,7 +34,7 @@ class Replicas:
     def after(
         self, step: int, weights: Sequence[Weights], buffers: Sequence[Weights] = ()
     ) -> list[Weights]:
-        """What changes for each replica after `step`, weights and buffers by name."""
+        """The changes of each replica's weights and buffers after `step`, by name."""
         now = [dict(own) for own in weights]
         changed: list[Weights] = [{} for _ in weights]
         whole = list(buffers) or [{} for _ in weights]
@@ -65,7 +65,7 @@ class Replicas:
         ]
 
     def exchange(self, due: Round, sent: list[Message]) -> list[Message]:
-        """What each replica is given for what it sent."""
+        """The result of each replica's message."""
         if due.kind in CALLS:
             return [self._called(due, i, message) for i, message in enumerate(sent)]
         if due.kind != MEAN:
@@ -85,7 +85,7 @@ class Replicas:
         return found
 
     def _called(self, due: Round, replica: int, message: Message) -> Message:
-        """The replies to one replica's calls, made one after the other."""
+        """The replies to one replica's calls, answered one after the other."""
         parts = cut(message, len(self.members))
         pieces = [p for part in parts for p in part]
         calls: list[tuple[int, list[TensorPiece]]] = list(enumerate(parts))
