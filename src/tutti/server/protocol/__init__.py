@@ -1,1 +1,1 @@
-"""What workers and servers agree on: messages, sessions and machines without sockets, files or a clock."""
+"""The protocol of workers and servers: messages, sessions and machines without sockets, files or a clock."""

@@ -1,4 +1,4 @@
-"""Whether a request fits the state: what does not is refused as a whole, and changes nothing."""
+"""Checks a request against the state; an invalid one is refused as a whole, and changes nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tutti.server.protocol.update import WEIGHT
 MOST_WORKERS = 4096
 _LAST_CLOCK = 2**53
 _OPERATIONS = ("sum", "max", "min")
-# How a gradient may travel: as it is, or compressed.
+# The dtypes in which a gradient may travel: its own, or compressed ones.
 _COMPRESSED = (torch.bfloat16, torch.int8)
 
 
 def check_join(ledger: Ledger, join: Join) -> Refused | None:
-    """A worker's number and clock must be some that can be; the script must be the same."""
+    """A worker's number and clock must be valid; the script must be the same."""
     if join.fingerprint != ledger.updater.fingerprint:
         return wrong("another update: the worker runs another script")
     if not 0 <= join.worker < MOST_WORKERS or join.incarnation < 1 or join.clock > _LAST_CLOCK:
@@ -29,7 +29,7 @@ def check_join(ledger: Ledger, join: Join) -> Refused | None:
 
 
 def check_push(ledger: Ledger, push: Push, member: KnownWorker) -> Refused | None:
-    """A push must follow the last one, be of the worker's clock, and hold each block once."""
+    """A push must follow the last one, have the worker's clock, and hold each block once."""
     problem = _sequence(push, member)
     if problem:
         pass
@@ -45,7 +45,7 @@ def check_push(ledger: Ledger, push: Push, member: KnownWorker) -> Refused | Non
 
 
 def check_load(ledger: Ledger, load: Load, member: KnownWorker) -> Refused | None:
-    """Values of one slot, in the shapes and dtypes that it has."""
+    """Values of one slot must have its shapes and dtypes."""
     problem = _sequence(load, member)
     for key, part in load.parts.items():
         there = ledger.state.get(key, {}).get(load.slot)
@@ -57,7 +57,7 @@ def check_load(ledger: Ledger, load: Load, member: KnownWorker) -> Refused | Non
 def check_rows(
     ledger: Ledger, slot: str, keys: Iterable[int], rows: Mapping[int, Tensor]
 ) -> Refused | None:
-    """A pull may ask for this server's blocks, the slots that they have, and rows that there are."""
+    """A pull may ask for this server's blocks, their slots, and existing rows."""
     for key in keys:
         if key not in ledger.blocks:
             return wrong(f"block {key} is not on this server")
@@ -70,7 +70,7 @@ def check_rows(
 
 
 def check_settle(ledger: Ledger, settle: Settle) -> Refused | None:
-    """Only the closed clock that is due, in an update that has sums."""
+    """A `Settle` must be for the closed clock that is due, of an update with sums."""
     if settle.clock != ledger.version or (settle.clock, "") not in ledger.closed:
         return wrong(f"clock {settle.clock} is not closed")
     names = {variable.name for variable in ledger.updater.variables}
@@ -81,7 +81,7 @@ def check_settle(ledger: Ledger, settle: Settle) -> Refused | None:
     if not workers:
         return None
     lowest = ledger.pending[settle.clock][workers[0]]
-    try:  # before it is written down: what cannot be applied must not be in the log
+    try:  # before the journal: a record that cannot be applied must not be in the log
         ledger.updater.scalars(settle.sums, lowest.given)
     except Exception as error:
         return wrong(f"sums that the update does not take: {error}")
@@ -89,7 +89,7 @@ def check_settle(ledger: Ledger, settle: Settle) -> Refused | None:
 
 
 def check_add(ledger: Ledger, add: Add, most: int) -> Refused | None:
-    """A small sum of the worker's own clock, of one length for all."""
+    """A small sum must have the worker's own clock, and one length for all."""
     if ledger.alone or ledger.consistency.alone(add.clock):
         return wrong(
             f"sums over workers do not go with sync={ledger.consistency} at clock {add.clock}"
@@ -106,7 +106,7 @@ def check_add(ledger: Ledger, add: Add, most: int) -> Refused | None:
 
 
 def wrong(text: str) -> Refused:
-    """The answer to what can never be right."""
+    """The answer to a request that can never be right."""
     return Refused(reason=WRONG, text=text)
 
 
@@ -120,14 +120,14 @@ def _sequence(request: Push | Load, member: KnownWorker) -> str:
 
 
 def _given(ledger: Ledger, push: Push) -> str:
-    """A worker that is alone in its update has made the numbers itself."""
+    """A worker alone in its update computes the numbers itself."""
     updater = ledger.updater
     names = updater.numbers if ledger.alone else updater.given
     return "" if set(names) == push.given.keys() else f"numbers {sorted(push.given)}"
 
 
 def _parts(blocks: Mapping[int, VariableBlock], parts: Mapping[int, TensorPart]) -> str:
-    """What is wrong with a push's parts; "" if they fit."""
+    """The problem of a push's parts; "" if they fit."""
     missing = [k for k, block in blocks.items() if k not in parts and not block.variable.rows]
     if missing or not parts.keys() <= blocks.keys():
         return "not the blocks of this server"
@@ -144,7 +144,7 @@ def _parts(blocks: Mapping[int, VariableBlock], parts: Mapping[int, TensorPart])
 
 
 def _rows(block: VariableBlock, rows: Tensor) -> bool:
-    """Whether rows are not: of this block, ascending, each once."""
+    """Whether rows are invalid: outside of this block, not ascending, or repeated."""
     if not block.variable.rows or rows.dtype != torch.int64 or rows.dim() != 1:
         return True
     if not len(rows):

@@ -1,15 +1,15 @@
-"""How far workers may run apart: `step`, `bounded(s)` or `async`.
+"""The staleness bound of workers: `step`, `bounded(s)` or `async`.
 
 step         each clock makes one update from the sum of all workers' gradients; all wait for it
-async        each push is an update of its own, as it comes; with `async(damped)` its learning rates are
-             divided by max(1, tau), tau the updates since the pull (Zhang et al., 1511.05950)
+async        each push is one update, at its arrival; `async(damped)` divides its learning rates by
+             max(1, tau), tau the updates since the pull (Zhang et al., 1511.05950)
 bounded(s)   as async, but a worker at clock c waits until the slowest is at c - s: it has seen all updates
              up to clock c - s - 1 (stale synchronous parallel: Ho et al., NIPS 2013); bounded(0) is step
 
-With `predict`, `async` and `bounded` give workers the weights that are expected when their gradients have
-been applied (`predict.py`). With `after=N` they begin with N clocks under `step`, while weights still
-change fast. With `ahead` they bring the next weights while a worker computes: a step older, and no wait for
-the network. `traffic=bf16|int8`: gradients travel in so many bits, with error feedback.
+With `predict`, `async` and `bounded` give workers a prediction of the weights at the time of their gradients'
+update (`predict.py`). With `after=N` they begin with N clocks under `step`, while weights still change fast.
+With `ahead` they prefetch the next weights while a worker computes: one step older, without a wait for the
+network. `traffic=bf16|int8`: gradients travel in this format, with error feedback.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _FLAGS = ("damped", "predict", "ahead")
 
 @dataclass(frozen=True)
 class Consistency:
-    """`bound`: how many clocks a worker may be ahead of what it has seen; None: as many as it likes.
+    """`bound`: how many clocks of updates a worker may lack; None: any number.
 
-    `after`: so many clocks are under `step` first; 0 where all are.  `damped`, `predict`, `ahead`, `traffic`:
+    `after`: number of first clocks under `step`; 0 if all are.  `damped`, `predict`, `ahead`, `traffic`:
     see above.
     """
 
@@ -41,21 +41,21 @@ class Consistency:
 
     @property
     def apart(self) -> bool:
-        """Whether a push ever is an update of its own: not under `step`."""
+        """Whether any push is a separate update: false under `step`."""
         return self.bound != 0
 
     @property
     def both(self) -> bool:
-        """Whether workers are together first, and apart later."""
+        """Whether workers update together first, and apart later."""
         return self.apart and self.after > 0
 
     def alone(self, clock: int) -> bool:
-        """Whether a push of this clock is an update of its own."""
+        """Whether a push of this clock is a separate update."""
         return self.apart and clock >= self.after
 
     def permits(self, clock: int, floor: int) -> bool:
-        """Whether a worker at `clock` may go on when all updates of the clocks before `floor` are made."""
-        if floor < self.after:  # those are made together
+        """Whether a worker at `clock` may continue after all updates of the clocks before `floor`."""
+        if floor < self.after:  # workers make these updates together
             return floor >= clock
         return self.bound is None or floor >= clock - self.bound
 
@@ -69,10 +69,10 @@ class Consistency:
 
 
 def parse(text: str) -> Consistency:
-    """The consistency that `text` names.
+    """Parse a consistency.
 
     Raises:
-        LayoutError: it names none.
+        LayoutError: `text` names none.
     """
     match = _WORDS.fullmatch(text)
     if match is None:

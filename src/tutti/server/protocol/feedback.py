@@ -1,9 +1,9 @@
-"""Gradients in fewer bytes: what is rounded away goes with the next push.
+"""Compressed gradients with error feedback: the rounding error goes with the next push.
 
     c = compress(g + e),  e <- g + e - c        (Seide et al., 2014; Karimireddy et al., 1901.09847)
 
-What was pushed in all is then what was to be pushed less the last error. A worker keeps the errors of its
-own pushes, a block each; rows of a table go as they are.
+The sum of all pushes is then the sum of the exact gradients less the last error. A worker keeps one error a
+block for its own pushes; rows of a table travel uncompressed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Feedback:
     """The errors of one worker's pushes.
 
     Args:
-        compression: `fp32` (as they are), `bf16` or `int8`.
+        compression: `fp32` (unchanged), `bf16` or `int8`.
 
     Raises:
         ServerError: there is no such compression.
@@ -32,7 +32,7 @@ class Feedback:
         self._errors: dict[int, Tensor] = {}
 
     def part(self, key: int, gradient: Tensor) -> TensorPart:
-        """The gradient of a block as it travels."""
+        """The gradient of a block in the format of messages."""
         if self._compression is None or not gradient.is_floating_point():
             return TensorPart(gradient)
         due = gradient + self._errors[key] if key in self._errors else gradient

@@ -10,7 +10,7 @@ from tutti.server.protocol.messages import TensorPart
 
 
 def by_row(x: Tensor, block: VariableBlock) -> bool:
-    """Whether a tensor of a block's state has a row for each of the block."""
+    """Whether a tensor of a block's state has a row for each row of the block."""
     return tuple(x.shape) == block.shape
 
 
@@ -34,7 +34,7 @@ def summed(parts: list[TensorPart], block: VariableBlock, scale: float) -> Tenso
 def summed_rows(
     parts: list[TensorPart], block: VariableBlock, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The rows that any part has, ascending, and the sum for each."""
+    """The rows of all parts, ascending, and the sum for each."""
     found = [p.rows for p in parts if p.rows is not None]
     rows = torch.cat(found).unique()
     total = torch.zeros((len(rows), *block.shape[1:]), dtype=block.variable.dtype)

@@ -1,8 +1,7 @@
 """Blocks: the pieces of variables, each with a number (its key) and a server.
 
-Rendezvous hashing (Thaler and Ravishankar, 1998): a block lies on the server with the highest hash of
-(server, block). Every process works that out for itself; with one server more, only the blocks that it wins
-move.
+Rendezvous hashing (Thaler and Ravishankar, 1998): the owner of a block is the server with the highest hash of
+(server, block). Every process computes it locally; an additional server moves only the blocks that it wins.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class VariableBlock:
 
     Args:
         key: its number among all blocks of all variables.
-        shape: of this piece, as `update` sees it.
+        shape: of this piece in `update`.
         server: the server that owns it.
     """
 
@@ -43,10 +42,10 @@ class VariableBlock:
 
     def of(self, whole: Tensor) -> Tensor:
         """This piece of the whole variable, or of a slot of its shape, as a view; a slot of another shape
-        is given back as it is.
+        unchanged.
 
         Raises:
-            RuntimeError: the variable is cut flat, and `whole` is not contiguous.
+            RuntimeError: the blocks cut the variable flat, and `whole` is not contiguous.
         """
         if tuple(whole.shape) != self.variable.shape:
             return whole
@@ -58,7 +57,7 @@ class VariableBlock:
 def blocks(
     variables: Sequence[ServedVariable], num_servers: int, *, nbytes: int = BLOCK_NBYTES
 ) -> tuple[VariableBlock, ...]:
-    """The blocks of all variables, in order, of about `nbytes` each where the variable may be cut."""
+    """The blocks of all variables, in order, of about `nbytes` each if the variable may be cut."""
     found: list[VariableBlock] = []
     for variable in variables:
         for number, (start, stop, shape) in enumerate(_pieces(variable, nbytes)):
@@ -92,6 +91,6 @@ def _pieces(variable: ServedVariable, nbytes: int) -> list[tuple[int, int, tuple
 
 
 def _ranges(size: int, length: int) -> list[tuple[int, int]]:
-    """`[0:size]` in pieces of nearly one length, none longer than `length`."""
+    """`[0:size]` in pieces of nearly equal length, none longer than `length`."""
     num = max(1, -(-size // length))
     return [(size * i // num, size * (i + 1) // num) for i in range(num)]

@@ -1,9 +1,9 @@
-"""What a server must never lose: an event-sourced state. Every change is a record, taken in order.
+"""A server's durable state, event-sourced: every change is a record, applied in order.
 
     Ledger(initial) --take(record)--> ... --take(record)--> Ledger
 
-Taking is deterministic: the same records give the same bits. So a log of them, or a snapshot and those since,
-is the state; nothing here looks at a clock, a socket or a file.
+`take` is deterministic: the same records give the same bits. So a log of records, or a snapshot and the
+records since, restores the state. This module uses no clock, socket or file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Entered:
 
 @dataclass(frozen=True, eq=False)
 class Departed:
-    """It left, or its lease ended."""
+    """A worker left, or its lease ended."""
 
     worker: int
     incarnation: int
@@ -43,12 +43,12 @@ class Departed:
 
 @dataclass(frozen=True, eq=False)
 class JoiningEnded:
-    """Enough was waited for workers that have not joined yet."""
+    """The wait for workers that have not joined is over."""
 
 
 @dataclass(frozen=True, eq=False)
 class Closed:
-    """No gradient (`name` "") or part of a small sum of this clock is taken any more: whose count."""
+    """A clock's gradients (`name` "") or one of its small sums are complete: the workers that count."""
 
     clock: int
     name: str
@@ -57,7 +57,7 @@ class Closed:
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """The update of a clock, with the sums of each variable that its scalars are made from."""
+    """The update of a clock, with the sums of each variable, from which its scalars follow."""
 
     clock: int
     sums: Mapping[str, Tensor]
@@ -68,9 +68,9 @@ Record = Entered | Departed | JoiningEnded | Closed | Applied | Push | Load | Ad
 
 @dataclass(frozen=True)
 class KnownWorker:
-    """A worker as the server knows it.
+    """The server's record of a worker.
 
-    clock: that of its next push.  sequence: its last push.  answer: what that push was answered.
+    clock: of its next push.  sequence: of its last push.  answer: to that push.
     """
 
     incarnation: int
@@ -88,14 +88,14 @@ State = dict[int, dict[str, Tensor]]
 class Ledger:
     """One server's state.
 
-    blocks: those that it owns, by key.
-    pending: pushes of clocks that are not applied yet, by clock and worker.
+    blocks: the owned blocks, by key.
+    pending: pushes of clocks not applied yet, by clock and worker.
     added: parts of small sums, by (clock, name) and worker.
-    settled: the sums of the last update made together; no server is more than one of those ahead of another.
-    numbers: those of the last update.
-    lag: how many updates lie between a pull and its push, on average, under `predict`.
-    closed: whose parts count, by (clock, name); the name "" stands for the gradients.
-    borrowed: how many readers still hold the tensors of a block; it is then copied before it changes.
+    settled: the sums of the last common update; no server is more than one such update ahead of another.
+    numbers: of the last update.
+    lag: the mean number of updates between a pull and its push, under `predict`.
+    closed: the workers that count, by (clock, name); the name "" stands for the gradients.
+    borrowed: the number of readers of a block's tensors; with any, a change copies the block first.
     """
 
     updater: Updater
@@ -122,39 +122,39 @@ class Ledger:
                 slots[BEFORE] = slots[WEIGHT].clone()
 
     def take(self, record: Record) -> None:
-        """The next record; it has been checked when it was made."""
+        """Apply the next record, which its maker has checked."""
         _TAKE[type(record)](self, record)
 
     @property
     def started(self) -> bool:
-        """Whether all workers have been there, or were waited for: no clock ends before."""
+        """Whether all workers have joined, or the wait for them is over: no clock ends before."""
         return self.begun or len(self.members) >= self.num_workers
 
     def active(self) -> dict[int, KnownWorker]:
-        """The workers that are there."""
+        """The present workers."""
         return {w: m for w, m in self.members.items() if m.active}
 
     @property
     def alone(self) -> bool:
-        """Whether each push is an update now; it never ends once it is so."""
+        """Whether each push is now a separate update; once true it stays true."""
         return self.consistency.alone(self.version)
 
     @property
     def predicts(self) -> bool:
-        """Whether workers are given weights to come; those made together tell nothing of pushes alone."""
+        """Whether workers get predicted weights; common updates give no estimate for separate ones."""
         return self.consistency.predict and self.alone and self.version > self.consistency.after
 
     @property
     def floor(self) -> int:
-        """All updates of the clocks before this one are made."""
+        """The first clock whose updates are not all made."""
         if not self.alone:
             return self.version
         return min((x.clock for x in self.active().values()), default=0) if self.started else 0
 
     def first_clock(self, worker: int) -> int:
-        """Where a worker that joins begins: at the minimum, after what it pushed before.
+        """The first clock of a joining worker: the minimum, but after its earlier pushes.
 
-        A clock is closed as soon as all have pushed for it, so the minimum is the first that is not.
+        A clock closes as soon as all have pushed for it, so the minimum is the first open one.
         """
         if self.alone:
             others = (x.clock for w, x in self.active().items() if w != worker)
@@ -165,7 +165,7 @@ class Ledger:
         return clock
 
     def total(self, clock: int, name: str) -> Tensor:
-        """A closed small sum, in the order of workers, scaled for those that are missing."""
+        """A closed small sum, added in the order of workers, scaled for missing ones."""
         workers, parts = self.closed[clock, name], self.added[clock, name]
         stacked = torch.stack([parts[worker].values for worker in workers])
         operation = parts[workers[0]].operation
@@ -185,12 +185,12 @@ class Ledger:
         }
 
     def lend(self, key: int, slot: str) -> Tensor:
-        """A tensor of the state that stays as it is until it is given back."""
+        """A tensor of the state, unchanged until `give_back`."""
         self.borrowed[key] += 1
         return self.state[key][slot]
 
     def give_back(self, key: int, x: Tensor) -> None:
-        """The end of a loan; one that the state has moved away from does not matter any more."""
+        """End a loan; the loan of a tensor that the state has since replaced does not matter."""
         if any(x is own for own in self.state[key].values()):
             self.borrowed[key] -= 1
 
@@ -262,7 +262,7 @@ class Ledger:
                 del table[clock, name]
 
     def _detach(self, key: int) -> None:
-        """Before a block changes: leave what was lent to those that read it."""
+        """Before a block changes: leave lent tensors to their readers, and continue with a copy."""
         if self.borrowed[key]:
             self.state[key] = {slot: x.clone() for slot, x in self.state[key].items()}
             del self.borrowed[key]
@@ -290,7 +290,7 @@ class Ledger:
         scalars: Mapping[str, float],
         block: VariableBlock,
     ) -> None:
-        """One block, in place; of a lazy one only the rows that came."""
+        """Update one block in place; of a lazy one only the pushed rows."""
         name = block.variable.name
         if block.variable.lazy and not parts:
             return
@@ -310,7 +310,7 @@ class Ledger:
 def initial(
     blocks: Mapping[int, VariableBlock], whole: Mapping[str, Mapping[str, Tensor]]
 ) -> State:
-    """The state of some blocks, copied out of whole variables."""
+    """The state of some blocks, copied from whole variables."""
     return {
         key: {
             slot: block.of(x.detach().contiguous()).clone()

@@ -1,8 +1,8 @@
 """A server's decisions, without sockets, files or a clock: `handle(source, request, now) -> answers`.
 
-It checks each request against the ledger, writes what it decides to the journal *before* it answers, and
-keeps requests that must wait (a pull without its permit) until what they wait for has happened. Who asks
-twice is answered twice; what was asked is done once:
+It checks each request against the ledger, writes its decision to the journal *before* it answers, and holds
+requests that must wait (a pull without its permit) until they can proceed. It answers a repeated request
+again, but acts once:
 
     push of sequence k      last was k - 1: taken        k or less: answered again, from the ledger
     another incarnation     older: fenced                newer: its Join fences the older one
@@ -46,7 +46,7 @@ GATHER_SECONDS = 60.0
 OBSERVER = -1
 _MOST_NAMES = 1024  # small sums of one clock
 
-# Whoever asked, and the answer.
+# The source of a request, and the answer.
 Answers = list[tuple[Any, Reply]]
 
 
@@ -56,10 +56,10 @@ class Machine:
 
     Args:
         ledger: its state.
-        journal: keeps a record where it survives this process; called before the record is taken.
-        num_servers: with several, the sums of a coupled update come from the workers (`Settle`).
-        lease_seconds: a worker that is not heard of for so long has left.
-        gather_seconds: so long after the first worker all others are waited for.
+        journal: makes a record durable beyond this process; called before the ledger takes the record.
+        num_servers: with several, the workers bring the sums of a coupled update (`Settle`).
+        lease_seconds: a worker that is silent for so long has left.
+        gather_seconds: how long to wait for all other workers after the first.
     """
 
     ledger: Ledger
@@ -72,11 +72,11 @@ class Machine:
     _waiting: list[tuple[Any, Request]] = field(default_factory=list)
 
     def handle(self, source: Any, request: Request, now: float) -> Answers:
-        """The answers that `request` makes possible: to it, and to others that waited.
+        """The answers that `request` makes possible: to it, and to waiting ones.
 
         Args:
-            source: where its answer goes; any value that can be compared.
-            now: seconds of any clock that only goes forward.
+            source: the receiver of its answer; any comparable value.
+            now: seconds of any monotonic clock.
         """
         refused = self._refuse_stranger(request)
         if refused:
@@ -92,7 +92,7 @@ class Machine:
         return answers + (self._go_on() if isinstance(request, _MOVES) else [])
 
     def tick(self, now: float) -> Answers:
-        """What the passing of time makes possible: leases end."""
+        """The answers that the passing of time makes possible: leases end."""
         ended = [
             (worker, member)
             for worker, member in self.ledger.active().items()
@@ -107,33 +107,33 @@ class Machine:
         return self._go_on()
 
     def _gathered(self, now: float) -> bool:
-        """Whether the workers that never joined have been waited for long enough."""
+        """Whether the wait for workers that never joined is over."""
         if self.ledger.started or not self.ledger.members:
             return False
         self._begun_at = now if self._begun_at is None else self._begun_at
         return now - self._begun_at > self.gather_seconds
 
     def forget(self, gone: Callable[[Any], bool]) -> None:
-        """Sources that have `gone`: nothing that they wait for is answered."""
+        """Drop the waiting requests of sources that have `gone`."""
         self._waiting = [(s, r) for s, r in self._waiting if not gone(s)]
 
     def dismiss(self) -> list[tuple[Any, Request]]:
-        """The requests that wait, with their sources; none of them is kept."""
+        """Remove and return the waiting requests, with their sources."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
     def returned(self, reply: Reply) -> None:
-        """A reply has left, or never will: what it lent may change again."""
+        """Give back the tensors lent to a reply that has left, or never will."""
         if isinstance(reply, m.Weights):
             for key, part in reply.parts.items():
                 self.ledger.give_back(key, part.values)
 
     def recover(self) -> None:
-        """Go on where the ledger's records end; leases begin anew with the first tick."""
+        """Continue after the ledger's records; leases begin anew with the first tick."""
         self._go_on()
 
     def _wait(self, source: Any, request: Request) -> None:
-        """Keep a request; who asks the same again waits once."""
+        """Hold a request; a repeated one waits once."""
         kept = [(s, r) for s, r in self._waiting if s != source or type(r) is not type(request)]
         self._waiting = [*kept, (source, request)]
 
@@ -142,7 +142,7 @@ class Machine:
         self.ledger.take(record)
 
     def _refuse_stranger(self, request: Request) -> Refused | None:
-        """Only the living incarnation of a worker is heard; observers may look."""
+        """Refuse all but the live incarnation of a worker, and observers."""
         if isinstance(request, m.Join):
             return None
         if request.worker == OBSERVER and isinstance(request, m.Pull | m.Status):
@@ -157,7 +157,7 @@ class Machine:
         return None
 
     def _go_on(self) -> Answers:
-        """Close and apply what can be, then answer those that waited and need not any more."""
+        """Close and apply every possible clock, then answer the waiting requests that can proceed."""
         while self._close() and self._settle_alone():
             pass
         waiting, self._waiting = self._waiting, []
@@ -173,8 +173,8 @@ class Machine:
     def _close(self) -> bool:
         """Close the clock that is due if every worker has pushed for it; whether it is closed.
 
-        Of several servers one may have been cut off from all workers for a clock: they begin anew after it,
-        and here it is closed with nobody's gradient.
+        One of several servers may have lost contact with all workers for a clock: they begin anew after it,
+        and this server closes it without a gradient.
         """
         ledger, clock = self.ledger, self.ledger.version
         if (clock, "") in ledger.closed:
@@ -188,7 +188,7 @@ class Machine:
         return True
 
     def _settle_alone(self) -> bool:
-        """Apply the closed clock if that takes no other server."""
+        """Apply the closed clock if that needs no other server."""
         ledger = self.ledger
         if not ledger.updater.coupled:
             self._decide(Applied(ledger.version, {}))
@@ -314,7 +314,7 @@ def _refused(reason: str, text: str, member: KnownWorker) -> Refused:
     )
 
 
-# What may let others go on.
+# The requests that may let waiting ones proceed.
 _MOVES = (m.Join, m.Push, m.Settle, m.Add, m.Leave)
 _HANDLE: dict[type, Callable[[Machine, Any], Reply | None]] = {
     m.Join: Machine._join,

@@ -1,9 +1,9 @@
-"""What workers and servers say to each other. The wire (`frames.py`) writes and reads these.
+"""The messages of workers and servers. The wire (`frames.py`) writes and reads them.
 
     worker                        server
     Join         ->  <-           JoinReply
     Pull         ->  <-           Weights     waits for its permit
-    Push         ->  <-           Done        once it can no longer be lost
+    Push         ->  <-           Done        once it is durable
     Load         ->  <-           Done
     Sums         ->  <-           Partial     waits until the clock is closed        } only with a coupled
     Settle       ->  <-           Done        the update is made                     } update, several servers
@@ -28,21 +28,21 @@ from tutti.server.protocol.update import WEIGHT
 
 @dataclass(frozen=True, eq=False)
 class TensorPart:
-    """A tensor on its way: `values * scale`, of the rows `rows` (ascending) of its block, or of all."""
+    """A tensor in a message: `values * scale`, of the rows `rows` (ascending) of its block, or of all."""
 
     values: Tensor
     scale: float = 1.0
     rows: Tensor | None = None
 
     def plain(self, dtype: torch.dtype) -> Tensor:
-        """The numbers themselves; the very tensor that came where it needs no decompression."""
+        """The decompressed numbers; the same tensor if it needs no decompression."""
         found = self.values.to(dtype)
         return found if self.scale == 1.0 else found * self.scale
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """Who asks: a worker, and which of its lives. Observers (worker -1) may pull, no more."""
+    """The sender: a worker and its incarnation. Observers (worker -1) may only pull."""
 
     worker: int
     incarnation: int
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Join(Request):
-    """A worker begins, or asks once more. `clock`: begin no earlier (-1: as the server says)."""
+    """A worker begins, or asks once more. `clock`: the earliest clock to begin with (-1: the server's)."""
 
     fingerprint: str
     clock: int = -1
@@ -58,7 +58,7 @@ class Join(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pull(Request):
-    """The blocks `keys` to compute the gradient of `clock` with (or a slot); `rows`: only these, by key."""
+    """Asks for the blocks `keys` (or a slot) for the gradient of `clock`; `rows`: only these, by key."""
 
     clock: int
     keys: tuple[int, ...]
@@ -71,7 +71,7 @@ class Push(Request):
     """A worker's gradients for one server, by key.
 
     sequence: 1, 2, ... within an incarnation.
-    version: the updates in the weights that it computed with.
+    version: the number of updates in its weights.
     """
 
     sequence: int
@@ -83,7 +83,7 @@ class Push(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Load(Request):
-    """Other values for the state, by key; it has a sequence as a push has, but no clock."""
+    """Other values for the state, by key; it has a sequence as a push does, but no clock."""
 
     sequence: int
     slot: str
@@ -99,7 +99,7 @@ class Sums(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Settle(Request):
-    """The sums of each variable over all servers' blocks: the update of `clock` can be made."""
+    """The sums of each variable over all servers' blocks: the server can make the update of `clock`."""
 
     clock: int
     sums: Mapping[str, Tensor]
@@ -117,7 +117,7 @@ class Add(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Beat(Request):
-    """Still alive."""
+    """A heartbeat."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -132,14 +132,14 @@ class Status(Request):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Share(Request):
-    """Asks for memory that both ends share, for this connection; then says that it is `mapped` (1)."""
+    """Asks for shared memory for this connection; then says that it is `mapped` (1)."""
 
     mapped: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shared:
-    """Where it is (`region.py`); of 0 bytes if there is none."""
+    """The location of the shared memory (`region.py`); 0 bytes if there is none."""
 
     pid: int
     descriptor: int
@@ -149,7 +149,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class JoinReply:
-    """Begin with `clock`; so many updates have been made, and so many workers are there."""
+    """The first clock, the number of updates made, and the number of workers present."""
 
     clock: int
     version: int
@@ -159,7 +159,7 @@ class JoinReply:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Done:
-    """It is so. For a push: its staleness, and the version after it."""
+    """Done. For a push: its staleness, and the version after it."""
 
     version: int
     sequence: int = 0
@@ -168,7 +168,7 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Weights:
-    """Blocks by key, as they are after `version` updates; `numbers` are those of the last one."""
+    """Blocks by key after `version` updates; `numbers` are those of the last one."""
 
     version: int
     numbers: Mapping[str, float]
@@ -177,7 +177,7 @@ class Weights:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """The sums of each block, by key; once the update is made, those of each variable that made it."""
+    """The sums of each block, by key; after the update, the sums of each variable that it used."""
 
     clock: int
     sums: Mapping[int, Tensor]
@@ -193,7 +193,7 @@ class Total:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Figures:
-    """Of a server: how often each staleness was seen, and the workers that are there."""
+    """A server's statistics: the count of each staleness, and the workers present."""
 
     version: int
     staleness: Mapping[int, int]
@@ -202,10 +202,10 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Refused:
-    """`reason` is one of the words below; `incarnation` and `sequence` are what the server last knew.
+    """`reason` is one of the words below; `incarnation` and `sequence` are the server's latest.
 
     fenced: another incarnation has the worker's place, or its lease has ended.  wrong: never send this again.
-    short: the server lacks what `text` says (descriptors, room for records); it has done nothing.
+    short: the server lacks a resource (`text`: descriptors, room for records); it has done nothing.
     """
 
     reason: str

@@ -1,8 +1,8 @@
-"""A worker's side of the protocol, without sockets: generators of questions to servers.
+"""A worker's side of the protocol, without sockets: generators of requests to servers.
 
-Each `yield` gives the requests that are due, by server, and gets the replies to all of them; whoever runs a
-session (`client.Client`, or a test's network) asks until it is answered, over as many connections as that
-takes. Requests may arrive twice, since a server acts once.
+Each `yield` gives the requests that are due, by server, and gets the replies to all of them. The caller of a
+session (`client.Client`, or a test's network) repeats a request, over new connections if needed, until it has
+the answer. Requests may arrive twice, since a server acts once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Answer = TypeVar("Answer")
 
 
 class Fenced(Exception):
-    """A server does not know this incarnation any more; `newer`: another has taken its place."""
+    """A server has dropped this incarnation; `newer`: another has taken its place."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.text)
@@ -34,7 +34,7 @@ class Fenced(Exception):
 
 @dataclass(frozen=True)
 class Pushed:
-    """What became of a push. `taken`: by all servers; else some may have it, and the worker joined anew."""
+    """The result of a push. `taken`: by all servers; else some may have it, and the worker joined anew."""
 
     taken: bool
     staleness: int = 0
@@ -42,12 +42,12 @@ class Pushed:
 
 @dataclass(eq=False)
 class Session:
-    """One worker's dealings with all servers.
+    """One worker's protocol with all servers.
 
     Args:
         worker: its number.
         blocks: all blocks, in order.
-        incarnation: larger than that of any earlier life of the worker, as the time is.
+        incarnation: larger than any earlier one of the worker, such as the time.
     """
 
     worker: int
@@ -64,7 +64,7 @@ class Session:
 
     @property
     def alone(self) -> bool:
-        """Whether the next push is an update of its own."""
+        """Whether the next push is a separate update."""
         return self.consistency.alone(self.clock)
 
     def join(self, *, again: bool = False) -> Asking[None]:
@@ -74,7 +74,7 @@ class Session:
             ServerError: the servers run another update, or another process is this worker.
         """
         joined = yield from self._joined(-1, again)
-        # a server may give this worker up meanwhile, and let it begin later than it was asked for
+        # a server may give this worker up meanwhile, and let it begin later than requested
         while len(clocks := {reply.clock for reply in joined.values()}) > 1:
             joined = yield from self._joined(max(clocks), again)
         self.clock = max(reply.clock for reply in joined.values())
@@ -90,8 +90,8 @@ class Session:
         slot: str = WEIGHT,
         ahead: int = 0,
     ) -> Asking[dict[int, m.Weights]]:
-        """Weights for the next clock (or one `ahead` of it), by server: the blocks `keys` of each server, and
-        of some of them only the `rows`, by key."""
+        """Weights for the next clock (or one `ahead` of it), by server: the blocks `keys` of each server, of
+        some only the `rows`, by key."""
         while True:
             try:
                 yield from self._settle(self.clock)
@@ -107,8 +107,8 @@ class Session:
         given: Mapping[str, float],
         versions: Mapping[int, int],
     ) -> Asking[Pushed]:
-        """A gradient for each key, computed with these `versions` of the servers' weights; it is the
-        servers' when this returns."""
+        """Push a gradient for each key, computed with these `versions` of the servers' weights; when this
+        returns, the servers have it."""
         self.sequence += 1
         split = self._split(parts)
         try:
@@ -122,7 +122,7 @@ class Session:
         return Pushed(True, max(r.staleness for r in replies.values() if isinstance(r, m.Done)))
 
     def load(self, slot: str, parts: Mapping[int, TensorPart]) -> Asking[Pushed]:
-        """Other values for a slot of some blocks."""
+        """Replace the values of a slot of some blocks."""
         self.sequence += 1
         split = self._split(parts)
         try:
@@ -133,7 +133,7 @@ class Session:
         return Pushed(True)
 
     def add(self, name: str, values: Tensor, operation: str = "sum") -> Asking[Tensor]:
-        """The sum of `values` over the workers of this clock; the first server has it."""
+        """The sum of `values` over the workers of this clock; the first server computes it."""
         while True:
             add = m.Add(
                 worker=self.worker,
@@ -152,7 +152,7 @@ class Session:
             return reply.values
 
     def leave(self) -> Asking[None]:
-        """End in good order, after all that was pushed has become updates."""
+        """End in good order, after all pushes have become updates."""
         try:
             yield from self._settle(self.clock)
             yield from self._ask(
@@ -162,7 +162,7 @@ class Session:
             pass  # it has left already
 
     def _joined(self, clock: int, again: bool) -> Asking[dict[int, m.JoinReply]]:
-        """Join all servers, with a later incarnation where one of them has seen one as late."""
+        """Join all servers, with a later incarnation if one of them has seen this one or a later one."""
         while True:
             replies = yield {s: self._join(clock) for s in range(self.num_servers)}
             fenced = [
@@ -198,7 +198,7 @@ class Session:
         )
 
     def _settle(self, until: int) -> Asking[None]:
-        """Bring the sums of clocks before `until` from all servers to all, where they need that."""
+        """Bring the sums of clocks before `until` from all servers to all, if they need them."""
         if not self.coupled or self.num_servers == 1:
             return
         if self.consistency.apart:
@@ -213,7 +213,7 @@ class Session:
             self.settled += 1
 
     def _sums(self, partial: list[m.Partial]) -> Mapping[str, Tensor]:
-        """Those of each variable; where another worker has told a server before, the same again."""
+        """The sums of each variable; the same again if another worker has already sent them to a server."""
         known = [p.settled for p in partial if p.settled is not None]
         if known:
             return known[0]
@@ -280,10 +280,10 @@ class Session:
 
 
 def _checked(replies: dict[int, Reply]) -> dict[int, Reply]:
-    """The replies, where none is a refusal.
+    """The replies, if none is a refusal.
 
     Raises:
-        Fenced: a server does not know this incarnation any more.
+        Fenced: a server has dropped this incarnation.
         ServerError: a server refuses for good.
     """
     for server, reply in replies.items():

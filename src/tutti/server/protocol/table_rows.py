@@ -1,4 +1,4 @@
-"""Single rows of a table, which travel without it."""
+"""Single rows of a table, which travel without the rest."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Rows:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor that can be cut and sent: contiguous, in the memory of the host."""
+    """A tensor ready to cut and send: contiguous, in host memory."""
     return x.detach().cpu().contiguous()
 
 
 def own_rows(block: VariableBlock, rows: Tensor) -> Tensor:
-    """Those of `rows` that lie in a block, counted from its first."""
+    """The `rows` in a block, counted from its first."""
     return rows[inside(block, rows)] - block.start
 
 
 def inside(block: VariableBlock, rows: Tensor) -> Tensor:
-    """Which of `rows` lie in a block."""
+    """A mask of the `rows` in a block."""
     return (rows >= block.start) & (rows < block.stop)
 
 
 def rows_of(block: VariableBlock, x: Rows) -> TensorPart | None:
-    """What a gradient by rows has for a block; None if nothing."""
+    """A block's part of a gradient by rows; None if it has no rows."""
     mine = inside(block, x.rows)
     if not mine.any():
         return None

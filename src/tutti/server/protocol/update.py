@@ -1,15 +1,16 @@
-"""What a server knows of an optimizer: variables with their state, and three functions.
+"""A server's view of an optimizer: variables with their state, and three functions.
 
-A server never receives code. It runs the user's script as the workers do, captures the same step, and takes
-from it what follows the gradients:
+A server never receives code. It runs the user's script as the workers do, captures the same step, and
+extracts its update:
 
     gradient of each block --sums--> add up over all blocks --scalars--> one set of numbers for the step
     state, gradient, numbers of a block --update--> state
 
-A variable lies on the servers in *blocks*. One that may be cut anywhere (`divisible`) is seen flat, as the
-1-D tensors `[start:stop]`; one whose rows travel alone (`rows`) as `[stop - start, *shape[1:]]`; any other
-whole, in its own shape. Slots of the variable's shape are cut with it. Of all others (a count of steps)
-each block keeps its own copy, so `update` must do the same to each.
+The servers hold a variable in *blocks*. A block of an elementwise variable (`divisible`) is a 1-D tensor
+`[start:stop]` of the flat variable; of a table whose rows travel alone (`rows`) it is
+`[stop - start, *shape[1:]]`; of any other it is the whole variable, in its own shape. The cut also applies to
+slots of the variable's shape. Each block has its own copy of any other slot (a count of steps), so `update`
+must change all copies alike.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# The name of the variable itself among its state.
+# The name of the variable itself in its state.
 WEIGHT = "weight"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedVariable:
-    """What is trained: a name, and what is kept for it.
+    """A trained variable: its name and its state.
 
     Args:
-        name: no two variables share it.
+        name: unique among variables.
         shape: of the whole variable.
         dtype: of the variable and of its gradient.
         slots: shape and dtype of each further tensor of its state, by name.
-        divisible: its update is the same number by number, so it may be cut anywhere.
-        rows: workers pull and push single rows of dim 0; the update must be the same row by row.
-        lazy: with `rows`, a row whose gradient is zero does not change: only rows pushed are updated.
+        divisible: its update is elementwise, so blocks may cut it anywhere.
+        rows: workers pull and push single rows of dim 0; the update must treat rows independently.
+        lazy: with `rows`, a row with a zero gradient does not change: servers update only pushed rows.
     """
 
     name: str
@@ -54,9 +55,9 @@ class Updater(Protocol):
     variables: in one order everywhere.
     fingerprint: a hash of the update graph's text; workers with another one are refused.
     coupled: whether `scalars` needs the sums of all blocks (a global norm); else `sums` is never called.
-    given: names of the numbers that come with a push and that `scalars` needs.
-    numbers: names of those that `scalars` makes of them and that `update` needs.
-    rates: those of `numbers` that are learning rates, which staleness may divide.
+    given: names of the numbers that come with a push, the inputs of `scalars`.
+    numbers: names of the outputs of `scalars`, the inputs of `update`.
+    rates: the learning rates among `numbers`, which staleness may divide.
     """
 
     @property
@@ -78,14 +79,14 @@ class Updater(Protocol):
     def rates(self) -> tuple[str, ...]: ...
 
     def sums(self, variable: str, gradient: Tensor) -> Tensor:
-        """What one block adds to the sums of its variable: 1-D, float64, of one length per variable."""
+        """One block's contribution to the sums of its variable: 1-D, float64, of one length per variable."""
         ...
 
     def scalars(
         self, sums: Mapping[str, Tensor], given: Mapping[str, float]
     ) -> Mapping[str, float]:
-        """The numbers that `update` needs, from the sums of each variable over its blocks (none unless
-        `coupled`) and the numbers that came with the push (learning rate, counts)."""
+        """The numbers for `update`, from the sums of each variable over its blocks (none unless `coupled`)
+        and the push's numbers (learning rate, counts)."""
         ...
 
     def update(
@@ -95,12 +96,12 @@ class Updater(Protocol):
         gradient: Tensor,
         scalars: Mapping[str, float],
     ) -> None:
-        """One step of one block, in place: `state` holds `weight` and the slots, cut as `gradient` is."""
+        """One step of one block, in place: `state` holds `weight` and the slots, cut like `gradient`."""
         ...
 
 
 def add_up(sums: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The sums of each variable from (variable, sums) of its blocks, in the order in which they come."""
+    """The sums of each variable from (variable, sums) of its blocks, added in the given order."""
     totals: dict[str, Tensor] = {}
     for name, x in sums:
         totals[name] = totals[name] + x if name in totals else x.to(torch.float64)

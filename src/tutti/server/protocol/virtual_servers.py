@@ -1,4 +1,4 @@
-"""Workers and servers in one process: the same sessions and machines as in a run, no time and no network."""
+"""Workers and servers in one process: the same sessions and machines as in a run, no clock and no network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Gradients = Mapping[str, Tensor | tuple[Tensor, Tensor]]
 
 @dataclass(eq=False)
 class _Asked:
-    """A session in the middle of a question: what it asked of each server, and what it has heard."""
+    """A session with open requests: its requests to each server, and the replies so far."""
 
     asking: Asking[Any]
     requests: dict[int, m.Request] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class _Asked:
     result: Any = None
 
     def go_on(self, replies: dict[int, m.Reply] | None) -> Iterable[int]:
-        """Hear all replies and ask the next question: of which servers."""
+        """Take all replies and make the next requests; their servers."""
         try:
             self.requests, self.replies = self.asking.send(replies), {}  # type: ignore[arg-type]
         except StopIteration as end:
@@ -48,10 +48,10 @@ class VirtualServers:
     """Servers that own the blocks of some variables, and a session for each worker.
 
     Args:
-        updater: what they do.
+        updater: their update.
         blocks: all blocks, each with its server.
-        state: of all variables, whole, to begin with.
-        consistency: how far workers may run apart.
+        state: the initial state of all variables, whole.
+        consistency: the staleness bound of workers.
     """
 
     def __init__(
@@ -91,10 +91,10 @@ class VirtualServers:
         self.ask([session.join() for session in self.sessions])
 
     def ask(self, questions: Sequence[Asking[Any]]) -> list[Any]:
-        """Play several sessions' questions side by side, until all are answered.
+        """Play several sessions' requests concurrently, until all have their answers.
 
         Raises:
-            RuntimeError: they wait for each other, or for workers that ask nothing.
+            RuntimeError: they wait for each other, or for workers without a request.
         """
         asked = [_Asked(question) for question in questions]
         todo = deque((one, server) for one in asked for server in one.go_on(None))
@@ -109,20 +109,20 @@ class VirtualServers:
         return [one.result for one in asked]
 
     def permitted(self, worker: int) -> bool:
-        """Whether a worker's next pull would be answered at once."""
+        """Whether the servers would answer a worker's next pull at once."""
         ledgers = [machine.ledger for machine in self.machines]
         clock = self.sessions[worker].clock
         return all(x.consistency.permits(clock, x.floor) for x in ledgers)
 
     def pull(self, workers: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The variables as some workers find them, who pull side by side."""
+        """The variables of some workers' concurrent pulls."""
         found = self.ask([self.sessions[w].pull() for w in workers])
         for w, replies in zip(workers, found, strict=True):
             self._versions[w] = {s: reply.version for s, reply in replies.items()}
         return [self._pulled(replies) for replies in found]
 
     def push(self, pushes: Mapping[int, tuple[Gradients, Mapping[str, float]]]) -> list[Pushed]:
-        """Gradients and numbers of some workers, who push side by side."""
+        """Push gradients and numbers of some workers concurrently."""
         asking = [
             self.sessions[w].push(self._cut(w, gradients), numbers, self._versions[w])
             for w, (gradients, numbers) in pushes.items()
@@ -130,18 +130,18 @@ class VirtualServers:
         return self.ask(asking)
 
     def _pulled(self, replies: Mapping[int, m.Weights]) -> dict[str, Tensor]:
-        """The variables whole, from what a pull brought."""
+        """The whole variables from a pull's blocks."""
         parts = {k: p for r in replies.values() for k, p in r.parts.items()}
         return self._whole({k: p.values for k, p in parts.items()})
 
     def _cut(self, worker: int, gradients: Gradients) -> dict[int, TensorPart]:
-        """Gradients by variable, or (rows, gradients of them), as the parts of a worker's push."""
+        """The parts of a worker's push, from gradients by variable, or (rows, gradients of them)."""
         feedback = self._feedback[worker]
         found = {b.key: _part(b, gradients[b.variable.name], feedback) for b in self.blocks}
         return {key: part for key, part in found.items() if part is not None}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """All state whole, as it is now: by variable and slot."""
+        """All current state, whole: by variable and slot."""
         held = {k: x for one in self.machines for k, x in one.ledger.state.items()}
         found: dict[str, dict[str, Tensor]] = {}
         for variable in self.updater.variables:
@@ -151,7 +151,7 @@ class VirtualServers:
         return found
 
     def _handle(self, source: tuple[_Asked, int], request: m.Request) -> Answers:
-        """What a server answers, weights in memory of their own."""
+        """A server's answer, with weights in separate memory."""
         machine = self.machines[source[1]]
         found: Answers = []
         for asker, reply in machine.handle(source, request, 0.0):
@@ -163,7 +163,7 @@ class VirtualServers:
         return found
 
     def _whole(self, found: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        """Variables, or slots of theirs, put together from blocks."""
+        """Variables, or their slots, joined from blocks."""
         parts: dict[str, list[Tensor]] = {}
         for block in self.blocks:
             parts.setdefault(block.variable.name, []).append(found[block.key])
@@ -174,7 +174,7 @@ class VirtualServers:
 def _part(
     block: VariableBlock, gradient: Tensor | tuple[Tensor, Tensor], feedback: Feedback
 ) -> TensorPart | None:
-    """What a gradient has for a block; None if nothing."""
+    """A block's part of a gradient; None if there is none."""
     if isinstance(gradient, Tensor):
         return feedback.part(block.key, block.of(gradient.contiguous()))
     rows, values = gradient
@@ -183,7 +183,7 @@ def _part(
 
 
 def _joined(parts: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Blocks of one variable as one tensor; a slot of another shape is the same in all of them."""
+    """The blocks of one variable as one tensor; a slot of another shape is equal in all blocks."""
     if sum(x.numel() for x in parts) == math.prod(shape):
         return torch.cat([x.reshape(-1) for x in parts]).view(shape)
     assert all(torch.equal(x, parts[0]) for x in parts), "copies of a slot have come apart"

@@ -1,1 +1,1 @@
-"""A captured step in three: the part of a worker, what couples variables, the update of each."""
+"""Splits a captured step in three: the worker's part, the coupling of variables, the update of each."""

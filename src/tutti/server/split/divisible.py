@@ -1,4 +1,4 @@
-"""Which updates are the same number by number, so that a variable may be cut anywhere."""
+"""Finds elementwise updates, whose variables may be cut anywhere."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tutti.rules.families.pointwise import is_pointwise
 from tutti.server.split.piece import GraphPiece
 
 aten = torch.ops.aten
-# Ops that make a tensor like another, whatever its shape.
+# Ops that make a tensor like another, of any shape.
 _LIKE = (aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
 
 
 def is_divisible(piece: GraphPiece, whole: tuple[int, ...]) -> bool:
-    """Whether each number of the variable depends on numbers at the same place only."""
+    """Whether each number of the variable depends only on numbers at the same index."""
     sums = set(piece.graph.output_node().all_input_nodes)
     for node in piece.graph.nodes:
         val = node.meta.get("val")

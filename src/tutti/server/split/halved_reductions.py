@@ -1,9 +1,8 @@
-"""Reductions of a whole gradient to one number, in two halves: what adds up over blocks, and the rest.
+"""Reductions of a whole gradient to one number, in two halves: a sum over blocks, and the rest.
 
-    norm(g)  =  sqrt(sum of g^2)          blocks give sums of squares, which are added; then the root
+    norm(g)  =  sqrt(sum of g^2)          blocks give sums of squares, which add up; then the root
 
-`FIRST` and `FINISH` of an op are its halves; an op that has no such form (a maximum) is worked out on the
-whole gradient.
+`FIRST` and `FINISH` of an op are its halves; an op without such a form (a maximum) needs the whole gradient.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from tutti.server.split.piece import emitted
 
 aten = torch.ops.aten
 Halves = tuple[
-    Callable[[fx.Graph, fx.Node], fx.Node],  # the whole or a block -> what adds up, float64
+    Callable[[fx.Graph, fx.Node], fx.Node],  # the whole or a block -> its summand, float64
     Callable[[fx.Graph, fx.Node], fx.Node],  # the sum, float64 -> the value, before its dtype
 ]
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How a node that reduces all of its operand is worked out.
+    """The two halves of a node that reduces all of its operand.
 
     `additive`: `first` of the blocks adds up to `first` of the whole.
     """
@@ -46,7 +45,7 @@ class Reduction:
 
 
 def reduction_of(node: fx.Node) -> Reduction | None:
-    """How `node` reduces all of one tensor to one number; None if it does not."""
+    """The reduction by which `node` makes one number of all of one tensor; None if it does not."""
     make = _TABLE.get(node.target)
     val = node.meta.get("val")
     if make is None or not isinstance(val, Tensor) or val.numel() != 1:

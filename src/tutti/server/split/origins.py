@@ -1,4 +1,4 @@
-"""What the values of an update are made of: gradients, state, numbers, and reductions of gradients."""
+"""Traces the values of an update to their sources: gradients, state, numbers, reductions of gradients."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _STATE = frozenset({"parameter", "slot", "buffer"})
 
 
 class Origins:
-    """The nodes of a captured step's update, and what each is made of.
+    """The nodes of a captured step's update, and their sources.
 
     update: the nodes that depend on a gradient after the last backward, and all of the optimizer's.
-    reductions: those that reduce one gradient, and nothing else, to one number.
-    reads: for each node of the update the values from before it, state, numbers and reductions among them,
-        that it is made of.
+    reductions: the nodes that reduce one gradient, and nothing else, to one number.
+    reads: for each node of the update its inputs from outside of the update (state and numbers among them)
+        and its reductions.
 
-    Raises `CaptureError` where the update cannot be run apart from the rest.
+    Raises `CaptureError` if the update cannot run apart from the rest.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -45,7 +45,7 @@ class Origins:
         return node not in self.update and node in self.backward
 
     def is_scalar(self, node: fx.Node) -> bool:
-        """Whether a value of the update is made of reductions and numbers alone."""
+        """Whether a value of the update depends on reductions and numbers only."""
         if node in self.reductions:
             return True
         reads = self.reads.get(node, frozenset())
@@ -54,7 +54,7 @@ class Origins:
         )
 
     def _backward(self) -> set[fx.Node]:
-        """All that depends on what a backward has made."""
+        """All nodes that depend on the results of a backward."""
         found: set[fx.Node] = set()
         for node in self.nodes:
             first = node.op == "call_function" and node.meta.get("region") == "backward"
@@ -99,7 +99,7 @@ def _is_update(node: fx.Node) -> bool:
 
 
 def refused(node: fx.Node, what: str, why: str) -> CaptureError:
-    """The error for a step that servers cannot run, with the line of `node`."""
+    """The error for a step whose update servers cannot run, with the line of `node`."""
     return CaptureError(
         f"servers cannot run this step: {op_name(node)} {what}",
         at=quoted(source_of(node)),

@@ -1,4 +1,4 @@
-"""A piece of a captured graph as a graph of its own: some values of the whole as inputs, some as outputs."""
+"""Extracts a subgraph of a captured graph: some values of the whole as inputs, some as outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tutti.graph.edits.edit import value_of
 from tutti.graph.edits.promote import promoted
 
 aten = torch.ops.aten
-# What stands in a piece for a value that enters it in another form: (graph, placeholder, the value).
+# Converts a placeholder of a piece to the value of the whole graph: (graph, placeholder, the value).
 Adapt = Callable[[fx.Graph, fx.Node, fx.Node], fx.Node]
 
 
@@ -49,8 +49,8 @@ class GraphPiece:
 class Cut:
     """Copies pieces out of one graph.
 
-    inputs: the values of the whole that pieces are given, and under which names.
-    adapt: what becomes of some of them on their way in.
+    inputs: the values of the whole that are inputs of pieces, and their names.
+    adapt: conversions of some of them at the input.
     """
 
     owner: nn.Module
@@ -58,7 +58,7 @@ class Cut:
     adapt: Mapping[fx.Node, Adapt] = field(default_factory=dict)
 
     def piece(self, outputs: Mapping[str, fx.Node]) -> GraphPiece:
-        """What makes `outputs`, from those of `inputs` that it needs."""
+        """The piece that computes `outputs`, with the needed ones of `inputs`."""
         needed = self.ancestors(outputs.values())
         graph, mapped = fx.Graph(), dict[fx.Node, fx.Node]()
         given = [x for x in self.inputs if x in needed]
@@ -77,14 +77,14 @@ class Cut:
         return GraphPiece(graph, self.owner, tuple(self.inputs[x] for x in given), tuple(outputs))
 
     def ancestors(self, starts: Iterable[fx.Node]) -> dict[fx.Node, None]:
-        """`starts` and all that makes them, as far as the inputs, in the order of the graph."""
+        """`starts` and all their ancestors up to the inputs, in the order of the graph."""
         found = ancestors(starts, given=self.inputs)
         nodes = next(iter(found)).graph.nodes if found else ()
         return dict.fromkeys(n for n in nodes if n in found)
 
 
 def emitted(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call at the end of `graph`, its fake value with it."""
+    """A call at the end of `graph`, with its fake value."""
     node = graph.call_function(target, args, kwargs)
     with torch.no_grad():
         node.meta["val"] = target(*value_of(args), **value_of(kwargs))
@@ -92,7 +92,7 @@ def emitted(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def from_number(graph: fx.Graph, number: fx.Node, like: fx.Node) -> fx.Node:
-    """A number as the tensor of one element that it was in the whole."""
+    """A number as a tensor of one element, its form in the whole graph."""
     val = like.meta["val"]
     if not isinstance(val, Tensor):
         return number

@@ -1,9 +1,9 @@
-"""The worker's part partitioned over the workers: gradients stay parts of sums, which the servers add up.
+"""Partitions the worker's part over the workers: gradients stay partial; the servers add them up.
 
-As with an axis more each worker runs its rows of the batch, and what it needs of the others (a count of valid
-tokens, statistics of a batch norm, the loss to return) is a small sum. So losses are normalized by the count
-of the whole batch, and the sum of the workers' gradients is the gradient. With `micro=K` a worker adds up
-what K slices of its rows give, and pushes the sum.
+The workers are an additional axis: each runs its rows of the batch, and gets global values (a count of valid
+tokens, statistics of a batch norm, the returned loss) by small sums. So the count of the whole batch
+normalizes losses, and the sum of the workers' gradients is the gradient. With `micro=K` a worker adds up the
+gradients of K slices of its rows, and pushes the sum.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def worker_program(
     known: Mapping[str, Sharding] | None = None,
     strict: bool = False,
 ) -> Program:
-    """What each worker runs under `layout` (of `worker_layout`); gradients come out as parts of sums.
+    """Each worker's program under `layout` (of `worker_layout`); its gradients are partial.
 
     Args:
         place, known: as for `propagate.plan`.
@@ -69,7 +69,7 @@ def _within(graph: fx.Graph, x: fx.Node, axes: tuple[str, ...], output: fx.Node)
 
 
 def in_slices(program: Program) -> Timed | None:
-    """The program with its micro-batches one after the other; None where it has none.
+    """The program with its micro-batches one after the other; None if it has none.
 
     Raises:
         ShardingError: the step couples the samples of a batch.
@@ -78,16 +78,16 @@ def in_slices(program: Program) -> Timed | None:
 
 
 def played(program: Program, donated: frozenset[str] = frozenset()) -> fx.Graph:
-    """The program as it runs: sums between workers are joined, but nobody computes while one is formed.
+    """The executed program: it joins sums between workers, and does not overlap them with computation.
 
-    One with micro-batches is that of `in_slices`.
+    With micro-batches it is that of `in_slices`.
     """
     without = left_out_by_environment() | {"overlap"}
     return optimized(program, Target(donated=donated, onednn=is_faster()), without=without)
 
 
 def _leave_sums_open(program: Program, part: WorkerPart) -> None:
-    """Give out of each gradient what was to be summed; of one that is whole everywhere, once."""
+    """Return each gradient's summand; of a replicated gradient, on one worker only."""
     output = program.graph.output_node()
     returned, new = output.args[0]  # type: ignore[misc]
     own, gradients, numbers = part.sections(list(returned))  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def _opened(graph: fx.Graph, x: fx.Node, output: fx.Node) -> fx.Node:
 
 
 def _part_of_sum(graph: fx.Graph, x: fx.Node, output: fx.Node) -> fx.Node | None:
-    """What becomes `x` when it is summed over the workers; views of a sum are sums of views."""
+    """The summand of `x` over the workers; a view of a sum is a sum of views."""
     moves = x.target is collectives.all_gather
     summed = x.target is collectives.all_reduce and x.args[-1] == "sum"
     axes = collectives.axes_of(x) if summed or moves else ()

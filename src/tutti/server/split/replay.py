@@ -1,7 +1,7 @@
-"""A captured step whose parts are given otherwise than it would make them: oracles for what servers do.
+"""Captured steps with other inputs to their parts: oracles for servers.
 
 stale     new state of (weights, slots)  =  update(weights, slots, gradient at (stale weights, batch))
-given     new state of (weights, slots)  =  update(weights, slots, gradients that are given)
+given     new state of (weights, slots)  =  update(weights, slots, given gradients)
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ STALE, GIVEN = "stale/", "gradient/"
 
 
 def stale(captured: Captured) -> Captured:
-    """The step with each parameter twice: `NAME`, which is updated, and `stale/NAME`, which the forward and
-    the backward read."""
+    """The step with each parameter twice: the update changes `NAME`, the forward and the backward read
+    `stale/NAME`."""
     made = copied(captured)
     graph, names = made.graph, [n for n, k in made.kinds.items() if k == "parameter"]
     first = next(n for n in graph.nodes if n.op != "placeholder")
@@ -41,9 +41,9 @@ def given(
     kept: Collection[fx.Node] = (),
 ) -> Captured:
     """The step whose update takes `gradient/NAME` in place of each of `gradients`, values of its graph by
-    variable; the values themselves are returned behind what it returns.
+    variable; it returns these values after its own results.
 
-    kept: values of the update that are still made of the step's own gradients.
+    kept: values of the update that still depend on the step's own gradients.
     """
     made = copied(captured)
     graph = made.graph

@@ -1,4 +1,4 @@
-"""The collectives of a worker's program, each by one small sum that the servers form."""
+"""Plays each collective of a worker's program as one small sum on the servers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _PAIRWISE = {"max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
 
 
 class SmallSums(ByDim):
-    """A `graph.players.player.Player` for one of several workers, who talk to servers only.
+    """A `graph.player.Player` for one of several workers, which communicate with servers only.
 
-    What is no sum is one, too: each adds its values in its own place, with zeros in the others'.
+    Other collectives are sums, too: each worker adds its values at its own index, and zeros elsewhere.
 
     Args:
         add: sums values over the workers.
-        worker, num_workers: which part is this one's.
+        worker, num_workers: this worker's index, and the number of workers.
     """
 
     def __init__(self, add: Add, worker: int, num_workers: int) -> None:
@@ -31,11 +31,11 @@ class SmallSums(ByDim):
         self._count = 0
 
     def begin(self) -> None:
-        """A new step: its sums are counted from 0."""
+        """Begin a new step: its sums count from 0."""
         self._count = 0
 
     def rank_in(self, axes: Axes) -> tuple[int, int]:
-        """This worker's number, and how many there are."""
+        """This worker's number, and the number of workers."""
         return self.worker, self.num_workers
 
     def reduced(self, xs: Sequence[Tensor], axes: Axes, op: str) -> list[Tensor]:
@@ -60,7 +60,7 @@ class SmallSums(ByDim):
         return [rows[:, self.worker].contiguous() for rows in self.gathered(xs, axes)]
 
     def _rows(self, x: Tensor) -> Tensor:
-        """What every worker has, in order."""
+        """Every worker's values, in order."""
         placed = torch.zeros(self.num_workers, x.numel(), dtype=torch.float64)
         placed[self.worker] = _flat(x)
         found = self._sum(placed.flatten()).view(self.num_workers, -1)

@@ -1,10 +1,10 @@
-"""Tables of which a step reads few rows: the worker's graph takes those rows in place of the table.
+"""Sparse tables: the worker's graph takes only the rows that a step reads, in place of the table.
 
     embedding(table, tokens)                 ->  embedding(rows, places)
     embedding_dense_backward(g, tokens, V)   ->  embedding_dense_backward(g, places, N)
 
-`rows` are N rows of the table, each token's among them, and `places` where in them each token's row is. So
-only these rows are pulled, and only their gradients are pushed.
+`rows` are N rows of the table, each token's among them, and `places` is the index of each token's row in
+them. So a worker pulls only these rows, and pushes only their gradients.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from tutti.graph.edits.edit import value_of
 from tutti.server.split.piece import Cut, GraphPiece
 
 aten = torch.ops.aten
-# A table below this size travels whole, and one of which a batch may read more than half.
+# A table below this size travels whole, as does one of which a batch may read more than half.
 LARGE_NBYTES = 2**20
 ROWS, PLACES = "rows/", "places/"
 
 
 @dataclass(frozen=True)
 class TableLookup:
-    """The one place of a step where a table is read.
+    """The only lookup of a table in a step.
 
-    indices: the batch's tensors, by name, to the rows that are read.
-    num_rows: how many different ones at most.
-    padding: the row that has no gradient, or -1.
+    indices: the batch's tensors, by name, to the indices of the rows.
+    num_rows: the most different rows.
+    padding: the row without a gradient, or -1.
     """
 
     table: str
@@ -41,24 +41,24 @@ class TableLookup:
     padding: int
 
     def unique(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """(the rows that a batch needs, ascending; the place of each index among them)."""
+        """(a batch's rows, ascending; the position of each index among them)."""
         found = self.indices(batch)["indices"]
         rows, places = torch.unique(found, return_inverse=True)
         return rows.cpu(), places
 
     def room(self, like: Tensor) -> Tensor:
-        """Rows that are still to be filled, like those of a table."""
+        """A buffer for rows like those of a table."""
         return like.new_zeros((self.num_rows, *like.shape[1:]))
 
     def pushed(self, rows: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, gradients of them) that need to travel: without padding, and without zeros."""
+        """(rows, gradients of them) to push: without padding, and without zeros."""
         own = gradient[: len(rows)].cpu()
         kept = (rows != self.padding) & own.flatten(1).ne(0).any(1)
         return rows[kept], own[kept]
 
 
 def lookup_of(captured: Captured, table: str, gradient: fx.Node) -> TableLookup | None:
-    """How `table` is looked up, where it is large and one embedding of few rows is all that reads it."""
+    """The lookup of `table`, if it is large and its only reader is one embedding of few rows."""
     node = captured.placeholder(table)
     val: Tensor = node.meta["val"]
     users = [u for u in node.users if u.op != "output" and u.meta.get("region") != "update"]
@@ -82,7 +82,7 @@ def lookup_of(captured: Captured, table: str, gradient: fx.Node) -> TableLookup 
 
 
 def by_rows(captured: Captured, lookup: TableLookup) -> Captured:
-    """A worker's part that takes `rows/TABLE` and `places/TABLE`, behind its other inputs, for `TABLE`.
+    """Let a worker's part take `rows/TABLE` and `places/TABLE`, after its other inputs, for `TABLE`.
 
     Changes its graph in place.
     """
@@ -117,7 +117,7 @@ def by_rows(captured: Captured, lookup: TableLookup) -> Captured:
 
 
 def _again(changed: fx.Node, captured: Captured) -> None:
-    """The fake values of what is made of a node that has another shape."""
+    """Recompute the fake values of the users of a node with a new shape."""
     stale = {changed}
     for node in captured.graph.nodes:
         if node in stale and node.op == "call_function":

@@ -1,12 +1,12 @@
-"""The captured step in three: what workers run, what couples variables, and the update of each variable.
+"""Splits the captured step in three: the worker's part, the coupling, and the update of each variable.
 
-    worker    forward, backward -> one gradient a variable, what the step returns, buffers' new values
+    worker    forward, backward -> one gradient a variable, the step's results, buffers' new values
     coupling  the gradient of each variable -> sums; all sums and numbers -> scalars (a clip coefficient)
     update    gradient, state and scalars of one variable -> its new state
 
-The three follow from the graph alone: the update is what depends on a gradient after the last backward.
-In it a reduction of one gradient to one number is where variables may meet; what is made of such numbers is
-coupling; the rest of what a variable's new state is made of is its own.
+The three follow from the graph alone: the update is all nodes that depend on a gradient after the last
+backward. In it only reductions of one gradient to one number may couple variables; nodes on such numbers are
+the coupling; the other ancestors of a variable's new state belong to that variable.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ GRADIENT = "gradient"
 class Owned:
     """A variable with its part of the update.
 
-    gradient: the value of the whole graph that is its gradient.
-    sums: `gradient` and numbers to what adds up over blocks; None where nothing is summed.
+    gradient: its gradient, a value of the whole graph.
+    sums: `gradient` and numbers to the summands over blocks; None if there are none.
     update: `gradient`, `weight`, slots and numbers to the new values of `weight` and slots.
-    lookup: of a table whose rows travel alone, where it is read.
+    lookup: of a table whose rows travel alone.
     """
 
     variable: ServedVariable
@@ -49,13 +49,13 @@ class Owned:
 
 @dataclass(frozen=True)
 class Split:
-    """A captured step, taken apart.
+    """A split captured step.
 
     owned: the variables, in the model's order.
     given: values of the forward that updates read, by name (a count of tokens); numbers.
     scalars: values of the coupling that updates read, or that the step returns, by name; numbers.
-    coupling: all sums, by name, and numbers to the scalars; None where there are none.
-    returned: of the leaves that the step returns, the names of those that the coupling makes, by position.
+    coupling: all sums, by name, and numbers to the scalars; None if there are none.
+    returned: the names of the scalars that the step returns, by position among its leaves.
     """
 
     captured: Captured
@@ -67,7 +67,7 @@ class Split:
 
     @property
     def numbers(self) -> list[str]:
-        """The numbers that updates and coupling read: hyper-parameters, floats of the batch, `given`."""
+        """The numbers for updates and coupling: hyper-parameters, floats of the batch, `given`."""
         pieces = [o.update for o in self.owned] + [o.sums for o in self.owned if o.sums]
         pieces += [self.coupling] if self.coupling is not None else []
         read = {n for piece in pieces for n in piece.inputs}
@@ -76,20 +76,20 @@ class Split:
 
 
 def split(captured: Captured, *, tables: frozenset[str] | None = None) -> Split:
-    """Take a captured step apart.
+    """Split a captured step.
 
     Args:
         tables: those that may travel by row; by default every one that is large enough.
 
     Raises:
-        CaptureError: for a step whose update cannot be run apart from it, with the node and the reason.
+        CaptureError: the update cannot run apart from the step, with the node and the reason.
     """
     return _Splitter(captured, tables).split()
 
 
 @dataclass
 class _Own:
-    """What is found of one variable: its state by short name, its gradient, the nodes of its update."""
+    """One variable's state by short name, its gradient, and the nodes of its update."""
 
     name: str
     new: dict[str, fx.Node]
@@ -148,7 +148,7 @@ class _Splitter:
             )
 
     def _follow(self, one: _Own) -> _Own:
-        """Find what the new state of a variable is made of, short of reductions."""
+        """Find the ancestors of a variable's new state, up to reductions."""
         cut = Cut(self.captured.owner, dict.fromkeys((*self.inputs, *self.made.reductions), ""))
         found = cut.ancestors(one.new.values())
         one.nodes = [n for n in found if n in self.made.update and n not in self.made.reductions]
@@ -220,7 +220,7 @@ class _Splitter:
         return [n for n in cut.ancestors(values) if n in self.made.reductions]
 
     def _home(self, node: fx.Node, by_gradient: dict[fx.Node, _Own]) -> _Own:
-        """The variable whose gradient a reduction is of."""
+        """The variable whose gradient a reduction reduces."""
         (gradient,) = (x for x in self.made.reads[node] if self.made.is_gradient(x))
         if gradient not in by_gradient:
             raise refused(

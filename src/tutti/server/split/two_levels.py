@@ -1,4 +1,4 @@
-"""The collectives of a worker's program: inside the worker between its ranks, and across workers.
+"""Plays the collectives of a worker's program on two levels: between its ranks, and across workers.
 
 all_reduce(x, replica+data)    all_reduce(all_reduce(x, data), replica)
 all_gather(x, replica+data)    all_gather(all_gather(x, data), replica)        minor axes first
@@ -16,15 +16,16 @@ from tutti.graph.players.player import Player
 from tutti.layout import Mesh
 
 REPLICA = "replica"
-_STACKED, _EXCHANGED = (0, 1), (0, 1, 0, 1)  # where, of parts along a first dim
+_STACKED, _EXCHANGED = (0, 1), (0, 1, 0, 1)  # `where` of parts along a first dim
 
 
 class TwoLevels(ByDim):
     """A `graph.players.player.Player` for one rank of one of several workers.
 
     Args:
-        inside: plays what names axes of the worker's own.
-        across: plays what names `replica` alone, between this rank and its like in the other workers.
+        inside: plays collectives over the worker's own axes.
+        across: plays collectives over `replica` alone, between this rank and its counterparts in the other
+            workers.
         mesh: of all workers' ranks, `replica` its first axis.
         place: this rank's coordinates there.
     """
@@ -66,7 +67,7 @@ class TwoLevels(ByDim):
         return [rows[:, position].contiguous() for rows in self.gathered(xs, axes)]
 
     def _levels(self, axes: Axes) -> list[tuple[Player, Axes]]:
-        """Who plays which of `axes`, minor ones first."""
+        """The player of each part of `axes`, minor ones first."""
         own, workers = tuple(a for a in axes if a != REPLICA), (REPLICA,)
         found = [(self.inside, own)] if own else []
         return found + ([(self.across, workers)] if REPLICA in axes else [])

@@ -1,4 +1,4 @@
-"""The update part of a captured step as servers run it: on blocks, in place."""
+"""Runs the update part of a captured step on servers: on blocks, in place."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GraphUpdater:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the text of all pieces: what is the same wherever the same step was captured."""
+        """A hash of the text of all pieces, equal in every process that captures the same step."""
         return self._fingerprint
 
     @cached_property
@@ -58,7 +58,7 @@ class GraphUpdater:
         return self._ready(self._split.coupling)
 
     def sums(self, variable: str, gradient: Tensor) -> Tensor:
-        """What a block adds to the sums of its variable: 1-D, float64."""
+        """A block's contribution to the sums of its variable: 1-D, float64."""
         owned = self._owned[variable]
         if owned.sums is None:
             return gradient.new_empty(0, dtype=torch.float64)
@@ -67,7 +67,7 @@ class GraphUpdater:
         return torch.stack(list(self._sums[variable]({GRADIENT: gradient}).values()))
 
     def scalars(self, sums: Mapping[str, Tensor], given: Mapping[str, float]) -> dict[str, float]:
-        """`given`, and what the coupling makes of it and the sums of all variables."""
+        """`given`, and the scalars of the coupling from it and the sums of all variables."""
         given = {n: given[n] for n in self.given}
         if self._coupling is None:
             return given
@@ -109,7 +109,7 @@ def check_same(now: Updater, known: Updater) -> None:
 
 
 def overwriting(owned: Owned) -> GraphPiece:
-    """The update of a variable, its fused kernel overwriting the state where nothing else reads that."""
+    """The update of a variable; its fused kernel overwrites the state if nothing else reads it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(owned.update.graph, {}))
     own = {WEIGHT, *owned.variable.slots}
@@ -127,7 +127,7 @@ def overwriting(owned: Owned) -> GraphPiece:
 
 
 def _without_lines(graph: fx.Graph) -> str:
-    """The text of a graph without where in the user's script its nodes stand."""
+    """The text of a graph without its nodes' lines in the user's script."""
     return "\n".join(line.partition("  # ")[0].rstrip() for line in text(graph).splitlines())
 
 

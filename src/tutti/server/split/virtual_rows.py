@@ -1,4 +1,4 @@
-"""The rows of tables that a virtual worker's step reads, and their gradients."""
+"""The table rows that a virtual worker's step reads, and their gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RowsRead:
     rows: dict[str, Tensor]
 
     def pushed(self, gradients: Mapping[str, Tensor]) -> Gradients:
-        """Gradients as they are pushed: of tables by rows."""
+        """The gradients to push: of tables by rows."""
         found: dict[str, Any] = dict(gradients)
         for lookup in self.part.lookups:
             name = lookup.table
@@ -31,7 +31,7 @@ class RowsRead:
 
 
 def rows_read(part: WorkerPart, held: Mapping[str, Tensor], feed: Mapping[str, Any]) -> RowsRead:
-    """What a step with `feed` reads of the tables in `held`."""
+    """The rows of the tables in `held` that a step with `feed` reads."""
     found = RowsRead(part, {}, {})
     for lookup in part.lookups:
         table = held[lookup.table]

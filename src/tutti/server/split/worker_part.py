@@ -1,4 +1,4 @@
-"""The worker's part of a captured step, as a captured step of its own without an update."""
+"""The worker's part of a captured step: a captured step without an update."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tutti.server.split.three_parts import Split
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """What a worker runs: `captured`, whose leaves are those that the step returns, then the rest.
+    """A worker's program: `captured`, whose leaves are the step's own leaves, then the rest.
 
-    leaves: for each leaf of the step where it comes from: the position among the worker's own leaves, or the
-        name of a scalar that the servers give back.
-    variables: whose gradients follow, in order.
-    numbers: names of the numbers that follow them, to be pushed: values of the forward, scalars.
+    leaves: the source of each leaf of the step: its position among the worker's own leaves, or the name of a
+        scalar from the servers.
+    variables: the variables whose gradients follow, in order.
+    numbers: names of the numbers to push that follow the gradients: values of the forward, scalars.
     lookups: of the tables of which it takes rows.
-    coupled: a fake of each leaf that the servers give back, by name.
+    coupled: a fake of each leaf from the servers, by name.
     """
 
     captured: Captured
@@ -35,7 +35,7 @@ class WorkerPart:
     lookups: tuple[TableLookup, ...] = ()
 
     def sections(self, returned: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """(own leaves, gradients, numbers) of what a run returns."""
+        """(own leaves, gradients, numbers) of a run's results."""
         first = len(returned) - len(self.variables) - len(self.numbers)
         last = first + len(self.variables)
         return returned[:first], returned[first:last], returned[last:]
@@ -49,7 +49,7 @@ class WorkerPart:
     def result(
         self, own: Sequence[Any], scalars: Mapping[str, float], *, wide: bool = False
     ) -> list[Any]:
-        """The leaves of the step: the worker's own, and those that the coupling made, from `scalars`.
+        """The leaves of the step: the worker's own, and those of the coupling, from `scalars`.
 
         With `wide` floating ones are float64.
         """
@@ -66,12 +66,12 @@ class WorkerPart:
 
 
 def alone(split: Split) -> WorkerPart:
-    """A worker whose pushes are applied as they are: it works the coupling out on its own gradients."""
+    """A worker whose pushes are separate updates: it computes the coupling on its own gradients."""
     return _part(split, list(split.captured.output[0]), split.scalars | split.given, {})
 
 
 def together(split: Split) -> WorkerPart:
-    """A worker whose gradients are summed with others' before anything else is made of them."""
+    """A worker whose gradients go unchanged into the sum over all workers."""
     returned = split.captured.output[0]
     kept = [x for i, x in enumerate(returned) if i not in split.returned]
     return _part(split, kept, split.given, split.returned)

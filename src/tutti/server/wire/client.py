@@ -36,7 +36,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Pulled:
-    """Weights have come: how many updates each server had made, and the numbers of the last one."""
+    """The result of a pull: the number of updates on each server, and the numbers of the last one."""
 
     versions: Mapping[int, int]
     numbers: Mapping[str, float]
@@ -48,14 +48,14 @@ class Client:
     Args:
         addresses: "host:port" of each server, in their order.
         updater: as the servers have it.
-        worker: this worker's number, or -1 to look on: then only `pull_state` and `status` work.
+        worker: this worker's number, or -1 for an observer: then only `pull_state` and `status` work.
         consistency: as the servers have it.
-        secret, tls: as the servers ask for.
-        timeout_seconds: how long an answer may take; `TUTTI_TIMEOUT` unless given.
-        traffic: in what gradients travel: `fp32`, `bf16` or `int8`, with error feedback.
+        secret, tls: as the servers require.
+        timeout_seconds: how long an answer may take; `TUTTI_TIMEOUT` by default.
+        traffic: the format of gradients: `fp32`, `bf16` or `int8`, with error feedback.
 
     Raises:
-        ServerError: neither secret nor certificates.
+        ServerError: there is neither a secret nor certificates.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Client:
         self._lock = threading.Lock()
         self._versions: Mapping[int, int] = {}
         self._sums = (0, 0)
-        self._refused = False  # by a server that lacks something, the last time
+        self._refused = False  # whether a server without resources refused the last request
         self._ended = threading.Event()
         self._beats: threading.Thread | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -102,12 +102,12 @@ class Client:
 
     @property
     def clock(self) -> int:
-        """The clock that this worker computes for: how many pushes its place has made."""
+        """This worker's clock: the number of pushes under its number."""
         return self.session.clock
 
     @property
     def alone(self) -> bool:
-        """Whether this worker's next push is an update of its own."""
+        """Whether this worker's next push is a separate update."""
         return self.session.alone
 
     def __enter__(self) -> Client:
@@ -122,11 +122,11 @@ class Client:
         self.close()
 
     def join(self) -> int:
-        """Begin; the clock to begin with.
+        """Join the servers; the first clock.
 
         Raises:
             ServerError: the servers refuse, or run another script.
-            CommError: they cannot be reached.
+            CommError: a server is unreachable.
         """
         self._run(self.session.join())
         self._beats = threading.Thread(target=self._beat, daemon=True)
@@ -134,11 +134,11 @@ class Client:
         return self.clock
 
     def pull(self, into: Tensors, rows: Mapping[str, Rows] | None = None) -> Pulled:
-        """Bring the weights for this worker's clock, waiting for the permit.
+        """Pull the weights for this worker's clock; waits for the permit.
 
         Args:
-            into: whole variables by name; filled in place. All but those that travel by rows.
-            rows: for such variables, the rows that are wanted and where they go.
+            into: whole variables by name, which this fills in place; all but those that travel by rows.
+            rows: for those, the wanted rows and their destinations.
         """
         coming, self._coming = self._coming, None
         if coming is None or rows:
@@ -153,10 +153,10 @@ class Client:
         return pulled
 
     def prefetch(self, like: Tensors) -> None:
-        """Begin to bring the weights of the next `pull`, while this worker computes.
+        """Begin the next `pull` while this worker computes.
 
-        They are older by what happens until then. While workers are together there is nothing to bring before
-        this worker's push: the call does nothing.
+        The weights then lack the updates until that pull. Under common updates there are no new weights
+        before this worker's push: the call does nothing.
         """
         if self._coming is not None or not self.session.alone:
             return
@@ -168,10 +168,10 @@ class Client:
         self._coming = self._pool.submit(self._pull, wanted, {}, ahead=1)
 
     def push(self, gradients: Mapping[str, Tensor | Rows], numbers: Mapping[str, float]) -> Pushed:
-        """Give the servers a gradient of each variable, and the numbers that go with them.
+        """Push a gradient of each variable, and the numbers of the step.
 
-        When this returns it counts, whatever dies. Where `taken` is false, this worker had not been heard of
-        for its lease and has joined anew: pull, and go on from `clock`.
+        When this returns, the push is durable. If `taken` is false, the worker's lease had ended and it has
+        joined anew: pull, and continue from `clock`.
         """
         parts: dict[int, TensorPart] = {}
         for name, x in gradients.items():
@@ -187,10 +187,10 @@ class Client:
         return self._feedback.part(block.key, block.of(whole(x)))
 
     def sum(self, x: Tensor, op: str = "sum") -> Tensor:
-        """`x` (1-D, of numbers that float64 holds) added up over the workers, or their `max` or `min`.
+        """The sum of `x` (1-D, exact in float64) over the workers, or their `max` or `min`.
 
-        While workers are together only. All workers call this equally often in a clock, and wait for each
-        other; the bits are the same for all.
+        Only under common updates. All workers call this equally often in a clock, and wait for each other;
+        all get the same bits.
         """
         clock, count = self._sums
         count = count + 1 if clock == self.clock else 0
@@ -199,9 +199,9 @@ class Client:
         return total.to(x.dtype)
 
     def leave(self) -> None:
-        """End in good order: the others wait for this worker no more.
+        """End in good order: the others stop waiting for this worker.
 
-        A server that has refused this worker, since it lacks something, is not asked again.
+        It does not ask a server again that has refused it for lack of a resource.
         """
         self._ended.set()
         if not self._links.failed and not self._refused:
@@ -209,7 +209,7 @@ class Client:
         self.close()
 
     def pull_state(self) -> dict[str, dict[str, Tensor]]:
-        """All variables with their slots, whole, as they are now; each block of one moment."""
+        """All current variables with their slots, whole; each block is consistent in itself."""
         found: dict[str, dict[str, Tensor]] = {}
         for variable in {b.variable.name: b.variable for b in self.blocks}.values():
             own = {WEIGHT: (variable.shape, variable.dtype), **variable.slots}
@@ -221,14 +221,14 @@ class Client:
         return found
 
     def look(self, into: Tensors) -> None:
-        """Bring weights as they are now: not for a gradient, without a permit, and not predicted."""
+        """Pull the current weights: not for a gradient, without a permit, and not predicted."""
         self._observe(into, WEIGHT)
 
     def push_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Other values for variables and slots, whole. One worker does it, while the others wait.
+        """Replace variables and slots, whole. One worker does it, while the others wait.
 
         Raises:
-            ServerError: this worker was not heard of in between, and has to begin again.
+            ServerError: this worker's lease has ended meanwhile, and it must begin again.
         """
         for slot in sorted({slot for slots in state.values() for slot in slots}):
             parts = {
@@ -249,7 +249,7 @@ class Client:
         return [r for r in replies.values() if isinstance(r, m.Figures)]
 
     def close(self) -> None:
-        """Close the connections, without a word to the servers; after `leave`, or to give up."""
+        """Close the connections without a message to the servers; after `leave`, or to give up."""
         self._ended.set()
         if self._beats is not None:
             self._beats.join()
@@ -280,7 +280,7 @@ class Client:
         return Pulled(versions, dict(replies[0].numbers))
 
     def _observe(self, into: Tensors, slot: str) -> None:
-        """Blocks of one slot, whoever is at which clock."""
+        """Blocks of one slot, without regard to clocks."""
         asking = {
             s: m.Pull(
                 worker=OBSERVER,
@@ -301,7 +301,7 @@ class Client:
                 self._keep(self.blocks[key], part, into, {})
 
     def _room(self, into: Tensors) -> Room:
-        """Where parts may be received without a copy: in the tensor itself."""
+        """The destinations of parts without a copy: the tensors themselves."""
 
         def room(part: Header) -> Tensor | None:
             block = self.blocks[part.key] if part.key < len(self.blocks) else None
@@ -317,7 +317,7 @@ class Client:
     def _keep(
         self, block: VariableBlock, part: TensorPart, into: Tensors, rows: Mapping[str, Rows]
     ) -> None:
-        """Put what came where it belongs, unless it was received there."""
+        """Copy the received parts to their destinations, unless they were received there."""
         if block.variable.name in rows:
             wanted = rows[block.variable.name]
             mine = inside(block, wanted.rows)
@@ -334,7 +334,7 @@ class Client:
         x.copy_(whole)
 
     def _run(self, asking: Asking[Answer], room: Room | None = None) -> Answer:
-        """Drive a session's questions to their end."""
+        """Run a session's requests to the end."""
         with self._lock:
             try:
                 requests = next(asking)
@@ -348,7 +348,7 @@ class Client:
                 raise
 
     def _beat(self) -> None:
-        """Say every second that this worker lives, over connections of its own."""
+        """Send a heartbeat every second, over separate connections."""
         while not self._ended.wait(BEAT_SECONDS):
             beat = m.Beat(worker=self.session.worker, incarnation=self.session.incarnation)
             try:
@@ -356,11 +356,11 @@ class Client:
             except ShortError as error:
                 self._links.fail(error)  # this worker may compute, or wait for another server
             except (CommError, ServerError):
-                continue  # whoever asks for something else hears of it
+                continue  # other requests report the error
 
 
 def _limits(all_blocks: Sequence[VariableBlock]) -> Limits:
-    """As much as the largest answer may have."""
+    """Limits for the largest answer."""
     sizes = [
         b.nbytes
         // b.variable.dtype.itemsize

@@ -1,7 +1,7 @@
 """A server on the network: one loop over all connections, one machine, one store.
 
-Nothing that a connection sends can do more than cost it the connection: bytes are checked before anything is
-made of them, and whoever is not through the handshake within 5 seconds is gone.
+Invalid input closes its connection and has no other effect: the server checks all bytes before it uses them,
+and closes a connection that has not finished the handshake within 5 seconds.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from tutti.server.wire.records.store import Store, room
 
 _HANDSHAKE_SECONDS = 5.0
 _TICK_SECONDS = 0.25
-# A server that cannot keep its records refuses for so long, or until every worker was told, then it ends.
+# A server that cannot keep its records refuses for so long, or until it has told every worker, then it ends.
 _TELLING_SECONDS = (2.0, 30.0)
-_MOST_STRANGERS = 64  # connections that are not through the handshake
+_MOST_STRANGERS = 64  # connections before the end of their handshake
 _MOST_OUTSTANDING = 8  # requests of one connection
 _STORED = (NUMBERS[m.Push], NUMBERS[m.Load])
 _LOG = logging.getLogger("tutti.server")
 
 
 class _Peer:
-    """A connection, and what the server keeps for it; `short`: what is lacking to serve it."""
+    """A connection and its state on the server; `short`: the resource that the server lacks for it."""
 
     def __init__(self, name: str, connection: Connection, now: float, short: str) -> None:
         self.name, self.connection, self.since, self.short = name, connection, now, short
@@ -59,25 +59,25 @@ class _Peer:
 
 
 class Service:
-    """One server. `run` it in a thread or process of its own; `address` is where it listens.
+    """One server. `run` it in a separate thread or process; it listens at `address`.
 
     Args:
         updater: the update part of the step.
         state: the first weights and slots of all variables, whole; after a restart the directory's count.
         address: "host:port"; port 0 takes a free one. Loopback unless told otherwise.
-        consistency: how far workers may run apart.
+        consistency: the staleness bound of workers.
         num_workers: how many must have joined before the first clock ends.
-        server, num_servers: which of how many servers this is.
-        secret: what workers must know. May be left out only with `tls`.
-        tls: certificates of this server and of the authority that its workers' must come from.
-        directory: where records are kept, so that a server which is killed goes on; None: nowhere.
-        fsync: a push is answered only when the disk has it.
-        repair: where records are damaged, go on from those before; else damage is refused.
-        version: how many updates `state` has seen; workers begin at this clock.
+        server, num_servers: this server's index, and the number of servers.
+        secret: of the workers. Optional only with `tls`.
+        tls: certificates of this server, and of the authority of its workers' certificates.
+        directory: for records, from which a killed server recovers; None: no records.
+        fsync: answer a push only after the disk has it.
+        repair: continue from the records before damaged ones; otherwise damage is an error.
+        version: the number of updates in `state`; workers begin at this clock.
 
     Raises:
-        ServerError: neither secret nor certificates, an address that cannot be used, a directory with
-            other or damaged records, or one without room.
+        ServerError: neither secret nor certificates, an unusable address, a directory with other or
+            damaged records, or one without room.
     """
 
     def __init__(
@@ -135,14 +135,14 @@ class Service:
         self.address = self._door.address
         self._waker, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
-        # Leases end by the time that this process is awake: it may itself have been stopped, or busy.
+        # Leases use the clock without suspensions: this process may have been stopped, or busy.
         self._awake, self._now = AwakeClock(2 * _TICK_SECONDS), 0.0
         self._running = True
         self._failure: ShortError | None = None
         self._failed_at, self._told = 0.0, set[int]()
 
     def _recover(self, ledger: Ledger) -> None:
-        """Go on where an earlier process ended."""
+        """Continue from an earlier process's records."""
         for record in self._store.begin(ledger):
             ledger.take(record)
         self._store.start(ledger)
@@ -152,7 +152,7 @@ class Service:
         """Serve until `stop`.
 
         Raises:
-            ShortError: the records cannot be kept any more, and the workers have been told.
+            ShortError: the server can no longer keep its records, and has told the workers.
         """
         due = self._now
         try:
@@ -175,7 +175,7 @@ class Service:
         self._running = False
 
     def _turn(self) -> None:
-        """Whatever the network has, once."""
+        """Handle all network events once."""
         busy = any(peer.connection.more for peer in self._peers.values())
         for key, events in self._selector.select(0 if busy else _TICK_SECONDS):
             if isinstance(key.data, _Peer):
@@ -202,7 +202,7 @@ class Service:
         return _TELLING_SECONDS[bool(untold)]
 
     def _admit(self) -> None:
-        """Take more connections only while there is room for strangers, and nobody is about to be refused."""
+        """Accept connections only while there is room for strangers, and no refusal is pending."""
         strangers = sum(not p.connection.opened for p in self._peers.values())
         short = any(p.short for p in self._peers.values())
         if short or strangers >= _MOST_STRANGERS:
@@ -220,7 +220,7 @@ class Service:
                 sock.setblocking(False)
                 sock = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             connection = Connection(sock, self._secret, self._limits, server_side=True)
-        except OSError as error:  # it has gone already
+        except OSError as error:  # the peer has gone already
             _LOG.info("closed %s: %s", arrival.name, error)
             sock.close()
             return
@@ -234,7 +234,7 @@ class Service:
         self._serve(peer, selectors.EVENT_WRITE)
 
     def _serve(self, peer: _Peer, events: int) -> None:
-        """Read and write what there is; end the connection where that goes wrong."""
+        """Read and write; end the connection at an error."""
         try:
             if events & selectors.EVENT_READ or not peer.connection.opened:
                 found = peer.connection.read()
@@ -273,8 +273,8 @@ class Service:
 
     @contextlib.contextmanager
     def _failing(self, source: Any = None, request: m.Request | None = None) -> Iterator[None]:
-        """Inside, records are written. Where they cannot be kept, nothing is decided any more: whoever
-        waits is refused, and the server ends once all have been told."""
+        """Context of record writes. After a failed write the server decides nothing more: it refuses all
+        waiting requests, and ends once it has told all workers."""
         try:
             yield
         except ShortError as error:
@@ -286,7 +286,7 @@ class Service:
                     self._refuse(peer, number, asked)
 
     def _refuse(self, peer: _Peer, number: int, request: m.Request) -> None:
-        """Say what is lacking."""
+        """Refuse, with the lacking resource."""
         failure = self._failure
         text = f"{failure.what} ({failure.at})" if failure is not None else peer.short
 
@@ -307,7 +307,7 @@ class Service:
             self._selector.modify(peer.connection.sock, peer.connection.events, peer)
 
     def _share(self, peer: _Peer, request: m.Share) -> m.Shared:
-        """Memory to share with one connection; answers lie there once the worker has mapped it."""
+        """Offer a connection shared memory; answers use it once the worker has mapped it."""
         if peer.offer is not None and request.mapped:
             peer.connection.share(outgoing=peer.offer.outgoing)
         elif peer.offer is None and peer.connection.within_host and wanted():
@@ -323,7 +323,7 @@ class Service:
         return m.Shared(pid=0, descriptor=-1, nbytes=0, word="")
 
     def _place(self, peer: _Peer, message: Header, part: Header) -> Tensor:
-        """Pushes go where they can be kept without a copy."""
+        """Receive pushes into slabs, where the store keeps them without a copy."""
         if message.kind in _STORED and not peer.short and self._failure is None:
             with self._failing():
                 peer.slab = peer.slab or self._store.slab()
@@ -362,7 +362,7 @@ class Service:
 
 
 def _limits(ledger: Ledger) -> Limits:
-    """As much as the largest push that fits these blocks."""
+    """Limits for the largest push of these blocks."""
     sizes = [_most(block, ledger.state[key]) for key, block in ledger.blocks.items()]
     return Limits(REQUESTS, len(sizes), max(sizes, default=0), sum(sizes))
 

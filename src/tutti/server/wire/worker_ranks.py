@@ -1,4 +1,4 @@
-"""The ranks of one worker: the first speaks with the servers, for all of them.
+"""The ranks of one worker: the first communicates with the servers, for all of them.
 
 servers  <-->  worker 0        worker 0.1
                first rank  -->  other ranks    weights, numbers, sums
@@ -21,13 +21,13 @@ Total = Callable[[Tensor], Tensor]
 
 
 class WorkerRanks:
-    """This rank among those of its worker, which are all ranks of its process group; all call together.
+    """This rank's view of its worker's ranks, which are its process group; all call together.
 
     Args:
-        size: how many the layout gives a worker.
+        size: the layout's number of ranks per worker.
 
     Raises:
-        LayoutError: another number of ranks has met.
+        LayoutError: the process group has another size.
     """
 
     def __init__(self, size: int) -> None:
@@ -43,11 +43,11 @@ class WorkerRanks:
 
     @property
     def speaks(self) -> bool:
-        """Whether this is the rank that speaks with the servers."""
+        """Whether this is the rank that communicates with the servers."""
         return self.rank == 0
 
     def share(self, x: Tensor) -> None:
-        """Let `x`, contiguous, hold on every rank what it holds on the first."""
+        """Broadcast `x`, contiguous, from the first rank."""
         if self.size > 1:
             dist.broadcast(x, 0)
 
@@ -58,7 +58,7 @@ class WorkerRanks:
         return json.loads(exchange_texts(json.dumps(dict(numbers)), Group.world())[0])
 
     def sum(self, x: Tensor, total: Total) -> Tensor:
-        """What `total`, called by the first rank for all, makes of this rank's `x` (1-D, on the CPU)."""
+        """The sum of this rank's `x` (1-D, on the CPU) by `total`, which the first rank calls for all."""
         if self.size == 1:
             return total(x)
         rows = transport.all_gather(x, Group.world())

@@ -1,4 +1,4 @@
-"""One end of a connection: a socket that does not block, what comes in, and what waits to go out."""
+"""One end of a connection: a nonblocking socket, with an input and an output queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tutti.server.wire.connections.inbox import Inbox, Limits, Noted, Place, any
 from tutti.server.wire.connections.region import Half
 from tutti.server.wire.frames.frames import Seal
 
-# What both ends speak; its last byte is the version.
+# The protocol; its last byte is the version.
 GREETING = b"tuti\x02"
 # Bytes that one connection may read or write before others have a turn.
 _TURN_NBYTES = 8 * 2**20
@@ -33,13 +33,13 @@ class ClosedError(ConnectionError):
 
 
 class Connection:
-    """Messages over one socket, once both ends have shown that they know the secret.
+    """Messages over one socket, once both ends have proved that they know the secret.
 
     Args:
-        sock: connected; blocks no more from now on. With TLS it is wrapped already, its handshake not made.
-        secret: what both ends know.
-        server_side: which end of the handshake this is.
-        limits, place: of what comes in (`inbox.Inbox`).  `noted`, too, if it is set before anything has come.
+        sock: connected; nonblocking from now on. With TLS it is wrapped already, its handshake not done.
+        secret: the common secret.
+        server_side: whether this is the server's end of the handshake.
+        limits, place: of the input (`inbox.Inbox`).  `noted`, too, if it is set before the first input.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Connection:
 
     @property
     def events(self) -> int:
-        """What to wait for."""
+        """The selector events to wait for."""
         if not self._greeted:
             return selectors.EVENT_WRITE if self._wants_write else selectors.EVENT_READ
         writing = selectors.EVENT_WRITE if self._now or self._outbox else 0
@@ -90,27 +90,27 @@ class Connection:
 
     @property
     def more(self) -> bool:
-        """Whether there is something to read that no selector sees."""
+        """Whether there is input that no selector sees."""
         return isinstance(self.sock, ssl.SSLSocket) and self._greeted and self.sock.pending() > 0
 
     def send(self, number: int, message: Any, *, done: Callable[[], None] | None = None) -> None:
-        """Put a message behind those that wait; `done` is called when it has left, or never can."""
+        """Queue a message; calls `done` when it has left, or never can."""
         assert self._seal is not None
         buffers = written(number, message, self._seal, checked=self._checked, shared=self._shared)
         self._outbox.append((buffers, done))
 
     def share(self, *, incoming: Half | None = None, outgoing: Half | None = None) -> None:
-        """From the next message on, large parts lie in memory that both ends have."""
+        """From the next message on, put large parts into shared memory."""
         assert self._inbox is not None
         self._inbox.shared = incoming or self._inbox.shared
         self._shared = outgoing or self._shared
 
     def read(self) -> tuple[int, Any] | None:
-        """The next message, if it has come whole, and the number of its request; nothing is waited for.
+        """The next message, if it is complete, and the number of its request; does not wait.
 
         Raises:
             OSError: the connection is lost.
-            MalformedError, RefusedError: what came may not come.
+            MalformedError, RefusedError: the input is invalid.
         """
         left = _TURN_NBYTES if self._greet() else 0
         message = None
@@ -127,7 +127,7 @@ class Connection:
         return message
 
     def _receive(self, view: memoryview) -> int:
-        """As much as there is; of TLS, which gives a record at a time, several."""
+        """Receive the available bytes; of TLS, which gives a record at a time, several records."""
         count = self.sock.recv_into(view)
         if self._tls and count:
             with contextlib.suppress(*_NOT_NOW):
@@ -139,7 +139,7 @@ class Connection:
         return self._inbox.buffer() if self._inbox else self._view
 
     def _wait_for(self, nbytes: int) -> None:
-        """Be woken only when that much, or enough, has come: it costs more than to copy it."""
+        """Wake only when that many bytes, or enough, are available: a wake-up costs more than a copy."""
         # of TLS a record's part may have been taken already
         least = max(1, min(nbytes - _RECORD_NBYTES * self._tls, _WORTH_NBYTES))
         if least != self._least:
@@ -147,7 +147,7 @@ class Connection:
             self._least = least
 
     def write(self) -> None:
-        """Send what can be sent without waiting.
+        """Send as much as possible without waiting.
 
         Raises:
             OSError: the connection is lost.
@@ -164,7 +164,7 @@ class Connection:
             self._sent(count)
 
     def close(self) -> None:
-        """The end; what has not left never will."""
+        """Close the connection and drop the output queue."""
         self.sock.close()
         for done in (self._done, *(done for _, done in self._outbox)):
             if done:
@@ -173,7 +173,7 @@ class Connection:
         self._now, self._done = [], None
 
     def _greet(self) -> bool:
-        """Go on with the handshake of TLS; whether it is made."""
+        """Continue the handshake of TLS; whether it is done."""
         if isinstance(self.sock, ssl.SSLSocket) and not self._greeted:
             try:
                 self.sock.do_handshake()
@@ -218,7 +218,7 @@ class Connection:
         self._outbox.append((iter([memoryview(raw)]), None))
 
     def _fill(self) -> bool:
-        """Take the next buffers; whether there are any."""
+        """Take the next output buffers; whether there are any."""
         while self._outbox:
             buffers, done = self._outbox[0]
             for view in buffers:

@@ -1,8 +1,8 @@
-"""Where connections come in: how many a server takes, and what becomes of one that it has no room for.
+"""Accepts connections up to a limit and refuses the rest with a reason.
 
-A server that has no descriptor left cannot even say so. So it keeps a spare one: a connection too many is
-taken with it, goes through the handshake, and has its first request refused with the reason. One such
-connection is inside at a time; others wait in the kernel's queue.
+A server without a free descriptor cannot even refuse. So it keeps a spare one: it accepts a connection above
+the limit with it, completes the handshake, and refuses the first request with the reason. It holds one such
+connection at a time; others wait in the kernel's queue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOG = logging.getLogger("tutti.server")
 
 
 class Arrival(NamedTuple):
-    """A connection; `short` says what is lacking to serve it, "" if nothing is."""
+    """A connection; `short` is the resource that the server lacks for it, "" if none."""
 
     sock: socket.socket
     name: str
@@ -33,15 +33,15 @@ class Arrival(NamedTuple):
 
 
 class Door:
-    """The socket that listens.
+    """The listening socket.
 
     Args:
         address: "host:port"; port 0 takes a free one.
-        selector: where it waits for connections while it is open.
-        action: what the selector's loop calls for one.
+        selector: waits for connections while the door is open.
+        action: the selector's loop calls it for a connection.
 
     Raises:
-        ServerError: the address cannot be used, or too few descriptors are left to serve anybody.
+        ServerError: the address is unusable, or too few descriptors are free to serve a connection.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Door:
         self.open()
 
     def accept(self, num_connections: int) -> Arrival | None:
-        """The next connection, where `num_connections` are inside; None if there is none after all."""
+        """The next connection, beside `num_connections` others; None if there is none after all."""
         try:
             sock, address = self._listener.accept()
         except OSError as error:
@@ -69,7 +69,7 @@ class Door:
         return self._arrival(sock, address, short)
 
     def open(self) -> None:
-        """Wait for connections, if a spare descriptor is to be had."""
+        """Wait for connections, if a spare descriptor is available."""
         if self._is_open:
             return
         try:
@@ -87,7 +87,7 @@ class Door:
             self._is_open = False
 
     def close(self) -> None:
-        """No more connections."""
+        """Stop listening."""
         self.shut()
         self._listener.close()
         if self._spare is not None:
@@ -114,7 +114,7 @@ class Door:
 
 
 def _most_connections() -> int:
-    """Each may need two descriptors: for its socket, and for memory that it shares."""
+    """Each may need two descriptors: for its socket, and for its shared memory."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS

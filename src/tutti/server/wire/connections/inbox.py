@@ -1,6 +1,6 @@
-"""Bytes of one direction of a connection, made into messages: where the next ones go, what they were.
+"""Assembles the received bytes of a connection into messages.
 
-Room for what a header announces is made only once the header is known to be genuine and within limits.
+It allocates memory for a payload only after it has verified the header and its limits.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from tutti.server.wire.frames.frames import (
     unpack,
 )
 
-# Room for a part, from the headers of its message and of itself.
+# Memory for a part, from the headers of its message and of itself.
 Place = Callable[[Header, Header], Tensor]
-# Told of each part that has come (uint8, 1-D), with its checksum, where that has been taken.
+# Called with each received part (uint8, 1-D) and its checksum, if one was taken.
 Noted = Callable[[Tensor, int], None]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much may come.
+    """Limits of the input.
 
     kinds: of messages.  num_parts: of one message.  part_nbytes, parts_nbytes: of one part, of all of one.
     """
@@ -51,12 +51,12 @@ class Limits:
 
 
 def anywhere(message: Header, part: Header) -> Tensor:
-    """Memory of its own for each part."""
+    """New memory for each part."""
     return torch.empty(part.nbytes, dtype=torch.uint8)
 
 
 class Inbox:
-    """Fill `buffer()` and say so with `filled(n)`, which gives each message when it is whole."""
+    """Fill `buffer()` and call `filled(n)`, which returns each message when it is complete."""
 
     def __init__(self, seal: Seal, limits: Limits, place: Place = anywhere) -> None:
         self._seal, self._limits, self._place = seal, limits, place
@@ -75,19 +75,19 @@ class Inbox:
     def _expect(
         self, view: memoryview, then: Callable[[], Any], *, check: int = 0, noted: bool = False
     ) -> None:
-        """`check`: the checksum of what comes; 0 if none was taken. `noted`: it is wanted in any case."""
+        """`check`: the expected checksum; 0 if the sender took none. `noted`: compute it in any case."""
         self._view, self._then, self._whole, self._check = view, then, view, check
         self._sum, self._summed, self._sums = Checksum(), 0, bool(check) or noted
 
     def buffer(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """The memory for the next bytes; never empty."""
         return self._view
 
     def filled(self, count: int) -> tuple[int, Any] | None:
-        """`count` bytes have come: a message, with the number of its request, if that ends one.
+        """Take `count` received bytes: a message, with the number of its request, if they complete one.
 
         Raises:
-            MalformedError: they are nothing that may come.
+            MalformedError: the input is invalid.
         """
         self._view = self._view[count:]
         if self._sums:  # while they are in the processor's cache
@@ -156,7 +156,7 @@ class Inbox:
             self.noted(self._body, check)
 
     def _verify(self) -> int:
-        """The checksum of what has come, if it was taken; else 0."""
+        """The checksum of the received bytes, if one was taken; else 0."""
         if not self._sums:
             return 0
         found = self._sum.value(self._whole[self._summed :], len(self._whole))
@@ -168,10 +168,10 @@ class Inbox:
 def written(
     number: int, message: Any, seal: Seal, *, checked: bool = True, shared: Half | None = None
 ) -> Iterator[memoryview]:
-    """A message as buffers to send, one after the other; those of parts are where their tensors lie.
+    """A message as buffers to send, one after the other; those of parts are views of their tensors.
 
-    Each is made when it is due: while the kernel sends one part, the checksum of the next is taken (if they
-    are to be `checked`). Large parts are put into `shared` memory, if there is some.
+    It makes each on demand: while the kernel sends one part, it takes the checksum of the next (if
+    `checked`). Large parts go into `shared` memory, if there is some.
     """
     check = checksum if checked else _unchecked
     kind, text, parts = encode(message)

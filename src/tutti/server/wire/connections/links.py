@@ -1,7 +1,7 @@
-"""A worker's connections to all servers: a request is sent until it is answered, over whatever connection.
+"""A worker's connections to all servers: it repeats a request over new connections until the answer.
 
-A connection that is lost is made anew, after 0.05 s, then twice as long each time, up to a second; what is
-not answered yet goes again, with the same number. Servers act once, so that does no harm.
+It reconnects a lost connection after 0.05 s, then after twice as long each time, up to a second, and sends
+unanswered requests again, with the same number. Servers act once, so that does no harm.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tutti.server.wire.frames.frames import Header
 _LOG = logging.getLogger("tutti.server")
 _FIRST_DELAY, _LAST_DELAY = 0.05, 1.0
 _MOST_REFUSALS = 4
-# So long this process may lack what it takes to connect.
+# How long this process may lack the resources to connect.
 _SHORT_SECONDS = 5.0
 _SHARING = 0  # the number of requests that belong to the connection
 
-# Room for the part of a reply, from its key and header; None: anywhere.
+# Memory for the part of a reply, from its key and header; None: new memory.
 Room = Callable[[Header], Tensor | None]
 
 
 class _Link:
-    """One server: where it is, the connection if there is one, and what it has not answered."""
+    """One server: its address, the connection if there is one, and its open requests."""
 
     def __init__(self, server: int, address: str) -> None:
         self.server, self.address = server, address
@@ -59,11 +59,11 @@ class Links:
 
     Args:
         addresses: of the servers, in their order.
-        secret: what they and the workers know.
+        secret: the common secret.
         tls: a client's context, or None.
-        limits: of what they may send.
-        patience_seconds: so long an answer may take.
-        share: let payloads lie in memory that is shared with servers of this host.
+        limits: of the servers' messages.
+        patience_seconds: how long an answer may take.
+        share: put payloads into memory shared with servers of this host.
     """
 
     def __init__(
@@ -92,16 +92,16 @@ class Links:
         return self._failure is not None
 
     def fail(self, error: ServerError) -> None:
-        """Let every `ask` raise `error`, also one that waits now; any thread may call this."""
+        """Let every `ask` raise `error`, including a waiting one; any thread may call this."""
         self._failure = error
 
     def ask(self, requests: Mapping[int, Request], room: Room | None = None) -> dict[int, Reply]:
         """Every server's answer to its request.
 
         Raises:
-            CommError: there is none for too long.
-            ServerError: this worker is refused: a secret or certificate that the server does not take.
-            ShortError: a server, or this process, lacks something.
+            CommError: an answer takes too long.
+            ServerError: a server refuses this worker's secret or certificate.
+            ShortError: a server, or this process, lacks a resource.
         """
         number = self._number = next(self._numbers)
         self._room = room
@@ -122,13 +122,13 @@ class Links:
         return replies
 
     def close(self) -> None:
-        """No more requests."""
+        """Close all connections."""
         for link in self._links:
             self._lose(link, 0.0)
         self._selector.close()
 
     def _advance(self, link: _Link, now: float) -> None:
-        """Connect, and send, what is due."""
+        """Make the connections that are due, and send."""
         if link.request is None:
             return
         if link.connection is None and now >= link.due:
@@ -175,14 +175,14 @@ class Links:
             replies[link.server] = found[1]
 
     def _accept(self, connection: Connection, shared: Shared) -> None:
-        """Use the memory that a server offers, and say so."""
+        """Map the memory that a server offers, and confirm it."""
         halves = accepted(shared) if shared.nbytes else None
         if halves:
             connection.share(outgoing=halves[0], incoming=halves[1])
             connection.send(_SHARING, Share(worker=OBSERVER, incarnation=0, mapped=1))
 
     def _try(self, link: _Link, action: Callable[[], Any]) -> None:
-        """`action`, or the end of the connection."""
+        """Run `action`; an error ends the connection."""
         try:
             action()
             if link.connection is not None:
@@ -223,7 +223,7 @@ class Links:
         self._try(link, link.connection.write)
 
     def _lack(self, link: _Link, error: OSError) -> None:
-        """This process cannot connect, and the server is not to blame; for a while that may pass."""
+        """Handle a lack of resources of this process while it connects, which may be temporary."""
         now = time.monotonic()
         if link.short_since is None:
             link.short_since = now
@@ -237,7 +237,7 @@ class Links:
             ) from error
 
     def _lose(self, link: _Link, now: float, *, counts: bool = False) -> None:
-        """The connection is gone: another one is made later."""
+        """Drop a lost connection, and schedule another one."""
         if link.connection is not None:
             if counts and not link.connection.opened:
                 link.refusals += 1  # it was closed in the handshake

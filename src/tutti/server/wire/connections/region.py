@@ -1,13 +1,13 @@
-"""Memory that a worker and a server of one host share: payloads lie there, only headers are sent.
+"""Shared memory of a worker and a server of one host: payloads go through it, only headers over the socket.
 
-The server makes it, without a name and of a size that nobody can change, so a worker cannot take it away from
-under the server. The worker opens it through the server's process, and looks whether a random word is in it
-that came over the connection: so the two do stand on one host, and it is this memory.
+The server makes it, unnamed and sealed in size, so a worker cannot truncate it under the server. The worker
+opens it through the server's process, and checks that it contains a random word from the connection: this
+proves that both are on one host and that it is the right memory.
 
     [ word | from worker to server | from server to worker ]
 
-Each half holds the parts of one message, and is used again with the next one: a worker asks again when it has
-its answer.
+Each half holds the parts of one message, and the next message reuses it: a worker sends its next request only
+after the answer.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Half:
         self._memory, self._used = memory, 0
 
     def begin(self) -> None:
-        """The next message: what lay here is not needed any more."""
+        """Begin the next message, which may overwrite the last one."""
         self._used = 0
 
     def put(self, pieces: list[Tensor]) -> int | None:
-        """Copy tensors here, one behind the other; where they begin, or None if there is no room."""
+        """Copy tensors here, one after the other; the first offset, or None if they do not go here."""
         nbytes = sum(x.nbytes for x in pieces)
         begin = self._used
         if nbytes < LEAST_NBYTES or begin + nbytes > len(self._memory):
@@ -58,10 +58,10 @@ class Half:
         return begin
 
     def take(self, begin: int, into: Tensor, *, summed: bool = False) -> int:
-        """Copy what the other end has put here; its checksum if it is to be `summed`, else 0.
+        """Copy the other end's bytes; returns their checksum if `summed`, else 0.
 
         Raises:
-            MalformedError: there is not so much.
+            MalformedError: the range is outside of this half.
         """
         if begin + len(into) > len(self._memory):
             raise MalformedError("a part that does not lie in the shared memory")
@@ -80,7 +80,7 @@ class RegionOffer:
     """The server's end, for one connection.
 
     Raises:
-        OSError: no memory is to be had.
+        OSError: there is no memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -100,12 +100,12 @@ class RegionOffer:
         self.incoming, self.outgoing = _halves(memory, half)
 
     def close(self) -> None:
-        """No one can open it any more; who has it keeps it."""
+        """Prevent further opens; existing mappings remain."""
         os.close(self._fd)
 
 
 def accepted(shared: Shared) -> tuple[Half, Half] | None:
-    """The worker's halves, outgoing first; None if this is not the server's host, or not to be had."""
+    """The worker's halves, outgoing first; None if this is not the server's host, or mapping fails."""
     size = mmap.PAGESIZE + 2 * shared.nbytes
     try:
         memory = map_file(shared.pid, shared.descriptor, size)

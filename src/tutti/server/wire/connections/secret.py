@@ -12,7 +12,7 @@ def checked_secret(secret: bytes | str, tls: Tls | None) -> bytes:
     """The secret as bytes.
 
     Raises:
-        ServerError: there is neither a secret nor TLS, or it is too short to be one.
+        ServerError: there is neither a secret nor TLS, or the secret is too short.
     """
     raw = secret.encode() if isinstance(secret, str) else secret
     if len(raw) < _LEAST_NBYTES and not (tls and not raw):

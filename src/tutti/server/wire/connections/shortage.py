@@ -1,4 +1,4 @@
-"""A process that lacks something (descriptors, memory, room on a disk), told apart from a lost connection."""
+"""Distinguishes a lack of resources (descriptors, memory, disk space) from a lost connection."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tutti.errors import ServerError
 
-# The other end, or a network between, ends a connection with these.
+# The errors when the other end, or the network, ends a connection.
 _OF_PEER = frozenset(
     (
         errno.ECONNREFUSED,
@@ -43,18 +43,18 @@ _LACKING = {
 
 
 class ShortError(ServerError):
-    """A server, or this process, lacks something that it cannot go on without."""
+    """A server, or this process, lacks a resource that it needs."""
 
 
 def of_peer(error: OSError) -> bool:
-    """Whether the other end or the network has caused an error of a socket, not this process."""
+    """Whether the other end or the network, not this process, caused a socket error."""
     if isinstance(error, socket.gaierror):
         return error.errno != socket.EAI_SYSTEM
     return isinstance(error, (ConnectionError, TimeoutError)) or error.errno in _OF_PEER
 
 
 def lack(error: OSError) -> str:
-    """What this process lacks, as `error` says."""
+    """The resource that this process lacks, from `error`."""
     if error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"all {limit:,} file descriptors of the process are in use (ulimit -n)"
@@ -62,7 +62,7 @@ def lack(error: OSError) -> str:
 
 
 def num_descriptors() -> int:
-    """How many descriptors this process has open."""
+    """The number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 

@@ -1,4 +1,4 @@
-"""Mutual TLS from the standard library: both ends show certificates of one authority."""
+"""Mutual TLS from the standard library: both ends present certificates of one authority."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Tls:
     Args:
         certificate: of this process, with the chain to the authority.
         key: its private key.
-        authority: the certificates that the other end's must come from.
+        authority: the certificates of the other end's issuer.
     """
 
     certificate: Path
@@ -27,7 +27,7 @@ class Tls:
         """TLS 1.3 with certificates on both ends; a client also compares the server's name.
 
         Raises:
-            ServerError: a file is missing, or is none of what it should be.
+            ServerError: a file is missing or invalid.
         """
         purpose = ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT
         context = ssl.SSLContext(purpose)

@@ -1,8 +1,7 @@
 """Messages as text and tensors: the small fields of a message as JSON, tensors by key beside it.
 
-How a field is written follows from its annotation. Whatever comes in is checked against the same table, so
-nothing of another type, size or depth gets further than `decode`. JSON writes a float with as many digits as
-it takes to read the same one again.
+A field's annotation defines its encoding. `decode` checks the input against the same table, so it refuses
+any other type, size or depth. JSON writes a float with enough digits to read the same one again.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class MalformedError(ValueError):
 
 
 class Field(NamedTuple):
-    """How a value becomes JSON, and is made of it again (which raises on anything else)."""
+    """Converts a value to JSON and back (which raises on invalid input)."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
@@ -159,10 +158,10 @@ def encode(message: Any) -> tuple[int, bytes, dict[int, TensorPart]]:
 
 
 def decode(kind: int, text: bytes | bytearray | memoryview, parts: Mapping[int, TensorPart]) -> Any:
-    """The message again.
+    """Decode a message.
 
     Raises:
-        MalformedError: it is none.
+        MalformedError: the bytes are no message.
     """
     _need(0 <= kind < len(KINDS) and len(text) <= TEXT_NBYTES)
     plan, beside, bare = _plan(KINDS[kind])

@@ -1,4 +1,4 @@
-"""Frames: a fixed header, then as many bytes as it says.
+"""Frames: a fixed header, then a payload of the size in the header.
 
     offset  field      type
     0       magic      4 bytes  b"tuti"
@@ -16,7 +16,7 @@
     112     check      u64      of these bytes; 0: not taken, under TLS, which does it, and within a host
     120     tag        u64      of this header and its place in the stream, keyed with the session's key
 
-All little-endian. The receiver knows for each kind how much may come, and looks before it makes room.
+All little-endian. The receiver checks a header against the limits of its kind before it allocates memory.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ PART, SHARED_PART = 255, 254
 _HEADER = struct.Struct("<4sBBBBQQdQQ8QQ8s")
 HEADER_NBYTES = _HEADER.size
 _DENSE = 2**64 - 1
-_WORDS = 512  # of 8 bytes; a payload is added up in so many columns
+_WORDS = 512  # of 8 bytes; the number of columns of a checksum
 _ROW_NBYTES = 8 * _WORDS
 _TAG_NBYTES = 8
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a frame is; see above. `num_rows` is None for a dense part."""
+    """A frame's header; see above. `num_rows` is None for a dense part."""
 
     kind: int
     number: int
@@ -60,7 +60,7 @@ class Header:
 
 
 class Seal:
-    """Tags for the headers of one direction of one connection: none can be made, moved or left out."""
+    """Tags for the headers of one direction of a connection: nobody else can make, move or omit one."""
 
     def __init__(self, key: bytes) -> None:
         self._key, self._count = key, 0
@@ -73,16 +73,16 @@ class Seal:
 
 
 class Checksum:
-    """Of a payload: columns of words added up at the speed of memory, and the hash of these sums.
+    """A payload's checksum: columns of words added up at the speed of memory, and the hash of these sums.
 
-    It finds what a line or a buffer does by accident. Against an opponent on the line there is TLS.
+    It detects accidental errors. TLS protects against an attacker on the network.
     """
 
     def __init__(self) -> None:
         self._columns: np.ndarray | None = None
 
     def add(self, data: memoryview) -> int:
-        """The next bytes, as far as they fill rows; how many were taken."""
+        """Add the next bytes, as far as they fill rows; the number of bytes taken."""
         whole = len(data) // _ROW_NBYTES * _ROW_NBYTES
         if whole:
             words = np.frombuffer(data[:whole], np.uint64).reshape(-1, _WORDS)
@@ -91,12 +91,12 @@ class Checksum:
         return whole
 
     def value(self, rest: memoryview, nbytes: int) -> int:
-        """With the `rest`, of `nbytes` in all."""
+        """The checksum including the `rest`, of `nbytes` in all."""
         found = blake2b(nbytes.to_bytes(8, "little"), digest_size=8)
         if self._columns is not None:
             found.update(self._columns.data)
         found.update(rest)
-        return int.from_bytes(found.digest(), "little") or 1  # 0 says that there is none
+        return int.from_bytes(found.digest(), "little") or 1  # 0 means none
 
 
 def checksum(data: memoryview) -> int:
@@ -128,10 +128,10 @@ def pack(header: Header, seal: Seal) -> bytes:
 
 
 def unpack(raw: bytes | bytearray, seal: Seal) -> Header:
-    """The header again.
+    """Read a header.
 
     Raises:
-        MalformedError: it is none, or was not made for this place in this connection.
+        MalformedError: the bytes are no header, or belong to another place in the connection.
     """
     magic, version, kind, dtype, ndim, number, key, scale, rows, nbytes, *rest = _HEADER.unpack(raw)
     *shape, check, tag = rest
@@ -157,7 +157,7 @@ def part_header(number: int, key: int, part: TensorPart, check: int, kind: int =
 
 
 def check_part(header: Header, limit: int) -> None:
-    """Raise `MalformedError` unless lengths and shape of a part agree, and stay within `limit` bytes."""
+    """Raise `MalformedError` unless a part's lengths and shape agree and are within `limit` bytes."""
     size = header.dtype.itemsize
     for length in header.shape:
         size *= length
@@ -171,7 +171,7 @@ def check_part(header: Header, limit: int) -> None:
 
 
 def read_part(header: Header, payload: Tensor) -> TensorPart:
-    """The part whose bytes lie in `payload` (uint8, 1-D); its tensors are views of these, if aligned."""
+    """The part with the bytes `payload` (uint8, 1-D); its tensors are views of these, if aligned."""
     begin = 8 * (header.num_rows or 0)
     rows = None if header.num_rows is None else payload[:begin].view(torch.int64)
     flat = payload[begin : header.nbytes]

@@ -9,9 +9,9 @@
     40      tag       8 bytes  hash of the 40 bytes before
     48      the text (JSON), the bytes
 
-A process that is killed while it writes leaves a beginning of its last entry: the file ends before the entry
-does. That is a torn tail. Its record was never answered, so it is left out. Whatever else does not fit is
-damage: a tag or checksum that is wrong, another number or position.
+A process killed during a write leaves a torn tail: the beginning of its last entry. The server has not
+answered that record, so a reader omits it. Anything else is damage: a wrong tag or checksum, another number
+or position.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _FIELDS = struct.Struct("<4sIQQQQ")
 _TAG_NBYTES = 8
 HEAD_NBYTES = _FIELDS.size + _TAG_NBYTES
 _MOST_BUFFERS = 512
-# The last entry of a journal that another one follows.
+# The last entry of a journal with a successor.
 NEXT = "next"
 _BEHIND = "acknowledged pushes may lie behind it"
 _REPAIR = "go on without this entry and all after it: tutti serve --repair"
 
 
 class DamageError(ServerError):
-    """A file of records that is not as it was written: which, and the offset of the first bad entry."""
+    """A damaged file of records, and the offset of its first bad entry."""
 
     def __init__(self, path: Path, offset: int, why: str, position: int = 0) -> None:
         self.path, self.offset, self.position = path, offset, position
@@ -65,7 +65,7 @@ class DamageError(ServerError):
 
 @dataclass(frozen=True)
 class Head:
-    """What precedes an entry."""
+    """The header of an entry."""
 
     number: int
     position: int
@@ -86,7 +86,7 @@ class Head:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Head | None:
-        """The head again; None if these bytes are none."""
+        """Read a head; None if these bytes are none."""
         magic, *own = _FIELDS.unpack(raw[: _FIELDS.size])
         if magic != MAGIC or raw[_FIELDS.size :] != _tag(raw[: _FIELDS.size]):
             return None
@@ -94,10 +94,10 @@ class Head:
 
 
 class Entries:
-    """A file of entries that is written, from its beginning; only its owner may read it.
+    """Writes a new file of entries; only its owner may read it.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
 
     def __init__(self, path: Path, number: int, *, fsync: bool) -> None:
@@ -110,7 +110,7 @@ class Entries:
         """Append an entry; with `fsync` it is on the disk when this returns.
 
         Raises:
-            OSError: there is no room. What was written of the entry is cut off again.
+            OSError: there is no room; the file is then truncated to its whole entries.
         """
         raw = json.dumps(text, separators=(",", ":")).encode()
         if len(body) > 1:
@@ -129,11 +129,11 @@ class Entries:
         self._nbytes += head.nbytes
 
     def sync(self) -> None:
-        """Bring it to the disk."""
+        """Flush the file to the disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
-        """No more entries."""
+        """Close the file."""
         os.close(self._fd)
 
     def _put(self, pieces: list[memoryview]) -> None:
@@ -143,39 +143,39 @@ class Entries:
 
 
 class Journal:
-    """The file that records are written to."""
+    """Writes records to a file."""
 
     def __init__(self, path: Path, number: int, *, fsync: bool) -> None:
         self._entries, self._fsync = Entries(path, number, fsync=fsync), fsync
 
     @property
     def num_records(self) -> int:
-        """How many there are."""
+        """The number of records."""
         return self._entries.count
 
     def write(self, record: Any, segments: Segments) -> set[int]:
-        """Append a record; the slabs that it names."""
+        """Append a record; returns the slabs that it names."""
         text, body, named = entry(record, segments)
         if self._fsync:
             for slab in named.values():
-                # what lies in the slab must be on the disk before the record that names it
+                # the slab's bytes must be on the disk before the record that names them
                 segments.flush(slab)
         self._entries.write(text, body)
         return set(named)
 
     def end(self, following: int) -> None:
-        """The last entry: records go on in the journal of the number `following`."""
+        """Write the last entry: records continue in the journal with the number `following`."""
         self._entries.write({NEXT: following}, [])
 
     def close(self) -> None:
-        """No more records."""
+        """Close the file."""
         self._entries.close()
 
 
 def entry(
     record: Any, segments: Segments
 ) -> tuple[dict[str, Any], list[memoryview], dict[int, Slab]]:
-    """A record as text and bytes; tensors that lie in a slab are named with a checksum, not copied."""
+    """A record as text and bytes; it names tensors in a slab with a checksum, and does not copy them."""
     kind, text, parts = encode(record)
     places, body, named, offset = [], [], dict[int, Slab](), 0
     for key, part in parts.items():
@@ -202,7 +202,7 @@ def entry(
 
 @dataclass(frozen=True)
 class Found:
-    """An entry that was read, and where it begins."""
+    """An entry read from a file, and its offset."""
 
     offset: int
     position: int
@@ -211,10 +211,10 @@ class Found:
 
 
 def read_entries(path: Path, number: int) -> Iterator[Found]:
-    """The whole entries of a file; a torn tail is left out.
+    """The whole entries of a file, without a torn tail.
 
     Raises:
-        DamageError: something else does not fit.
+        DamageError: the file is damaged otherwise.
     """
     with open(path, "rb") as file:
         size, offset, position = os.fstat(file.fileno()).st_size, 0, 0
@@ -243,7 +243,7 @@ def record_of(found: Found, path: Path, segments: Segments) -> Any:
     """The record of an entry.
 
     Raises:
-        DamageError: bytes that it names in a segment are not those of the time when it was written.
+        DamageError: its bytes in a segment have changed since.
     """
     try:
         parts = {

@@ -1,4 +1,4 @@
-"""Files and directories that only their owner may open, whatever the process's umask is."""
+"""Files and directories that only their owner may open, regardless of the process's umask."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _FILE, _DIRECTORY = 0o600, 0o700
 
 
 def open_private(path: Path, flags: int) -> int:
-    """A descriptor of a file of mode 0600, which is made where `flags` say so.
+    """A descriptor of a file of mode 0600, created if `flags` say so.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the open fails.
     """
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, _FILE)
     try:
@@ -24,10 +24,10 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory of mode 0700, and the parents that are missing alike.
+    """Make a directory of mode 0700, and missing parents with the same mode.
 
     Raises:
-        OSError: it cannot be made, or belongs to another user.
+        OSError: it cannot be created, or belongs to another user.
     """
     missing = [p for p in (directory, *directory.parents) if not p.exists()]
     for path in reversed(missing):
@@ -37,7 +37,7 @@ def make_private(directory: Path) -> None:
 
 
 def write_private(path: Path, text: str, *, fsync: bool = False) -> None:
-    """Put `text` into the file at `path`: all of it or, if this process ends meanwhile, nothing.
+    """Write `text` atomically to the file at `path`.
 
     Raises:
         OSError: there is no room.
@@ -52,7 +52,7 @@ def write_private(path: Path, text: str, *, fsync: bool = False) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Bring the names in a directory to the disk."""
+    """Flush the names in a directory to the disk."""
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -1,10 +1,10 @@
-"""Memory that pushes are received into: a few segments, each of many slabs of one size.
+"""Receive buffers for pushes: a few segments, each of many slabs of one size.
 
     segment 0   | slab 0 | slab 1 | slab 2 | slab 3 |
     segment 1   | slab 4 | slab 5 | slab 6 | slab 7 |          as many as there were, up to 64 MiB
 
-A slab has room for the largest push. With a directory a segment is a file that is mapped: its bytes are in
-the kernel's hands. Without one it is plain memory.
+A slab has room for the largest push. With a directory a segment is a mapped file: the kernel keeps its bytes
+after the process ends. Without one it is plain memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _LEAST_SLABS = 4
 class Slab:
     """Room for the parts of one push.
 
-    number: among all slabs.  segment, begin: where its bytes lie.
-    used: bytes given out.  waits: dealt with, but perhaps not applied.
-    checks: checksums that are known of what was placed, by (first byte in the slab, length).
+    number: among all slabs.  segment, begin: the location of its bytes.
+    used: bytes given out.  waits: handled, but perhaps not applied.
+    checks: known checksums of placed parts, by (first byte in the slab, length).
     """
 
     number: int
@@ -43,21 +43,21 @@ class Slab:
     checks: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def note(self, placed: Tensor, check: int) -> None:
-        """The checksum of bytes that have come into the slab, if they lie in it."""
+        """Note the checksum of received bytes, if they are in the slab."""
         begin = placed.data_ptr() - self.memory.data_ptr()
         if 0 <= begin < len(self.memory):
             self.checks[begin, len(placed)] = check
 
     def clear(self) -> None:
-        """Room for another push."""
+        """Empty the slab for another push."""
         self.used = 0
         self.checks.clear()
 
     def place(self, nbytes: int) -> Tensor:
-        """Room for a part.
+        """Memory for a part.
 
         Raises:
-            MemoryError: there is none left.
+            MemoryError: the slab is full.
         """
         begin = self.used
         self.used += -(-nbytes // ALIGNED) * ALIGNED
@@ -79,7 +79,7 @@ class Segments:
     """All slabs of a server.
 
     Args:
-        directory: where files `segment-0`, `segment-1`, ... lie; None: plain memory.
+        directory: for the files `segment-0`, `segment-1`, ...; None: plain memory.
         slab_nbytes: room for the largest push.
     """
 
@@ -94,7 +94,7 @@ class Segments:
         return len(self._segments)
 
     def open(self) -> None:
-        """Map the files that an earlier process left.
+        """Map the files of an earlier process.
 
         Raises:
             OSError: a file cannot be mapped.
@@ -103,10 +103,10 @@ class Segments:
             self._add(self._path(len(self)).stat().st_size)
 
     def grow(self) -> list[Slab]:
-        """One segment more; its slabs.
+        """Add a segment; its slabs.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: there is no room.
         """
         count = min(max(_LEAST_SLABS, len(self.slabs)), SEGMENT_NBYTES // self.slab_nbytes)
         before = len(self.slabs)
@@ -114,7 +114,7 @@ class Segments:
         return self.slabs[before:]
 
     def find(self, x: Tensor) -> tuple[Slab, int] | None:
-        """The slab that a tensor lies in, and its first byte in the segment; None if it lies elsewhere."""
+        """The slab of a tensor, and its first byte in the segment; None if it is in no slab."""
         address = x.data_ptr()
         at = bisect.bisect_right(self._starts, (address, len(self._starts))) - 1
         if at < 0 or not x.numel():
@@ -129,7 +129,7 @@ class Segments:
         """`nbytes` of a segment (uint8, 1-D).
 
         Raises:
-            LookupError: there are not so many.
+            LookupError: the segment has fewer.
         """
         if not 0 <= segment < len(self) or begin < 0:
             raise LookupError(f"segment-{segment} is missing")
@@ -139,10 +139,10 @@ class Segments:
         return memory[begin : begin + nbytes]
 
     def flush(self, slab: Slab) -> None:
-        """Bring a slab's bytes to the disk.
+        """Flush a slab's bytes to the disk.
 
         Raises:
-            OSError: the disk has not taken them.
+            OSError: the flush fails.
         """
         mapping = self._segments[slab.segment].mapping
         if mapping is not None:
@@ -167,7 +167,7 @@ class Segments:
 
 
 def _mapped(path: Path, nbytes: int) -> mmap.mmap:
-    """A file's bytes, all of which have their place on the disk: a full one says so here."""
+    """A file's bytes, mapped, with all disk blocks allocated: a full disk raises an error here."""
     fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         os.posix_fallocate(fd, 0, nbytes)

@@ -1,8 +1,8 @@
-"""What an earlier process left in a directory: the latest snapshot, and the records of all journals since.
+"""Recovers an earlier process's state: the latest snapshot, and the records of all journals since.
 
-Journals follow each other without a gap. Each but the last ends with an entry that names the next one, so a
-file that is missing, or was cut off, is noticed. Damage is refused. With `repair` the records before it are
-taken; copies of the damaged journal and of all later ones stay beside them, as `journal-7.damaged`.
+Journals follow each other without a gap. Each but the last ends with an entry that names the next one, which
+reveals a missing or truncated file. Recovery refuses damage. With `repair` it takes the records before the
+damage, and keeps copies of the damaged journal and of all later ones as `journal-7.damaged`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SUFFIX = ".damaged"
 def recovered(
     directory: Path, ledger: Ledger, segments: Segments, *, repair: bool
 ) -> tuple[int, list[Record]]:
-    """The number of the last file, and the records that follow the snapshot which `ledger` is made.
+    """Set `ledger` to the snapshot; the number of the last file, and the records since the snapshot.
 
     Raises:
-        DamageError: what is there is damaged, and `repair` is not set or does not help.
+        DamageError: a file is damaged, and `repair` is not set or does not help.
     """
     snapshots, journals = numbered(directory, "snapshot"), numbered(directory, "journal")
     found: list[Record] = []
@@ -67,7 +67,7 @@ def _records(
     if not snapshots:
         _refuse_orphans(directory, journals)
         return
-    open_end: Path | None = None  # a journal that no entry ends: none may follow it but empty ones
+    open_end: Path | None = None  # a journal without an end entry: only empty ones may follow
     following, last = snapshots[-1], max([snapshots[-1], *journals])
     for number in range(following, last + 1):
         path, ended = directory / f"journal-{number}", False
@@ -89,7 +89,7 @@ def _records(
 
 
 def _refuse_orphans(directory: Path, journals: list[int]) -> None:
-    """A server that ended before its first snapshot has answered nobody: it left empty journals."""
+    """A server that ended before its first snapshot has answered no request: it left empty journals."""
     for number in journals:
         path = directory / f"journal-{number}"
         if path.stat().st_size:
@@ -107,7 +107,7 @@ def _cut(path: Path, later: Path) -> DamageError:
 
 
 def _set_aside(directory: Path, damage: DamageError) -> None:
-    """Copy the damaged journal and later ones; say how many records they had at least."""
+    """Copy the damaged journal and later ones; reports their least number of records."""
     first, lost = int(damage.path.name.partition("-")[2]), 0
     for number in [n for n in numbered(directory, "journal") if n >= first]:
         path = directory / f"journal-{number}"
@@ -127,7 +127,7 @@ def _set_aside(directory: Path, damage: DamageError) -> None:
 
 
 def _count(path: Path, since: int) -> int:
-    """How many entries from position `since` on a file has had, as far as heads can be found in it."""
+    """The number of a file's entries from position `since` on, as far as it has readable heads."""
     raw, at, count = path.read_bytes(), 0, 0
     while (at := raw.find(MAGIC, at)) >= 0:
         head = Head.unpack(raw[at : at + HEAD_NBYTES]) if len(raw) - at >= HEAD_NBYTES else None

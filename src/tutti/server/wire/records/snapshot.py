@@ -1,4 +1,4 @@
-"""A ledger in a file, and again a ledger: first its numbers, then the state, then pushes not applied yet."""
+"""Writes a ledger to a file and restores it: its numbers, then the state, then pushes not applied yet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Content = list[tuple[dict[str, Any], list[memoryview]]]
 
 
 def frozen(ledger: Ledger, segments: Segments, *, copy: bool) -> Content:
-    """The entries of a ledger; with `copy` they stay as they are while it goes on."""
+    """The entries of a ledger; with `copy` later changes of the ledger do not affect them."""
     found: Content = [({"ledger": _numbers(ledger)}, [])]
     for key, slots in ledger.state.items():
         for slot, x in slots.items():
@@ -35,10 +35,10 @@ def frozen(ledger: Ledger, segments: Segments, *, copy: bool) -> Content:
 
 
 def restore(path: Path, number: int, ledger: Ledger, segments: Segments) -> None:
-    """Make `ledger` what was written.
+    """Restore `ledger` from a file.
 
     Raises:
-        DamageError: the file is not whole, or not as it was written.
+        DamageError: the file is incomplete or damaged.
     """
     count, ended = 0, False
     for found in read_entries(path, number):

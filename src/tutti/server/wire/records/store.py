@@ -1,4 +1,4 @@
-"""Where a server's records are kept: memory that pushes are received into, a journal, snapshots.
+"""A server's durable storage: receive buffers for pushes, a journal, snapshots.
 
     directory/
       server.json       what this server is, to refuse another one's files
@@ -6,10 +6,10 @@
       journal-7         records since
       segment-0 ...     the bytes of pushes; a journal names places in them
 
-A push is received straight into a *slab* of a segment, a file that is mapped: its bytes are in the kernel's
-hands, and outlive this process, before its record is written. After a snapshot the slabs that older journals
-name are used again. With `fsync` a record is also on the disk before it is answered, and outlives the
-machine; without, only the process. Without a directory slabs are plain memory and nothing is kept.
+The server receives a push straight into a *slab* of a segment, a mapped file: its bytes outlive this process
+before it writes their record. After a snapshot it reuses the slabs of older journals. With `fsync` a record
+is on the disk before its answer, and outlives the machine; without, only the process. Without a directory
+slabs are plain memory, and no records remain.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 _LOG_NBYTES = 2**30
 _LEAST_SLABS = 4
 _MOST_RECORDS = 20_000
-# Of the files, so that another layout of them is refused.
+# The format of the files; the store refuses any other.
 _FORMAT = 2
 
 
@@ -49,14 +49,14 @@ class Store:
     """The records of one server.
 
     Args:
-        directory: where they are kept, for its owner alone; None: nowhere.
+        directory: for the files, with access for its owner only; None: no files.
         slab_nbytes: room for the largest push.
         fsync: wait for the disk before a record counts as written.
-        repair: where records are damaged, go on from those before.
+        repair: continue from the records before damaged ones.
 
     Raises:
-        ServerError: another process uses the directory, it holds something else than this server's records,
-            or there is no room.
+        ServerError: another process uses the directory, it holds other files than this server's records, or
+            there is no room.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Store:
             raise
 
     def slab(self) -> Slab:
-        """Room for a push.
+        """A slab for a push.
 
         Raises:
-            ShortError: there is none.
+            ShortError: there is no room.
         """
         if not self._free:
             self._free += self._kept(self.segments.grow)
@@ -107,7 +107,7 @@ class Store:
         return slab
 
     def release(self, slab: Slab, ledger: Ledger) -> None:
-        """The push in `slab` has been dealt with: it stays as long as the journal or the ledger needs it."""
+        """Release a handled push: its slab stays in use as long as the journal or the ledger needs it."""
         if self.directory is not None:
             if slab.number not in self._logged:
                 self._free.append(slab)
@@ -120,7 +120,7 @@ class Store:
                 self._free.append(old)
 
     def write(self, record: Record) -> None:
-        """Keep a record; when this returns it outlives the process (with `fsync`, the machine).
+        """Write a record; when this returns, it outlives the process (with `fsync`, the machine).
 
         Raises:
             ShortError: there is no room.
@@ -132,10 +132,10 @@ class Store:
             self._logged |= self._kept(lambda: journal.write(record, self.segments))
 
     def begin(self, ledger: Ledger) -> list[Record]:
-        """Read what an earlier process left: the ledger is changed, and the records that follow are returned.
+        """Restore the ledger from an earlier process's snapshot; returns the records since.
 
         Raises:
-            DamageError: what is there is damaged.
+            DamageError: a file is damaged.
         """
         directory, repair = self.directory, self._repair
         if directory is None:
@@ -146,7 +146,7 @@ class Store:
         return found
 
     def start(self, ledger: Ledger) -> None:
-        """Write down the ledger as it is now, and every record from here on.
+        """Write a snapshot of the current ledger, and every record from now on.
 
         Raises:
             ShortError: there is no room.
@@ -157,8 +157,8 @@ class Store:
     def due(self) -> bool:
         """Whether the journal has become long.
 
-        While a snapshot is being written it may become twice as long; then that snapshot is waited for, so
-        that a slow disk cannot make the records grow for ever.
+        During a snapshot it may become twice as long; then the server waits for that snapshot, so that the
+        records do not grow without limit on a slow disk.
         """
         if self._journal is None:
             return False
@@ -168,7 +168,7 @@ class Store:
         return long or self._journal.num_records >= times * _MOST_RECORDS
 
     def snapshot(self, ledger: Ledger) -> None:
-        """Begin a snapshot of the ledger as it is now; a thread writes it.
+        """Begin a snapshot of the current ledger; a thread writes it.
 
         Raises:
             ShortError: there is no room.
@@ -176,7 +176,7 @@ class Store:
         self._kept(lambda: self._snapshot(ledger, wait=False))
 
     def close(self) -> None:
-        """Wait for the snapshot under way, and leave the directory to others."""
+        """Wait for the current snapshot, and unlock the directory."""
         if self._thread is not None:
             self._thread.join()
         if self._journal is not None:
@@ -187,7 +187,7 @@ class Store:
             self._lock = -1
 
     def _kept(self, action: Callable[[], T]) -> T:
-        """What `action` on the files gives; where it fails, the error says what is lacking."""
+        """The result of `action` on the files; its error names the lacking resource."""
         assert self.directory is not None or self.segments.directory is None
         try:
             return action()
@@ -231,7 +231,7 @@ class Store:
         self._free += [self.segments.slabs[k] for k in sorted(unused)]
 
     def _finish(self, number: int, content: Content) -> None:
-        """Write a snapshot, then forget what it replaces."""
+        """Write a snapshot, then delete the files that it replaces."""
         assert self.directory is not None
         path = self.directory / f"snapshot-{number}"
         entries = Entries(path.with_suffix(".new"), number, fsync=False)
@@ -252,7 +252,7 @@ class Store:
 
 
 def _needed(segments: Segments, ledger: Ledger) -> set[int]:
-    """The slabs that pushes lie in which are not applied yet."""
+    """The slabs of pushes not applied yet."""
     parts = (
         part
         for pushes in ledger.pending.values()
@@ -278,7 +278,7 @@ def _lock(directory: Path) -> int:
 
 
 def _refuse_foreign(directory: Path) -> None:
-    """A directory that is made private must hold a server's records, or nothing."""
+    """The store makes a directory private only if it is empty or holds a server's records."""
     names = {p.name for p in directory.iterdir()} if directory.is_dir() else {directory.name}
     if names - {"lock", "server.json.new", "lost+found"} and "server.json" not in names:
         raise ServerError(
