@@ -1,4 +1,4 @@
-"""A server of a run: captures the step as the workers do, and serves until they have left."""
+"""Runs a server: captures the step as the workers do, and serves until they have left."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _LOOK_SECONDS = 0.2
 
 
 def captured_for(job: Job, batch: tuple[Any, ...], *, apart: bool) -> Captured:
-    """The step as every worker and server captures it: with the rows of one worker while workers are `apart`
-    (each push is one update), else with the whole batch."""
+    """The step captured on every worker and server: with the rows of one worker if workers are `apart` (each
+    push is one update), else with the whole batch."""
     model, optimizer, layout = job.model, job.optimizer, job.layout
     refuse_where_apart(optimizer, layout)
     make_slots(optimizer)
@@ -46,10 +46,10 @@ def captured_for(job: Job, batch: tuple[Any, ...], *, apart: bool) -> Captured:
 
 
 def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
-    """Own some of the variables until the workers have left.
+    """Serve some of the variables until the workers have left.
 
-    The first weights are those of this process's model, or of the checkpoint that its script has loaded,
-    after `num_steps` steps.
+    The first weights are those of this process's model, or of its script's checkpoint, after `num_steps`
+    steps.
     """
     layout = job.layout
     due = consistency.parse(layout.sync)
@@ -75,7 +75,7 @@ def serve(job: Job, role: Role, batch: tuple[Any, ...], num_steps: int) -> None:
 
 
 def whole_state(model: nn.Module, optimizer: Any, names: set[str]) -> dict[str, dict[str, Tensor]]:
-    """Variables with their slots, whole, by name and slot; all ranks of a worker ask together."""
+    """Variables with their slots, whole, by name and slot; all ranks of a worker call together."""
     found: dict[str, dict[str, Tensor]] = {}
     for s in state_of(model, optimizer):
         if (s.owner or s.name) in names:
@@ -85,7 +85,7 @@ def whole_state(model: nn.Module, optimizer: Any, names: set[str]) -> dict[str, 
 
 
 def _address(role: Role) -> str:
-    """Where to listen: after a restart where the workers know it."""
+    """The address to listen at: after a restart the address that the workers know."""
     return LISTEN.read() or roles.published(role) or "127.0.0.1:0"
 
 
@@ -95,7 +95,7 @@ def _records(role: Role) -> str | None:
 
 
 def _stop_when_left(service: Service) -> None:
-    """End a server once no worker is there and the time to wait for the others is over."""
+    """End a server once no worker is present and the wait for the others is over."""
     linger = LINGER.read()
     alone_since: float | None = None
     while True:

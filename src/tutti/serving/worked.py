@@ -1,4 +1,4 @@
-"""A step as one rank of a worker runs it: its part of the step as a program, and code for that."""
+"""A step on one rank of a worker: its part of the step as a program, and the generated code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tutti.state.residence import residence_of
 
 @dataclass
 class Worked:
-    """A step as this worker runs it."""
+    """A step on this worker."""
 
     split: Split
     part: WorkerPart
@@ -60,7 +60,7 @@ class Worked:
 
     @cached_property
     def graph(self) -> fx.Graph:
-        """The program as it runs."""
+        """The executed program."""
         return played(self._local, self.donated)
 
     @cached_property
@@ -73,7 +73,7 @@ class Worked:
     def run(
         self, inputs: list[Any], seed: int, step: int, *, checked: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """(what it returns, new buffers) for inputs; with `checked`, node by node."""
+        """(returned leaves, new buffers) for inputs; with `checked`, node by node."""
         if self.sums is not None:
             self.sums.begin()
         if checked:
@@ -90,8 +90,8 @@ def parts_of(
     *,
     apart: bool,
 ) -> tuple[Split, WorkerPart, Program]:
-    """A step taken apart (of `tables` only rows travel), the worker's part of it, and that as a program;
-    `apart`: for a worker whose pushes are updates of their own."""
+    """The split step (of `tables` only rows travel), the worker's part, and its program; `apart`: for a
+    worker whose pushes are separate updates."""
     made = split(captured_for(job, batch, apart=apart), tables=tables)
     part = (alone if apart else together)(made)
     known = residence_of(job.model, job.layout).compute

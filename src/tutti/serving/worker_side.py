@@ -46,8 +46,8 @@ from tutti.state.residence import (
 class WorkerSide:
     """A job on a worker; joins the servers at its first call and leaves them at exit.
 
-    Weights lie in the model as this worker pulled them last; the optimizer holds no slots. Of a worker of
-    several ranks the first alone has a `client`; all of them call together.
+    The model holds the weights of this worker's last pull; the optimizer holds no slots. If a worker has
+    several ranks, only the first has a `client`; all of them call together.
     """
 
     def __init__(self, job: Job, role: Role) -> None:
@@ -61,12 +61,12 @@ class WorkerSide:
 
     @property
     def apart(self) -> bool:
-        """Whether this worker's next push is an update of its own."""
+        """Whether this worker's next push is a separate update."""
         return self._apart
 
     @cached_property
     def worker_ranks(self) -> WorkerRanks:
-        """The ranks of this worker, who must have met."""
+        """The ranks of this worker, which must have met."""
         return WorkerRanks(self.job.layout.worker_size)
 
     @cached_property
@@ -75,17 +75,17 @@ class WorkerSide:
         return WorkerWeights(self.job, self.worker_ranks)
 
     def compiled(self, batch: tuple[Any, ...]) -> Worked:
-        """The step for a batch like this one, as it runs now; joins the servers if that is to be done."""
+        """The executed step for a batch like this one; joins the servers if needed."""
         apart = self.apart
         if self._updater is not None:
-            self.weights.make_slots(self._updater.variables)  # capture looks for them
+            self.weights.make_slots(self._updater.variables)  # capture reads them
         made, part, program = parts_of(self.job, batch, self._tables, apart=apart)
         check_order([describe(n) for n in program.collectives])
         updater = GraphUpdater(made)
         self._join(updater)
         self.weights.forget_slots()
         self.weights.settle(program)
-        if apart != self.apart:  # the others are apart already
+        if apart != self.apart:  # the other workers are apart already
             return self.compiled(batch)
         own = own_memory(state_of(self.job.model, None)) & set(program.captured.updated)
         for captured in (made.captured, program.captured):
@@ -94,7 +94,7 @@ class WorkerSide:
         return Worked(made, part, program, updater, player, sums, coordinates, apart, own)
 
     def _players(self, program: Program) -> tuple[SmallSums | None, Player | None, dict[str, int]]:
-        """What forms sums over the workers, what plays all collectives, and this rank's coordinates."""
+        """The player of sums over the workers, the player of all collectives, this rank's coordinates."""
         inside: Player | None = None
         coordinates = self.weights.coordinates
         if self.worker_ranks.size > 1:
@@ -122,7 +122,7 @@ class WorkerSide:
         *,
         checked: bool,
     ) -> list[Any]:
-        """One step after `num_steps` others; the leaves that it returns."""
+        """One step after `num_steps` others; its returned leaves."""
         state = self.weights.state
         if worked.apart:
             tensors = replica_rows.rows(tensors, self.role.number, self.job.layout.num_replicas)
@@ -157,7 +157,7 @@ class WorkerSide:
         return worked.part.result(mine, numbers)
 
     def refresh(self) -> None:
-        """Bring the weights of now, for whoever reads the model between steps."""
+        """Pull the current weights, for a reader of the model between steps."""
         if self._updater is None:
             return
         if not self.apart and not any(v.rows for v in self._updater.variables):
@@ -167,16 +167,16 @@ class WorkerSide:
         if self.consistency.predict:
             if self.client is not None:
                 self.client.look(rooms)
-            self._numbers = None  # the next gradient wants weights to come
+            self._numbers = None  # the next gradient needs predicted weights
         else:
             if self.client is not None:
-                self.client.pull(rooms)  # one that was begun before the last push
+                self.client.pull(rooms)  # completes the prefetch begun before the last push
                 self._numbers = self.client.pull(rooms).numbers
             self._numbers = self._told(self._numbers or {})
         self.weights.take(state, rooms)
 
     def bring(self) -> None:
-        """Put all state that the servers have into the model and the optimizer."""
+        """Copy all state of the servers into the model and the optimizer."""
         if self._updater is None:
             return
         self.weights.make_slots(self._updater.variables)
@@ -197,7 +197,7 @@ class WorkerSide:
         return self._updater is not None
 
     def hand_over(self) -> None:
-        """Give the servers the state that the model and the optimizer hold; one worker does so for all."""
+        """Send the servers the state of the model and the optimizer; one worker does so for all."""
         self._numbers = None
         if self._updater is not None and self.role.number == 0:
             held = whole_state(
@@ -232,7 +232,7 @@ class WorkerSide:
 
     @property
     def _tables(self) -> frozenset[str] | None:
-        """The tables whose rows travel alone, once that is settled."""
+        """The tables whose rows travel alone, once known."""
         if self._updater is None:
             return None
         return frozenset(v.name for v in self._updater.variables if v.rows)
@@ -240,7 +240,7 @@ class WorkerSide:
     def _pull(
         self, state: Mapping[str, Tensor], rows: Mapping[str, Rows], whole: frozenset[str]
     ) -> Mapping[str, float]:
-        """The weights for the next gradient, of large tables the `rows`, or what is to come `whole`; the
+        """Pull the weights for the next gradient, of large tables the `rows`, or the `whole` ones given; the
         numbers of the last update."""
         assert self._updater is not None
         numbers, due = self._numbers or {}, self._numbers is None
@@ -271,7 +271,7 @@ class WorkerSide:
             raise self._given_up()
 
     def _told(self, numbers: Mapping[str, float]) -> dict[str, float]:
-        """What the first rank knows: numbers, and whether workers are apart."""
+        """The first rank's numbers, and whether workers are apart."""
         own = {_APART: float(self.client.alone)} if self.client is not None else {}
         found = self.worker_ranks.told({**numbers, **own})
         self._apart = bool(found.pop(_APART))
@@ -291,12 +291,12 @@ class WorkerSide:
         )
 
 
-# Among the numbers that a first rank tells the others.
+# A name among the numbers that a first rank broadcasts.
 _APART = " apart"
 
 
 def _room(lookup: TableLookup, table: Tensor) -> Tensor:
-    """Whole rows that are still to come, of a table that may lie here in parts."""
+    """A buffer for whole rows of a table, which this rank may hold in parts."""
     return local_of(table).new_zeros((lookup.num_rows, *table.shape[1:]))
 
 

@@ -1,8 +1,8 @@
-"""Where a worker's ranks keep what servers give: each its part of the weights, behind the user's tensors.
+"""Keeps the servers' weights on a worker's ranks: each keeps its part, behind the user's tensors.
 
-    servers -> room for a whole weight, on the first rank -> on every rank -> its part
+    servers -> buffer for a whole weight, on the first rank -> on every rank -> its part
 
-A rank that has all of a weight is given it where it lies.
+A rank with all of a weight receives it in place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerWeights:
 
     @cached_property
     def home(self) -> Residence:
-        """How the worker's state is kept."""
+        """The residence of the worker's state."""
         return residence_of(self.job.model, self.job.layout)
 
     @cached_property
@@ -54,7 +54,7 @@ class WorkerWeights:
         return {s.name: s.tensor for s in state_of(self.job.model, None)}
 
     def settle(self, program: Program) -> None:
-        """Cut weights and buffers down to this rank's parts; what the program does not name stays whole."""
+        """Cut weights and buffers down to this rank's parts; those not in the program stay whole."""
         home = self.home
         home.device = run_device(self.job.model)
         home.compute.update(program.plan.compute)
@@ -64,7 +64,7 @@ class WorkerWeights:
         settle(self.job.model, self.job.optimizer, home, home.device, self.job.seed)
 
     def rooms(self, state: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-        """Where whole weights of `state` come: in the model itself, where this rank has all of one."""
+        """Buffers for whole weights of `state`: the model's own tensor if this rank has all of it."""
         found = {}
         for name in names:
             x = local_of(state[name])
@@ -73,7 +73,7 @@ class WorkerWeights:
         return found
 
     def take(self, state: Mapping[str, Tensor], rooms: Mapping[str, Tensor]) -> None:
-        """Every rank's part of the weights that have come to the first."""
+        """Distribute the first rank's received weights: each rank takes its part."""
         for name, whole in rooms.items():
             self.worker_ranks.share(whole)
             own = local_of(state[name])
@@ -81,7 +81,7 @@ class WorkerWeights:
                 own.copy_(self._part(name, whole))
 
     def put(self, s: StateTensor, whole: Tensor) -> None:
-        """Let a state tensor hold this rank's part of `whole`, which all have."""
+        """Set a state tensor to this rank's part of `whole`, which all ranks have."""
         if isinstance(s.tensor, DTensor):
             whole = self._part(s.name, whole).clone(memory_format=torch.contiguous_format)
         set_local(s.tensor, whole.to(s.tensor.device))
@@ -90,7 +90,7 @@ class WorkerWeights:
         return self.home.storage[name].cut(whole, self.home.layout.place_mesh, self.coordinates)
 
     def make_slots(self, variables: Iterable[ServedVariable]) -> None:
-        """The optimizer's slots, with no values yet; on several ranks each its part."""
+        """Make the optimizer's slots without values; on several ranks each makes its part."""
         if self.worker_ranks.size == 1:
             return create_slots(self.job.optimizer)
         names = {id(x): name for name, x in self.state.items()}
@@ -110,6 +110,6 @@ class WorkerWeights:
         return as_shard(own, home.storage[name], home, home.device, own)
 
     def forget_slots(self) -> None:
-        """The servers have the optimizer's slots; here they would only grow old."""
+        """Drop the optimizer's slots, which the servers keep."""
         for one in optimizers_of(self.job.optimizer):
             one.state.clear()
