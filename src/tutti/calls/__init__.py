@@ -1,1 +1,1 @@
-"""What a trace depends on, call by call; ranks that are in the same call."""
+"""Chooses the program of a call; checks that all ranks make the same call."""

@@ -1,9 +1,9 @@
-"""The captures of one step: one for each batch of other sizes, most of them made of one trace.
+"""The captures of one step: one for each set of batch sizes, most of them from one symbolic trace.
 
-The first sizes are traced as they are. When more come, the step is traced once more with symbols in place
-of the sizes that differ. The graph of any sizes for which the guards of that trace hold is made by putting
-the sizes in. Such a trace counts only if it gives for the first sizes the very graph that was captured for
-them. Where there is none, sizes are traced as they are.
+The first sizes get a concrete trace. For further sizes one more trace has symbols in place of the sizes that
+differ. Substitution of sizes gives the graph for any sizes that satisfy the guards of that trace. A symbolic
+trace counts only if it reproduces the captured graph of the first sizes. Without one, each set of sizes gets
+a concrete trace.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tutti.capture.substitutes.sparse import dense
 from tutti.state.residence import forget_values
 from tutti.torch_private.pytrees import tree_leaves
 
-# How many traces serve batches that differ in nothing but sizes, how many may fail to, and for how many kinds
-# of batches traces are kept: the one that has not been used for longest goes first.
-FIRST_SIZES = 2  # that are traced as they are: with symbols a trace takes twice as long
+# The most traces for batches that differ only in sizes, the most failed ones, and the most kinds of batches
+# with traces: the least recently used one goes first.
+FIRST_SIZES = 2  # sizes with concrete traces: a symbolic trace takes twice as long
 MOST_TRACES = 4
 MOST_FAILURES = 2
 MOST_KINDS = 8
@@ -43,14 +43,14 @@ Capture = Callable[[FreeSizes | None, Findings], Captured]
 class _Trace:
     sizes: Resizable
     renewed: frozenset[Any]
-    modes: list[tuple[nn.Module, bool]]  # what the step itself sets
+    modes: list[tuple[nn.Module, bool]]  # set by the step itself
 
 
 @dataclass
 class _Kind:
-    """What is known of batches that differ in nothing but sizes."""
+    """The traces for batches that differ only in sizes."""
 
-    first: Captured  # as it was traced, and for which shapes
+    first: Captured  # the concrete trace, and its shapes
     shapes: Shapes
     met: list[Shapes]
     traces: list[_Trace] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Captures:
         self._model, self._optimizer, self._python = model, optimizer, python
         self._kinds: dict[Any, _Kind] = {}
         self._last: tuple[Captured, Shapes] | None = None
-        self.is_resized = False  # whether the last capture is one of a trace for many sizes
+        self.is_resized = False  # whether the last capture comes from a symbolic trace
 
     def of(
         self,
@@ -77,9 +77,9 @@ class Captures:
         """The captured step for a batch.
 
         Args:
-            key: all that a trace depends on besides the sizes of the batch and its inputs.
+            key: all dependencies of a trace besides the sizes of the batch and its inputs.
             given: the numbers of this call.
-            renewed: as `capture` is given them.
+            renewed: as for `capture`.
         """
         shapes = [tuple(x.shape) for x in tree_leaves(dense(tuple(batch))) if isinstance(x, Tensor)]
         self.is_resized = False
@@ -98,7 +98,7 @@ class Captures:
         return made
 
     def enter(self, key: Any) -> None:
-        """Calls with this key may be served by what was captured last."""
+        """Let the last capture serve calls with this key."""
         if self._last is not None:
             captured, shapes = self._last
             kind = self._kinds.setdefault(key, _Kind(captured, shapes, []))
@@ -128,7 +128,7 @@ class Captures:
         renewed: frozenset[Any],
         capture: Capture,
     ) -> Captured | None:
-        """From a new trace with symbols; None where that says nothing about these sizes."""
+        """A capture from a new symbolic trace; None if that does not cover these sizes."""
         free = FreeSizes.between(*kind.met, shapes)
         hopeless = kind.num_failures >= MOST_FAILURES or len(kind.traces) >= MOST_TRACES
         if (
@@ -154,12 +154,12 @@ class Captures:
         return self._known(kind, shapes, given, renewed)
 
     def _is_right(self, found: Resizable, kind: _Kind) -> bool:
-        """Whether a trace gives what was captured for the sizes that were traced as they are."""
+        """Whether a trace reproduces the captures of the sizes with concrete traces."""
         again = found.of(kind.shapes, kind.first.state)
         return again is not None and not difference(again, kind.first)
 
     def _resizable(self, free: FreeSizes, shapes: Shapes, capture: Capture) -> Resizable | None:
-        """A trace with symbols. What it raises is no error of the step: it is then traced as it is."""
+        """A symbolic trace. Its exceptions are no errors of the step, which then gets a concrete trace."""
         known = self._python.findings
         findings = copy.deepcopy(known)
         try:
@@ -169,7 +169,7 @@ class Captures:
             return None
 
     def _state(self, captured: Captured) -> list[StateTensor] | None:
-        """The state as it is now; None where it is not what a trace knows."""
+        """The current state; None if it differs from the state of a trace."""
         state = state_of(self._model, self._optimizer)
         for name, place in captured.outside.items():
             value = self._python.state.place_like(place).get()

@@ -1,10 +1,9 @@
-"""Ranks of one program are in the same call with the same inputs, or say at once what differs.
+"""Detects ranks of one program in different calls or with different inputs, and reports the difference.
 
-Each rank writes what it is given at each call where the others can see it (`comm.board`), and looks at
-theirs: before the call, while it waits for them, and after it. So nobody waits for this, and a rank that is
-given another batch, shape or learning rate is told before its collectives meet others. The state that ranks
-hold alike is compared by `samples`. Between hosts the same travels beside the step (`comm.bulletin`), and is
-compared at the next call.
+At each call each rank publishes its inputs (`comm.board`), and compares those of the others: before the call,
+while it waits for them, and after it. So the check adds no wait, and a rank with another batch, shape or
+learning rate fails before its collectives meet others. `samples` compares replicated state. Between hosts the
+entries travel outside of the step (`comm.bulletin`), and ranks compare them at the next call.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from tutti.errors import CommError
 from tutti.layout import Layout
 from tutti.user_lines import is_users
 
-WAIT_SECONDS = 10.0  # after which a rank says for whom it waits
-WHOLE_NBYTES = 2**15  # a tensor of the batch is hashed whole up to here, above a sample of it is
+WAIT_SECONDS = 10.0  # after which a rank reports the ranks that it waits for
+WHOLE_NBYTES = 2**15  # a tensor's hash covers all of it up to this size, else a sample
 _SAMPLE = 2048
 _POLL_SECONDS = 5e-4
 _ALL_SECONDS = 0.3
-_FIRST = 1 << 63  # the first call of a step, before the ranks have a number for it
-# The program (0: none yet), the step's number, the batch's form, and how many values and numbers follow.
+_FIRST = 1 << 63  # the first call of a step, before the ranks agree on its number
+# The program (0: none yet), the step's number, the batch's form, and the counts of values and numbers.
 _HEAD = struct.Struct("<qqQII")
 
 
@@ -57,8 +56,8 @@ class Divergence:
     """Watches one step on this rank.
 
     Args:
-        name: the step's, as errors show it.
-        layout: as `distribute` was given it: replicas are watched each for itself.
+        name: of the step, for errors.
+        layout: the layout of `distribute`: each replica is watched separately.
     """
 
     def __init__(self, name: str, layout: Layout) -> None:
@@ -80,11 +79,11 @@ class Divergence:
         self._past: deque[tuple[int, bytes, list[int]]] = deque(maxlen=2)
 
     def given(self, leaves: Sequence[Any], given: Mapping[str, Any], num_steps: int) -> None:
-        """A call begins: the leaves of its batch, its numbers, and how many steps there were before."""
+        """Begin a call: the leaves of its batch, its numbers, and the number of earlier steps."""
         self._leaves, self._given, self._num_steps = leaves, given, num_steps
 
     def first(self) -> None:
-        """All ranks are at the first call of this step; they agree on a number for it."""
+        """At the first call of this step all ranks agree on a number for it."""
         self._board = _board_of(self._layout)
         if self._board is None:
             return
@@ -103,7 +102,7 @@ class Divergence:
         self._number = int(made[self._board.ranks[0]]) + 1
 
     def before_compiling(self) -> None:
-        """All ranks compile this call, or none: returns when all have come here."""
+        """All ranks compile this call, or none: returns when all have reached this point."""
         if self._board is not None:
             self._count += 1
             self._enter(self._number << 32 | self._count, 0, b"")
@@ -122,7 +121,7 @@ class Divergence:
         return _Watching(self, program, samples, own)
 
     def enter(self, program: int, samples: Samples | None, own: Sequence[Tensor]) -> None:
-        """Write what this rank is given, and look at the others'."""
+        """Publish this rank's inputs, and compare the others'."""
         if self._board is None:
             return
         if self._failed:
@@ -144,20 +143,20 @@ class Divergence:
         self._look_around()
 
     def leave(self, error: BaseException | None) -> None:
-        """After the call, which has raised `error`, if any: what differs between ranks explains it."""
+        """After the call, which has raised `error`, if any: a difference between ranks explains it."""
         if self._board is None or self._board.now(self._board.position) != self._call:
             return
         try:
             if error is None or (isinstance(error, CommError) and not self._failed):
                 self._look_around()
-            if error is None and self._unseen:  # a program in which not all meet
+            if error is None and self._unseen:  # a program without a meeting of all ranks
                 self._past.append((self._call, self._mine, self._unseen))
         finally:
             if error is not None:
                 self._board.fail(self._call)
             self._leave()
 
-    # What is written
+    # Publication
 
     def _enter(self, call: int, program: int, samples: bytes) -> None:
         assert self._board is not None
@@ -179,7 +178,7 @@ class Divergence:
             WATCHES.remove(self._look_around)
 
     def _form(self) -> tuple[int, list[str]]:
-        """A number for all of the batch that is no value of a tensor, and words for each leaf."""
+        """A hash of the batch without its tensors' values, and a text for each leaf."""
         key = tuple(map(_kind, self._leaves))
         found = self._forms.get(key)
         if found is None:
@@ -211,13 +210,13 @@ class Divergence:
             self._texts[key] = text
         return self._texts[key]
 
-    # What is compared
+    # Comparison
 
     def _look(self) -> None:
         self._unseen = self._compare(self._call, self._mine, self._unseen)
 
     def _compare(self, call: int, mine: bytes, positions: Sequence[int]) -> list[int]:
-        """Those of `positions` that have not come to `call`; raises where one has come with other inputs."""
+        """Those of `positions` that have not reached `call`; raises if one has other inputs there."""
         assert self._board is not None
         unseen = []
         for j in positions:
@@ -231,13 +230,13 @@ class Divergence:
         return unseen
 
     def _look_around(self) -> None:
-        """Compare with those that have come here; see where the others are."""
+        """Compare with the ranks that have reached this call; check the calls of the others."""
         self._look()
         if self._unseen:
-            self._look_elsewhere()  # `waits` tells of a rank that waits long
+            self._look_elsewhere()  # `waits` reports long waits
 
     def _meet(self, call: int) -> None:
-        """Return when all ranks have come to `call`."""
+        """Return when all ranks have reached `call`."""
         assert self._board is not None
         began = time.monotonic()
         while True:
@@ -253,7 +252,7 @@ class Divergence:
             time.sleep(_POLL_SECONDS if waited < 1 else 20 * _POLL_SECONDS)
 
     def _look_elsewhere(self, waited_seconds: float = 0.0) -> None:
-        """Raise where a rank is in another call that this one has not come to; say for whom it waits."""
+        """Raise if a rank is in another call that this one has not reached; report long waits."""
         assert self._board is not None
         board = self._board
         for j in self._unseen:
@@ -261,7 +260,7 @@ class Divergence:
             if not other or other == self._call or board.has(board.position, other):
                 continue
             if not self._call & _FIRST and board.has(j, self._call):
-                continue  # it has just come there and gone
+                continue  # it has just reached the call and left it
             self._fail("another call")
             raise CommError(
                 "the ranks call different steps:\n"
@@ -298,7 +297,7 @@ class Divergence:
                 fix="if a rank is only slow, set TUTTI_TIMEOUT to more seconds",
             )
 
-    # What is said
+    # Errors
 
     def _tell(self, j: int, call: int, mine: bytes, theirs: bytes) -> None:
         """Raise, unless only rounding differs."""
@@ -307,7 +306,7 @@ class Divergence:
         here, there = _HEAD.unpack_from(mine), _HEAD.unpack_from(theirs)
         until = time.monotonic() + _ALL_SECONDS * isinstance(board, Board)
         while time.monotonic() < until and not all(board.has(k, call) for k in board.others):
-            time.sleep(_POLL_SECONDS)  # so that all of them are named
+            time.sleep(_POLL_SECONDS)  # so that the error names all of them
         found = (
             self._other_form(j, call, here, there)
             or self._other_program(j, call, here, there)
@@ -414,7 +413,7 @@ class Divergence:
         )
 
     def _unlike(self, j: int, call: int, mine: bytes, theirs: bytes) -> str:
-        """The name of a state tensor that differs from that of the rank at position j; or ""."""
+        """The name of a state tensor that differs on the rank at position j; or ""."""
         samples, begin = self._samples.get(_HEAD.unpack_from(mine)[0]), _num_fixed(mine)
         if samples is None:
             return ""
@@ -427,7 +426,7 @@ class Divergence:
         return self._board.position
 
     def _written(self, call: int) -> dict[int, bytes]:
-        """What each rank that has come to a call was given, by position."""
+        """The inputs of each rank that has reached a call, by position."""
         assert self._board is not None
         found = {k: self._board.data(k, call) for k in range(len(self._board.ranks))}
         found[self._position] = self._mine if call == self._call else found[self._position]
@@ -436,7 +435,7 @@ class Divergence:
     def _by_ranks(
         self, call: int, show: Callable[[int], str], among: Collection[int] | None = None
     ) -> str:
-        """What differs, with the ranks that have it; hashes are only told apart."""
+        """The different values, each with its ranks; without the text of hashes."""
         assert self._board is not None
         ranks: dict[str, list[int]] = {}
         for k in self._written(call) if among is None else among:
@@ -465,7 +464,7 @@ class Divergence:
 
 
 class _Watching:
-    """A `with` that is entered at every call."""
+    """The context manager of every call."""
 
     __slots__ = ("_args", "_of")
 
@@ -483,14 +482,14 @@ class _Watching:
         self._of.leave(error)
 
 
-# The boards of this process, by the ranks that see them; those of a process group that has gone go with it.
+# The boards of this process, by their ranks; those of a destroyed process group go with it.
 _BOARDS: dict[tuple[int, tuple[int, ...]], tuple[Any, Board | Bulletin | None]] = {}
 
 
 def _board_of(layout: Layout) -> Board | Bulletin | None:
-    """The board of the ranks that play one program with this one; all ranks ask together the first time.
+    """The board of the ranks of this rank's program; all ranks call together the first time.
 
-    None where there is one rank alone.
+    None for a single rank.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -522,7 +521,7 @@ def _made(ranks: tuple[int, ...]) -> Board | Bulletin | None:
     pids = [said[rank][1] for rank in ranks]
     try:
         return Board(ranks, ranks.index(rank), pids, exchange)
-    except SharedMemoryError:  # `Groups` says why
+    except SharedMemoryError:  # `Groups` warns with the reason
         return _between_hosts(ranks)
 
 
@@ -538,7 +537,7 @@ def _between_hosts(ranks: tuple[int, ...]) -> Bulletin:
 
 
 def _num_fixed(data: bytes) -> int:
-    """How many bytes of an entry must be equal on all ranks; samples follow."""
+    """The number of bytes of an entry that must be equal on all ranks; samples follow."""
     num_values, num_numbers = _HEAD.unpack_from(data)[3:]
     return _HEAD.size + 8 * (num_values + num_numbers)
 

@@ -1,4 +1,4 @@
-"""A user's step as PyTorch runs it, with the random numbers of its captured form."""
+"""Runs a user's step eagerly, with the random numbers of its captured form."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def eagerly(
     step: int,
     precision: str,
 ) -> Any:
-    """What the user's step returns, run as PyTorch runs it, with the random numbers of step number `step`."""
+    """The result of the user's step, run eagerly with the random numbers of step number `step`."""
     args = (model,) if optimizer is None else (model, optimizer)
     with (
         OurRandomness(seed, step) as ours,

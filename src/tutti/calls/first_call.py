@@ -1,7 +1,7 @@
-"""A call whose optimizer takes its first step in another form: played eagerly, on whole tensors on each rank.
+"""A call with an optimizer's first step of another form: runs eagerly, on whole tensors on each rank.
 
-The whole batch and whole weights make it the step of one device, whatever the layout; random ops draw the
-numbers of its captured form. What is captured begins at the next call, from the slots that this one leaves.
+With the whole batch and whole weights it is the step of one device under any layout; random ops draw the
+numbers of its captured form. Capture begins at the next call, from the slots that this one leaves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tutti.torch_private.pytrees import tree_map_only
 
 
 def refuse_where_apart(optimizer: Any, layout: Layout) -> None:
-    """Raise `CaptureError` where replicas or servers would have to take a first step of another form."""
+    """Raise `CaptureError` if replicas or servers would need a first step of another form."""
     one = awaiting(optimizer) if layout.num_replicas > 1 else None
     if one is not None:
         where = "servers have its slots" if layout.server else "each replica has its own rows"
@@ -54,7 +54,7 @@ def refuse_where_apart(optimizer: Any, layout: Layout) -> None:
 
 
 def refuse_in_shards(model: nn.Module, optimizer: Any) -> None:
-    """Raise `CaptureError` for slots to be loaded that only a first step on whole weights could make."""
+    """Raise `CaptureError` if only a first step on whole weights could make the slots to load."""
     if _in_shards(model):
         one = awaiting(optimizer) or optimizers_of(optimizer)[0]
         raise CaptureError(
@@ -69,7 +69,7 @@ def _in_shards(model: nn.Module) -> bool:
 
 
 class FirstCall:
-    """One call of a step, taken eagerly. All ranks make it together."""
+    """One eager call of a step. All ranks make it together."""
 
     def __init__(self, job: Job, python: PythonValues) -> None:
         self._job, self._python = job, python
@@ -77,7 +77,7 @@ class FirstCall:
         self._gradients_lost = False
 
     def take(self, batch: tuple[Any, ...], num_steps: int) -> list[Any]:
-        """The leaves that it returns, and their form; there were `num_steps` steps before."""
+        """The returned leaves, and their form, after `num_steps` steps."""
         job, python = self._job, self._python
         self._refuse()
         adopt(job.model, job.optimizer)
@@ -100,7 +100,7 @@ class FirstCall:
         return [[x.detach() if isinstance(x, Tensor) else x for x in leaves], spec]
 
     def not_over(self) -> None:
-        """The next call takes first steps, too; raises where it would miss gradients of this one."""
+        """The next call takes first steps, too; raises if it would miss gradients of this one."""
         if self._gradients_lost:
             one = optimizers_of(self._job.optimizer)[0]
             raise CaptureError(
@@ -110,7 +110,7 @@ class FirstCall:
             )
 
     def over(self) -> None:
-        """What comes next is captured, and reads none of the gradients that are left."""
+        """The next call is captured, and reads none of the remaining gradients."""
         for p in self._job.model.parameters():
             p.grad = None
 
@@ -131,14 +131,14 @@ class FirstCall:
         adopt(job.model, job.optimizer)
 
     def _whole(self) -> contextlib.AbstractContextManager[Any]:
-        """Weights in shards are whole inside: another step has cut them."""
+        """Context with whole weights, which another step may have sharded."""
         if self._home is None:
             return contextlib.nullcontext()
         self._home.optimizers.update(optimizers_of(self._job.optimizer))
         return Whole(self._job.model, slots=True)
 
     def _agree(self) -> None:
-        """Rank 0's values count."""
+        """Broadcast rank 0's values."""
         if self._job.layout.num_ranks == 1:
             return
         state = state_of(self._job.model, self._job.optimizer)
@@ -161,7 +161,7 @@ def first_call_undone(
     seed: int,
     precision: str,
 ) -> Iterator[None]:
-    """Inside, copies have taken a first step of another form; what it did elsewhere is undone in the end."""
+    """Context in which copies have taken a first step of another form; undoes its side effects at the end."""
     if awaiting(optimizer) is None:
         yield
         return
@@ -178,7 +178,7 @@ def first_call_undone(
 
 
 def _versions(python: PythonValues) -> dict[str, Any]:
-    """By name of a place, what tells a change of what stands there."""
+    """By name of a place, a version of its value that reveals changes."""
     python.walk()
     state = python.state
     found: dict[str, Any] = {}

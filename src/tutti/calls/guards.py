@@ -1,7 +1,7 @@
-"""What a trace takes for granted: branches that it took on numbers, and values of tensors that it reads.
+"""The guards of a trace: its branches on numbers, and the tensor values that it reads.
 
-Numbers are known before a run. What a step reads from tensors is known after one: a program that has taken
-another way is not the one for this call, and its results do not count.
+Numbers are known before a run. The values that a step reads from tensors are known after one: if they lead to
+other branches, the program is not the one for this call, and its results do not count.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tutti.torch_private.autograd_engine import are_unwritten, version_of
 from tutti.torch_private.symbolic import PythonPrinter, expression_of
 from tutti.user_lines import quoted
 
-# Whether a trace holds for numbers by name.
+# Whether a trace is valid for numbers by name.
 Guard = Callable[[Mapping[str, float]], bool]
 MOST_WAYS = 8  # traces for one call
 _LIBRARY = {"math": math, "torch": torch}
 
 
 def guard_of(captured: Captured) -> Guard:
-    """One condition for all that is known before a run: of numbers, and of tensors that are constants."""
+    """One condition for everything known before a run: numbers, and constant tensors."""
     of_numbers, constants = _of_numbers(captured), _constants(captured)
     if not constants:
         return of_numbers
@@ -37,7 +37,7 @@ def guard_of(captured: Captured) -> Guard:
 
 
 def _constants(captured: Captured) -> list[tuple[Tensor, int]]:
-    """The tensors that a graph holds, with the count of what was written into each."""
+    """The tensors that a graph holds, with the version counter of each."""
     nodes = (n for n in captured.graph.nodes if n.op == "get_attr")
     held = [getattr(captured.owner, str(n.target)) for n in nodes]
     plain = [x for x in held if isinstance(x, Tensor) and not x.is_inference()]
@@ -53,7 +53,7 @@ def _of_numbers(captured: Captured) -> Guard:
         if expr.free_symbols & reads:
             continue
         if known and known != expr.free_symbols:
-            return lambda given: False  # it holds for this call alone
+            return lambda given: False  # the trace is valid for this call only
         if known:
             conditions[f"({PythonPrinter().doprint(expr)})"] = None
             used |= {s: symbols[s] for s in expr.free_symbols}
@@ -65,7 +65,7 @@ def _of_numbers(captured: Captured) -> Guard:
 
 
 class ReadGuard:
-    """Whether a run has gone the ways that its trace took, by the tensors whose values the step reads."""
+    """Checks the branches of a run against its trace, by the tensor values that the step reads."""
 
     def __init__(self, captured: Captured) -> None:
         self._first, self._reads = captured.num_results, captured.reads.numbers
@@ -81,24 +81,24 @@ class ReadGuard:
         self._holds = _function([*used, *reads], " and ".join(conditions) or "True")
 
     def values(self, results: Sequence[Any]) -> dict[int, float]:
-        """What was read, of the results of a run, by the number of the read."""
+        """The values read in a run, by the number of the read."""
         read = results[self._first : self._first + len(self._reads)]
         return {k: x.item() for k, x in zip(self._reads, read, strict=True)}
 
     def holds(self, given: Mapping[str, Any], values: Seen) -> bool:
-        """Whether these are the ways of this trace."""
+        """Whether these values lead to the branches of this trace."""
         if not all(k in values for k in self._reads):
             return False
         try:
             return bool(
                 self._holds(*(given[n] for n in self._numbers), *(values[k] for k in self._reads))
             )
-        except (ArithmeticError, ValueError):  # a logarithm of zero, where eager takes another way
+        except (ArithmeticError, ValueError):  # a logarithm of zero; eager takes another branch
             return False
 
 
 def no_way(captured: Captured, values: Seen) -> CaptureError:
-    """For a step of which no trace has gone the ways that its values showed then."""
+    """The error for a step without a trace for the branches of its values."""
     return CaptureError(
         f"the step takes another way at each of {MOST_WAYS} traces, by values that it reads from tensors",
         at=quoted(captured.reads.source),
@@ -108,7 +108,7 @@ def no_way(captured: Captured, values: Seen) -> CaptureError:
 
 
 def refuse_other_layouts(captured: Captured, layout: Layout) -> None:
-    """Raise `CaptureError` where ranks would not all know what the step reads."""
+    """Raise `CaptureError` if not all ranks would have the values that the step reads."""
     if not captured.reads:
         return
     if layout.in_time:
@@ -120,7 +120,7 @@ def refuse_other_layouts(captured: Captured, layout: Layout) -> None:
 
 
 def _symbols(captured: Captured) -> dict[Any, str]:
-    """The names of the numbers that are inputs, by their symbols."""
+    """The names of the input numbers, by their symbols."""
     vals = {name: node.meta.get("val") for name, node in captured.placeholders.items()}
     return {expression_of(x): name for name, x in vals.items() if isinstance(x, SYMBOLS)}
 

@@ -1,9 +1,8 @@
-"""Where each state tensor of a step hangs in its model and optimizers, to find it again without a walk.
+"""Finds each state tensor of a step in its model and optimizers without a walk.
 
 A walk over all modules and slots takes 1 us a tensor, at every step. Tensors may be replaced between steps
-(a checkpoint is loaded, a buffer is set anew), so what is remembered is the table that holds each, and what
-must still be as it was for that table to be the right one. A step begins with all of this cold, so it is read
-by a few calls that go through many tables each.
+(by a checkpoint, or a new buffer), so this keeps the table that holds each, and the conditions under which
+that table is still the right one. A step begins with cold caches, so a few calls read many tables each.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Holders:
         wanted: state tensors as `capture.lift.state_of` lists them; `tensors` gives them in this order.
 
     Raises:
-        CaptureError: for a parameter that only an optimizer holds, and for state that is gone.
+        CaptureError: for a parameter that only an optimizer holds, and for missing state.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Holders:
         self._plan([places[s.name] for s in wanted])
 
     def tensors(self) -> list[Tensor] | None:
-        """The tensors as they are now; None where a module, parameter or slot table was replaced."""
+        """The current tensors; None after a replacement of a module, parameter or slot table."""
         if any(one.state is not state for one, state in self._optimizers):
             return None
         found = values_of(self._fixed)
@@ -60,7 +59,7 @@ class Holders:
         return [*map(found.__getitem__, self._order)]
 
     def _plan(self, wanted: list[tuple[Table, str]]) -> None:
-        """Which of the values held each wanted one is, or how to read it."""
+        """The position of each wanted tensor among the values held, or its reader."""
         held = {id(x): i for i, x in enumerate(self._held)}
         keys_of: dict[int, tuple[Table, list[str]]] = {}
         for table, key in wanted:

@@ -1,7 +1,7 @@
-"""Which hooks modules, parameters and optimizers have, told at each step at the cost of a look.
+"""Detects changes of the hooks of modules, parameters and optimizers, cheaply at each step.
 
-Every hook gets a number of its own, from a counter of PyTorch's: where that stands still nothing was
-registered, and only what was there can have gone.
+Every hook gets a unique number from a counter of PyTorch: if the counter is unchanged, there are no new
+hooks, and only earlier ones may be gone.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Hooks:
     def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         self._modules, self._optimizers = modules, optimizers
         self._next = -1
-        self._tables: list[Any] = []  # those that hold any
+        self._tables: list[Any] = []  # the tables with any hooks
         self._count = 0
         self._now: Any = None
 
     def now(self) -> Any:
-        """A hashable key: equal where the same hooks hang at the same places."""
+        """A hashable key: equal for the same hooks at the same places."""
         next_one = RemovableHandle.next_id
         if next_one != self._next or sum(map(len, self._tables)) != self._count:
             found = [(i, table) for i, table in enumerate(self._all()) if table]

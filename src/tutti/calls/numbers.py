@@ -1,4 +1,4 @@
-"""The numbers of a call that are inputs of its graph, read from where they stand without a walk."""
+"""Reads the input numbers of a call's graph from their places without a walk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Numbers:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._optimizers = optimizer, optimizers_of(optimizer)
-        # The groups met last, what kinds of values stood in them, and where each number stands.
+        # The last groups, the kinds of their values, and the place of each number.
         self._groups: list[dict[str, Any]] = []
         self._kinds: list[Any] = []
         self._places: list[tuple[str, dict[str, Any], str, int | None]] = []

@@ -1,4 +1,4 @@
-"""State of a step that neither its model nor its optimizers hold: tensors in closures, criteria, teachers.
+"""State of a step outside of its model and optimizers: tensors in closures, criteria, teachers.
 
 Every rank has all of it, and makes the same changes.
 """
@@ -32,7 +32,7 @@ class Outside:
         return [self._state.place_like(p) for p in self._captured.outside.values()]
 
     def tensors(self) -> list[Tensor]:
-        """The tensors as they are now; of a part of another, which no step writes, a copy."""
+        """The current tensors; a copy of a view of another tensor, which no step writes."""
         if self._values.state is not self._state:
             self._state = self._values.state
             self._places = self._found()
@@ -40,7 +40,7 @@ class Outside:
         return [x if is_dense(x) else x.contiguous() for x in found]
 
     def agree(self, layout: Layout) -> None:
-        """Rank 0's values count; all ranks call this together."""
+        """Broadcast rank 0's values; all ranks call this together."""
         self._refuse_in_a_pipeline(layout)
         if not self._places or layout.num_ranks == 1:
             return
@@ -60,7 +60,7 @@ class Outside:
 
 
 def refuse_where_served(captured: Captured) -> None:
-    """Servers keep variables and their slots: what else a step changes would be each worker's own."""
+    """Servers keep only variables and their slots: each worker would have its own copy of other state."""
     changed = [p.name for effect in captured.effects for p in effect.places]
     changed += [n for n in captured.updated if n in captured.outside]
     if changed:

@@ -1,7 +1,7 @@
-"""Ranks of one program compute with the same kernels, or say at the first call which differ.
+"""Checks at the first call that all ranks of a program compute with the same kernels.
 
-What several ranks keep alike (a bias under `tensor`, weights under `data`) each of them works out for itself.
-PyTorch, oneDNN and MKL choose kernels by the features of the processor; other ones round otherwise, and the
+Each rank computes its own copy of a replicated value (a bias under `tensor`, weights under `data`). PyTorch,
+oneDNN and MKL choose kernels by the features of the processor; other kernels round differently, and the
 copies drift apart. `torch.randn` of one seed differs, too.
 """
 
@@ -18,7 +18,7 @@ from tutti.comm.collectives.group import Group
 from tutti.errors import CommError
 
 CAPABILITY = "ATEN_CPU_CAPABILITY"
-# What makes a library choose other kernels than the processor would have.
+# The variables that override a library's choice of kernels.
 _CHOICES = (
     "ONEDNN_MAX_CPU_ISA",
     "DNNL_MAX_CPU_ISA",
@@ -29,13 +29,13 @@ _CHOICES = (
 
 
 def refuse_unlike(num_programs: int, device: torch.device) -> None:
-    """Raise `CommError` on all ranks where those of one program choose kernels otherwise.
+    """Raise `CommError` on all ranks if the ranks of one program choose different kernels.
 
-    All ranks call together. Nothing is compared where the step runs on another device than a CPU.
+    All ranks call together. There is no comparison for a step on another device than a CPU.
 
     Args:
-        num_programs: of how many programs, of equally many ranks each, the run consists.
-        device: where this rank's tensors lie.
+        num_programs: the run's number of programs, with equally many ranks each.
+        device: of this rank's tensors.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

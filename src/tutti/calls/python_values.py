@@ -1,8 +1,8 @@
-"""The Python values that a step reaches, call by call: looked at by few reads, walked where one changed.
+"""Checks the Python values of a step at each call: by few reads, and by a walk after a change.
 
-strict   the very same object as at the last call, or everything is walked again
-loose    a tensor of the same form, which takes another's place at each call
-inputs   numbers: their values are given to the graph
+strict   the same object as at the last call; any other causes a new walk
+loose    a tensor of the same form, which replaces another at each call
+inputs   numbers: their values are inputs of the graph
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Read = Callable[[], Sequence[Any]]
 class PythonValues:
     """The Python values of one step.
 
-    `findings` is what is known of its numbers, for its captures.
+    `findings` describes its numbers, for its captures.
     """
 
     def __init__(self, step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -59,7 +59,7 @@ class PythonValues:
         raise AssertionError("values change while they are read")
 
     def walk(self) -> None:
-        """Go through everything. Numbers that have changed since the last time are inputs from now on."""
+        """Walk over all values. Numbers that have changed since the last walk become inputs."""
         before, state = self._state, PythonState(*self._given, self.findings)
         if before is not None:
             changed = self._changed(before, state) - self.findings.fixed
@@ -73,17 +73,17 @@ class PythonValues:
 
     @property
     def state(self) -> PythonState:
-        """What the last walk has found."""
+        """The result of the last walk."""
         assert self._state is not None
         return self._state
 
     def note_changed(self, captured: Captured) -> None:
-        """Remember what a trace changes, for checkpoints."""
+        """Record the changes of a trace, for checkpoints."""
         self.changed |= {p.name for effect in captured.effects for p in effect.places}
         self.changed |= set(captured.outside) & set(captured.updated)
 
     def apply(self, effects: Sequence[Effect], results: Sequence[Any]) -> None:
-        """Put what a step has left where it belongs."""
+        """Store a step's results in their places."""
         for effect, value in zip(effects, values_of(effects, results), strict=True):
             known = self._resolved.get(id(effect))
             if known is None:
@@ -98,7 +98,7 @@ class PythonValues:
         return {n for n, x in self._numbers.items() if n in old and old[n] != x}
 
     def _plan(self, state: PythonState) -> None:
-        """What is read at each call, and what it was."""
+        """The reads of each call, and their last values."""
         self._numbers = _plain_numbers(state)
         inputs = {(id(p.table), p.key) for n in state.numbers for p in n.places}
         strict: list[Read] = []
@@ -154,7 +154,7 @@ class PythonValues:
         return place.name in self._loose_names or state.holds_value_of_module(place)
 
     def _values(self) -> dict[str, float] | None:
-        """The inputs; None where something else is not as it was."""
+        """The inputs; None if another value has changed."""
         try:
             if not are_same([*chain.from_iterable(map(call, self._holders))], self._held_by):
                 return None
@@ -176,7 +176,7 @@ class PythonValues:
         return dict(zip(self._names, [values[i] for i in self._at], strict=True))
 
     def _note_other_tensors(self, now: list[Any]) -> None:
-        """A tensor in the place of another is loose from now on."""
+        """Make a tensor that has replaced another loose."""
         if len(now) == len(self._held):
             for value, held, place in zip(now, self._held, self._places, strict=True):
                 if value is not held and may_be_input(held) and may_be_input(value):
@@ -187,7 +187,7 @@ class PythonValues:
 
 
 def form_of(value: Any) -> Any:
-    """What of a tensor a trace depends on."""
+    """The properties of a tensor that a trace depends on."""
     if not isinstance(value, Tensor):
         return None
     return (value.shape, value.dtype, value.requires_grad)

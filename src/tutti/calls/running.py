@@ -1,4 +1,4 @@
-"""A job under way: what its calls leave behind, and how its ranks come together."""
+"""A running job: the shared state of its calls, and the meeting of its ranks."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tutti.torch_private.pytrees import tree_flatten
 
 
 class Running:
-    """A job, how many steps it has taken, and the Python values, captures and ranks that its calls share.
+    """A job, its number of steps, and the Python values, captures and ranks that its calls share.
 
     Args:
-        job: with the layout that this process plays.
-        agreeing: how its replicas agree, where there are any that do.
+        job: with the layout of this process.
+        agreeing: the exchanges of its replicas, if it has any.
     """
 
     def __init__(self, job: Job, agreeing: Agreeing | None = None) -> None:
@@ -42,7 +42,7 @@ class Running:
         self.begun = False  # whether all ranks have made a call
 
     def begin_together(self, batch: tuple[Any, ...]) -> None:
-        """All ranks are at this call, which none has a program for, and were given the same."""
+        """Check that all ranks are at this call, without a program for it, and have the same inputs."""
         job, several = self.job, ensure_process_group()
         if not job.layout.server:
             job.layout.check_ranks(dist.get_world_size() if several else 1)
@@ -58,7 +58,7 @@ class Running:
 
 
 def _check_same_batch(batch: tuple[Any, ...], seed: int) -> None:
-    """All ranks must be given the same global batch, and say so before the first step."""
+    """Check before the first step that all ranks have the same global batch."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     entries = [f"seed={seed}"]

@@ -1,4 +1,4 @@
-"""What a trace depends on besides the inputs of its graph: a call that differs in it traces again."""
+"""The signature of a call: the dependencies of a trace beside its graph's inputs; a new one needs a trace."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Signatures:
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model, self._optimizers = model, optimizers
-        self._version = 0  # of which modules there are
+        self._version = 0  # of the set of modules
         self._walk()
 
     def of(self, leaves: Sequence[Any], form: Any, python: int, *, sized: bool = True) -> Any:
-        """A hashable key: the batch's form, its shapes and constants, how many parameters each group has,
-        which modules there are, which parameters are trained, their dtypes, and the hooks.
+        """A hashable key: the batch's form, its shapes and constants, the number of parameters of each group,
+        the modules, the trained parameters, their dtypes, and the hooks.
 
-        `python` stands for the Python values that the step reaches (`PythonValues.now`). Without `sized`
-        calls have one key whose tensors differ in nothing but sizes.
+        `python` stands for the Python values of the step (`PythonValues.now`). Without `sized`, calls whose
+        tensors differ only in sizes have one key.
 
         Raises `CaptureError` for a leaf of the batch that is neither tensor nor constant.
         """
@@ -42,7 +42,7 @@ class Signatures:
         return made, form, groups, self._version, python, weights, self._hooks.now()
 
     def _walk(self) -> None:
-        """Find the modules that there are now, and the tables in which they hold each other."""
+        """Find the current modules, and the tables in which they hold each other."""
         self.modules = list(self._model.modules())
         self._children = [children_of(m) for m in self.modules if children_of(m)]
         self._below = values_of(self._children)

@@ -1,4 +1,4 @@
-"""Several values of many tables, read by few calls: a step begins with all of it out of the caches."""
+"""Reads several values of many tables by few calls: a step begins with cold caches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Reader = Callable[[Table], tuple[Any, ...]]
 
 @cache
 def reader(keys: tuple[str, ...]) -> Reader:
-    """What reads the values under `keys` from a table; raises `KeyError` where one is not there."""
-    if len(keys) > 1:  # of one key it would give the value alone
+    """A function that reads the values under `keys` from a table; raises `KeyError` for a missing one."""
+    if len(keys) > 1:  # for one key it would return the bare value
         return itemgetter(*keys)
     return lambda table: tuple([table[key] for key in keys])
 
 
 def read(readers: Iterable[Reader], tables: Iterable[Table]) -> list[Any]:
-    """What each reader reads from its table; raises `KeyError`."""
+    """The values of each reader from its table; raises `KeyError`."""
     found = [one(table) for one, table in zip(readers, tables, strict=True)]
     return [*chain.from_iterable(found)]
 
@@ -32,5 +32,5 @@ def values_of(tables: Iterable[Table]) -> list[Any]:
 
 
 def are_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether these are the very same objects, in the same order."""
+    """Whether these are identical objects, in the same order."""
     return len(now) == len(before) and all(map(is_, now, before))

@@ -1,10 +1,10 @@
-"""A few bytes of some weights now and then: what ranks hold alike must be alike.
+"""Compares a few bytes of some weights between ranks periodically: replicated parts must be equal.
 
-    16 weights, 12 slots     64 bytes of each, from a place that moves; the next ones eight calls later
+    16 weights, 12 slots     64 bytes of each, at a moving offset; the next ones eight calls later
 
-A model that has no more than these is looked at at each call.
+A model with no more than these is sampled at each call.
 
-Compared are ranks with the same part of it. A value that two ranks work out, each for itself, may differ by
+The comparison is between ranks with the same part. Values that two ranks compute separately may differ by
 rounding.
 """
 
@@ -22,8 +22,8 @@ from tutti.partition.partition import Program
 
 NBYTES = 64  # of each tensor
 NUM_WEIGHTS, NUM_OTHERS = 16, 12  # at a time
-EVERY = 8  # calls: a look takes 0.2 ms of a cold processor, as much as all else that is compared
-TOLERANCE = 1e-4  # of the largest element looked at
+EVERY = 8  # calls: a sample takes 0.2 ms of a cold processor, as much as all other comparisons
+TOLERANCE = 1e-4  # of the largest sampled element
 _PRIME, _STEP = 7919, 8  # from call to call, in places of 8 bytes
 
 
@@ -33,9 +33,9 @@ class Samples:
     Args:
         names: of the state tensors, in the captured order, the same on all ranks.
         kinds: "parameter", "slot" and others, of each.
-        storage: how each is split between ranks.
+        storage: the sharding of each.
         mesh: all ranks of the program, the axis `pipe` among them.
-        owners: the pipeline ranks that keep each tensor, where there is one.
+        owners: the pipeline ranks that keep each tensor, if there is a pipeline.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Samples:
         owners: Mapping[str, Collection[int]],
     ) -> None:
         axes = [tuple(sorted(storage[n].axes)) if n in storage else None for n in names]
-        # Those that are split alike lie side by side, so that they are compared at once.
+        # Tensors of one sharding are adjacent, so that one comparison covers them.
         order = sorted((k for k, a in enumerate(axes) if a is not None), key=lambda k: (axes[k], k))
         self._names, self._axes, self._owners = names, axes, owners
         weights = _cut([k for k in order if kinds[k] == "parameter"], NUM_WEIGHTS)
@@ -66,14 +66,14 @@ class Samples:
 
     @classmethod
     def of_program(cls, program: Program, owners: Mapping[str, Collection[int]]) -> Samples | None:
-        """Of the state of a partitioned program; None on one rank, where there is nothing to compare."""
+        """The samples of a partitioned program's state; None on one rank, which has no peer to compare."""
         mesh = program.layout.mesh
         names = [s.name for s in program.captured.state]
         kinds = [s.kind for s in program.captured.state]
         return cls(names, kinds, program.storage, mesh, owners) if mesh.num_ranks > 1 else None
 
     def of(self, own: Sequence[Tensor], call: int) -> bytes:
-        """The samples that are due at a call, of this rank's parts; none at most calls."""
+        """The samples of this rank's parts that are due at a call; none at most calls."""
         if call % self._every:
             return b""
         found, views = [], self._views
@@ -89,7 +89,7 @@ class Samples:
         return b"".join(found)
 
     def differing(self, call: int, one: int, mine: bytes, other: int, theirs: bytes) -> str:
-        """The name of a tensor of which two ranks have the same part and not the same values; or ""."""
+        """The name of a tensor of which two ranks have the same part with different values; or ""."""
         if mine == theirs or len(mine) != len(theirs):
             return ""
         block = self._block(call)
@@ -102,7 +102,7 @@ class Samples:
         return ""
 
     def _runs(self, block: int, one: int, other: int) -> list[tuple[int, int]]:
-        """The ranges of a block of which two ranks hold the same parts."""
+        """The ranges of a block for which two ranks hold the same parts."""
         key = (block, one, other)
         if key not in self._alike_in:
             found: list[tuple[int, int]] = []
@@ -116,7 +116,7 @@ class Samples:
         return self._alike_in[key]
 
     def since(self, call: int) -> int:
-        """The call at which each of these tensors was looked at before."""
+        """The call of the last sample of each of these tensors."""
         return max(call - self._round, 0)
 
     def _block(self, call: int) -> int:
@@ -140,8 +140,8 @@ class Samples:
         return not float((x - y).abs().max()) > TOLERANCE * scale
 
     def _view(self, k: int, x: Tensor) -> tuple[int, memoryview, int, bytes]:
-        """Its address, its bytes, at how many places 64 of them begin, and what makes up for too few."""
-        made = x.data_ptr(), memoryview(b""), 1, bytes(NBYTES)  # nothing that is looked at
+        """Its address, its bytes, the number of offsets of 64 bytes, and padding for a short one."""
+        made = x.data_ptr(), memoryview(b""), 1, bytes(NBYTES)  # no sample
         plain = x.detach()
         dense = x.layout == torch.strided and torch.ops.aten.is_non_overlapping_and_dense(plain)
         if dense and x.device.type == "cpu" and x.numel():
