@@ -1,1 +1,1 @@
-"""A partitioned program on this rank."""
+"""Runs a partitioned program on this rank."""

@@ -1,8 +1,8 @@
-"""Freed memory is kept for the next step instead of being given back to the system.
+"""Keeps freed memory for the next step instead of returning it to the system.
 
-glibc maps large blocks one by one and gives them back when they are freed. A training step then has every
-page of its activations and gradients zeroed anew by the system, which takes up to a tenth of the step (1 to
-4 us for each 4 kB on virtual machines). A GPU's caching allocator keeps its blocks for the same reason.
+glibc maps large blocks one by one and unmaps them when a program frees them. The system then zeroes every
+page of a training step's activations and gradients anew, which takes up to a tenth of the step (1 to 4 us for
+each 4 kB on virtual machines). A GPU's caching allocator keeps its blocks for the same reason.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ GROWN = 1.25
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep what it frees, where its allocator is glibc's; returns whether it does.
+    """Let this process keep freed memory, if its allocator is glibc's; returns whether it does.
 
-    The process then holds what it held at its peak. `MALLOC_MMAP_THRESHOLD_` and the like, given by the
-    user, are respected.
+    The process then holds its peak memory. The user's `MALLOC_MMAP_THRESHOLD_` and similar variables take
+    precedence.
     """
     given = any(name.startswith("MALLOC_") for name in os.environ)
     if not KEEP_MEMORY.read() or given or platform.libc_ver()[0] != "glibc":
@@ -33,25 +33,25 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_now() -> None:
-    """Give back what is free at this moment: what it took to capture a step and to cut its state."""
+    """Return the free memory, such as that of a capture or of state before its sharding."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Fragments:
-    """When to give memory back because it has gone to pieces.
+    """Decides when to return fragmented memory.
 
-    What a new program keeps is laid into memory that is free at that moment. Where too little of a large
-    block is left, the next step takes new memory, and the rest of the block is held for nothing. Giving back
-    at every new program would have every page zeroed anew, which takes half as long as to make the program.
+    A new program's permanent tensors go into free memory. If too little of a large block remains, the next
+    step takes new memory, and the rest of the block is wasted. A return at every new program would have the
+    system zero every page anew, which takes half as long as to make the program.
     """
 
     def __init__(self, give_back: Callable[[], None], resident: Callable[[], float]) -> None:
         self._give_back, self._resident = give_back, resident
-        self._held = 0.0  # bytes at the first new program since memory was last given back
+        self._held = 0.0  # bytes at the first new program since the last return of memory
 
     def before_new_program(self) -> bool:
-        """Give back what is free, if the process holds a quarter more than at first; whether it did."""
+        """Return free memory if the process holds a quarter more than at first; whether it did."""
         now = self._resident()
         if not self._held:
             self._held = now
@@ -63,7 +63,7 @@ class Fragments:
 
 
 def _resident() -> float:
-    """Bytes of this process that are in memory."""
+    """Resident bytes of this process."""
     try:
         with open("/proc/self/statm") as statm:
             return float(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

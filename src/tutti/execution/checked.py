@@ -1,4 +1,4 @@
-"""Runs a program node by node and stops at the first that makes NaN or infinity of finite values."""
+"""Runs a program node by node and stops at the first NaN or infinity from finite values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Checked:
 
     Args:
         loops: plays the rows of its loops.
-        seed, step: what random ops depend on.
+        seed, step: of random ops.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class _Nodes(fx.Interpreter):
         return value
 
     def _from_finite(self, n: fx.Node) -> bool:
-        """Whether all that `n` reads is finite; results of a loop are read where they are added up."""
+        """Whether all inputs of `n` are finite; the sum over a loop reads the loop's results."""
         read = [self.env[x] for x in n.all_input_nodes if x.target is not loop]
         return all(map(_finite, read))
 

@@ -1,4 +1,4 @@
-"""Python's garbage collector while a step is compiled: rare, and over what the compilation has made alone."""
+"""Limits Python's garbage collector during compilation: rare, and over the compilation's objects only."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from collections.abc import Iterator
 
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
-# New objects between two of its looks. Graphs are many small objects that stay: with Python's own 700 up to
-# a fifth of a compilation goes to looking at them.
+# New objects between two collections. Graphs are many small permanent objects: with Python's own 700 up to
+# a fifth of a compilation goes to collections.
 _NUM_NEW = 20_000
-# Processor seconds. What a compilation of that long has left is looked at when it ends; what shorter ones
-# leave, together after so many: a look takes a tenth of a second, one at the whole process three.
+# Processor seconds. A compilation of this length ends with a collection of its objects; shorter ones share
+# one after this total: a collection takes a tenth of a second, one of the whole process three.
 _LONG = 1.5
 _TOGETHER = 8.0
 # PyTorch keeps the results of calls on fakes for the life of the process: some 200 a new length, 2 kB each.
 MOST_FAKE_CALLS = 20_000
-_spent = 0.0  # by short ones since the last look at what they left
-_depth = 0  # of compilations inside one another
+_spent = 0.0  # by short ones since the last collection of their objects
+_depth = 0  # of nested compilations
 _frozen_by_process = False
 
 
 @contextlib.contextmanager
 def rarely_collected() -> Iterator[None]:
-    """Fewer looks inside, none of them at what was there before (imported modules are most of it), and one at
-    the end of a long compilation, or of many, so that little stays that is not needed. A large
-    cache of PyTorch's calls on fakes is emptied.
+    """Context with fewer collections, none of them over earlier objects (mostly imported modules), and one at
+    the end of a long compilation, or of many, so that little garbage remains. It empties a large cache of
+    PyTorch's calls on fakes.
 
-    A collector that is off stays off, and what the process has frozen itself stays frozen.
+    A disabled collector stays disabled, and objects that the process has frozen stay frozen.
     """
     global _spent, _depth
     first, *others = gc.get_threshold()
@@ -62,9 +62,9 @@ def rarely_collected() -> Iterator[None]:
 
 
 def _is_frozen() -> bool:
-    """Whether there are frozen objects: by a compilation around this one, or by the process.
+    """Whether there are frozen objects: by an outer compilation, or by the process.
 
-    The process is asked until it says so once: it counts them one by one, 20 ms for those of PyTorch.
+    It queries the process until the first positive answer: a count takes 20 ms for the objects of PyTorch.
     """
     global _frozen_by_process
     if not _depth and not _frozen_by_process:

@@ -1,9 +1,9 @@
-"""A step on one GPU as one CUDA graph: its kernels are recorded once and started by one launch from then on.
+"""A step on one GPU as one CUDA graph: records its kernels once and replays them by one launch.
 
-A recording keeps the addresses that its kernels read and write, and Python's numbers as they stood. State is
-therefore overwritten where it lies, a batch is copied to where the recording reads it, and what the step
-returns is copied out. A learning rate that only fused updates read is a tensor; when another number changes,
-or state has moved, the step is recorded anew.
+A recording keeps the addresses of its kernels' operands, and Python's numbers of that call. So the step
+overwrites state in place, copies a batch to the addresses of the recording, and copies its results out. A
+learning rate that only fused updates read is a tensor; after a change of another number, or a move of state,
+the step is recorded anew.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from tutti.graph.ops.loop import graphs_of
 from tutti.graph.randomness.draw import draw
 from tutti.partition.partition import Program
 
-# Calls that are played op by op first: libraries set themselves up when they are first used.
+# First calls that run op by op: libraries initialize themselves at their first use.
 NUM_WARM_UP = 2
 MOST_RECORDINGS = 8
 
 Function = Callable[[list[Any], Callable[[int], int]], tuple[list[Any], list[Any]]]
-# Records what a call starts on a device; returns what starts it all again, and the call's result.
+# Records the kernels of a call on a device; returns a function that replays them, and the call's result.
 Recorder = Callable[[Callable[[], Any], torch.device], tuple[Callable[[], None], Any]]
 
-# Ops that make or take a number of Python's, which a recording would keep.
+# Ops that make or take a Python number, which a recording would keep.
 _ON_HOST: dict[Any, str] = {
     draw: "draws random numbers",
     collectives.draw_part: "draws random numbers",
@@ -45,7 +45,7 @@ _BY_OPS: ContextVar[bool] = ContextVar("by_ops", default=False)
 
 @contextlib.contextmanager
 def op_by_op() -> Iterator[None]:
-    """Steps called inside are not replayed: their ops allocate, and so can be measured."""
+    """Context without replays: the steps' ops allocate, and so can be measured."""
     token = _BY_OPS.set(True)
     try:
         yield
@@ -53,29 +53,29 @@ def op_by_op() -> Iterator[None]:
         _BY_OPS.reset(token)
 
 
-# One stream for each GPU: libraries keep a workspace for every stream that they have met.
+# One stream for each GPU: libraries keep a workspace for every stream.
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def on_gpu(call: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
-    """A `Recorder`: the kernels that `call` starts on a GPU, none of which runs yet."""
+    """A `Recorder` for a GPU: records the kernels of `call` without running them."""
     graph = torch.cuda.CUDAGraph()
     # A stream is of one GPU, which need not be the current one.
     with torch.cuda.device(device):
         stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))
         before = torch.cuda.current_stream(device)
         try:
-            # Other threads, which bring the next batch, may allocate meanwhile.
+            # Other threads, such as data loaders, may allocate meanwhile.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 result = call()
         finally:
-            torch.cuda.set_stream(before)  # where a recording fails, PyTorch leaves its own
+            torch.cuda.set_stream(before)  # after a failed recording PyTorch leaves its own
     return graph.replay, result
 
 
 @contextlib.contextmanager
 def waits_on_gpu() -> Iterator[list[str]]:
-    """The messages of PyTorch about ops called inside that wait for the GPU, once it is left."""
+    """Context that collects PyTorch's messages about ops that wait for the GPU; complete at its end."""
     found: list[str] = []
     mode = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
@@ -92,7 +92,7 @@ def waits_on_gpu() -> Iterator[list[str]]:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
 
 
-# What tells of waits inside, by the kind of device.
+# The detector of waits, by the kind of device.
 WATCHES: dict[str, Callable[[], contextlib.AbstractContextManager[list[str]]]] = {
     "cuda": waits_on_gpu
 }
@@ -100,14 +100,14 @@ RECORDERS: dict[str, Recorder] = {"cuda": on_gpu}  # by the kind of device
 
 
 def asked_for() -> bool:
-    """Whether the user wants steps recorded."""
+    """Whether the user has enabled recording."""
     return CUDA_GRAPH.read()
 
 
 def obstacle(
     program: Program, graph: fx.Graph, donated: frozenset[str], device: torch.device
 ) -> str:
-    """Why a program that runs as `graph` cannot be recorded; empty where it can."""
+    """The reason why a program with this `graph` cannot be recorded; empty if it can."""
     if device.type not in RECORDERS:
         return f"its model lies on {device.type}"
     if program.layout.mesh.num_ranks > 1:
@@ -143,7 +143,7 @@ class _Recording:
 
 
 class CudaGraph:
-    """The function of a program, called as that is: recorded at its third call and replayed from there."""
+    """Replaces the function of a program: records its third call and replays it from then on."""
 
     def __init__(
         self, program: Program, graph: fx.Graph, function: Function, device: torch.device
@@ -176,7 +176,7 @@ class CudaGraph:
         if recording is None:
             recording = self._recorded(inputs, key)
         elif why := self._misfit(recording, inputs):
-            recording = self._recording = None  # its memory is free for the next one
+            recording = self._recording = None  # frees its memory for the next one
             recording = self._recorded(inputs, key, why)
         if recording is None:
             return self._function(inputs, key)
@@ -188,7 +188,7 @@ class CudaGraph:
         return returned, updates
 
     def _watched(self, inputs: list[Any], key: Callable[[int], int]) -> tuple[list[Any], list[Any]]:
-        """A call op by op that tells whether there may be a recording: a failed one cannot be taken back."""
+        """A call op by op that checks for obstacles: a failed recording cannot be undone."""
         watch = WATCHES.get(self._device.type, _nothing_to_watch)
         with watch() as waits:
             result = self._function(inputs, key)
@@ -197,14 +197,14 @@ class CudaGraph:
         return result
 
     def _misfit(self, recording: _Recording, inputs: Sequence[Any]) -> str:
-        """What a recording does not fit any more for; empty where it fits."""
+        """The reason why a recording is no longer valid; empty if it is."""
         for k, value in zip(self._frozen, recording.frozen, strict=True):
             if inputs[k] != value:
                 return f"{self._names[k]} keeps changing"
         return "" if self._places(inputs) == recording.places else "its state keeps moving"
 
     def _places(self, inputs: Sequence[Any]) -> list[Any]:
-        """Where each state tensor lies."""
+        """The address of each state tensor."""
         return [(inputs[k].data_ptr(), inputs[k].stride()) for k in self._state]
 
     def _feed(self, recording: _Recording, inputs: Sequence[Any]) -> None:
@@ -219,8 +219,8 @@ class CudaGraph:
     def _recorded(
         self, inputs: list[Any], key: Callable[[int], int], why: str = ""
     ) -> _Recording | None:
-        """A recording for inputs like these, made anew for a reason; None, and none from now on, where there
-        is to be none."""
+        """A new recording for inputs like these, for a reason; None, now and from then on, if the program
+        gives up recording."""
         if self.num_recordings == MOST_RECORDINGS:
             return self._give_up(why)
         self.num_recordings += 1
@@ -232,8 +232,9 @@ class CudaGraph:
 
         def play() -> list[Any]:
             returned, updates = self._function(given, key)
+            # The new value of one tensor may be the old value of another.
             elsewhere = [
-                (inputs[k], new.clone())  # what is new of one tensor may be what is old of another
+                (inputs[k], new.clone())
                 for k, new in zip(self._updated, updates, strict=True)
                 if new is not inputs[k]
             ]
@@ -269,13 +270,13 @@ def _nothing_to_watch() -> contextlib.AbstractContextManager[list[str]]:
 
 
 def say_why(why: str) -> None:
-    """One line that a step is not replayed as one CUDA graph."""
+    """Report in one line why a step does not run as one CUDA graph."""
     warnings.warn(f"{CUDA_GRAPH}: the step is played op by op, since {why}", stacklevel=2)
 
 
 def tensor_rates(graph: fx.Graph, num_inputs: int) -> set[int]:
-    """Places among the inputs of the numbers that may be float32 tensors: learning rates that fused updates
-    in place alone read."""
+    """Positions of the input numbers that may be float32 tensors: learning rates that only fused updates in
+    place read."""
     feeds = [n for n in graph.nodes if n.op == "placeholder"][:num_inputs]
     updates = {kernel.overwriting for kernel in KERNELS}
     return {

@@ -1,4 +1,4 @@
-"""PyTorch's own bindings of ops, which read arguments faster than an op's overload does."""
+"""Finds PyTorch's own bindings of ops, which parse arguments faster than an op's overload."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from tutti.torch_private.op_tables import NN_BINDINGS, OpOverload, boxed_call
 
 aten = torch.ops.aten
-# Names of overloads under the function of `torch` that they are.
+# Functions of `torch`, and the names of the overloads that they equal.
 _FUNCTIONS = (
     "mm.default mm.out addmm.default addmm.out bmm.default bmm.out baddbmm.default reshape.default "
     "permute.default unsqueeze.default clone.default cat.default "
@@ -24,7 +24,7 @@ _FUNCTIONS = (
     "embedding.default convolution.default native_layer_norm.default _softmax.default "
     "_log_softmax.default _scaled_dot_product_flash_attention_for_cpu.default"
 )
-# Under the method of a tensor.
+# The same for methods of a tensor.
 _METHODS = (
     "copy_.default zero_.default fill_.Scalar expand.default view.default "
     "add_.Tensor add_.Scalar sub_.Tensor sub_.Scalar mul_.Tensor mul_.Scalar div_.Tensor div_.Scalar "
@@ -49,10 +49,10 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 
 
 def direct(function: Any) -> tuple[Any, ...]:
-    """What to call for an op, and the arguments that stand before the op's own.
+    """The function to call for an op, and the arguments to put before the op's own.
 
-    Where PyTorch has no binding for an op, the dispatcher's own call reads arguments in half the time that
-    the op's overload takes.
+    If PyTorch has no binding for an op, the dispatcher's own call parses arguments in half the time of the
+    op's overload.
     """
     if function in DIRECT:
         return (DIRECT[function],)
@@ -62,8 +62,8 @@ def direct(function: Any) -> tuple[Any, ...]:
 
 
 def shorter(node: fx.Node) -> str | None:
-    """The method call, without its tensor, that does the same from fewer arguments: a swap of two dims, a
-    slice, a square."""
+    """An equivalent method call with fewer arguments, without its tensor: a swap of two dims, a slice, a
+    square."""
     if node.target is aten.pow.Tensor_Scalar:
         x: Any = node.args[0]
         is_square = node.args[1] == 2 and node.meta["val"].dtype == x.meta["val"].dtype

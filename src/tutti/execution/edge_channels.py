@@ -26,10 +26,10 @@ class Places:
     """The `graph.players.player.Messages` that a program sends between pipeline ranks outside of its loops.
 
     Args:
-        coordinates: of this rank; the rank at another pipeline rank has all but `pipe` in common.
+        coordinates: of this rank; its counterpart at another pipeline rank differs only in `pipe`.
         channels: by (sending rank, receiving rank).
 
-    `current` is the message that this rank is in, or the one that failed; None between them.
+    `current` is the message in progress, or the one that failed; None between them.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Places:
         self.current = None
 
     def receive(self, source: int, to: int, likes: Sequence[Like]) -> list[Tensor]:
-        """What pipeline rank `source` has sent here, of these shapes and dtypes."""
+        """Receive tensors of these shapes and dtypes from pipeline rank `source`."""
         edge = self._ranks[source], self._ranks[to]
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in likes)
         self.current = waiting("recv", edge, nbytes)
@@ -60,8 +60,8 @@ class Places:
 def edges_of(made: Timed, mesh: Mesh, groups: Groups, device: torch.device) -> dict[Edge, Channel]:
     """The channels that begin or end at this rank; all ranks call this together.
 
-    A channel holds as many messages of one micro-batch as it has slots, so that a rank that runs ahead need
-    not wait at once.
+    A channel holds as many messages of one micro-batch as it has slots, so that a rank ahead of the others
+    does not wait at once.
     """
     largest = max((x.nbytes for body in made.bodies for x in body.vals.values()), default=0)
     capacity = max(DEFAULT_CAPACITY, largest * NUM_SLOTS)
@@ -74,7 +74,7 @@ def edges_of(made: Timed, mesh: Mesh, groups: Groups, device: torch.device) -> d
 
 
 def in_common(made: Timed) -> list[str]:
-    """What all ranks must have decided alike, a line each: rows, messages, and where state lives."""
+    """The decisions that must be equal on all ranks, a line each: rows, messages, the sharding of state."""
     found = []
     for place, body in enumerate(made.bodies):
         found += [f"place {place} does {do}" for do in body.row]

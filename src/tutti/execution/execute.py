@@ -49,11 +49,10 @@ from tutti.torch_private.autograd_engine import set_grad_enabled
 class Execution:
     """A program bound to this rank: its collectives' groups, its generated code.
 
-    `donated` names the state whose old values the step may overwrite: what it updates, where its memory
-    belongs to it alone. `graph` is the program as it runs, with its passes; None before the first call.
-    `timed` is the program split in time, with `micro` or `pipe`; `place` this rank's along `pipe`.
-    `gives_back` tells that much memory is free now, of a trace or of state that was cut: the system gets it.
-    Else it gets that only where memory has gone to pieces.
+    `donated` names the state that the step may overwrite: updated state that shares no memory. `graph` is
+    the executed program, after its passes; None before the first call. `timed` is the program split in time,
+    with `micro` or `pipe`; `place` is this rank's along `pipe`. `gives_back`: return free memory to the
+    system, such as that of a trace or of state before its sharding; otherwise only fragmented memory.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Execution:
 
     @property
     def generated(self) -> Generated:
-        """The code, written at its first use: by then it is known what may be overwritten."""
+        """The code, generated at its first use: only then is the overwritable state known."""
         if self._generated is None:
             with rarely_collected(), quickly_written():
                 self.graph = self._optimized()
@@ -123,14 +122,14 @@ class Execution:
         return self._generated
 
     def _to_record(self, graph: fx.Graph, generated: Generated) -> CudaGraph | None:
-        """The program as a CUDA graph to be, or None and a line why not."""
+        """The program as a CUDA graph, or None and a line with the reason."""
         device = self._home.device
         if why_not := obstacle(self.program, graph, self.donated, device):
             return say_why(why_not)
         return CudaGraph(self.program, graph, generated.function, device)
 
     def _optimized(self) -> fx.Graph:
-        """The graph to run, and room for it in shared memory; without that where there is no room."""
+        """The graph to run, and its shared memory; without it if there is no room."""
         target = self._target()
         graph = optimized(self.program, target)
         if self.player is None:
@@ -158,7 +157,7 @@ class Execution:
         return Target(donated=self.donated, shared=shared, onednn=groups.onednn)
 
     def _stage(self, made: Timed, channels: Mapping[Edge, Channel]) -> Loops:
-        """What plays the loops; with stages on several ranks, over the channels between them."""
+        """The player of the loops; with stages on several ranks, over the channels between them."""
         mesh, rank_of, program = self.program.layout.mesh, {}, self.program
         if "pipe" in mesh:
             rank_of = {
@@ -175,9 +174,7 @@ class Execution:
             return random.key(self.seed, stream, step)
 
         gradients = torch.is_grad_enabled()
-        set_grad_enabled(
-            False
-        )  # `torch.no_grad` runs 60 us of Python around a step that begins cold
+        set_grad_enabled(False)  # `torch.no_grad` adds 60 us of Python to a step with cold caches
         try:
             generated = self.generated
             function = self._recorded or generated.function
@@ -195,7 +192,7 @@ class Execution:
             set_grad_enabled(gradients)
 
     def _line(self) -> str:
-        """The user's line that the generated code was at when it failed."""
+        """The user's line at which the generated code failed."""
         for frame in reversed(traceback.extract_tb(sys.exc_info()[2])):
             if frame.filename.startswith("<tutti "):
                 in_parts = self._loops.lines if self._loops else {}
@@ -204,14 +201,14 @@ class Execution:
         return ""
 
     def run_checked(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
-        """As `run`, node by node; raises at the first node that makes NaN or infinity of finite values."""
+        """As `run`, node by node; raises at the first NaN or infinity from finite values."""
         checked = Checked(self.program, self.player, self._place, self._loops, self.seed, step)
         return checked.run(inputs)
 
 
 @contextlib.contextmanager
 def _all_or_none(groups: Groups) -> Iterator[None]:
-    """A step of several ranks: one that ends half-way is the last, since the others are elsewhere by then."""
+    """Context of a step on several ranks: after a failure no further step runs, as the ranks differ."""
     if groups.failed:
         raise CommError(
             f"an earlier step ended half-way on this rank ({groups.failed})",
@@ -236,13 +233,13 @@ def describe(node: fx.Node) -> str:
 
 
 def axes_used(graph: fx.Graph) -> list[tuple[str, ...]]:
-    """Every tuple of axes over which a graph communicates or asks for its place."""
+    """Every tuple of axes over which a graph communicates or reads its coordinates."""
     played = [n for n in graph.nodes if n.target in collectives.PLAYED]
     return list(dict.fromkeys(axes for n in played if (axes := collectives.axes_of(n))))
 
 
 def between_ranks(graph: fx.Graph) -> list[tuple[str, ...]]:
-    """The axes used, in its loops too; time has no ranks."""
+    """The axes used, including in its loops, without axes of time, which have no ranks."""
     used = (axes for one in graphs_of(graph) for axes in axes_used(one))
     named = (tuple(a for a in axes if a != MICRO) for axes in used)
     return list(dict.fromkeys(filter(None, named)))

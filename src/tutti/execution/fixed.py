@@ -1,6 +1,6 @@
-"""Values that lie at the same place at every call of a program: memory that ranks share, and views of it.
+"""Values with the same address at every call of a program: shared memory, and views of it.
 
-Their tensors are made once, when the code is written, so that a step does not make them again.
+Code generation makes their tensors once, so that a step does not make them again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Fixed:
     """The fixed values of one graph.
 
     Args:
-        memory: has the buffers; None where ranks share no memory.
-        lodged: inputs by name that are always the tensor given here.
+        memory: has the buffers; None if ranks share no memory.
+        lodged: inputs, by name, that are always this tensor.
     """
 
     def __init__(self, memory: SharedMemory | None, lodged: Mapping[str, Tensor]) -> None:
@@ -29,13 +29,13 @@ class Fixed:
         self._known: dict[fx.Node, Tensor | None] = {}
 
     def of(self, node: fx.Node) -> Tensor | None:
-        """The tensor that `node` always is; None where that is not known."""
+        """The fixed tensor of `node`; None if it has none."""
         if node not in self._known:
             self._known[node] = self._found(node)
         return self._known[node]
 
     def is_look(self, node: fx.Node) -> bool:
-        """Whether `node` is fixed and does nothing: a view, or one of several results."""
+        """Whether `node` is fixed and computes nothing: a view, or one of several results."""
         looks = node.op == "call_function" and node.target is not collectives.buffer
         return looks and not written(node) and self.of(node) is not None
 
@@ -56,7 +56,7 @@ class Fixed:
         return self._view(node, memory)
 
     def _result(self, several: Any, index: Any) -> Tensor | None:
-        """One result of a collective on values that lie in shared memory."""
+        """One result of a collective on values in shared memory."""
         if several.target is not collectives.together_:
             return None
         kind, xs, axes = several.args[:3]
@@ -66,7 +66,7 @@ class Fixed:
         return self._shared.whole(x, axes) if kind == "all_gather" else x
 
     def _view(self, node: fx.Node, memory: Tensor) -> Tensor | None:
-        """What a view shows; None for one that needs other values, and for a copy."""
+        """The tensor of a view; None for one that needs other values, and for a copy."""
         rest: Any = node.args[1:]
         if node.target is collectives.part:
             made = self._shared.part(memory, *rest)

@@ -1,4 +1,4 @@
-"""A local graph as one straight-line Python function: no interpreter, values freed at their last use."""
+"""Generates one straight-line Python function from a local graph; it frees values at their last use."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tutti.graph.randomness import random
 from tutti.graph.randomness.draw import drawn
 from tutti.layout import Mesh, Sharding
 
-# What a call of the generated function sees of the run: `key(stream)` for this step's random numbers,
-# which micro-batch it is, and who takes values before it has ended.
+# The arguments of the generated function from the run: `key(stream)` for this step's random numbers, the
+# index of the micro-batch, and the receiver of values before the function's end.
 KEY, MICRO, POST = "key", "micro", "post"
-# What is worth keeping from step to step of what is zero on this rank.
+# The most bytes of zeros on this rank to keep from step to step.
 MOST_ZEROS_NBYTES = 1 << 16
 INFIX = {
     operator.add: "+",
@@ -66,9 +66,9 @@ def generate(
 ) -> Generated:
     """Write and compile the function of the rank at `coordinates`.
 
-    What differs from one micro-batch to the next is worked out for all of them, where `mesh` has that axis
-    and `coordinates` has not. `loops` gives the function that plays a loop; `lodged` are inputs that are the
-    same tensor at every call.
+    If `mesh` has the axis `micro` and `coordinates` has not, this precomputes the values that differ between
+    micro-batches for all of them. `loops` returns the function that plays a loop; `lodged` are inputs that
+    are the same tensor at every call.
     """
     memory = player.shared_memory if player is not None else None
     fixed = Fixed(memory, lodged or {})
@@ -165,7 +165,7 @@ class _CodeWriter:
         return Generated(self.globals[name], text, self.lines)
 
     def _same(self, graph: fx.Graph, looks: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-        """The nodes for which nothing is written: the value of each has a name already."""
+        """The nodes without code: the value of each has a name already."""
         same: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             operand: Any = node.args[0] if self._is_first(node) else itself(node)
@@ -174,9 +174,9 @@ class _CodeWriter:
         return same
 
     def _new_name(self, node: fx.Node) -> str:
-        """A name that no living value has.
+        """A name that no live value has.
 
-        Few names are a small frame: where the interpreter's stack leaves no room for one more, each call of a
+        Few names make a small frame: if the interpreter's stack has no room for another frame, each call of a
         Python function maps memory for its frame and unmaps it again.
         """
         if not self.free:
@@ -230,7 +230,7 @@ class _CodeWriter:
         return self._call(function, arguments)
 
     def _matmul(self, x: Any, weight: Any, bias: Any = None) -> str:
-        """As the op does it, without a dispatcher and a Python function in between."""
+        """The op's own computation, without a dispatcher and a Python function in between."""
         own = "None" if bias is None else f"{self._text(bias)}.contiguous()"
         given = [self._text(x), self._text(weight), own, "'none'", "()", "None"]
         return self._call(onednn_linear(), given)
@@ -240,7 +240,7 @@ class _CodeWriter:
         return f"{function}({', '.join([*first, *arguments])})"
 
     def _partialized(self, node: fx.Node) -> str | None:
-        """Zeros that stay, on ranks that are not the first of a group; None where they may not."""
+        """Permanent zeros, on ranks that are not the first of a group; None if they cannot be permanent."""
         val: Any = node.meta["val"]
         if self._has_place(node) and node.args[2] == "sum" and val.nbytes <= MOST_ZEROS_NBYTES:
             return None if is_overwritten(node) else self._zeros(val)
@@ -253,7 +253,7 @@ class _CodeWriter:
         return self.mesh.index(collectives.axes_of(node), self.coordinates) == 0
 
     def _has_place(self, node: fx.Node) -> bool:
-        """Whether this rank's place over the axes of `node` is known, and stays."""
+        """Whether this rank's coordinates over the axes of `node` are known and constant."""
         axes = collectives.axes_of(node)
         return "replica" not in axes and all(a in self.coordinates for a in axes)
 
@@ -272,7 +272,7 @@ class _CodeWriter:
         return f"{claimed}({self._constant(memory)}, {self._text(axes)})"
 
     def _played(self, node: fx.Node) -> str:
-        """A call of the player. Its move, which stays the same at every step, is made here."""
+        """A call of the player. Code generation makes its move, which is the same at every step."""
         assert node.target in self.calls, f"nothing here plays {node.target}"
         function = self._constant(self.calls[node.target])
         if node.target in collectives.COLLECTIVES:
@@ -306,13 +306,13 @@ class _CodeWriter:
         return f"{x} if {MICRO} == 0 else {self._constant(empty)}({x})"
 
     def _at_each(self, axes: Iterable[str], make: Callable[[dict[str, int]], Any]) -> str:
-        """What `make` gives for this rank; the one of the current micro-batch where that matters."""
+        """The result of `make` for this rank, and for the current micro-batch if it depends on it."""
         if self.moments and MICRO in axes:
             return f"{self._constant([make(place) for place in self.moments])}[{MICRO}]"
         return self._constant(make(self.moments[0] if self.moments else self.coordinates))
 
     def _drawing(self, node: fx.Node) -> str:
-        """A function of the key alone: where this rank's block lies is worked out once, here."""
+        """A function of the key alone: code generation computes the offset of this rank's block once."""
         given: Any = node.args
         kind, shape, params, dtype, device = given[:5]
         sharding = Sharding.parse(given[6]) if len(given) > 6 else Sharding.whole(shape)

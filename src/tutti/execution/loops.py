@@ -33,7 +33,7 @@ class Loops:
     """Makes the function that plays a body's row on the rank at `coordinates`.
 
     Args:
-        rank_of: the rank of this run that plays a stage, for ranks with this one's other coordinates.
+        rank_of: the rank of this run that plays a stage, with this rank's other coordinates.
         channels: to and from those ranks, by (sending rank, receiving rank).
     """
 
@@ -75,7 +75,7 @@ class RowEngine:
     """One pass through a row.
 
     `current` is the message that this rank waits for, or the one that failed, and `line` the user's line
-    that made its first value: what a report tells of a rank that waits.
+    of its first value; reports of waiting ranks show both.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RowEngine:
         self.line = ""
         self.rank_of, self.channels = rank_of, channels
         self.keys = {id(part): key for key, part in body.parts.items()}
-        # How many values of a message have gone ahead, while its part ran.
+        # The number of a message's values sent early, while its part ran.
         self.ahead: Counter[Message] = Counter()
 
     def call(
@@ -103,7 +103,7 @@ class RowEngine:
         return self.functions[id(part), adding](inputs, self.key, micro, post)
 
     def _post(self, stage: int, kind: str, micro: int, x: Tensor, name: str) -> None:
-        """Send `x` where it is the next value of a message; else it waits for the entry of the row."""
+        """Send `x` if it is the next value of a message; else the row's entry sends it later."""
         for (sender, made, other), names in self.body.messages.items():
             message = sender, made, other
             at = self.ahead[message]
@@ -130,7 +130,7 @@ class RowEngine:
 
     @contextmanager
     def _moving(self, do: Do, values: list[Tensor]) -> Iterator[Channel]:
-        """The channel of a message, while this rank is in it."""
+        """Context of a message, with its channel."""
         sends = do.way == SEND
         source, to = (do.stage, do.other) if sends else (do.other, do.stage)
         edge = self.rank_of[source], self.rank_of[to]

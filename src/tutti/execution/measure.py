@@ -1,4 +1,4 @@
-"""The most memory that a call takes beyond what was held before it, as its allocator counts."""
+"""Measures the peak memory of a call above the memory held before it, by its allocator's counts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _EVENT = "[memory]"
 
 
 def peak_nbytes(call: Callable[[], Any], device: torch.device | str = "cpu") -> tuple[int, Any]:
-    """Bytes at the peak of `call()` above those held when it began, and what it returns.
+    """Bytes at the peak of `call()` above those held when it began, and its result.
 
-    On a GPU, what PyTorch's caching allocator counts. On a CPU, the sum over every allocation and
-    release that PyTorch's allocator reports: not what libraries take for themselves, and none of the
-    noise of resident pages. What a thread of Gloo releases is not reported, so that a call with
-    collectives may seem to take more than it does, from time to time.
+    On a GPU, the count of PyTorch's caching allocator. On a CPU, the sum over every allocation and release
+    that PyTorch's allocator reports: without the libraries' own memory, and without the noise of resident
+    pages. It does not report releases by a thread of Gloo, so a call with collectives may sometimes seem to
+    take more than it does.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
