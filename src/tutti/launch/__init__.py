@@ -1,1 +1,1 @@
-"""Ranks, workers and servers of a run: how they start, and how they end."""
+"""Starts the ranks, workers and servers of a run, and reports how they ended."""

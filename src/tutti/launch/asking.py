@@ -1,10 +1,10 @@
-"""Where another rank of this run stands: it is asked, and its watching thread answers with its stack.
+"""Asks another rank of this run for its stack; the rank's watching thread answers.
 
     rank 0   writes rank1.ask.TOKEN         rank 1's thread   looks for it twice a second
     rank 0   reads rank1.answer.TOKEN       rank 1's thread   writes it
 
-Both are files of the run's directory, so this is for ranks that `tutti run` has started on one host. A rank
-that is stopped, or whose interpreter is held by native code, cannot answer: the kernel says which.
+Both are files of the run's directory, so this is for ranks that `tutti run` has started on one host. A
+stopped rank, or one whose native code holds the interpreter, cannot answer: the kernel shows which it is.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STATES = {"T": "is stopped", "t": "is held by a debugger", "Z": "has ended", ""
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank stands; `why` it does not say so, if it does not."""
+    """A rank's stack, or the reason (`why`) for its silence."""
 
     line: str = ""
     collective: str = ""
@@ -34,7 +34,7 @@ class Answer:
     why: str = ""
 
     def said(self, rank: int) -> str:
-        """A line, and the stack below it, outermost first."""
+        """A heading, and the stack below it, outermost first."""
         if self.why:
             return f"  rank {rank}: {self.why}"
         where = f"in {self.collective} at {self.line}" if self.collective else f"at {self.line}"
@@ -43,7 +43,7 @@ class Answer:
 
 
 def ask(run_dir: Path, rank: int, seconds: float = ANSWER_SECONDS) -> Answer:
-    """What `rank` answers within so many seconds."""
+    """The answer of `rank` within this number of seconds."""
     pid = read_script(run_dir, rank)
     if pid is None:
         return Answer(why="it has not started its script yet")
@@ -67,7 +67,7 @@ def ask(run_dir: Path, rank: int, seconds: float = ANSWER_SECONDS) -> Answer:
 
 
 def answer(run_dir: Path, rank: int, stack: Stack) -> None:
-    """Answer those that have asked this rank."""
+    """Answer all requests to this rank."""
     begin = f"rank{rank}.ask."
     for name in os.listdir(run_dir):
         if not name.startswith(begin):

@@ -1,4 +1,4 @@
-"""One report for a run that failed: which rank, why, and where the others waited for it."""
+"""One report for a failed run: the rank, the cause, and the lines at which the others waited for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tutti.launch.guard import Seen
 from tutti.launch.records import Exit, Failure, StoppedAt, crash_file, read_record
 
 TAIL_NBYTES = 4000
-# What a rank that was told to stop ends with.
+# The exit codes of a rank that was told to stop.
 _STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)
 _UNKNOWN = float("inf")
@@ -21,9 +21,9 @@ UNSEEN = Seen()
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended: its exit code (minus a signal's number if that killed it) and records.
+    """The end of one rank: its exit code (minus a signal's number if that killed it) and records.
 
-    `seen` is what the launcher saw and did, `crash` the lines at which Python was when it crashed.
+    `seen` has the launcher's observations and actions, `crash` Python's lines at a crash.
     """
 
     rank: int
@@ -47,17 +47,17 @@ class RankEnd:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the rank was stopped (SIGSTOP) and did not go on."""
+        """Whether the rank was stopped (SIGSTOP) and did not resume."""
         return self.failure is None and self.seen.stopped is not None
 
     @property
     def succeeded(self) -> bool:
-        """Whether the rank ended well, as far as is known."""
+        """Whether the rank ended well, as far as known."""
         return self.exit_code in (None, 0) and self.failure is None and not self.was_stopped
 
     @property
     def seconds(self) -> float:
-        """When the rank began to be missing (monotonic), as itself or the launcher noted; else infinity."""
+        """The time of the rank's loss (monotonic), by its own or the launcher's record; else infinity."""
         notes = (self.failure, self.place, self.ended)
         times = [*(note.seconds for note in notes if note is not None), self.seen.seconds]
         return min((t for t in times if t is not None), default=_UNKNOWN)
@@ -98,7 +98,7 @@ class RankEnd:
 
     @property
     def said(self) -> str:
-        """`how`, or what an exception says: "failed: ValueError: no"."""
+        """`how`, or an exception's message: "failed: ValueError: no"."""
         said = self.failure.said if self.failure is not None else ""
         return f"failed: {said}" if said else self.how
 
@@ -119,9 +119,9 @@ def read_ends(
     logs: dict[int, Path],
     seen: Callable[[int], Seen],
 ) -> list[RankEnd]:
-    """What is known of every rank's end; `seen` is what the launcher saw of a rank.
+    """The end of every rank; `seen` returns the launcher's observations of a rank.
 
-    `exit_codes` may lack ranks: the agent names those alone that had ended when it saw the first failure.
+    `exit_codes` may lack ranks: the agent names only those that had ended when it saw the first failure.
     """
     return [
         RankEnd(
@@ -140,28 +140,28 @@ def read_ends(
 
 
 def first_cause(ends: list[RankEnd]) -> RankEnd:
-    """The rank whose end made the others end: the first in time of those that ended by themselves."""
+    """The rank whose end ended the others: the first in time of those that ended by themselves."""
     raised = any(end.failure is not None and not end.failure.is_comm for end in ends)
 
     def order(end: RankEnd) -> tuple[bool, bool, float]:
-        # A rank that nobody complained of was not the cause.
+        # A rank that no other rank reported as lost was not the cause.
         victim = end.is_victim or (end.was_stopped and raised)
         return (end.succeeded, victim, end.seconds)
 
     cause = min(ends, key=order)
     left_early = [end for end in ends if end.left_early]
-    # Only ranks that lost a peer failed: what they lost is one that had ended in good order.
+    # Only ranks that lost a peer failed: the peer had ended in good order.
     if cause.is_victim and cause.failure is not None and left_early:
         return left_early[0]
     return cause
 
 
 def report(ends: list[RankEnd]) -> str:
-    """The first cause and the ranks that waited for it; the traceback, or the end of what it wrote."""
+    """The first cause and the ranks that waited for it; the traceback, or the end of its output."""
     cause = first_cause(ends)
     others = [end for end in ends if end is not cause and _followed(end)]
     waits = [f"rank {end.rank} {end.where}" for end in others if end.where]
-    # Of a rank that was stopped `where` is not known: it could not be asked.
+    # `where` is unknown for a stopped rank, which could not answer.
     waits += [f"rank {end.rank} {end.how}" for end in others if end.was_stopped]
     if cause.failure is not None and cause.failure.is_tutti:
         return "\n".join([f"[rank {cause.rank}] {cause.failure.text}", *(f"  {w}" for w in waits)])
@@ -171,13 +171,13 @@ def report(ends: list[RankEnd]) -> str:
 
 
 def details(end: RankEnd) -> str:
-    """Lines below the first: the traceback, the lines of a crash or the end of what the rank wrote; or ""."""
+    """Lines below the first: the traceback, the lines of a crash or the end of the rank's output; or ""."""
     more = end.failure.text if end.failure else end.crash or _tail(end.log)
     return f"\n[rank {end.rank}] {more}" if more else ""
 
 
 def ended_by(number: int, ends: list[RankEnd]) -> str:
-    """The report of a run whose launcher was sent a signal."""
+    """The report of a run whose launcher got a signal."""
     name = signal.Signals(number).name
     waits = "".join(f"; rank {end.rank} {end.where}" for end in ends if end.where)
     return f"ended by {name}, sent to the launcher{waits}"
@@ -191,7 +191,7 @@ def where_logs(log_dir: Path | None) -> str:
 
 
 def exit_code(ends: list[RankEnd]) -> int:
-    """2 for a mistake that tutti names, the script's own code where it chose one, else 1."""
+    """2 for a `TuttiError`, the script's own code if it chose one, else 1."""
     cause = first_cause(ends)
     if cause.failure is None:
         return 1 if cause.is_victim else max(cause.exit_code or 1, 1)
@@ -199,7 +199,7 @@ def exit_code(ends: list[RankEnd]) -> int:
 
 
 def _followed(end: RankEnd) -> bool:
-    """Whether a rank waited for another one, or ended without a word."""
+    """Whether a rank waited for another one, or ended without a record."""
     return end.is_victim or end.failure is None or end.failure.is_comm
 
 

@@ -21,24 +21,24 @@ from tutti.launch.records import Exit, GivenUp, Lost, Waited, read_pid, read_rec
 
 STOP_SECONDS = 10.0
 POLL_SECONDS = 0.2
-# How long after it was stopped a rank is killed once the others are told to end.
+# How long after its stop a rank is killed once the others have the order to end.
 TOLD_SECONDS = 1.0
-# So long nothing more is printed of waits for the same ranks.
+# The least time between two reports of waits for the same ranks.
 QUIET_SECONDS = 60.0
-# Longer than `TUTTI_TIMEOUT`: ranks that wait for a stopped one say so first.
+# Beyond `TUTTI_TIMEOUT`: ranks that wait for a stopped one report it first.
 STOPPED_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the launcher has seen of a rank's process, and what it did to it; times are monotonic.
+    """The launcher's observations of a rank's process, and its actions; times are monotonic.
 
     Args:
         ended: when the process ended; None while it lives.
         stopped: since when it is stopped (SIGSTOP), or was when it ended.
         killed: whether the launcher has sent it a SIGKILL.
-        shortage: of a SIGKILL that the launcher did not send, what the kernel tells of memory.
-        code: its exit code, minus a signal's number if that killed it; None where another has read it first.
+        shortage: for a SIGKILL from elsewhere, the kernel's report of a lack of memory.
+        code: its exit code, minus a signal's number if that killed it; None if another has read it first.
     """
 
     ended: float | None = None
@@ -49,18 +49,18 @@ class Seen:
 
     @property
     def seconds(self) -> float | None:
-        """When the rank began to be missing."""
+        """The time of the rank's loss."""
         return self.ended if self.stopped is None else self.stopped
 
 
 class Guard:
     """Watches the ranks' processes, children of this one, each the head of its own process group.
 
-    It notes when each ends or is stopped. A rank that another one's death leaves stuck, deaf to SIGTERM,
-    is killed after `STOP_SECONDS`; the agent itself would give it 30. So is one that has been stopped
-    (SIGSTOP) for `TUTTI_TIMEOUT` and `STOPPED_SECONDS` more, or, once the others have given it up, for
-    `TOLD_SECONDS`: it may hold what they need. On leaving, what is left of any rank's group
-    is killed. Without `ends_others` ranks may outlive each other.
+    It notes the end and the stops of each. After `STOP_SECONDS` it kills a rank that hangs after another
+    one's death and ignores SIGTERM; the agent itself would give it 30. It also kills a rank that has been
+    stopped (SIGSTOP) for `TUTTI_TIMEOUT` and `STOPPED_SECONDS` more, or, once the others have given it up,
+    for `TOLD_SECONDS`: it may hold resources that they need. At its end it kills the rest of every rank's
+    group. Without `ends_others` ranks may outlive each other.
     """
 
     def __init__(self, run_dir: Path, num_ranks: int, *, ends_others: bool = True) -> None:
@@ -72,8 +72,8 @@ class Guard:
         self._seen: dict[int, Seen] = {}
         self._pids: dict[int, int] = {}
         self._fds: dict[int, int] = {}  # by rank
-        self._stopped_since: dict[int, float] = {}  # by the clock of time awake
-        self._told: dict[int, int] = {}  # by rank: the last of its waits that was printed
+        self._stopped_since: dict[int, float] = {}  # by the clock without suspensions
+        self._told: dict[int, int] = {}  # by rank: the last of its waits that the guard has printed
         self._told_of: dict[tuple[int, ...], float] = {}  # by late ranks: when
         self._lock = threading.RLock()
         self._done = threading.Event()
@@ -102,15 +102,15 @@ class Guard:
         self._fds.clear()
 
     def seen(self, rank: int) -> Seen:
-        """What is known of a rank."""
+        """The observations of a rank."""
         with self._lock:
             found = self._seen.get(rank, Seen())
         return found if found.killed else replace(found, shortage=self._shortage.said())
 
     def kill(self, rank: int, *, alone: bool = False) -> None:
-        """Kill a rank and all of its group, and note that the launcher did.
+        """Kill a rank and all of its group, and note it.
 
-        `alone` leaves a process that stands in for the rank to end by itself.
+        With `alone` a stand-in process of the rank ends by itself.
         """
         self._look(0.0)
         with self._lock:
@@ -135,12 +135,12 @@ class Guard:
                 for rank in list(self._pids):
                     self.kill(rank)
                 return
-            # A stopped rank cannot hear that it should end.
+            # A stopped rank cannot handle SIGTERM.
             self._tell_waits()
             self._end_stopped(self._most_stopped if failed_at is None else TOLD_SECONDS)
 
     def _look(self, seconds: float) -> None:
-        """Note who ends within so many seconds, and who is stopped."""
+        """Note the ranks that end within this number of seconds, and the stopped ones."""
         with self._lock:
             self._read_pids()
             watched = {fd: rank for rank, fd in self._fds.items()}
@@ -164,7 +164,7 @@ class Guard:
             pid = read_pid(self._run_dir, rank)
             if pid is None or pid == self._pids.get(rank):
                 continue
-            self._pids[rank] = pid  # a server that was started again has a new one
+            self._pids[rank] = pid  # a restarted server has a new one
             if rank in self._fds:
                 os.close(self._fds.pop(rank))
             self._seen[rank] = Seen()
@@ -182,7 +182,7 @@ class Guard:
         if "T" in states and found.stopped is None:
             self._seen[rank] = replace(found, stopped=time.monotonic())
             self._stopped_since[rank] = self._clock.look()
-        elif not states & {"T", "Z", ""} and found.stopped is not None:  # it has gone on
+        elif not states & {"T", "Z", ""} and found.stopped is not None:  # it has resumed
             self._seen[rank] = replace(found, stopped=None)
 
     def _end_stopped(self, most_seconds: float) -> None:
@@ -195,7 +195,7 @@ class Guard:
                 self.kill(rank, alone=True)
 
     def _tell_waits(self) -> None:
-        """Print what ranks say of unusually long waits, once where several wait for the same ranks."""
+        """Print the ranks' reports of unusually long waits, once if several wait for the same ranks."""
         for rank in range(self._num_ranks):
             found = read_record(self._run_dir, Waited, rank)
             if found is None or found.number == self._told.get(rank):
@@ -228,7 +228,7 @@ def _is_rank(pid: int) -> bool:
 
 
 def _exit_code(fd: int) -> int | None:
-    """Of a child that has ended, by its pidfd; whoever started it can still read it."""
+    """The exit code of an ended child, by its pidfd; its parent code can still read it."""
     with suppress(ChildProcessError):
         found = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if found is not None:

@@ -34,16 +34,16 @@ def launch(
 ) -> int:
     """Run `script` on `num_ranks` ranks of this host; the exit code for the launcher.
 
-    Only rank 0 prints. What others write is kept in `log_dir` only. If one rank fails, the others are
-    stopped and one report names the first cause in time, with its traceback, its signal or the end of
-    what it wrote, and where the others waited. On Ctrl-C every rank gets one SIGINT and 30 s.
+    Only rank 0 prints. The output of others goes to `log_dir` only. If one rank fails, the launcher stops
+    the others, and one report names the first cause in time, with its traceback, its signal or the end of
+    its output, and the lines at which the others waited. On Ctrl-C every rank gets one SIGINT and 30 s.
 
     Args:
         num_ranks: processes to start.
         script: path of a Python file.
-        script_args: its arguments, passed as they are.
-        layout: what `tutti.distribute` uses where the script gives no layout.
-        log_dir: where to keep each rank's output.
+        script_args: its arguments, unchanged.
+        layout: the layout of `tutti.distribute` if the script gives none.
+        log_dir: the directory for each rank's output.
 
     Returns:
         0; 130 after Ctrl-C (0 if all ranks then ended with 0); 2 for a `TuttiError`; 1 otherwise.
@@ -87,7 +87,7 @@ class _Run:
         return failures.exit_code(ends)
 
     def _ended_by(self, number: int) -> int:
-        """The code after a signal: good where Ctrl-C has let all scripts come to a good end."""
+        """The code after a signal: 0 if all scripts ended well after Ctrl-C."""
         ends = self._ends({})
         well = all(end.ended is not None and end.ended.code == 0 for end in ends)
         if number == signal.SIGINT and well:
@@ -96,7 +96,7 @@ class _Run:
         return 128 + number
 
     def _without(self, lost: list[Lost]) -> int:
-        """The code of a run that has lost some replicas: good while one of them has come to its end."""
+        """The code of a run that has lost some replicas: 0 if one of them has finished."""
         codes = {one.rank: one.code for one in lost}
         if len(lost) == self._num_ranks:
             return self._failed(codes)
@@ -123,7 +123,7 @@ def _config(num_ranks: int, run_dir: Path, logs_at: Path) -> LaunchConfig:
         nproc_per_node=num_ranks,
         run_id="tutti",
         role="rank",
-        # The agent meets nobody but itself: a file does, and nothing listens on any interface.
+        # The agent is its only node: a file suffices for its rendezvous, and no socket listens.
         rdzv_backend="c10d",
         rdzv_endpoint=str(run_dir / "agent.store"),
         rdzv_configs={"store_type": "file"},
@@ -141,7 +141,7 @@ def _worker_environment(num_ranks: int, run_dir: Path, layout: str) -> dict[str,
     environment = {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         RUN_DIR.name: str(run_dir),
-        # Else the agent opens a store for its ranks, which anybody may write to, on every interface.
+        # Else the agent opens a store for its ranks on every interface, writable by anybody.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if layout:
@@ -157,12 +157,12 @@ def _stderr_logs(logs_at: Path) -> dict[int, Path]:
 
 
 def _escape(word: str) -> str:
-    """The agent replaces $-macros in arguments; a doubled $ comes out as one."""
+    """The agent replaces $-macros in arguments; it turns $$ into $."""
     return word.replace("$", "$$")
 
 
 def _silence_agent() -> None:
-    """The agent logs what the report says better."""
+    """Silence the agent's log, which repeats the report."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -170,7 +170,7 @@ def _silence_agent() -> None:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """The agent hands its own environment on to the workers."""
+    """Set the agent's environment, which it passes on to the workers."""
     before = os.environ.copy()
     os.environ.update(values)
     try:
@@ -182,7 +182,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """The agent sets signal handlers and leaves them."""
+    """Restore the signal handlers that the agent replaces."""
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         yield

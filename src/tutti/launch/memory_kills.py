@@ -1,18 +1,18 @@
-"""Whether the kernel has killed processes for want of memory, as far as it tells."""
+"""Reads the kernel's counts of processes killed for lack of memory."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# Where the kernel counts: the control group of this process (version 2, version 1), and the machine.
+# The kernel's counters: of this process's control group (version 2, version 1), and of the machine.
 _GROUP, _MACHINE = "this run's control group", "this machine"
 
 
 class MemoryKills:
-    """Counts from when it was made.
+    """Counts kills since its construction.
 
     Args:
-        root: where `/proc` and `/sys` lie.
+        root: the parent directory of `/proc` and `/sys`.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -20,7 +20,7 @@ class MemoryKills:
         self._before = {path: _count(path) or 0 for _, path in self._files}
 
     def said(self) -> str:
-        """Since this was made, of a process that got a SIGKILL, but not from the launcher."""
+        """A text about kills since the construction, for a process with a SIGKILL from elsewhere."""
         for where, path in self._files:
             number = (_count(path) or 0) - self._before[path]
             if number > 0:
@@ -43,7 +43,7 @@ def _counters(root: Path) -> list[tuple[str, Path]]:
             base, name = root / "sys/fs/cgroup/memory", "memory.oom_control"
         else:
             continue
-        # A container may see its own group as the root.
+        # In a container its own group may appear as the root.
         places = (base / path.lstrip("/") / name, base / name)
         found += [(_GROUP, place) for place in places if place.exists()][:1]
     return [*found, (_MACHINE, root / "proc/vmstat")]

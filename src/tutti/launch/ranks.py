@@ -18,9 +18,9 @@ LEAVE_SECONDS = 0.1
 
 
 def ensure_process_group() -> bool:
-    """Join the run that `tutti run` or `torchrun` started, unless that is done or there is none.
+    """Join the run of `tutti run` or `torchrun`, if there is one and this process has not joined.
 
-    Gloo on CPU; NCCL for CUDA tensors, on the device `LOCAL_RANK`, where there is one. Collectives
+    Gloo on CPU; NCCL for CUDA tensors, on the device `LOCAL_RANK`, if there is one. Collectives
     wait `TUTTI_TIMEOUT` seconds at most. Returns whether this process is one rank of several.
     """
     check_seconds()
@@ -47,9 +47,9 @@ def _backend() -> str:
 
 
 def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:
-    """Ranks of `tutti run` meet in a file of the run's own directory: nothing listens for them.
+    """Ranks of `tutti run` meet in a file of the run's own directory, without a listening socket.
 
-    With servers each worker's ranks are a group of their own, and never meet those of another.
+    With servers each worker's ranks are a separate group, and never meet those of another.
     """
     run_dir = RUN_DIR.read()
     if not run_dir:
@@ -63,7 +63,7 @@ def leave() -> None:
     """Destroy the process groups; runs at exit.
 
     A Gloo thread that still holds a finished collective's tensors when the interpreter shuts down
-    aborts the process ("terminate called without an active exception"): it gets time to let go.
+    aborts the process ("terminate called without an active exception"): it gets time to release them.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The small files in which each rank of `tutti run` notes how it ended, for one report."""
+"""The small files in which each rank of `tutti run` records its end, for one report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import TypeVar
 class Failure:
     """An exception that ended a rank.
 
-    `text` is the traceback, or the message alone where it is a `TuttiError`; `said` is its first line
-    with the name of its type. `seconds` is when the script raised it (monotonic).
+    `text` is the traceback, or the message alone of a `TuttiError`; `said` is its first line with the
+    name of its type. `seconds` is when the script raised it (monotonic).
     """
 
     rank: int
@@ -30,9 +30,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class StoppedAt:
-    """Where a rank stood when SIGTERM told it to stop: its collective, if any, and the user's line.
+    """A rank's position at its SIGTERM: its collective, if any, and the user's line.
 
-    `seconds` is when the signal came (monotonic), None if not known.
+    `seconds` is when the signal came (monotonic), None if unknown.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class StoppedAt:
 
 @dataclass(frozen=True)
 class Exit:
-    """The code with which a rank's script ended, and when (monotonic seconds, None if not known)."""
+    """The exit code of a rank's script, and the time (monotonic seconds, None if unknown)."""
 
     rank: int
     code: int
@@ -52,7 +52,7 @@ class Exit:
 
 @dataclass(frozen=True)
 class ReplicaJoined:
-    """A rank's replica has come together with the others: from now on they can go on without it."""
+    """A rank's replica has met the others: from now on they can continue without it."""
 
     rank: int
     replica: int
@@ -60,7 +60,7 @@ class ReplicaJoined:
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank of a replica that the others have gone on without, and how it ended."""
+    """A rank of a lost replica, and its end; the others have continued."""
 
     rank: int
     replica: int
@@ -69,14 +69,14 @@ class Lost:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """A rank of a replica that the others have given up: if it goes on, nothing that it does counts."""
+    """A rank of a replica that the others have given up: if it resumes, its results do not count."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Waited:
-    """What a rank says of an unusually long wait, its `number`-th, and for which ranks it waits."""
+    """A rank's report of an unusually long wait, its `number`-th, and the ranks that it waits for."""
 
     rank: int
     number: int
@@ -113,22 +113,22 @@ def read_record(run_dir: Path, kind: type[T], rank: int) -> T | None:
 
 
 def note_pid(run_dir: Path, rank: int) -> None:
-    """Tell the launcher which process, a child of its own, is `rank` or stands in for it."""
+    """Tell the launcher the process, its own child, that is `rank` or its stand-in."""
     _write_pid(run_dir / f"rank{rank}.pid")
 
 
 def note_script(run_dir: Path, rank: int) -> None:
-    """Tell the launcher which process runs the script of `rank`."""
+    """Tell the launcher the process that runs the script of `rank`."""
     _write_pid(run_dir / f"rank{rank}.script")
 
 
 def read_pid(run_dir: Path, rank: int) -> int | None:
-    """What `note_pid` has noted."""
+    """The process of `note_pid`."""
     return _read_pid(run_dir / f"rank{rank}.pid")
 
 
 def read_script(run_dir: Path, rank: int) -> int | None:
-    """What `note_script` has noted."""
+    """The process of `note_script`."""
     return _read_pid(run_dir / f"rank{rank}.script")
 
 
@@ -143,7 +143,7 @@ def _read_pid(path: Path) -> int | None:
 
 
 def crash_file(run_dir: Path, rank: int) -> Path:
-    """Where a crash (SIGSEGV and the like) leaves the lines that Python was at."""
+    """The file for Python's stack at a crash (SIGSEGV and the like)."""
     return run_dir / f"rank{rank}.crash"
 
 

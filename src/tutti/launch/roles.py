@@ -1,7 +1,7 @@
-"""What this process is in a run with servers: a worker or a server, which one, and where the servers are.
+"""The role of this process in a run with servers: a worker or a server, its number, the servers' addresses.
 
-Variables of the environment say so (`environment.py`). Without TUTTI_SERVERS the servers of one host write
-their addresses to the run's directory.
+Environment variables define it (`environment.py`). Without TUTTI_SERVERS the servers of one host write their
+addresses to the run's directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Role:
-    """`kind` is "worker" or "server"; both are numbered from 0, and so are the ranks of a worker."""
+    """`kind` is "worker" or "server"; numbers of both, and of a worker's ranks, begin at 0."""
 
     kind: str
     number: int
@@ -42,7 +42,7 @@ class Role:
         return cls(kind, int(number), int(rank_in_worker or 0))
 
     def rank(self, layout: Layout) -> int:
-        """The number among all processes of a run: workers first, each with its ranks side by side."""
+        """The number among all processes of a run: workers first, each with consecutive ranks."""
         if self.kind == WORKER:
             return self.number * layout.worker_size + self.rank_in_worker
         return layout.num_ranks + self.number
@@ -60,10 +60,10 @@ def roles_of(layout: Layout) -> list[Role]:
 
 
 def role_now(layout: Layout) -> Role:
-    """What this process is.
+    """The role of this process.
 
     Raises:
-        LayoutError: it was not started as part of a run with servers.
+        LayoutError: it is not part of a run with servers.
     """
     text = ROLE.read()
     if not text:
@@ -76,12 +76,12 @@ def role_now(layout: Layout) -> Role:
 
 
 def secret() -> str:
-    """What workers and servers share; "" where there is none."""
+    """The common secret of workers and servers; "" if there is none."""
     return SECRET.read()
 
 
 def checked_secret() -> None:
-    """Raise `ServerError` unless processes of several hosts were given what they share."""
+    """Raise `ServerError` if this process of several hosts has neither a secret nor certificates."""
     if not secret() and not TLS.read():
         raise ServerError(
             f"{SECRET.name} is not set",
@@ -92,7 +92,7 @@ def checked_secret() -> None:
 
 
 def tls() -> Tls | None:
-    """The certificates of this process, where it has some."""
+    """The certificates of this process, if it has some."""
     given = TLS.read()
     if not given:
         return None
@@ -105,7 +105,7 @@ def tls() -> Tls | None:
 
 
 def publish(role: Role, address: str) -> None:
-    """Tell the workers of this host where a server listens."""
+    """Tell the workers of this host a server's address."""
     path = _address_file(role.number)
     if path is not None:
         draft = path.with_suffix(".draft")
@@ -114,16 +114,16 @@ def publish(role: Role, address: str) -> None:
 
 
 def published(role: Role) -> str:
-    """Where a server of this host has listened before; "" if it has not."""
+    """The earlier address of a server of this host; "" if it has none."""
     path = _address_file(role.number)
     return path.read_text() if path is not None and path.exists() else ""
 
 
 def addresses(layout: Layout) -> list[str]:
-    """Where the servers are; waits until those of this host have said so.
+    """The servers' addresses; waits for those of this host.
 
     Raises:
-        ServerError: too few are named, or they do not come in time.
+        ServerError: there are too few addresses, or they do not come in time.
     """
     given = [x.strip() for x in SERVERS.read().split(",") if x.strip()]
     if given:

@@ -1,8 +1,8 @@
-"""The directory of a run's own, which does not outlive it, however its launcher ends.
+"""A run's private directory, which is removed at its end, however its launcher ends.
 
 launcher ends by itself      it removes the directory
 launcher is killed           a cleaner, a shell that waits for the launcher's end, removes it
-both are killed              the next run on this host does, since the owner that is noted in it is dead
+both are killed              the next run on this host does, since the owner recorded in it is dead
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CLEAN = (
 
 
 class RunDir:
-    """A new private directory for one run, `path`, and what removes it."""
+    """A new private directory for one run, `path`, and its cleaner."""
 
     def __init__(self) -> None:
         remove_stale(Path(tempfile.gettempdir()))
@@ -44,7 +44,7 @@ class RunDir:
             )
 
     def remove(self) -> None:
-        """Remove the directory; what cannot be removed yet is left to the cleaner."""
+        """Remove the directory; the cleaner removes the rest later."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._cleaner is None:
             return
@@ -57,7 +57,7 @@ class RunDir:
 
 
 def remove_stale(directory: Path) -> None:
-    """Remove the directories there of runs of this user whose launchers have died without a trace."""
+    """Remove directories of this user's runs whose launchers and cleaners have died."""
     for path in directory.glob(f"{_PREFIX}*/{_OWNER}"):
         with suppress(OSError, ValueError):
             own = path.parent.lstat().st_uid == os.getuid() and not path.parent.is_symlink()
@@ -71,13 +71,13 @@ def _owner(pid: int) -> str:
 
 
 def _lives(owner: str) -> bool:
-    """Whether a process that `_owner` describes may still live; one of another host may."""
+    """Whether the process of an `_owner` may still live; one of another host may."""
     pid, _, host = owner.split(" ", 2)
     return host != host_name() or owner == _owner(int(pid))
 
 
 def _started(pid: int) -> str:
-    """When a process has started, in ticks since the boot; "" where there is none, "0" if not known."""
+    """The start of a process in ticks since the boot; "" if there is no process, "0" if unknown."""
     if not Path("/proc/self/stat").exists():
         return "0"
     return next(iter(stat_of(pid)[19:20]), "")

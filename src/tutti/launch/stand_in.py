@@ -1,14 +1,14 @@
-"""A process that stands in for a rank of a replica, so that the run outlives it.
+"""A stand-in process for a rank of a replica, so that the run survives the rank's loss.
 
-The launcher's agent stops all ranks when a process of its own dies. Where replicas can go on without one,
-what it starts only waits for the process that runs the script:
+The launcher's agent stops all ranks when one of its child processes dies. If replicas can continue without
+one, the child only waits for the process that runs the script:
 
     agent --- stand-in --- rank 0          rank 2 is killed: its stand-in notes it, and ends well
           +-- stand-in --- rank 1
           +-- stand-in --- rank 2 (dead)
 
-Both are in one process group, so what the agent sends to one reaches both. This must stay light: nothing of
-torch is imported before the fork.
+Both are in one process group, so the agent's signals reach both. This must stay light: it imports nothing of
+torch before the fork.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """No process outlives the one that started it."""
+    """End this process with its parent."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def stand_in(rank: int, run_dir: Path) -> None:
-    """Return in a new process where the layout has replicas; the old one waits, and ends as that does.
+    """With replicas in the layout, return in a new process; the old one waits, and ends like the new one.
 
     If the rank is lost once its replica has joined the others, the old process notes that and ends well.
     """
     layout = LAYOUT.read()
-    if "replica=" not in layout or "server=" in layout:  # `supervise` starts what has servers
+    if "replica=" not in layout or "server=" in layout:  # `supervise` starts runs with servers
         return
     pid = os.fork()
     if not pid:
@@ -60,7 +60,7 @@ def stand_in(rank: int, run_dir: Path) -> None:
 
 
 def _is_lost(code: int, failure: Failure | None) -> bool:
-    """Whether a rank was killed, or lost others of its replica; a mistake of the script ends the run."""
+    """Whether a rank was killed, or lost others of its replica; an error of the script ends the run."""
     if code < 0:
         return -code not in _SIGNALS
     return failure is not None and failure.is_comm

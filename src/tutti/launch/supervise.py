@@ -1,9 +1,9 @@
-"""Starts workers and servers on this host, and keeps the run going where it can go on without one of them.
+"""Starts workers and servers on this host, and continues the run if it can do without a lost one.
 
-a server is killed                it is started again, and goes on from its records
-a worker ends, async or bounded   it has left: the others go on; a rank that fails takes its worker with it
-a worker fails, step              all are stopped
-a script is wrong (a server's)    all are stopped
+a server is killed                restarts it; it continues from its records
+a worker ends, async or bounded   the others continue; a rank that fails takes its worker with it
+a worker fails, step              stops all
+a script is wrong (a server's)    stops all
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tutti.layout import Layout
 from tutti.server.protocol import consistency
 
 POLL_SECONDS, STOP_SECONDS = 0.05, 10.0
-# A server that dies so often within a minute has a reason to.
+# A server that dies this often within a minute is not restarted.
 MOST_RESTARTS, MINUTE_SECONDS = 20, 60.0
 
 
 class Process(Protocol):
-    """What is needed of a `subprocess.Popen`."""
+    """The used interface of a `subprocess.Popen`."""
 
     returncode: int | Any
 
@@ -47,7 +47,7 @@ class Process(Protocol):
 
 @dataclass
 class Started:
-    """One process of the run, and the earlier ones in its place."""
+    """One process of the run, and its predecessors."""
 
     role: Role
     rank: int
@@ -65,10 +65,10 @@ class Supervisor:
 
     Args:
         layout: of the whole run, which may have more of both on other hosts.
-        roles: those to start here.
+        roles: the roles to start here.
         command: the script and its arguments.
         environment: for all of them, beside this process's own.
-        log_dir: where to keep what all but the first write; by default nothing is kept.
+        log_dir: the directory for the output of all but the first; by default it is dropped.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Supervisor:
         self._guard = Guard(self.run_dir, self._num_ranks, ends_others=False)
 
     def run(self) -> int:
-        """The exit code: 0 where a worker (of servers alone: every server) has ended well."""
+        """The exit code: 0 if a worker (of servers alone: every server) has ended well."""
         try:
             with self._guard, _signals_raised():
                 by = self._play()
@@ -117,7 +117,7 @@ class Supervisor:
             self._made.remove()
 
     def _play(self) -> signal.Signals | None:
-        """Until the run has come to its end; the signal that has ended it."""
+        """Run until the end; the signal that has ended the run."""
         try:
             self.started = [self._start(role) for role in self.roles]
             self._watch()
@@ -131,7 +131,7 @@ class Supervisor:
 
     def _start(self, role: Role) -> Started:
         rank = role.rank(self.layout)
-        # nobody meets anybody but the servers, and the ranks of its own worker
+        # a worker meets only the servers, and its own ranks
         size = self.layout.worker_size if role.kind == WORKER else 1
         environment = {
             **self.environment,
@@ -143,7 +143,7 @@ class Supervisor:
         return Started(role, rank, process, [time.monotonic()])
 
     def spawn(self, environment: dict[str, str], log: Path | None) -> Process:
-        """Start one process; what it writes goes to `log`, or where this one writes."""
+        """Start one process; its output goes to `log`, or to this process's output."""
         words = [sys.executable, "-m", "tutti.launch.worker", *self.command]
         with contextlib.ExitStack() as stack:
             out = stack.enter_context(open(log, "ab")) if log is not None else None
@@ -155,7 +155,7 @@ class Supervisor:
         return self.log_dir / f"{str(role).replace(' ', '')}.log"
 
     def _watch(self) -> None:
-        """Until the workers have ended, or where there are none here, the servers."""
+        """Watch until the workers have ended, or, without workers here, the servers."""
         while True:
             for one in [x for x in self.started if not x.lives and x.rank not in self.codes]:
                 self._ended(one)
@@ -184,7 +184,7 @@ class Supervisor:
             if first:
                 how = next(end.said for end in self._ends() if end.rank == one.rank)
                 self._say(f"{one.role} {how}{'; the others go on' if self._others(one) else ''}")
-            for x in fellows:  # a worker lives and dies as a whole
+            for x in fellows:  # all ranks of a worker end together
                 self._guard.kill(x.rank)
                 with contextlib.suppress(ProcessLookupError):
                     x.process.send_signal(signal.SIGKILL)
@@ -210,7 +210,7 @@ class Supervisor:
     def _let_servers_end(self) -> None:
         """Servers of this host end by themselves once the workers of all hosts have left.
 
-        Where every worker of the run has failed here, some may never have joined: servers are not awaited.
+        If every worker of the run has failed here, some may never have joined: do not wait for servers.
         """
         workers = [x for x in self.started if x.role.kind == WORKER]
         if len(workers) == self.layout.num_ranks and not any(self._ended_well(x) for x in workers):
@@ -245,7 +245,7 @@ class Supervisor:
         return [end for end in every if end.rank in here]
 
     def _stop(self, number: int) -> None:
-        """Send a signal to whoever lives, and wait; who does not end is killed by the guard."""
+        """Send a signal to all live processes, and wait; the guard kills those that do not end."""
         living = [x for x in self.started if x.lives]
         for one in living:
             with contextlib.suppress(ProcessLookupError):
@@ -259,7 +259,7 @@ class Supervisor:
 
 
 class _Signaled(BaseException):
-    """The launcher was told to end."""
+    """The launcher got a signal to end."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(number.name)

@@ -1,8 +1,8 @@
-"""A rank that waits unusually long says once for what, for whom, and where the late one is.
+"""Reports an unusually long wait of a rank once: the collective, the late ranks, and their lines.
 
-A thread looks at the main thread's stack twice a second: nothing is added to a step. It sees collectives and
-messages through shared memory, Gloo or a pipeline's channels, and calls of torch.distributed. A wait is
-unusual after 10 s, and after ten times the median of the last hundred that this thread has seen.
+A thread reads the main thread's stack twice a second, at no cost to a step. It sees collectives and messages
+through shared memory, Gloo or a pipeline's channels, and calls of torch.distributed. A wait is unusual after
+10 s, and after ten times the median of the last hundred that this thread has seen.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _MOST_ASKED = 4
 
 
 class WaitWatch:
-    """Looks at the waits of one rank.
+    """Watches the waits of one rank.
 
     Args:
-        rank: of the run; `first` is the rank of the run at which ranks of torch.distributed begin to count,
-            and `size` how many there are.
-        run_dir: that of `tutti run`, if it has started this rank: others can be asked there.
+        rank: of the run; `first` is the run's rank of rank 0 of torch.distributed, and `size` the number of
+            its ranks.
+        run_dir: that of `tutti run`, if it has started this rank: the others answer there.
         stack: the main thread's, innermost first.
         cpu: seconds that the main thread has computed.
-        clock: seconds; a time for which this process was stopped does not count.
+        clock: seconds without the suspensions of this process.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WaitWatch:
         return self._run_dir is not None and not self._run_dir.exists()
 
     def look(self) -> None:
-        """Answer who asks, and see whether this rank waits unusually long."""
+        """Answer requests, and check whether this rank waits unusually long."""
         stack, now = self._stack(), self._clock.look()
         if self._run_dir is not None:
             answer(self._run_dir, self.rank, stack)
@@ -80,7 +80,7 @@ class WaitWatch:
             self._tell(found, waited)
 
     def _most(self) -> float:
-        # Of a few waits one, such as that for the first step of another rank, would decide.
+        # Among few waits a single one, such as for another rank's first step, would dominate.
         usual = statistics.median(self._usual) if len(self._usual) >= LEAST_USUAL else 0.0
         return max(LEAST_SECONDS, TIMES_USUAL * usual)
 
@@ -98,7 +98,7 @@ class WaitWatch:
             are = "is" if len(late) == 1 else "are"
             ranks = "rank" if len(late) == 1 else "ranks"
             begin += f": {ranks} {', '.join(map(str, late))} {are} not here yet"
-        elsewhere = self._run_dir is None  # ranks of torchrun cannot be asked
+        elsewhere = self._run_dir is None  # ranks of torchrun cannot answer
         said = [] if elsewhere else [answers[rank].said(rank) for rank in late[:_MOST_ASKED]]
         self._say("\n".join([begin, *said]), late)
 
@@ -113,7 +113,7 @@ class WaitWatch:
         if self._run_dir is None:
             print(text, file=sys.stderr, flush=True)
             return
-        self._number += 1  # the launcher prints it: of most ranks nobody sees what they write
+        self._number += 1  # the launcher prints it: the output of most ranks is not visible
         write_record(self._run_dir, Waited(self.rank, self._number, text, late))
 
 

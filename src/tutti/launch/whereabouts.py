@@ -1,4 +1,4 @@
-"""Which line of the user's program a rank is at, and in which collective, read from its stack."""
+"""Finds a rank's line of the user's program, and its collective, from its stack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 _TUTTI = str(Path(__file__).resolve().parent.parent)
 _COMM = os.path.join(_TUTTI, "comm", "")
-# Where a rank keeps the collective or message that it is in (`current`), the innermost first.
+# The holders of a rank's current collective or message (`current`), the innermost first.
 _WAITING = tuple(
     os.path.join(_TUTTI, *name.split("/"))
     for name in (
@@ -33,13 +33,13 @@ Stack = list[tuple[FrameType, int]]
 
 @dataclass(frozen=True)
 class Waiting:
-    """A collective or message that a rank is in.
+    """A rank's current collective or message.
 
     Args:
         key: differs from that of the next wait of the same kind.
         what: such as "all_reduce over data (4 kB)".
         line: the user's, such as "train.py:12".
-        ranks: those that have not come; of torch.distributed, all others of the group.
+        ranks: the late ones; for torch.distributed, all others of the group.
     """
 
     key: object
@@ -53,14 +53,14 @@ class Waiting:
 
 
 def wait(stack: Stack, cpu_seconds: float = 0.0) -> Waiting | None:
-    """The collective or message that the stack is in, if it is in one.
+    """The stack's current collective or message, if there is one.
 
-    Frames are looked into only where ranks wait: to look makes Python keep their variables.
+    It inspects only frames in which ranks wait: an inspection makes Python keep their variables.
 
     Args:
         stack: of a thread.
-        cpu_seconds: that this thread has computed; in a plain collective of torch.distributed, which keeps
-            nothing that tells one call from the next, a thread that still computes does not wait.
+        cpu_seconds: the thread's processor time. A plain collective of torch.distributed does not identify
+            its call; there a thread that still computes does not wait.
     """
     for name in _WAITING:
         frame = next((f for f, _ in stack if f.f_code.co_filename == name), None)
@@ -73,7 +73,7 @@ def wait(stack: Stack, cpu_seconds: float = 0.0) -> Waiting | None:
 
 
 def _plain_wait(stack: Stack, cpu_seconds: float) -> Waiting | None:
-    """A call of torch.distributed that nothing of tutti describes, such as those before the first step."""
+    """A call of torch.distributed outside of tutti, such as those before the first step."""
     inner = [frame for frame, _ in stack if frame.f_code.co_filename.endswith(_C10D)]
     if not inner:
         return None
@@ -91,7 +91,7 @@ def _members(owner: Any, current: Any) -> tuple[int, ...]:
 
 
 def _missing(stack: Stack) -> tuple[int, ...]:
-    """The ranks for which the stack waits, as far as its frames tell."""
+    """The ranks that the stack waits for, as far as its frames show."""
     for frame, _ in stack:
         if not frame.f_code.co_filename.startswith(_COMM):
             continue
@@ -108,7 +108,7 @@ def _missing(stack: Stack) -> tuple[int, ...]:
 
 
 def _others(group: Any) -> tuple[int, ...]:
-    """The other ranks of a `comm.group.Group`; none of anything else."""
+    """The other ranks of a `comm.group.Group`; none for any other object."""
     ranks, position = getattr(group, "ranks", None), getattr(group, "position", None)
     if not isinstance(ranks, tuple) or not isinstance(position, int):
         return ()
@@ -141,13 +141,13 @@ def traceback_stack(traceback: TracebackType | None) -> list[tuple[FrameType, in
 
 
 def user_line(stack: list[tuple[FrameType, int]]) -> str:
-    """The innermost line that is the user's, as "train.py:12"; "" if there is none."""
+    """The innermost line of the user, as "train.py:12"; "" if there is none."""
     for frame, line in stack:
         mapped = frame.f_globals.get(LINES, {}).get(line)
         if mapped:
             return str(mapped)
         if frame.f_code.co_filename.startswith(_TUTTI):
-            # What plays a pipeline keeps the line behind the message it is in (`execution.loops`).
+            # The player of a pipeline keeps the line of its current message (`execution.loops`).
             line_of_message = getattr(frame.f_locals.get("self"), "line", "")
             if line_of_message and isinstance(line_of_message, str):
                 return line_of_message
@@ -157,11 +157,11 @@ def user_line(stack: list[tuple[FrameType, int]]) -> str:
 
 
 def collective(stack: list[tuple[FrameType, int]]) -> str:
-    """The collective that the stack is in, as "all_reduce over data (4 kB)"; "" if in none."""
+    """The stack's current collective, as "all_reduce over data (4 kB)"; "" if there is none."""
     for frame, _ in stack:
         name = frame.f_code.co_filename
         if name.startswith(_TUTTI):
-            # A player keeps the collective it is in (`comm.InCollective.current`).
+            # A player keeps its current collective (`comm.InCollective.current`).
             current = getattr(frame.f_locals.get("self"), "current", None)
             if current is not None:
                 return str(current)

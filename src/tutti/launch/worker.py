@@ -1,7 +1,7 @@
-"""One rank of `tutti run`: runs the user's script and notes how it ended.
+"""One rank of `tutti run`: runs the user's script and records its end.
 
-`python -m tutti.launch.worker script.py args...`, as the launcher calls it. The script sees what
-it would see under `python script.py args...`.
+The launcher calls `python -m tutti.launch.worker script.py args...`. The script sees the same environment as
+under `python script.py args...`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tutti.launch.whereabouts import collective, main_stack, traceback_stack, us
 
 STOPPED = 128 + signal.SIGTERM
 INTERRUPTED = 128 + signal.SIGINT
-# A failed rank's interpreter gets this long to shut down: peers may be gone that it waits for.
+# A failed rank's interpreter gets this long to shut down: it may wait for peers that are gone.
 EXIT_SECONDS = 5.0
 RECORD_SECONDS, POLL_SECONDS = 1.0, 0.01
 
@@ -71,7 +71,7 @@ def _run(script: str, rank: int, run_dir: Path) -> int:
         _ending.set()
         failure = _failure(exc, script, rank, time.monotonic())
         if signal.SIGINT in _received and failure.collective:
-            return INTERRUPTED  # a peer that was interrupted too has left
+            return INTERRUPTED  # an interrupted peer has left
         if not _note(run_dir, failure):
             print(failure.text, file=sys.stderr)
         return 1
@@ -79,7 +79,7 @@ def _run(script: str, rank: int, run_dir: Path) -> int:
 
 
 def _note(run_dir: Path, record: Record) -> bool:
-    """Write a record; False where that fails (a full disk): the cause must not be lost in it."""
+    """Write a record; False if that fails (a full disk), which must not hide the cause."""
     try:
         write_record(run_dir, record)
     except OSError:
@@ -88,9 +88,9 @@ def _note(run_dir: Path, record: Record) -> bool:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit as Python would, but without its last act, in which Gloo's threads may abort.
+    """Exit as Python does, but without its last phase, in which Gloo's threads may abort.
 
-    A rank that failed does not tear process groups down either: peers may be gone, and it would wait.
+    A failed rank does not destroy process groups either: it would wait for peers that may be gone.
     """
     if code:
         nowhere = open(os.devnull, "w")  # noqa: SIM115 (faulthandler writes there until the end)
@@ -112,7 +112,7 @@ def _exit_code(exc: SystemExit) -> int:
 
 
 def _trace_crashes(rank: int, run_dir: Path) -> None:
-    """On a crash (SIGSEGV and the like) Python's own lines are written where the report finds them."""
+    """On a crash (SIGSEGV and the like) write Python's stack to a file for the report."""
     file = open(crash_file(run_dir, rank), "w")  # noqa: SIM115 (it stays open until the end)
     faulthandler.enable(file=file, all_threads=False)
 
@@ -156,7 +156,7 @@ def _from_script(exc: BaseException, script: str) -> TracebackType | None:
 
 
 def _detach() -> None:
-    """No keyboard, lines shown as they come, a group of its own, no life after the launcher's."""
+    """No keyboard, line-buffered output, its own process group, and an end with the launcher's."""
     if os.getpgrp() != os.getpid():
         os.setsid()
     devnull = os.open(os.devnull, os.O_RDONLY)
@@ -169,16 +169,16 @@ def _detach() -> None:
     die_with_parent()
 
 
-# Signals that came, and whether the script has raised and its record is being written.
+# Signals received, and whether the script has raised and its record is being written.
 _received: set[int] = set()
 _ending = threading.Event()
 
 
 def _record_on_stop(rank: int, run_dir: Path) -> None:
-    """On SIGTERM, note where this rank stands and end, even where it waits in a collective.
+    """On SIGTERM, record this rank's stack and end, even while it waits in a collective.
 
-    Python runs a signal's handler only once the main thread is back in Python, which a rank that
-    waits for a dead one is not. So the interpreter's wake-up pipe tells a thread, which reads the
+    Python runs a signal's handler only once the main thread is back in Python, which is not the case in a
+    rank that waits for a dead one. So the interpreter's wake-up pipe notifies a thread, which reads the
     stack.
     """
     reading, writing = os.pipe()
@@ -208,9 +208,9 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
 
 
 def _last_stack(main_thread: int) -> list[tuple[FrameType, int]]:
-    """Where the main thread stands once it waits in a collective, or a second later.
+    """The main thread's stack once it waits in a collective, or a second later.
 
-    It may have been on its way there, or be raising because a peer is gone: what it then says is more.
+    It may be about to wait, or about to raise because a peer is gone: that stack tells more.
     """
     until = time.monotonic() + RECORD_SECONDS
     stack = main_stack(main_thread)
@@ -221,11 +221,11 @@ def _last_stack(main_thread: int) -> list[tuple[FrameType, int]]:
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    """A script that sets a handler of its own replaces this one, and then ends by itself."""
+    """This process's handler; a script that sets its own handler ends by itself."""
 
 
 def _forget() -> None:
-    """A forked child (a data loader's) is no rank: its signals are its own."""
+    """Restore the signals in a forked child (a data loader's), which is no rank."""
     signal.set_wakeup_fd(-1)
     if signal.getsignal(signal.SIGTERM) is _stop:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
