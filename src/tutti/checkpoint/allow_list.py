@@ -1,7 +1,7 @@
-"""Reads the index of `torch.distributed.checkpoint`, a pickle, without running what it says.
+"""Reads the index of `torch.distributed.checkpoint`, a pickle, without running its code.
 
-Only the classes of such an index are built, and only what describes tensors is taken from it. A file that
-names anything else is refused with that name.
+It builds only the classes of such an index, and takes only the descriptions of tensors from it. It refuses a
+file that names anything else, with that name.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         layout_by_name,
     )
 } | {("torch", "Size"): torch.Size}
-# An index names the folder that it was saved in.
+# An index names its folder at the time of the save.
 _ALLOWED |= {
     (module, name): PurePath
     for module in ("pathlib", "pathlib._local")
@@ -52,7 +52,7 @@ _FIX = "load checkpoints that you or somebody you trust has saved"
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds what is on the list, and nothing else."""
+    """Builds only the classes on the list."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _ALLOWED.get((module, name))
@@ -75,7 +75,7 @@ class CheckedReader(FileSystemReader):
     """Reads shards of tensors from `folder`, and only files that are `known` there.
 
     Raises:
-        CheckpointError: from `read_metadata`, where the index names anything else.
+        CheckpointError: from `read_metadata`, if the index names anything else.
     """
 
     def __init__(self, folder: Path, known: Collection[str]) -> None:
@@ -105,7 +105,7 @@ class CheckedReader(FileSystemReader):
 
 
 class TensorPlanner(DefaultLoadPlanner):
-    """Fills tensors; an entry that holds a pickled object is refused."""
+    """Fills tensors; refuses an entry with a pickled object."""
 
     def load_bytes(self, read_item: ReadItem, value: IO[bytes]) -> None:
         """No entry of a checkpoint is an object."""

@@ -16,7 +16,7 @@ _MOST_THREADS = 4
 
 @dataclass(frozen=True)
 class FileDigest:
-    """The size of a file, and the sha256 of each segment; none where a file was saved without."""
+    """The size of a file, and the sha256 of each segment; none if the save wrote no checksums."""
 
     nbytes: int
     sha256: tuple[str, ...]
@@ -32,7 +32,7 @@ def digest_of(file: Path) -> FileDigest:
 def find_damage(
     folder: Path, files: Mapping[str, FileDigest], *, share: int = 0, shares: int = 1
 ) -> str:
-    """Which file of `folder` is not as it was written, and how; "" where all are.
+    """The damaged file of `folder`, and the damage; "" if there is none.
 
     Every caller compares all sizes. Of the segments it reads every `shares`-th, from the `share`-th on:
     ranks divide the work.
@@ -60,7 +60,7 @@ def _each(function: Callable[[Path, int], str], places: Sequence[tuple[Path, int
 
 
 def _segment(file: Path, start: int) -> str:
-    """The sha256 of one segment; hashing runs outside of the interpreter's lock."""
+    """The sha256 of one segment; hashing releases the GIL."""
     sha256, left = hashlib.sha256(), SEGMENT_NBYTES
     with open(file, "rb", buffering=0) as stream:
         stream.seek(start)

@@ -33,10 +33,10 @@ def write_checkpoint(
 ) -> None:
     """Save `state`, tensors by name; the last checkpoint in `path` stays whole until this one is.
 
-    All ranks call together, the first one with the lock of the folder. `manifest` says all but the files.
+    All ranks call together, the first one with the lock of the folder. `manifest` has all but the files.
 
     Raises:
-        CheckpointError: on every rank; the last checkpoint is there, or this one if it had become visible.
+        CheckpointError: on every rank; the last checkpoint remains, or this one if it was visible already.
         CommError: a rank is lost; the same holds.
     """
     what = f"cannot write the checkpoint {path}"
@@ -68,7 +68,7 @@ class _Writing:
         self.metadata: Metadata | None = None
 
     def write(self) -> list[list[WriteResult]]:
-        """Write this rank's share; where all ranks have written theirs."""
+        """Write this rank's share; the locations of all ranks' shards."""
         plans = [plan_of(text) for text in self.ranks.each(self.what, self._plan)]
         found = self.ranks.each(self.what, lambda: self._write(plans))
         return [results_of(text) for text in found]
@@ -110,7 +110,7 @@ def _finish(
     files: dict[str, FileDigest],
     manifest: Manifest,
 ) -> str:
-    """What the first rank does when all have written."""
+    """The first rank's work after all have written."""
     outer = writing.index(within(folder, results), path / folder).read_bytes()
     inner = writing.index(results, path / folder)
     files = {**files, inner.name: digest_of(inner)}
@@ -126,7 +126,7 @@ def _merged(texts: list[str]) -> dict[str, Any]:
 
 
 class Reading:
-    """A checkpoint that all ranks read together; the first one's manifest counts.
+    """A checkpoint that all ranks read together, by the first rank's manifest.
 
     Raises:
         CheckpointError: on every rank, there is none or its manifest is damaged.
@@ -144,7 +144,7 @@ class Reading:
         return parse_manifest(text, self.path)
 
     def is_replaced(self) -> bool:
-        """Whether another save has replaced the checkpoint since; all ranks ask together."""
+        """Whether another save has replaced the checkpoint since; all ranks call together."""
         text = self._ranks.lead(self._what, lambda: read_manifest(self.path))
         return text != self._text
 
@@ -152,7 +152,7 @@ class Reading:
         """Compare sizes and checksums of all files; ranks and threads divide the work.
 
         Raises:
-            CheckpointError: on every rank, a file is damaged; says which, and how.
+            CheckpointError: on every rank, a file is damaged; names it, and the damage.
         """
         if not self._checked:
             self._ranks.each(self._what, self._check)
@@ -170,10 +170,10 @@ class Reading:
         return ""
 
     def fill(self, state: dict[str, Any]) -> None:
-        """Read into the tensors of `state`, by name: each rank what it names, from any layout.
+        """Read into the tensors of `state`, by name: each rank its own names, from any layout.
 
         Raises:
-            CheckpointError: on every rank, a file is damaged or does not hold what the manifest says.
+            CheckpointError: on every rank, a file is damaged or does not match the manifest.
         """
         self.check()
         self._ranks.each(self._what, lambda: self._fill(state))

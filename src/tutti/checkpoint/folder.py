@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: a new save is written beside the last one and replaces it by one rename."""
+"""The folder of a checkpoint: a save writes beside the last one and replaces it by one rename."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _EARLIER = re.compile(r"__\d+_\d+\.distcp")
 
 
 def open_folder(path: Path, seconds: float = 0.0) -> OwnerLock:
-    """Make the folder where it is missing, and lock it; wait up to `seconds` for another owner.
+    """Make the folder if it is missing, and lock it; wait up to `seconds` for another owner.
 
     Raises:
-        CheckpointError: another run saves there, or the folder holds a checkpoint that tutti did not write.
+        CheckpointError: another run saves there, or the folder holds a checkpoint of another program.
         OSError: the folder cannot be made or written.
     """
     made = not path.exists()
@@ -42,7 +42,7 @@ def open_folder(path: Path, seconds: float = 0.0) -> OwnerLock:
 
 
 def new_state_folder(path: Path) -> str:
-    """Make a folder for the files of a new save, after removing those of saves that did not end.
+    """Make a folder for the files of a new save, and remove those of unfinished saves.
 
     Returns its name. Only the owner of the lock calls this.
     """
@@ -55,8 +55,8 @@ def new_state_folder(path: Path) -> str:
 def commit(path: Path, folder: str, manifest: str, index: bytes) -> None:
     """Make the files in `folder` the checkpoint of `path`: durable first, then visible by one rename.
 
-    Every rank has synced its own files. `index` is for plain PyTorch. The files of the last save go when
-    nothing names them any more.
+    Every rank has synced its own files. `index` is for plain PyTorch. This removes the files of the last save
+    once nothing names them.
     """
     sync_folder(path / folder)
     drafts = [_draft(path / MANIFEST, manifest.encode()), _draft(path / INDEX, index)]
@@ -70,9 +70,9 @@ def commit(path: Path, folder: str, manifest: str, index: bytes) -> None:
 
 
 def abandon(path: Path, folder: str) -> None:
-    """Remove what a failed save has written, unless it is the checkpoint already.
+    """Remove the files of a failed save, unless it is the checkpoint already.
 
-    A save can fail once it is visible: another rank is lost before all have met again.
+    A save can fail after it is visible: by the loss of a rank before all have met again.
     """
     if _current(path) not in (None, folder):
         shutil.rmtree(path / folder, ignore_errors=True)
@@ -89,7 +89,7 @@ def _draft(file: Path, content: bytes) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -105,7 +105,7 @@ def _remove_states(path: Path, *, keep: str | None) -> None:
 
 
 def _current(path: Path) -> str | None:
-    """The folder that the manifest names, "" without one; None where it cannot be told."""
+    """The folder that the manifest names, "" without one; None if it is unknown."""
     try:
         found = json.loads((path / MANIFEST).read_text())["folder"]
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: which files belong to it, their checksums, and which tensors they hold.
+"""The manifest of a checkpoint: its files, their checksums, and their tensors.
 
-It is JSON with a checksum of its own. The rename that puts it in place makes a save visible:
+It is JSON with its own checksum. The rename that puts it in place makes a save visible:
 
     checkpoint/
         tutti.json               the manifest; names the folder below
@@ -24,7 +24,7 @@ import torch
 from tutti.checkpoint.digest import FileDigest
 from tutti.errors import CheckpointError
 
-# Format 1 had its files beside the manifest, and no checksums.
+# Format 1 has its files beside the manifest, and no checksums.
 FORMAT = 2
 MANIFEST = "tutti.json"
 USE_EARLIER = "use an earlier checkpoint"
@@ -41,10 +41,10 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a manifest says.
+    """The content of a manifest.
 
-    layout, replicas: under which it was saved.  tensors: by name.  folder: of its files, "" for the folder of
-    the manifest.  files: by name in that folder.  extra: what the user gave.
+    layout, replicas: those of the save.  tensors: by name.  folder: of its files, "" for the folder of the
+    manifest.  files: by name in that folder.  extra: the user's values.
     """
 
     layout: str
@@ -73,7 +73,7 @@ def read_manifest(path: Path) -> str:
     """The text of the manifest in folder `path`.
 
     Raises:
-        CheckpointError: there is none, or the file cannot be read.
+        CheckpointError: there is none, or it is unreadable.
     """
     file = path / MANIFEST
     try:
@@ -88,7 +88,7 @@ def read_manifest(path: Path) -> str:
 
 
 def parse_manifest(text: str, path: Path) -> Manifest:
-    """The manifest again, from the text of folder `path`.
+    """Parse the manifest of folder `path`.
 
     Raises:
         CheckpointError: the text is no manifest, has another checksum, or a newer tutti wrote it.

@@ -1,4 +1,4 @@
-"""One run at a time saves into a folder: a file lock, with the name of its owner inside."""
+"""A file lock with the name of its owner: only one run at a time saves into a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.05
 class OwnerLock:
     """The right to save into a folder, for as long as a step holds this and its process lives.
 
-    All steps of a process share one. The kernel gives the lock back when the process ends, however it ends.
+    All steps of a process share one. The kernel releases the lock when the process ends, however it ends.
     """
 
     def __init__(self, fd: int) -> None:
@@ -30,24 +30,24 @@ class OwnerLock:
         self.close()
 
     def is_of(self, folder: Path) -> bool:
-        """Whether this is the lock of `folder`: the one of a removed folder is not, whatever its number."""
+        """Whether this is the lock of `folder`; not of a removed folder, even with the same inode number."""
         try:
             return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.stat(folder / LOCK))
         except OSError:
             return False
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def lock_folder(folder: Path, seconds: float = 0.0) -> OwnerLock:
-    """The lock of `folder`, which exists; waits up to `seconds` for another owner.
+    """Lock `folder`, which exists; waits up to `seconds` for another owner.
 
     Raises:
-        CheckpointError: another process still holds it; names that process, its host and since when.
+        CheckpointError: another process still holds it; names that process, its host and the time.
         OSError: the lock file cannot be made.
     """
     found = os.stat(folder)
@@ -84,7 +84,7 @@ def _locked(folder: Path, seconds: float) -> int:
 
 
 def _take(fd: int, seconds: float) -> None:
-    """Lock the file; `BlockingIOError` where another process still holds it after `seconds`."""
+    """Lock the file; `BlockingIOError` if another process still holds it after `seconds`."""
     until = time.monotonic() + seconds
     while True:
         try:

@@ -1,6 +1,6 @@
-"""Which rank writes which shard, agreed upon as JSON: between ranks nothing is pickled either.
+"""Exchanges the ranks' plans of a save as JSON, without pickles.
 
-`torch.distributed.checkpoint` plans and writes; its own way to exchange plans between ranks is pickles.
+`torch.distributed.checkpoint` plans and writes; it would exchange plans between ranks as pickles.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plan_text(plan: SavePlan) -> str:
 
 
 def plan_of(text: str) -> SavePlan:
-    """The plan again."""
+    """Parse a plan."""
     items = [_item_of(*found) for found in json.loads(text)]
     names = {item.index.fqn: (item.index.fqn,) for item in items}
     return SavePlan(items, planner_data=names)
@@ -70,7 +70,7 @@ def _item_of(
 
 
 def results_text(results: list[WriteResult]) -> str:
-    """Where a rank has written its shards, as JSON."""
+    """The locations of a rank's shards, as JSON."""
     found = []
     for one in results:
         place = one.storage_data
@@ -80,7 +80,7 @@ def results_text(results: list[WriteResult]) -> str:
 
 
 def results_of(text: str) -> list[WriteResult]:
-    """The results again."""
+    """Parse the locations."""
     return [
         WriteResult(MetadataIndex(name, at, index), nbytes, StorageInfo(file, begin, length))
         for name, at, index, nbytes, file, begin, length in json.loads(text)
@@ -88,7 +88,7 @@ def results_of(text: str) -> list[WriteResult]:
 
 
 def within(folder: str, results: list[list[WriteResult]]) -> list[list[WriteResult]]:
-    """The same results as seen from the folder above `folder`."""
+    """The same results, relative to the folder above `folder`."""
     return [[_below(folder, one) for one in found] for found in results]
 
 

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of the same model and optimizer: names and shapes."""
+"""Checks that a checkpoint is of the same model and optimizer, by names and shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: an error of one is raised on all, with its words."""
+"""Ranks that save or load together: all raise the error of one, with its message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Unanimous:
     """The ranks that take part in a save or a load.
 
     Args:
-        group: of these ranks; None where this process is alone.
+        group: of these ranks; None for a single process.
     """
 
     def __init__(self, group: Group | None) -> None:
@@ -31,17 +31,18 @@ class Unanimous:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what one rank does for all."""
+        """Whether this rank does the work of one rank for all."""
         return self.position == 0
 
     def each(self, what: str, act: Callable[[], str]) -> list[str]:
-        """`act` on every rank; the texts that they return, in their order.
+        """Run `act` on every rank; its texts in the ranks' order.
 
         Args:
-            what: fails, such as "cannot write the checkpoint runs/gpt"; for errors that do not say.
+            what: a description of the failure, such as "cannot write the checkpoint runs/gpt", for errors
+                without one.
 
         Raises:
-            CheckpointError: on every rank, the first one's that failed.
+            CheckpointError: on every rank, the error of the first failed one.
             CommError: a rank has gone, or does not come within `TUTTI_TIMEOUT`.
         """
         text, error = "", None
@@ -72,12 +73,12 @@ class Unanimous:
             ) from error
 
     def lead(self, what: str, act: Callable[[], str]) -> str:
-        """`act` on the first rank alone; its text on every rank."""
+        """Run `act` on the first rank alone; its text on every rank."""
         return self.each(what, act if self.leads else lambda: "")[0]
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> Unanimous:
-    """Those of `group`, by default all ranks of the run."""
+    """The ranks of `group`, by default all ranks of the run."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Unanimous(None)
     if group is None:
