@@ -1,1 +1,1 @@
-"""A step in files, and from them again."""
+"""Saves a step under one layout and loads it under any."""

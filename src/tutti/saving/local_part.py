@@ -1,4 +1,4 @@
-"""A tensor, whole or sharded, cut to the part that this rank keeps."""
+"""Cuts a tensor, whole or sharded, to this rank's part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tutti.torch_private.dtensors import local_part
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """`value`, whole or sharded, as the local part that `like` has; a new tensor."""
+    """The local part of `value`, whole or sharded, with the sharding of `like`; a new tensor."""
     if isinstance(value, DTensor) and isinstance(like, DTensor):
         same = value.device_mesh == like.device_mesh and value.placements == like.placements
         return local_part(value if same else _resharded(value.full_tensor(), like)).clone()

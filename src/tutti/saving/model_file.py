@@ -35,7 +35,7 @@ def save(running: Running, path: Path, ranks: Unanimous) -> None:
     """Parameters and buffers, whole, by name; tied ones once. The file appears by one rename.
 
     Raises:
-        CheckpointError: on every rank, it cannot be written; a file of that name stays as it was.
+        CheckpointError: on every rank, the write fails; an existing file stays unchanged.
     """
     model = running.job.model
     refuse_open(model)
@@ -62,7 +62,7 @@ def _write(whole: dict[str, Tensor], path: Path) -> str:
                     _CHECKSUM: _checksum((n, whole[n]) for n in sorted(whole)),
                 },
             )
-        except SafetensorError as error:  # it wraps the system's
+        except SafetensorError as error:  # it wraps the system's error
             raise OSError(0, str(error), str(path)) from error
         with open(draft, "rb") as file:
             os.fsync(file.fileno())
@@ -74,7 +74,7 @@ def _write(whole: dict[str, Tensor], path: Path) -> str:
 
 
 def _remove_drafts(path: Path) -> None:
-    """Drafts of processes of this host that were killed while they wrote."""
+    """Remove the drafts of processes of this host that were killed during a write."""
     for draft in path.parent.glob(f".{path.name}.{socket.gethostname()}-*.draft"):
         pid = draft.name.removesuffix(".draft").rpartition("-")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -113,7 +113,7 @@ def load(model: nn.Module, path: Path, ranks: Unanimous) -> None:
 
 
 def _verify(path: Path) -> str:
-    """Compare the checksum, where the file has one: other programs write none."""
+    """Compare the checksum, if the file has one: other programs write none."""
     with _opened(path) as file:
         said = (file.metadata() or {}).get(_CHECKSUM)
         if said is not None and said != _checksum(
@@ -151,7 +151,7 @@ def _opened(path: Path) -> Any:
 
 
 def _checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Over names, dtypes, shapes and bytes, in the order given: that of names."""
+    """The checksum of names, dtypes, shapes and bytes, in the given order, which is by name."""
     found = hashlib.sha256()
     for name, x in tensors:
         found.update(f"{name} {x.dtype} {list(x.shape)}\n".encode())

@@ -1,7 +1,7 @@
-"""What replicas add to a checkpoint: the state of each, and what the strategy remembers.
+"""The replicas' part of a checkpoint: the state of each, and of its strategy.
 
-The plain names hold the state of replica 0 (of the first that is left), so any layout can read it. The other
-replicas' state, and what the strategy remembers on each, stand beside them under names that no module has.
+The plain names hold the state of replica 0 (or of the first remaining one), so any layout can read it. The
+other replicas' state, and the strategy's state of each, have names that no module has.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from tutti.state.shards import plain_dtensor
 
 
 def described(running: Running) -> str:
-    """What must be the same for a run to go on as it would have."""
+    """The settings that must be equal for an exact resume."""
     if running.agreeing is None:
         return ""
     return f"replica={running.job.layout.num_replicas} sync={running.agreeing.strategy}"
 
 
 def saved_as(running: Running) -> str:
-    """The same of a checkpoint; "" before the first call, when strategies remember nothing yet."""
+    """The same for a checkpoint; "" before the first call, when strategies have no state yet."""
     if running.agreeing is None or running.agreeing.team is None:
         return ""
     lost = running.job.layout.num_replicas - len(replicas_left(running))
     return described(running) + (f" {lost} lost" if lost else "")
 
 
-# So long a rank that has met a broken connection waits to be told that a replica is lost.
+# How long a rank waits after a broken connection for the report of a lost replica.
 _LOSS_SECONDS, _LOOK_SECONDS = 10.0, 0.02
 
 
 def group_of(running: Running, left: Sequence[int]) -> dist.ProcessGroup | None:
-    """The group in which the ranks of these replicas save; None without replicas.
+    """The group of these replicas' ranks for a save; None without replicas.
 
-    It is for saves alone: where a rank is lost in one, `drop_group` wakes up the others.
+    It is for saves alone: after the loss of a rank in one, `drop_group` wakes the others.
     """
     agreeing = running.agreeing
     if agreeing is None or agreeing.team is None or not dist.is_initialized():
@@ -65,14 +65,14 @@ def group_of(running: Running, left: Sequence[int]) -> dist.ProcessGroup | None:
 
 
 def drop_group(running: Running) -> None:
-    """Destroy the group that is broken. Another one is of fewer ranks: its name must never come again."""
+    """Destroy a broken group. The next one has fewer ranks: its name must be new."""
     if running.agreeing is not None and running.agreeing.saving is not None:
         dist.destroy_process_group(running.agreeing.saving[1])
         running.agreeing.saving = None
 
 
 def lost_since(running: Running, left: Sequence[int]) -> bool:
-    """Whether a replica of those `left` is lost; a broken connection may be seen before that is known."""
+    """Whether a replica of those `left` is lost; a broken connection may appear before that is known."""
     until = time.monotonic() + _LOSS_SECONDS
     while running.job.layout.num_replicas > 1 and time.monotonic() < until:
         if len(replicas_left(running)) < len(left):
@@ -84,7 +84,7 @@ def lost_since(running: Running, left: Sequence[int]) -> bool:
 def give_up_lost(running: Running) -> bool:
     """Let the launcher end stopped ranks of lost replicas; return whether a replica is lost.
 
-    Such a rank may hold the lock of a folder, and nothing that it would do counts any more.
+    Such a rank may hold the lock of a folder, and its results no longer count.
     """
     lost = set(range(running.job.layout.num_replicas)) - set(replicas_left(running))
     run_dir, mesh = RUN_DIR.read(), running.job.layout.mesh
@@ -95,18 +95,18 @@ def give_up_lost(running: Running) -> bool:
 
 
 def first_left(running: Running) -> int:
-    """The first replica that is not lost."""
+    """The first remaining replica."""
     return replicas_left(running)[0]
 
 
 def replicas_left(running: Running) -> list[int]:
-    """The replicas that are not lost."""
+    """The remaining replicas."""
     team = running.agreeing.team if running.agreeing is not None else None
     return team.between.here() if team is not None else list(range(running.job.layout.num_replicas))
 
 
 def to_save(running: Running, state: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` under the names of this rank's replica, and what its strategy remembers."""
+    """`state` under the names of this rank's replica, and the state of its strategy."""
     if running.job.layout.num_replicas == 1 or not dist.is_initialized():
         return dict(state)
     replica = replica_rows.replica_here(running.job.layout.mesh)
@@ -121,7 +121,7 @@ def to_save(running: Running, state: Mapping[str, Any]) -> dict[str, Any]:
 def read(running: Running, reading: Reading, num_steps: int) -> dict[str, Tensor]:
     """This replica's own state in a checkpoint, and its strategy's, by the names there; changes nothing.
 
-    Nothing where the checkpoint does not fit this run, or the state is not laid out yet.
+    Empty if the checkpoint does not fit this run, or the state is not laid out yet.
     """
     agreeing = running.agreeing
     if agreeing is None or agreeing.team is None or not _fits(running, reading):
@@ -137,10 +137,10 @@ def read(running: Running, reading: Reading, num_steps: int) -> dict[str, Tensor
 
 
 def take_over(running: Running, reading: Reading, found: Mapping[str, Tensor]) -> None:
-    """Go on from what `read` has found, after the step has its number of steps.
+    """Continue from the result of `read`, after the step has its number of steps.
 
-    Where the checkpoint does not fit, replicas begin anew from replica 0's state. Before the first call
-    nothing is laid out, and rank 0's state will be sent to all: the checkpoint is read again then.
+    If the checkpoint does not fit, replicas begin anew from replica 0's state. Before the first call no state
+    is laid out, and rank 0's state will go to all: `resume` then reads the checkpoint again.
     """
     agreeing = running.agreeing
     if agreeing is None:
@@ -164,7 +164,7 @@ def take_over(running: Running, reading: Reading, found: Mapping[str, Tensor]) -
 
 
 def resume(running: Running) -> None:
-    """Go on from the checkpoint that was loaded before the first call, once the state is laid out."""
+    """Continue from a checkpoint loaded before the first call, once the state is laid out."""
     if running.agreeing is not None and running.agreeing.unread is not None:
         reading = Reading(running.agreeing.unread, ranks_of())
         take_over(running, reading, read(running, reading, running.num_steps))
@@ -175,7 +175,7 @@ def _fits(running: Running, reading: Reading) -> bool:
 
 
 def _remembered(running: Running, replica: int, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A strategy's state by the name it is saved under; it lies as the weights do that it is about."""
+    """A strategy's state by its name in the checkpoint, with the sharding of its weights."""
     likes = {s.name: s.tensor for s in state_of(running.job.model, None)}
     found: dict[str, Tensor] = {}
     for key, x in state.items():

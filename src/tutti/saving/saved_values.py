@@ -15,12 +15,12 @@ from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, TableEntry, 
 from tutti.capture.python.plain_values import is_plain_number
 from tutti.errors import CheckpointError
 
-# Before the names of places, which may be those of weights.
+# The prefix of the names of places, which could equal those of weights.
 PREFIX = "python."
 
 
 def to_save(values: PythonValues) -> dict[str, Tensor]:
-    """What the step changes in Python, as tensors: numbers and switches of no dims."""
+    """The Python values that the step changes, as tensors: numbers and switches without dims."""
     values.walk()
     found: dict[str, Tensor] = {}
     for name, place in _places(values).items():
@@ -39,7 +39,7 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def check(values: PythonValues, saved: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` for a value that this step has no place for."""
+    """Raise `CheckpointError` for a value without a place in this step."""
     values.walk()
     for name in saved:
         if _place(values, name.removeprefix(PREFIX)) is None:
@@ -52,12 +52,12 @@ def check(values: PythonValues, saved: Mapping[str, Any], where: str) -> None:
 
 
 def put(values: PythonValues, saved: Mapping[str, Tensor]) -> None:
-    """Let what was saved stand in its places again."""
+    """Restore the saved values in their places."""
     values.walk()
     with torch.no_grad():
         for name, value in saved.items():
             place = _place(values, name.removeprefix(PREFIX))
-            assert place is not None  # `check` has looked
+            assert place is not None  # by `check`
             values.changed.add(place.name)
             old = place.get()
             if isinstance(old, Tensor) and old.shape == value.shape:
@@ -69,7 +69,7 @@ def put(values: PythonValues, saved: Mapping[str, Tensor]) -> None:
 
 
 def _place(values: PythonValues, name: str) -> TableEntry | None:
-    """Where a value of this name stands, or will: a dict may have no such key before the first call."""
+    """The place of a value of this name, also a future one: a dict may lack the key before the first call."""
     known = _places(values)
     if name in known:
         return known[name]

@@ -1,4 +1,4 @@
-"""Checkpoints: saved under one layout, resumed under any other, checked before anything is touched."""
+"""Checkpoints: saved under one layout, resumed under any other, and checked before any change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MOST_TRIES = 3
 
 
 def _state(running: Running, found: Iterable[str] = ()) -> list[StateTensor]:
-    """The state of now, with places for what was `found` in a checkpoint."""
+    """The current state, with places for the tensors `found` in a checkpoint."""
     refuse_open(running.job.model)
     if any(n.startswith(_SLOTS) for n in found) and awaiting(running.job.optimizer) is not None:
         refuse_in_shards(running.job.model, running.job.optimizer)
@@ -48,7 +48,7 @@ def _state(running: Running, found: Iterable[str] = ()) -> list[StateTensor]:
 
 
 def state_dict(running: Running) -> dict[str, Any]:
-    """Every state tensor that this rank keeps, by name, without autograd; and the step count."""
+    """Every state tensor of this rank, by name, without autograd; and the step count."""
     return _as_dict(running, _state(running))
 
 
@@ -64,7 +64,7 @@ def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
 
 
 def load_state_dict(running: Running, state: Mapping[str, Any]) -> None:
-    """Take over what this rank keeps; all names and shapes are checked first."""
+    """Take over this rank's state, after a check of all names and shapes."""
     every = _state(running, state)
     mine = _kept(every)
     python = {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
@@ -81,7 +81,7 @@ def load_state_dict(running: Running, state: Mapping[str, Any]) -> None:
 
 
 def _restart(running: Running) -> None:
-    """What a strategy of replicas remembers is about other weights."""
+    """Reset the state of a replica strategy, which belongs to other weights."""
     if running.agreeing is not None:
         running.agreeing.restart()
 
@@ -89,7 +89,7 @@ def _restart(running: Running) -> None:
 def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
     """Save all of the state; it becomes visible, whole, by one rename.
 
-    Where a replica is lost meanwhile, those that are left begin again.
+    If a replica is lost meanwhile, the remaining ones begin again.
     """
     ensure_process_group()
     while True:
@@ -136,7 +136,7 @@ def _save(running: Running, path: Path, extra: dict[str, Any], ranks: Unanimous)
 
 
 def _json(extra: dict[str, Any]) -> str:
-    """Refuse what JSON cannot hold, before anything is written."""
+    """Refuse values that JSON cannot hold, before any write."""
     try:
         json.dumps(extra)
     except (TypeError, ValueError, RecursionError) as error:
@@ -148,9 +148,9 @@ def _json(extra: dict[str, Any]) -> str:
     return ""
 
 
-# The locks of the folders that a step saved into last; they end with it.
+# The locks of a step's latest folders; they end with it.
 _LOCKS: WeakKeyDictionary[Any, dict[Path, OwnerLock]] = WeakKeyDictionary()
-# A run that gives each save a folder of its own does not come back to them.
+# A run with a new folder for each save does not reuse them.
 _MOST_LOCKS = 8
 # How long a save waits for the lock of a lost rank: the launcher ends that rank meanwhile.
 _LOST_SECONDS = 15.0
@@ -167,7 +167,7 @@ def _own(running: Running, path: Path) -> str:
 
 
 def load(running: Running, path: Path) -> dict[str, Any]:
-    """Read a checkpoint into the step; what is wrong with it is said before anything changes."""
+    """Read a checkpoint into the step; raises for any problem before any change."""
     ensure_process_group()
     ranks = ranks_of()
     if path.suffix == ".safetensors":
