@@ -1,4 +1,4 @@
-"""A record for each collective of a program: what it does to which value, why, and the bytes."""
+"""A record for each collective of a program: its kind, its value, its cause, and its bytes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tutti.pipeline.timed import Timed
 
 @dataclass(frozen=True)
 class Record:
-    """One collective: what it does to which value, for whom, and the bytes each rank sends and holds.
+    """One collective: its kind, its value, its user, and the bytes each rank sends and holds.
 
-    `dtype` is short (`f32`): what is moved, where a sum over ranks is wider than the value.
-    `nbytes` is what each rank moves by a bandwidth-optimal algorithm on its group, each of the `times` that
-    it runs in a step: once a micro-batch where it stands within a loop. `place` is the pipeline rank of the
-    ranks that run it.
+    `dtype` is short (`f32`): that of the moved data, which for a sum over ranks may be wider than the value.
+    `nbytes` is the traffic of each rank by a bandwidth-optimal algorithm on its group, for each of the
+    `times` that it runs in a step: once a micro-batch inside a loop. `place` is the pipeline rank of its
+    ranks.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Record:
 def records(program: Program, made: Timed | None = None) -> list[Record]:
     """Every collective of the program, in order; with `micro` or `pipe`, those of each pipeline rank in turn.
 
-    `made` is the program split in time, where it is known. Sums over micro-batches move nothing.
+    `made` is the program split in time, if known. Sums over micro-batches move nothing.
     """
     if not program.layout.in_time:
         return [_record(program, node) for node in program.collectives]
@@ -100,7 +100,7 @@ def _value_name(program: Program, value: fx.Node, user: fx.Node) -> str:
         return value.meta["name"]
     kind = program.plan.boundaries.get(user)
     if kind is not None and kind.parameter:
-        return kind.parameter  # the weight, cast before it is gathered
+        return kind.parameter  # the weight, cast before the gather
     updates = dict(zip(program.captured.output[1], program.captured.updated, strict=True))
     if value in updates:
         return f"new {updates[value]}"
@@ -109,7 +109,7 @@ def _value_name(program: Program, value: fx.Node, user: fx.Node) -> str:
 
 
 def _cause(program: Program, value: fx.Node, user: fx.Node) -> str:
-    """Why the value had to lie otherwise."""
+    """The cause of the value's reshard."""
     kind = program.plan.boundaries.get(user)
     if kind is not None and kind.parameter:
         return f"weight for the {kind.into}"

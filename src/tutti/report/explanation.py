@@ -1,4 +1,4 @@
-"""What a partitioned program does, in words: where state lives, every collective and why."""
+"""Describes a partitioned program: the sharding of state, every collective and its cause."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def explain(
     run: fx.Graph | None = None,
     made: Timed | None = None,
 ) -> str:
-    """The layout table, the memory, the stages and the collectives; with `tensor` (a name pattern) where
-    its sharding came from, with `graph` the partitioned graph, of each pipeline rank.
+    """The layout table, the memory, the stages and the collectives; with `tensor` (a name pattern) the
+    provenance of its sharding, with `graph` the partitioned graph, of each pipeline rank.
 
-    `measured`: bytes that a call was seen to take. `run`: the graph as it runs here, `made`: the program
-    split in time, where they are known.
+    `measured`: measured bytes of a call. `run`: the executed graph here, `made`: the program split in time,
+    if known.
     """
     if tensor is not None:
         return "\n".join(_provenance(program, tensor))
@@ -63,7 +63,7 @@ def explain(
 def _memory(
     program: Program, measured: int | None, run: fx.Graph | None, made: Timed | None
 ) -> list[str]:
-    """The predicted memory here, where something ran, else of the pipeline rank that holds most; of each."""
+    """The predicted memory here, after a run, else of the pipeline rank with the most; of each."""
     if made is None or len(made.programs) == 1:
         one = made.programs[0] if made else program
         return [memory_text(predict(one, run), measured)]
@@ -155,7 +155,7 @@ def _nbytes(found: list[Record]) -> int:
 
 
 def _provenance(program: Program, pattern: str) -> list[str]:
-    """For each tensor that matches: its sharding and the chain of nodes that each axis came along."""
+    """For each matching tensor: its sharding and the chain of nodes that propagated each axis."""
     spread, found = program.plan.spread, []
     for node in program.captured.graph.nodes:
         name = node.meta.get("name") or node.name

@@ -1,4 +1,4 @@
-"""The predicted memory of a call in words: its peak, what the bytes are, and the largest values."""
+"""The predicted memory of a call as text: its peak, the kinds of bytes, and the largest values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tutti.report.text_table import columns
 
 
 def memory_text(memory: PeakMemory, measured: int | None = None) -> str:
-    """The peak with its kinds, where it is, and what is largest there; `measured` beside the call's part."""
+    """The peak, its kinds, its place, and the largest values there; `measured` beside the call's part."""
     kinds = {
         "state": memory.state_nbytes,
         "gradients": memory.gradient_nbytes,

@@ -1,4 +1,4 @@
-"""A step in micro-batches and stages in words: who holds what, what crosses, and when."""
+"""A step in micro-batches and stages as text: the stages' modules, the messages, and the schedule."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tutti.quantities import format_nbytes, format_seconds
 from tutti.report.text_table import columns
 from tutti.report.timeline import staircase
 
-# A step of more actions than these is not drawn, nor one so uneven that it takes more blocks of text.
+# The most actions, and the most blocks of text, of a drawing.
 MOST_ACTIONS, MOST_BLOCKS = 96, 3
 
 
 def pipeline_text(made: Timed) -> str:
-    """The stages with their predicted time, what each pipeline rank sends another, and the schedule drawn.
+    """The stages with their predicted time, the messages between pipeline ranks, and the schedule drawn.
 
-    Of a step without stages, what runs once a micro-batch.
+    For a step without stages, the part that runs once a micro-batch.
     """
     found = forecast(made)
     num_micro = made.bodies[0].num_micro

@@ -1,4 +1,4 @@
-"""What replicas exchange, and when: a line for each kind of round."""
+"""The exchanges of replicas: a line for each kind of round."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _HOW = {
 class Exchange:
     """One kind of round.
 
-    steps: after which it happens first, and again. num_weights: how many take part. nbytes: what a rank
-    sends in it at most, without what an answer to others takes; of several pipeline ranks the most.
+    steps: of the first and the second time. num_weights: number of weights in it. nbytes: the most bytes
+    that a rank sends in it, without its answers to others; of several pipeline ranks the most.
     """
 
     due: Round
@@ -43,7 +43,7 @@ def exchanges(program: Program, made: Timed | None = None) -> list[Exchange]:
     seen: dict[Round, list[int]] = {}
     begin = strategy.warm_up + 1
     warm = [strategy.warm_up] if strategy.warm_up else []
-    # Hops repeat after the logarithm of replicas.
+    # Hops repeat after log2 of the number of replicas.
     later = range(begin, begin + 2 * strategy.period * count.bit_length())
     for step in [*warm, *later]:
         for due in strategy.rounds(step, count):

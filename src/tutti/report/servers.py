@@ -1,4 +1,4 @@
-"""Who owns what in a run with servers, and what travels: the text of `explain`."""
+"""The text of `explain` for a run with servers: the owner of each variable, and the traffic."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def explain_servers(
     timed: Timed | None = None,
     apart: bool | None = None,
 ) -> str:
-    """The variables and their servers, the memory of a worker, what each step moves; with `graph` the
-    worker's program and the text of what servers run. `timed` is the program split in time, where it is
-    known. `apart`: whether `program` is that of a worker whose pushes are updates of their own; that of the
-    run's first step unless given."""
+    """The variables and their servers, the memory of a worker, the traffic of each step; with `graph` the
+    worker's program and the servers' programs. `timed` is the program split in time, if known. `apart`:
+    whether `program` is that of a worker whose pushes are separate updates; by default that of the run's
+    first step."""
     due = consistency.parse(layout.sync)
     apart = due.alone(0) if apart is None else apart
     updater = GraphUpdater(made)
@@ -81,7 +81,7 @@ def _variables(updater: GraphUpdater, every: tuple[VariableBlock, ...]) -> str:
 
 
 def _servers(every: tuple[VariableBlock, ...], num_servers: int, *, twice: bool) -> str:
-    """What each server has; with `twice` also the weights before the last update."""
+    """The blocks of each server; with `twice` also the weights before the last update."""
     held: Counter[int] = Counter()
     for b in every:
         share = math.prod(b.shape) / max(1, math.prod(b.variable.shape))
@@ -101,15 +101,15 @@ def _kept(v: ServedVariable) -> int:
 
 
 def _phase(due: Consistency, alone: bool) -> str:
-    """Of a run that begins together, which of its steps these are."""
+    """The steps of a program in a run that begins with common updates."""
     if alone:
         return f"after the first {due.after} steps, which are as under sync=step"
     return f"the first {due.after} steps; later each push is an update of its own"
 
 
 def _inside(moved: list[Record], layout: Layout, weights: str) -> list[str]:
-    """What a worker's program moves: sums over all workers, of which each of its ranks has its own, and what
-    its ranks move among each other."""
+    """The traffic of a worker's program: sums over all workers, separate for each of its ranks, and the
+    traffic between its ranks."""
     size, lines = layout.worker_size, []
     summed = [r for r in moved if REPLICA in r.axes]
     if summed:

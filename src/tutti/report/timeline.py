@@ -1,4 +1,4 @@
-"""A simulated step drawn: as a staircase of text, and as one SVG image that needs nothing else."""
+"""Draws a simulated step: as a staircase of text, and as one self-contained SVG image."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from xml.sax.saxutils import escape
 from tutti.pipeline.schedule.action import Action
 from tutti.planner.simulator import Span, Timeline
 
-# A drawing wider than so many lines of text would not be read; beyond it, words are cut short.
+# The most blocks of text in a readable drawing; beyond it, words are shortened.
 _MOST_BLOCKS = 12
 
 
 def staircase(timeline: Timeline, *, width: int = 120, label: str = "rank") -> str:
-    """One row per rank, time from left to right in proportion, blanks where a rank is idle.
+    """One row per rank, time from left to right in proportion, blanks for idle time.
 
-    A word stands where its action begins: `F0`, or `2F0` where a rank has several stages; dashes lead to
-    the end of a long one. What is wider than `width` columns goes on below. Rows are called by `label`.
+    A word marks the begin of its action: `F0`, or `2F0` if a rank has several stages; dashes lead to the
+    end of a long one. Columns beyond `width` continue below. `label` names the rows.
     """
     labels = [f"{label} {rank} " for rank in range(len(timeline.rows))]
     margin = max(map(len, labels))
@@ -43,7 +43,7 @@ def staircase(timeline: Timeline, *, width: int = 120, label: str = "rank") -> s
 
 
 def _word(timeline: Timeline, action: Action) -> str:
-    """The action as short as it can be told."""
+    """The shortest text of an action."""
     several = timeline.schedule.num_stages > timeline.schedule.num_ranks
     return str(action) if several else str(action).removeprefix(str(action.stage))
 
@@ -79,7 +79,7 @@ _LEFT, _TOP, _ROW, _DRAWN, _RIGHT = 64, 36, 34, 1100, 110
 def svg(timeline: Timeline) -> str:
     """The step as an SVG image: a row per rank, colors by kind, micro-batch numbers, time and idle share.
 
-    Where a rank has several stages, the stage stands above the micro-batch, and later stages are darker.
+    If a rank has several stages, the stage is above the micro-batch, and later stages are darker.
     """
     height = _TOP + _ROW * len(timeline.rows) + 56
     scale = _DRAWN / timeline.seconds if timeline.seconds else 0.0
@@ -135,7 +135,7 @@ def _box(timeline: Timeline, rank: int, span: Span, y: float, scale: float) -> I
             f'fill="black" fill-opacity="{shade:.2f}"/>'
         )
     number = str(action.micro) if action.computes else action.kind
-    # About 7 units a digit: a number that does not fit into its box is left to the title.
+    # About 7 units a digit: only the title shows a number that does not fit into its box.
     if width >= 7 * len(number):
         middle, centered = x + width / 2, ' text-anchor="middle"'
         yield _text(middle, y + (25 if len(stages) > 1 else 20), number, centered)
@@ -156,7 +156,7 @@ def _axis(timeline: Timeline, scale: float) -> Iterator[str]:
 
 
 def _tick(seconds: float) -> float:
-    """A round distance of ticks, 1, 2 or 5 times a power of ten, for about ten of them."""
+    """The distance of about ten ticks: 1, 2 or 5 times a power of ten."""
     if seconds <= 0:
         return 1.0
     power = 10.0 ** math.floor(math.log10(seconds / 10))
