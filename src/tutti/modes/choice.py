@@ -1,4 +1,4 @@
-"""Which way a job runs: its layout says so."""
+"""Chooses the mode of a job by its layout."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tutti.modes.served import Served
 
 
 def kind_of(layout: Layout) -> type[Mode]:
-    """How a training step runs under `layout`."""
+    """The kind of mode of a training step under `layout`."""
     if layout.num_replicas == 1:
         return Plain
     return Served if layout.server else Replicated
 
 
 def mode_of(job: Job) -> Mode:
-    """How `job` runs. Replicas of an evaluation agree on nothing: each sees the whole batch."""
+    """The mode of `job`. Replicas of an evaluation exchange nothing: each sees the whole batch."""
     if optimizers_of(job.optimizer):
         return kind_of(job.layout)(job)
     return Evaluated(job) if job.layout.server else Plain(job)

@@ -1,4 +1,4 @@
-"""A program that plays calls like one another, with what a call needs to know of it."""
+"""A compiled program for calls with one signature, with the data that a call needs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ Bound = TypeVar("Bound", bound=Execution | Worked)
 
 @dataclass(eq=False)
 class Compiled(Generic[Bound]):
-    """A program bound to this rank; each mode has a kind of its own.
+    """A program bound to this rank; each mode has its own subclass.
 
     Args:
         program: for every rank.
         execution: the same on this one.
-        holds: whether the program is right for the numbers of a call.
-        reads: where the step reads values of tensors.
-        measured: the most memory that a call took, in bytes.
-        modes: what the step itself has set of modules' `training`.
-        number: of the programs of its step, from 1.
-        last_call: how many steps there were before its last call.
+        holds: whether the program is valid for the numbers of a call.
+        reads: the guard of the tensor values that the step reads.
+        measured: the peak memory of a call, in bytes.
+        modes: the values of modules' `training` that the step itself has set.
+        number: among the programs of its step, from 1.
+        last_call: the number of steps before its last call.
     """
 
     program: Program
@@ -42,18 +42,18 @@ class Compiled(Generic[Bound]):
     last_call: int = field(default=0, kw_only=True)
 
     def may_hold(self, given: Mapping[str, float], seen: Seen) -> bool:
-        """Whether a run may go the ways of this program, by what another run has `seen` of tensors."""
+        """Whether a run may take the branches of this program, by the tensor values `seen` in another run."""
         return self.reads is None or self.reads.holds(given, seen)
 
     def play(
         self, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
     ) -> list[Any]:
-        """One call with its numbers and the tensors of the global batch; the leaves that it returns.
+        """One call with its numbers and the tensors of the global batch; its returned leaves.
 
-        Where the values that the step reads from tensors lead another way, nothing of the call counts.
+        If the tensor values that the step reads lead to another branch, the call has no effect.
         """
         raise NotImplementedError
 
     def explain(self, *, tensor: str | None, graph: bool) -> str:
-        """Where tensors live, memory and collectives, as text; `Step.explain` says more."""
+        """The sharding of tensors, memory and collectives, as text; see `Step.explain`."""
         raise NotImplementedError

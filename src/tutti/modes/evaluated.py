@@ -1,4 +1,4 @@
-"""A step without an optimizer in a run with servers: each process plays it with the weights of now."""
+"""A step without an optimizer in a run with servers: each process plays it with the current weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Evaluated(Plain):
         super().__init__(replace(job, layout=_layout_here(job.layout)))
 
     def before(self, batch: tuple[Any, ...]) -> None:
-        """Bring the weights that the servers have."""
+        """Pull the servers' weights."""
         refresh(self.job.model)
 
 

@@ -1,4 +1,4 @@
-"""What each way to run a job does for a `Step`."""
+"""The interface of a mode, a way to run a job, for a `Step`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tutti.verification.verdict import Verdict
 class Mode(Protocol):
     """A way to run a job. All ranks call each method together.
 
-    `running` is the job under way. `served` is the mode itself where servers keep the variables of a training
+    `running` is the running job. `served` is the mode itself if servers keep the variables of a training
     step, else None.
     """
 
@@ -31,11 +31,11 @@ class Mode(Protocol):
     def served(self) -> Any: ...
 
     def before(self, batch: tuple[Any, ...]) -> None:
-        """A call begins; a server serves here until the workers have left, and ends the process."""
+        """Begin a call; a server serves here until the workers have left, and ends the process."""
         ...
 
     def signature(self, made: Any) -> Any:
-        """The key of a program: `made` from the call, and what else tells programs of this mode apart."""
+        """The key of a program: `made` from the call, and the mode's other distinctions."""
         ...
 
     def compile(
@@ -45,30 +45,30 @@ class Mode(Protocol):
 
         Args:
             batch: global.
-            kind: what calls have in common that differ in nothing but sizes and inputs.
+            kind: the common key of calls that differ only in sizes and inputs.
             given: the numbers of this call.
-            seen: what a run that went another way has read from tensors.
+            seen: the tensor values that a run with other branches has read.
         """
         ...
 
     def after(self) -> None:
-        """A call has been played, and counted."""
+        """End a call, after the step count has changed."""
         ...
 
     def program_of(self, batch: tuple[Any, ...]) -> Program:
-        """The program that a call with `batch` would run, without running anything."""
+        """The program for a call with `batch`, without a run."""
         ...
 
     def explain_call(self, batch: tuple[Any, ...], *, tensor: str | None, graph: bool) -> str:
-        """What `explain` would say after a call with `batch`, without running anything."""
+        """The text of `explain` after a call with `batch`, without a run."""
         ...
 
     def state_here(self) -> AbstractContextManager[None]:
-        """Inside, the model and the optimizer hold the state of now."""
+        """Context in which the model and the optimizer hold the current state."""
         ...
 
     def state_replaced(self) -> AbstractContextManager[None]:
-        """As `state_here`; what the model and the optimizer hold at the end is the state from then on."""
+        """As `state_here`; the content of the model and the optimizer at the end becomes the state."""
         ...
 
     def writes(self) -> bool:

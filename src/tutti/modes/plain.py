@@ -68,32 +68,32 @@ class Plain:
         self.running = Running(job, agreeing)
 
     def before(self, batch: tuple[Any, ...]) -> None:
-        """Nothing is due."""
+        """Nothing to do."""
 
     def after(self) -> None:
-        """Nothing is due."""
+        """Nothing to do."""
 
     def signature(self, made: Any) -> Any:
         """`made`: nothing else tells programs apart."""
         return made
 
     def rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """What the program takes of the tensors of a batch: all of them whole."""
+        """The program's rows of the tensors of a batch: all of them whole."""
         return [whole_of(x) for x in tensors]
 
     def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the program is captured with."""
+        """The batch for the capture."""
         return batch
 
     def refuse_first_step(self) -> None:
-        """Raise what has this call taken eagerly, where an optimizer's first step has another form."""
+        """Raise the request for an eager call, if an optimizer's first step has another form."""
         if (one := awaiting(self.job.optimizer)) is not None:
             raise first_step_ahead(one)
 
     def compile(
         self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], seen: Seen | None
     ) -> Compiled[Any]:
-        """The program for a batch like this one; the state is laid out for it."""
+        """The program for a batch like this one; lays out the state for it."""
         job, running = self.job, self.running
         refuse_open(job.model)
         self.refuse_first_step()
@@ -113,9 +113,9 @@ class Plain:
         refuse_shared_memory(program.captured.state, program.captured.updated)
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
-        # Compares the ranks' programs, before anything is cut.
+        # Compares the ranks' programs, before any sharding.
         seed = replica_rows.seed_of(job.seed, home.replica)
-        was_traced = not running.captures.is_resized  # else all of Python is as it was
+        was_traced = not running.captures.is_resized  # else no Python value has changed
         execution = Execution(program, seed, home, cut=job.cut, gives_back=was_traced)
         settle(job.model, job.optimizer, home, run_device(job.model), job.seed)
         if was_traced:
@@ -123,7 +123,7 @@ class Plain:
         Outside(program.captured, running.python).agree(job.layout)
         running.python.note_changed(program.captured)
         reads = ReadGuard(program.captured) if program.captured.reads else None
-        if reads is None:  # else the old state may be needed once more
+        if reads is None:  # else another run may need the old state
             own = own_memory(state_of(job.model, job.optimizer))
             execution.donated = own & set(execution.program.captured.updated)
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
@@ -132,7 +132,7 @@ class Plain:
         return OnRanks(program, execution, holds, reads, mode=self, samples=samples)
 
     def start(self) -> None:
-        """The state is laid out for a program."""
+        """Called after the layout of the state for a program."""
 
     def _program(
         self,
@@ -170,7 +170,7 @@ class Plain:
         return partition(made, strict=STRICT.read()), guard
 
     def program_of(self, batch: tuple[Any, ...]) -> Program:
-        """The program for `batch`; a first step of another form is taken by copies first."""
+        """The program for `batch`; copies take a first step of another form before."""
         job = self.job
         refuse_where_apart(job.optimizer, job.layout)
         if awaiting(job.optimizer) is None:
@@ -201,13 +201,13 @@ class Plain:
 
 @dataclass(eq=False)
 class OnRanks(Compiled[Execution]):
-    """A program of `Plain` on this rank, and where its state hangs.
+    """A program of `Plain` on this rank, and the holders of its state.
 
     Args:
         mode: gives each call its rows of the batch.
         samples: of the state, compared between ranks.
-        holders, outside: where the state is found; None before the first call.
-        lie: which of the state lay in shards at the last call.
+        holders, outside: the holders of the state; None before the first call.
+        lie: a mask of the sharded state at the last call.
     """
 
     mode: Plain = field(kw_only=True)
@@ -218,14 +218,14 @@ class OnRanks(Compiled[Execution]):
 
     @cached_property
     def updated(self) -> list[int]:
-        """Where each tensor that a step updates stands among the state."""
+        """The index of each updated tensor in the state."""
         places = {entry.name: k for k, entry in enumerate(self.program.captured.state)}
         return [places[name] for name in self.execution.program.captured.updated]
 
     def play(
         self, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool
     ) -> list[Any]:
-        """The new state takes the place of the old one, if the call counts."""
+        """Play a call; its new state replaces the old one, if the call counts."""
         state, running, execution = self._state(), self.mode.running, self.execution
         own: list[Any] = [*state]
         if self.lie is not None and any(self.lie):
@@ -234,23 +234,23 @@ class OnRanks(Compiled[Execution]):
         run = execution.run_checked if checked else execution.run
         with running.divergence.watching(self.number, self.samples, own):
             returned, updates = run(inputs, running.num_steps)
-        if checked:  # node by node, as the graph is: values, not memory
+        if checked:  # node by node, on the graph before passes: values, not memory
             returned = [x.clone() if isinstance(x, Tensor) else x for x in returned]
         if self.reads is not None:
             values = self.reads.values(returned)
             if not self.reads.holds(given, values):
                 return returned
-        # Most are overwritten where they lie.
+        # The program overwrites most in place.
         if not are_same(updates, [own[at] for at in self.updated]):
             both = zip(self.updated, updates, strict=True)
-            # What is new of one may be the tensor that held another.
+            # The new value of one may be the tensor of another.
             for at, new in [(at, new.detach()) for at, new in both if new is not own[at]]:
                 set_local(state[at], new)
-        # A state tensor that the step returns is no parameter to whoever reads it.
+        # A returned state tensor is no parameter for its reader.
         return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in returned]
 
     def _state(self) -> list[Tensor]:
-        """The tensors that hold the state now, in the captured order."""
+        """The current state tensors, in the captured order."""
         job = self.mode.job
         now = self.holders.tensors() if self.holders is not None else None
         if now is None:
@@ -258,7 +258,7 @@ class OnRanks(Compiled[Execution]):
             wanted = [x for x in captured.state if x.name not in captured.outside]
             self.outside = Outside(captured, self.mode.running.python)
             if job.layout.num_ranks == 1:
-                make_slots(job.optimizer)  # where the user has cleared them
+                make_slots(job.optimizer)  # if the user has cleared them
             self.holders = Holders(job.model, self.mode.running.optimizers, wanted)
             now = self.holders.tensors()
             assert now is not None
@@ -274,7 +274,7 @@ class OnRanks(Compiled[Execution]):
         return [*now, *self.outside.tensors()] if self.outside else now
 
     def explain(self, *, tensor: str | None, graph: bool) -> str:
-        """Where every tensor lives, memory, every collective and why."""
+        """The sharding of every tensor, memory, every collective and its cause."""
         return explain_program(
             self.program,
             tensor=tensor,

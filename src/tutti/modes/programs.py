@@ -1,4 +1,4 @@
-"""The programs of one step: which of them plays a call, and when another one is made."""
+"""The programs of one step: finds or compiles the program of a call."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tutti.modes.compiled_program import Compiled
 from tutti.modes.mode import Mode
 from tutti.user_lines import OnlyUsersFrames
 
-# A program, and the numbers that a call gives it.
+# A program, and the numbers of a call.
 Found = tuple[Compiled[Any], dict[str, float]]
 
 
 class Programs:
-    """What `mode` has compiled for one step, by the signature of calls.
+    """The programs that `mode` has compiled for one step, by the signature of calls.
 
-    A call is told by the `leaves` of its batch, their `form`, and the `batch` itself.
+    The arguments of a call are the `leaves` of its batch, their `form`, and the `batch` itself.
     """
 
     def __init__(self, mode: Mode) -> None:
@@ -39,10 +39,10 @@ class Programs:
         self._num_made = self._num_forgotten = 0
         self.num_traces = 0
         self.known: dict[Any, list[Compiled[Any]]] = {}
-        self.last: Compiled[Any] | None = None  # that has played a call
+        self.last: Compiled[Any] | None = None  # the program of the last call
 
     def found(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Found | None:
-        """What plays this call, and the numbers that it is given; None for a call to be taken eagerly."""
+        """The program of this call, and its numbers; None for an eager call."""
         try:
             return self._find(leaves, form, batch)
         except FirstStepAhead:
@@ -57,8 +57,8 @@ class Programs:
         *,
         checked: bool,
     ) -> tuple[Compiled[Any], list[Any]]:
-        """The program that goes the ways of this `call`, and what it returns: where the one that has run does
-        not, by the values that the step reads from tensors, another one runs. Nothing of the first counts."""
+        """The program with the branches of this `call`, and its results: if the tensor values that the step
+        reads lead to other branches, another program runs, and the first run does not count."""
         tensors = [x for x in call[0] if isinstance(x, Tensor)]
         values: Seen = {}
         for _ in range(MOST_WAYS):
@@ -75,9 +75,9 @@ class Programs:
     def _find(
         self, leaves: list[Any], form: Any, batch: tuple[Any, ...], seen: Seen | None = None
     ) -> Found:
-        """What plays this call, compiled where there is nothing.
+        """The program of this call, compiled if there is none.
 
-        `seen` is what the step has read from tensors in a run that went another way.
+        `seen` are the tensor values that the step has read in a run with other branches.
         """
         running = self._running
         python, numbers = running.python.now()
@@ -98,10 +98,10 @@ class Programs:
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         self._num_made += 1
         made.number = self._num_made
-        # A step that calls `model.train()` or `eval()` is found again from either mode.
+        # A step that calls `model.train()` or `eval()` has one program for either mode.
         for module, before in [(m, b) for m, b in modes if m.training != b]:
             module.training = before
-        was_traced = not running.captures.is_resized  # else all of Python is as it was
+        was_traced = not running.captures.is_resized  # else no Python value has changed
         self._enter(made, leaves, form, walk=was_traced)
         for module, training in made.modes:
             module.training = training
@@ -114,7 +114,7 @@ class Programs:
     def _enter(
         self, made: Compiled[Any], leaves: list[Any], form: Any, *, walk: bool
     ) -> dict[str, float]:
-        """Let a call like this one find what was made for it; gives the numbers of now."""
+        """Let later calls like this one find its program; the current numbers."""
         if walk:
             self._running.python.walk()
         python, numbers = self._running.python.now()
@@ -126,11 +126,11 @@ class Programs:
         return numbers
 
     def _kind(self, leaves: list[Any], form: Any, python: int) -> Any:
-        """What calls have in common that differ in nothing but sizes and inputs."""
+        """The common key of calls that differ only in sizes and inputs."""
         return self._signatures.of(leaves, form, python, sized=False)
 
     def _forget(self, made: Compiled[Any]) -> None:
-        """Keep no more than are asked for; all ranks make the same calls, and forget the same ones."""
+        """Keep no more than the limit; all ranks make the same calls, and drop the same programs."""
         known = {id(one): one for found in self.known.values() for one in found}
         known.pop(id(made), None)
         while len(known) >= self._most:
@@ -153,7 +153,7 @@ class Programs:
             )
 
     def _warn_of_retraces(self) -> None:
-        """Something that changes at every call (a switch of a module) would trace for ever."""
+        """Warn of a value that changes at every call (a switch of a module) and so causes endless traces."""
         self.num_traces += 1
         count = self.num_traces
         if count in (8, 64):

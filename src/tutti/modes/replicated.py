@@ -1,4 +1,4 @@
-"""A program for each replica on its rows of the batch; the replicas agree now and then."""
+"""A program for each replica on its rows of the batch; the replicas exchange weights in rounds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Replicated(Plain):
         super().__init__(job, self.agreeing)
 
     def after(self) -> None:
-        """The rounds that are due."""
+        """Run the rounds that are due."""
         self.agreeing.after(self.running.num_steps)
 
     def rows(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -42,7 +42,7 @@ class Replicated(Plain):
         refuse_where_apart(self.job.optimizer, self.job.layout)
 
     def start(self) -> None:
-        """Replicas meet, once; they go on from a checkpoint that was loaded before."""
+        """Start the strategy once; it continues from a checkpoint loaded before."""
         if self.agreeing.team is None:
             self.agreeing.start()
             replica_checkpoint.resume(self.running)

@@ -1,4 +1,4 @@
-"""A step whose variables servers keep, on whichever side of them this process is."""
+"""A step with its variables on servers, for a worker and for a server."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Served:
 
     @cached_property
     def role(self) -> Role:
-        """What this process is. Raises `LayoutError` where it is neither worker nor server."""
+        """The role of this process. Raises `LayoutError` if it is neither worker nor server."""
         return role_now(self.job.layout)
 
     @cached_property
@@ -63,23 +63,23 @@ class Served:
             raise SystemExit(0)
 
     def after(self) -> None:
-        """Nothing is due: the push was part of the call."""
+        """Nothing to do: the push was part of the call."""
 
     def signature(self, made: Any) -> Any:
-        """`made`, and whether this worker's next push is an update of its own."""
+        """`made`, and whether this worker's next push is a separate update."""
         return made, self.worker.apart
 
     def compile(
         self, batch: tuple[Any, ...], kind: Any, given: Mapping[str, float], seen: Seen | None
     ) -> Compiled[Any]:
-        """A worker's program, as it runs now; joins the servers at the first call."""
+        """A worker's current program; joins the servers at the first call."""
         self.running.begin_together(batch)
         worked = self.worker.compiled(tree_map_only(Tensor, whole_of, batch))
         refuse_where_served(worked.split.captured)
         return OnWorker(worked.program, worked, guard_of(worked.split.captured), mode=self)
 
     def parts_of(self, batch: tuple[Any, ...]) -> tuple[Split, Program]:
-        """The step taken apart, and the program of a worker, without running anything."""
+        """The split step, and the program of a worker, without a run."""
         apart = consistency.parse(self.job.layout.sync).alone(0)
         made, _, program = parts_of(self.job, batch, apart=apart)
         return made, program
@@ -89,18 +89,18 @@ class Served:
         return self.parts_of(batch)[1]
 
     def explain_call(self, batch: tuple[Any, ...], *, tensor: str | None, graph: bool) -> str:
-        """The variables, their servers, and what a worker's first call moves."""
+        """The variables, their servers, and the traffic of a worker's first call."""
         return explain_servers(*self.parts_of(batch), self.job.layout, graph=graph)
 
     @property
     def _joined(self) -> WorkerSide | None:
-        """The side of a worker that servers know already."""
+        """The side of a worker that has joined."""
         side: WorkerSide | None = self.__dict__.get("worker")
         return side if side is not None and side.has_joined else None
 
     @contextmanager
     def state_here(self) -> Iterator[None]:
-        """Inside, the model and the optimizer hold what the servers have."""
+        """Context in which the model and the optimizer hold the servers' state."""
         side = self._joined
         if side is not None:
             side.bring()
@@ -110,14 +110,14 @@ class Served:
 
     @contextmanager
     def state_replaced(self) -> Iterator[None]:
-        """The servers take over what the model and the optimizer hold at the end."""
+        """The servers take over the state of the model and the optimizer at the end."""
         with self.state_here():
             yield
             if self._joined is not None:
                 self._joined.hand_over()
 
     def writes(self) -> bool:
-        """Of workers and servers the ranks of the first worker do."""
+        """Only the ranks of the first worker do."""
         role = Role.parse(ROLE.read() or f"{WORKER} 0")
         return (role.kind, role.number) == (WORKER, 0)
 
@@ -139,7 +139,7 @@ class OnWorker(Compiled[Worked]):
             )
 
     def explain(self, *, tensor: str | None, graph: bool) -> str:
-        """The variables, their servers, the memory of a worker, and what each step moves."""
+        """The variables, their servers, the memory of a worker, and the traffic of each step."""
         return explain_servers(
             self.execution.split,
             self.program,
