@@ -1,4 +1,4 @@
-"""Runs a user's script up to its first training step, to look at the step instead of taking it."""
+"""Runs a user's script up to its first training step, to inspect the step instead of taking it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tutti.errors import CaptureError
 
 
 class _Seen(BaseException):
-    """Ends the script once its step has been looked at; no `except Exception` of the script stops it."""
+    """Ends the script after the inspection of its step; no `except Exception` of the script stops it."""
 
 
 def look(
     script: Path, arguments: list[str], layout: str, seen: Callable[[Step, tuple[Any, ...]], None]
 ) -> None:
-    """Run `script` as `python script arguments` would, and hand its first training step to `seen`.
+    """Run `script` as `python script arguments` does, and pass its first training step to `seen`.
 
-    Steps without an optimizer that are called before it run on one device.
+    Earlier steps without an optimizer run on one device.
     Raises `CaptureError` when the script ends without calling a training step.
     """
 
@@ -42,9 +42,7 @@ def look(
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        with contextlib.redirect_stdout(
-            io.StringIO()
-        ):  # what the script says is not what was asked
+        with contextlib.redirect_stdout(io.StringIO()):  # hides the script's own output
             runpy.run_path(str(script), run_name="__main__")
     except _Seen as found:
         step, batch = found.args

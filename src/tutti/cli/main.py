@@ -15,7 +15,7 @@ from tutti.cli.simulate import simulate
 from tutti.cli.verify import verify
 from tutti.errors import TuttiError
 
-# What follows the script belongs to the script, options included.
+# Arguments after the script belong to the script, options included.
 _SCRIPT_TAKES_THE_REST = {"allow_interspersed_args": False}
 MISTAKE = 2
 

@@ -49,7 +49,7 @@ def run(
 
         command = [str(script), *(script_args or [])]
         raise typer.Exit(Supervisor(parsed, roles_of(parsed), command, log_dir=log_dir).run())
-    from tutti.launch.launch import launch  # imports torch: a wrong layout is refused without it
+    from tutti.launch.launch import launch  # imports torch, after the check of the layout
 
     raise typer.Exit(launch(num_ranks, str(script), script_args or [], layout, log_dir=log_dir))
 
