@@ -1,1 +1,1 @@
-"""Where the state of a step lives between its calls."""
+"""Keeps the state of a step between its calls."""

@@ -1,4 +1,4 @@
-"""A step whose replicas agree now and then: which tensors take part, and when."""
+"""A step whose replicas exchange weights: chooses the tensors, and the steps of the rounds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tutti.state.residence import local_of, residence_of, run_device, set_local
 
 
 class Agreeing:
-    """How the replicas of one step agree; does nothing before the step's first call.
+    """The exchanges of one step's replicas; does nothing before the step's first call.
 
-    They agree on the parameters that the step's optimizers train. Floating buffers (running statistics) are
-    averaged where all replicas take a mean; the optimizers' slots stay each replica's own.
+    They exchange the parameters that the step's optimizers train. A mean over all replicas includes floating
+    buffers (running statistics); each replica keeps its own optimizer slots.
 
-    `unread` is a checkpoint to go on from once the first call has laid out the state.
+    `unread` is a checkpoint to resume from once the first call has laid out the state.
     """
 
     def __init__(self, job: Job) -> None:
@@ -38,7 +38,7 @@ class Agreeing:
 
     @property
     def replica(self) -> int:
-        """Which replica this rank belongs to; 0 before there are ranks."""
+        """This rank's replica; 0 before there are ranks."""
         return replica_rows.replica_here(self.layout.mesh)
 
     def rows(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -50,7 +50,7 @@ class Agreeing:
         return replica_rows.of_batch(batch, self.replica, self.layout.num_replicas)
 
     def start(self) -> None:
-        """All ranks together, once the state is laid out."""
+        """Begin the strategy after the layout of the state; all ranks call together."""
         names = [s.name for s in self._trained()]
         self.team = Team(self.strategy, self.layout.mesh, names, run_device(self.job.model))
         everything = {s.name: local_of(s.tensor) for s in self.here()}
@@ -62,7 +62,7 @@ class Agreeing:
             write_record(Path(run_dir), ReplicaJoined(dist.get_rank(), self.replica))
 
     def after(self, num_steps: int) -> None:
-        """What is due after so many steps."""
+        """Run the exchanges that are due after this number of steps."""
         assert self.team is not None
         if not self.team.is_due(num_steps):
             return
@@ -75,13 +75,13 @@ class Agreeing:
                 set_local(tensors[name], value)
 
     def restart(self) -> None:
-        """Forget what the strategy remembers: the weights have been replaced."""
+        """Reset the strategy's state after a replacement of the weights."""
         self.unread = None
         if self.team is not None:
             self.team.restart(self.weights())
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's part of what replicas agree on."""
+        """This rank's part of the exchanged weights."""
         here = {s.name for s in self.here()}
         return {s.name: local_of(s.tensor) for s in self._trained() if s.name in here}
 
@@ -91,7 +91,7 @@ class Agreeing:
         return {s.name: local_of(s.tensor) for s in kept}
 
     def here(self) -> list[StateTensor]:
-        """The state that this rank keeps: of a pipeline, that of its pipeline rank."""
+        """This rank's state: in a pipeline, that of its pipeline rank."""
         home = residence_of(self.job.model, self.layout)
         pipe_rank = self.layout.mesh.coordinates(dist.get_rank()).get("pipe", 0)
         state = state_of(self.job.model, self.job.optimizer)
@@ -102,7 +102,7 @@ class Agreeing:
 
 
 def trained(model: nn.Module, optimizer: Any) -> list[StateTensor]:
-    """The parameters that the optimizers change, in the model's order; not all dtypes can be averaged."""
+    """The parameters of the optimizers, in the model's order; raises for a dtype without a mean."""
     given = {
         id(p)
         for one in optimizers_of(optimizer)

@@ -1,4 +1,4 @@
-"""Weights of a model built on the meta device: made shard by shard, the same on any number of ranks."""
+"""Initializes models on the meta device shard by shard, with equal weights on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tutti.capture.state.lift import create_slots, optimizers_of
 from tutti.errors import TuttiError
 from tutti.torch_private.module_tables import buffers_of, parameters_of
 
-# Initial weights are drawn as by a step that no run reaches.
+# The step number of initial random weights; no run reaches it.
 INITIAL_STEP = 2**63 - 1
 
 
@@ -28,9 +28,9 @@ def initial_values(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each meta parameter and buffer with its whole initial value, one module's at a time.
 
-    A module initializes itself: by the model's `_init_weights(module)` where it has one (Hugging Face),
-    else by its own `reset_parameters()`. Random values depend on `seed`, the order of modules and the
-    global index only.
+    A module initializes itself: by the model's `_init_weights(module)` if it has one (Hugging Face),
+    else by its own `reset_parameters()`. Random values depend only on `seed`, the order of modules and the
+    global index.
 
     Raises:
         TuttiError: for a module that has neither.

@@ -1,9 +1,9 @@
-"""Tensors outside of the model that look at its memory, told before that memory is left.
+"""Warns of tensors outside of the model that share its memory, before the model leaves that memory.
 
     flat = torch.cat(...); p.data = flat[a:b].view_as(p)      before the first step
     kept = model.state_dict()
 
-On one device they follow each step. Weights that are cut, or move to memory that ranks share, leave them.
+On one device they follow each step. They no longer follow weights that are sharded or move to shared memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tutti.torch_private.storages import memory_id, num_uses, storage_id
 
 
 def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> None:
-    """One line for the first of the state tensors `leaving` whose memory another tensor looks at."""
+    """Warn of the first of the state tensors `leaving` that shares memory with an outside tensor."""
     plain = [s for s in state if type(s.tensor) in (Tensor, torch.nn.Parameter)]
     held = [s for s in plain if s.tensor.device.type != "meta" and s.tensor.numel()]
     own = Counter(memory_id(s.tensor) for s in held)

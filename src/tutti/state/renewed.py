@@ -1,6 +1,6 @@
-"""A parameter that shards have replaced, where the user still holds it: it stands for the one in its place.
+"""Redirects the user's references to a replaced parameter to the shard in its place.
 
-A list of `model.parameters()` from before the first step would otherwise hold weights that no step changes,
+Otherwise a list of `model.parameters()` from before the first step would hold weights that no step changes,
 and keep their memory.
 """
 
@@ -16,7 +16,7 @@ from tutti.torch_private.pytrees import tree_map
 
 
 class _Renewed(Tensor):
-    """What is done with it is done with the tensor in its place."""
+    """Forwards every operation to the tensor in its place."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,18 +31,18 @@ class _Renewed(Tensor):
 
 
 class RenewedParameter(_Renewed, nn.Parameter):
-    """A parameter of the user's."""
+    """A replaced parameter."""
 
 
 class RenewedTensor(_Renewed):
-    """A buffer, or an optimizer's slot."""
+    """A replaced buffer or optimizer slot."""
 
 
 _CLASSES: dict[type, type] = {nn.Parameter: RenewedParameter, Tensor: RenewedTensor}
 
 
 def renew(old: Any, now: Callable[[], Tensor]) -> None:
-    """Let `old` stand for the tensor that `now` gives, and let go of its own memory."""
+    """Redirect `old` to the tensor that `now` returns, and free its own memory."""
     if type(old) not in _CLASSES:
         return
     old.data = torch.empty(0, dtype=old.dtype, device=old.device)
@@ -51,5 +51,5 @@ def renew(old: Any, now: Callable[[], Tensor]) -> None:
 
 
 def now_of(x: Any) -> Any:
-    """The tensor in the place of one that was renewed; anything else as it is."""
+    """The tensor in the place of a renewed one; anything else unchanged."""
     return x.__dict__["now"]() if isinstance(x, _Renewed) else x

@@ -1,4 +1,4 @@
-"""Tensors put in the place of others, wherever a model and its optimizers hold them."""
+"""Replaces tensors in a model and its optimizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tutti.torch_private.module_tables import buffers_of, parameters_of, renew_f
 
 
 def put_in_place(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> None:
-    """Let model and optimizer hold `replaced`, by the id of the tensor that was there."""
+    """Put `replaced`, by the id of the old tensor, into model and optimizer."""
     if not replaced:
         return
     _replace(model, optimizer, replaced)
@@ -31,10 +31,10 @@ def _replace(model: nn.Module, optimizer: Any, replaced: dict[int, Tensor]) -> N
 
 
 def replace_in_optimizer(optimizer: Any, replaced: dict[int, Tensor]) -> None:
-    """The same of the optimizers alone, as keys of their state too.
+    """The same for the optimizers alone, including the keys of their state.
 
-    Optimizers may share groups, and their state: one that calls another holds the same dicts. All dicts stay:
-    who reads a count in one has it.
+    Optimizers may share groups and state: one that calls another holds the same dicts. All dicts keep their
+    identity, so a reader of a count in one still sees it.
     """
     every = optimizers_of(optimizer) if replaced else []
     states = {id(one.state): one.state for one in every}
@@ -50,7 +50,7 @@ def replace_in_optimizer(optimizer: Any, replaced: dict[int, Tensor]) -> None:
 def _renamed(
     state: Mapping[Any, Any], every: Sequence[Optimizer], replaced: dict[int, Tensor]
 ) -> dict[Any, Any]:
-    """The slots under the parameters of now, in the order of the groups; and what is no parameter's."""
+    """The slots under the current parameters, in the order of the groups; then entries of no parameter."""
     made: dict[Any, Any] = {}
     for old in (p for one in every for group in one.param_groups for p in group["params"]):
         slots = state.get(old)

@@ -1,4 +1,4 @@
-"""Where a model's state lives during a run: this rank's shards, behind the tensors the user knows."""
+"""The residence of a model's state during a run: this rank's shards, behind the user's tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tutti.torch_private.module_tables import share_tensor_hooks
 class WholeBlock:
     """A block of the user's program in which weights are whole: on all ranks, or on `rank` alone.
 
-    `wholes` holds what is in the place of each shard, by its id; `line` is where the block begins.
+    `wholes` holds the tensor in the place of each shard, by the shard's id; `line` is the block's first line.
     """
 
     line: str
@@ -44,7 +44,7 @@ class WholeBlock:
     wholes: dict[int, Tensor]
 
     def refused(self) -> TuttiError:
-        """What to raise for a use of the model that goes with shards only."""
+        """The error for a use of the model that needs shards."""
         return TuttiError(
             "a step is called or saved while its model's weights are whole",
             at=self.line,
@@ -55,12 +55,12 @@ class WholeBlock:
 
 @dataclass
 class Residence:
-    """How one model's state is kept on this rank, shared by every step on that model.
+    """The storage of one model's state on this rank, shared by every step on that model.
 
-    `owners` are the pipeline ranks that keep each state tensor; empty where there is no such axis.
-    `renewed` holds, by the id of a tensor that was replaced, that tensor and the one in its place.
-    `settled` are the tensors that stay as they are: a rank has all of each. `optimizers` are those of all
-    steps. `fetch` brings the weights of now, where servers keep them.
+    `owners` are the pipeline ranks that keep each state tensor; empty without such an axis.
+    `renewed` holds, by the id of a replaced tensor, that tensor and the one in its place.
+    `settled` are the unchanged tensors: a rank has all of each. `optimizers` are those of all steps.
+    `fetch` pulls the current weights from servers, if there are any.
     """
 
     layout: Layout
@@ -78,24 +78,24 @@ class Residence:
     fetch: Callable[[], None] | None = None
 
     def keeps_whole(self, name: str) -> bool:
-        """Whether every rank has all of a state tensor, which then is an ordinary one."""
+        """Whether every rank has all of a state tensor, which is then an ordinary one."""
         return "pipe" not in self.layout.mesh and not self.storage[name].axes
 
     def now(self, x: Tensor) -> Tensor:
-        """`x`, or the whole tensor that a block has in its place."""
+        """`x`, or the whole tensor of a block in its place."""
         return x if self.block is None else self.block.wholes.get(id(x), x)
 
     def moves(self, name: str) -> bool:
-        """Whether a state tensor leaves its memory: it is cut, or moves where other ranks can read it."""
+        """Whether a state tensor leaves its memory: it is sharded, or moves to shared memory."""
         return not self.keeps_whole(name) or self.layout.zero in (1, 2)
 
     def has_settled(self, x: Tensor) -> bool:
-        """Whether `x` is this run's state already, in shards or as it is."""
+        """Whether `x` is already this run's state, in shards or unchanged."""
         known = self.settled.get(id(x))
         return isinstance(x, DTensor) or (known is not None and known() is x)
 
     def groups_for(self, used: Iterable[tuple[str, ...]]) -> Groups:
-        """The groups over the axes in `used`, and those of other programs; all ranks ask together."""
+        """The groups over the axes in `used`, and those of other programs; all ranks call together."""
         if self.groups is None:
             self.groups = Groups(dict(self.layout.mesh.axes))
         self.groups.add(used)
@@ -122,7 +122,7 @@ class Residence:
 
     @property
     def replica(self) -> int:
-        """Which replica this rank belongs to."""
+        """This rank's replica."""
         return replica_here(self.layout.mesh)
 
     def keeper(self, name: str, pipe_rank: int) -> int:
@@ -139,7 +139,7 @@ def residence_of(model: nn.Module, layout: Layout) -> Residence:
     home, layout = _RESIDENCES.get(model), layout.of_one
     if home is None:
         home = _RESIDENCES[model] = Residence(layout)
-    # what a step computes in is no matter of where its state lives
+    # the precision of a step does not affect the residence of its state
     if home.layout.without("precision") != layout.without("precision"):
         raise LayoutError(
             f'this model is laid out as "{home.layout}" already, not "{layout}"',
@@ -150,19 +150,19 @@ def residence_of(model: nn.Module, layout: Layout) -> Residence:
 
 
 def known_residence(model: nn.Module) -> Residence | None:
-    """The residence of `model`, if a step on it has been called or its state was asked for."""
+    """The residence of `model`, if there was a call of a step on it or a request for its state."""
     return _RESIDENCES.get(model)
 
 
 def refuse_open(model: nn.Module) -> None:
-    """Raise `TuttiError` inside of a block in which the weights of `model` are whole."""
+    """Raise `TuttiError` inside a block in which the weights of `model` are whole."""
     home = _RESIDENCES.get(model)
     if home is not None and home.block is not None:
         raise home.block.refused()
 
 
 def refresh(model: nn.Module) -> None:
-    """Bring the weights of a model that servers keep; does nothing for any other."""
+    """Pull the weights of a model on servers; does nothing for any other."""
     home = _RESIDENCES.get(model)
     if home is not None and home.fetch is not None:
         home.fetch()
@@ -174,7 +174,7 @@ def dtensor_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def run_device(model: nn.Module) -> torch.device:
-    """The device of the run: the first that a parameter has, for a model on the meta device a GPU if any."""
+    """The device of the run: the first of a parameter; for a model on the meta device a GPU if any."""
     return device_of(next((p for p in model.parameters() if not p.is_meta), None))
 
 
@@ -195,17 +195,17 @@ def local_of(x: Tensor) -> Tensor:
 
 
 def held_by(x: Tensor) -> Tensor:
-    """This rank's part of a state tensor as it is, for use where gradients are off."""
+    """This rank's part of a state tensor without a detach, for use with gradients off."""
     return local_part(x) if isinstance(x, DTensor) else x
 
 
 def whole_of(x: Tensor) -> Tensor:
-    """All of a tensor, without autograd; of one in shards all its ranks ask together."""
+    """All of a tensor, without autograd; for one in shards all its ranks call together."""
     return x.full_tensor() if isinstance(x, DTensor) else x.detach()
 
 
 def set_local(x: Tensor, value: Tensor) -> None:
-    """Let state tensor `x` hold `value` from now on."""
+    """Set state tensor `x` to `value`."""
     if isinstance(x, DTensor):
         set_local_part(x, value)
     else:
@@ -218,13 +218,13 @@ def is_here(x: Tensor) -> bool:
 
 
 def own_memory(state: list[StateTensor]) -> frozenset[str]:
-    """The names of the state tensors that share memory with no other: they may be overwritten."""
+    """The names of the state tensors that share memory with no other: a step may overwrite them."""
     shared = {s.name for both in _overlapping(state) for s in both}
     return frozenset(s.name for s in state) - shared
 
 
 def refuse_shared_memory(state: list[StateTensor], updated: Collection[str]) -> None:
-    """Raise `CaptureError` where a step updates state of which other state is a view."""
+    """Raise `CaptureError` if a step updates state of which other state is a view."""
     for one, other in _overlapping(state):
         if one.tensor is not other.tensor and {one.name, other.name} & {*updated}:
             raise CaptureError(
@@ -235,7 +235,7 @@ def refuse_shared_memory(state: list[StateTensor], updated: Collection[str]) -> 
 
 
 def _overlapping(state: list[StateTensor]) -> Iterator[tuple[StateTensor, StateTensor]]:
-    """Pairs of state tensors of which one reaches into the other's memory."""
+    """Pairs of state tensors whose memory overlaps."""
     ranges = [
         (*_memory(local_of(s.tensor)), k) for k, s in enumerate(state) if not s.tensor.is_meta
     ]
@@ -248,7 +248,7 @@ def _overlapping(state: list[StateTensor]) -> Iterator[tuple[StateTensor, StateT
 
 
 def _memory(x: Tensor) -> tuple[int, int]:
-    """The addresses from the first byte of `x` to behind its last."""
+    """The addresses of the first byte of `x` and of the end after its last."""
     if not x.numel():
         return x.data_ptr(), x.data_ptr()
     reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1
@@ -256,17 +256,17 @@ def _memory(x: Tensor) -> tuple[int, int]:
 
 
 def forget_values(state: list[StateTensor]) -> None:
-    """Leave names, shapes and dtypes: entries that hold whole tensors would keep them alive."""
+    """Keep names, shapes and dtypes only: entries with whole tensors would keep them alive."""
     state[:] = [replace(s, tensor=torch.empty_like(s.tensor, device="meta")) for s in state]
 
 
 def settle(
     model: nn.Module, optimizer: Any, home: Residence, device: torch.device, seed: int = 0
 ) -> None:
-    """Cut every state tensor that is still whole down to this rank's part, as a DTensor in its place.
+    """Replace every state tensor that is still whole by this rank's part, as a DTensor.
 
-    Rank 0's values count: they are sent to all ranks first, so that replicas start identical. What is
-    on the meta device gets its initial value here, one module at a time.
+    Rank 0 first broadcasts its values, so that replicas start identical. A tensor on the meta device gets
+    its initial value here, one module at a time.
     """
     several = home.layout.num_ranks > 1
     if not several and not is_deferred(model):
@@ -300,20 +300,20 @@ def settle(
 def take_the_place(
     model: nn.Module, optimizer: Any, home: Residence, replaced: dict[int, Tensor]
 ) -> None:
-    """Put `replaced` in place for good: who still holds an old parameter can be told the new one."""
+    """Put `replaced` in place permanently; references to an old parameter lead to the new one."""
     before = [s.tensor for s in state_of(model, optimizer) if id(s.tensor) in replaced]
     put_in_place(model, optimizer, replaced)
     for old in before:
         new = replaced[id(old)]
         share_tensor_hooks(old, new)
-        for key in old.__dict__.keys() - new.__dict__.keys():  # what the user has noted on it
+        for key in old.__dict__.keys() - new.__dict__.keys():  # the user's own attributes
             setattr(new, key, getattr(old, key))
         home.renewed[id(old)] = weakref.ref(old), new
         renew(old, partial(home.now, new))
 
 
 def name_shards(state: list[StateTensor]) -> None:
-    """Tell each shard which state it is of: its errors say so."""
+    """Give each shard the name of its state tensor, for its errors."""
     weights = [s.tensor for s in state if s.kind != "slot" and isinstance(s.tensor, StateShard)]
     nbytes = sum(x.numel() * x.element_size() for x in weights)
     for s in state:
@@ -322,7 +322,7 @@ def name_shards(state: list[StateTensor]) -> None:
 
 
 def adopt(model: nn.Module, optimizer: Any) -> None:
-    """Let `optimizer` hold the model's parameters of now, where another step on it has replaced them."""
+    """Put the model's current parameters into `optimizer`, if another step has replaced the old ones."""
     home = _RESIDENCES.get(model)
     if home is None:
         return
@@ -359,7 +359,7 @@ def part_of(
     coordinates: dict[str, int],
     device: torch.device,
 ) -> Tensor:
-    """This rank's part of a state tensor, to take the place of the tensor that `entry` holds."""
+    """This rank's part of a state tensor, the replacement of the tensor in `entry`."""
     if home.layout.num_ranks == 1 or home.keeps_whole(entry.name):
         parameter = isinstance(entry.tensor, nn.Parameter)
         return nn.Parameter(whole, entry.tensor.requires_grad) if parameter else whole
@@ -384,7 +384,7 @@ def as_shard(
     like: Tensor,
     pipe_rank: int = 0,
 ) -> Tensor:
-    """`local` as this rank's part of a tensor on one pipeline rank; a Parameter where `like` is one."""
+    """`local` as this rank's part of a tensor on one pipeline rank; a Parameter if `like` is one."""
     x: Any = DTensor.from_local(
         local,
         home.device_mesh(device, pipe_rank),

@@ -1,9 +1,9 @@
-"""A rank's part of a state tensor between steps: what is right on parts is played, all else is refused.
+"""A rank's part of a state tensor between steps: runs elementwise ops on parts and refuses all others.
 
-A `DTensor` gives a sum of its own part where the user reads a number, draws other random numbers than
-one device, and takes no notice of `p.data = value`. A `StateShard` is a `DTensor` that computes elementwise
-(a whole operand is cut to this rank's part) and copies; what needs the other ranks' parts is a `TuttiError`:
-ranks that do not all ask would wait for each other. `full_tensor`, `redistribute` and `to_local` are as ever.
+A `DTensor` returns a partial sum if the user reads a number, draws other random numbers than one device, and
+ignores `p.data = value`. A `StateShard` is a `DTensor` that runs elementwise ops (on this rank's part of a
+whole operand) and copies; an op that needs the other ranks' parts raises a `TuttiError`: if only some ranks
+called it, they would wait for the others. `full_tensor`, `redistribute` and `to_local` are unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tutti.torch_private.op_tables import schema_of
 from tutti.torch_private.pytrees import tree_leaves, tree_map
 from tutti.user_lines import quoted, user_line
 
-# Of one operand and without a value that another part could change; all else must be elementwise.
+# Ops of one operand whose result on a part depends on no other part; all others must be elementwise.
 _COPIES = frozenset(
     f"{name}{ending}"
     for name in ("copy", "fill", "zero", "masked_fill", "nan_to_num", "detach")
@@ -43,7 +43,7 @@ _NOT_ELEMENTWISE = frozenset(["equal", "_foreach_norm", "_foreach_max"])
 
 @dataclass(frozen=True)
 class Origin:
-    """Which state tensor a shard is of, and the bytes of all that the model holds in shards."""
+    """The name of a shard's state tensor, and the bytes of the model's sharded state."""
 
     name: str
     nbytes: int
@@ -66,7 +66,7 @@ class StateShard(AnsweringDTensor):
 
     @property
     def data(self) -> Any:  # type: ignore[override]
-        """The shard without autograd; what is assigned, whole or in shards, is cut to this rank's part."""
+        """The shard without autograd; the setter cuts a whole or sharded value to this rank's part."""
         return self.detach()
 
     @data.setter
@@ -91,7 +91,7 @@ class StateShard(AnsweringDTensor):
         refuse(self, "a file or a message")
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: an array of the whole is there inside of `whole`."""
+        """Refused: an array of the whole tensor is available inside `whole`."""
         refuse(self, "numpy")
 
     def tolist(self) -> NoReturn:
@@ -99,12 +99,12 @@ class StateShard(AnsweringDTensor):
         refuse(self, "tolist")
 
     def full_tensor(self, **options: Any) -> Tensor:
-        """All of it, on the ranks of its pipeline rank, which ask together."""
+        """The whole tensor, on the ranks of its pipeline rank, which call together."""
         self._refuse_elsewhere()
         return super().full_tensor(**options)
 
     def redistribute(self, *args: Any, **options: Any) -> DTensor:
-        """In other shards, on the ranks of its pipeline rank, which ask together."""
+        """The tensor in another sharding, on the ranks of its pipeline rank, which call together."""
         self._refuse_elsewhere()
         return super().redistribute(*args, **options)
 
@@ -113,7 +113,7 @@ class StateShard(AnsweringDTensor):
             refuse(self, "a rank of another place of the pipeline")
 
     def data_ptr(self) -> int:
-        """Where this rank's part lies."""
+        """The address of this rank's part."""
         return local_part(self).data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -146,7 +146,7 @@ def unguarded() -> Iterator[None]:
 
 
 def wrap(local: Tensor, spec: Any, origin: Origin | None = None) -> StateShard:
-    """`local` as this rank's part of what `spec` describes."""
+    """`local` as this rank's part of the tensor of `spec`."""
     made: Any = made_of(StateShard, local, spec)
     if origin is not None:
         made.origin = origin
@@ -162,12 +162,12 @@ def as_parameter(shard: StateShard, requires_grad: bool) -> Any:
 
 
 def origin_of(x: Tensor) -> Origin | None:
-    """Which state tensor `x` is of; None of what was computed."""
+    """The origin of `x`; None for a computed tensor."""
     return x.__dict__.get("origin")
 
 
 def plain_dtensor(x: Tensor) -> Tensor:
-    """A shard as an ordinary `DTensor` of the same memory, without autograd; any other tensor as it is."""
+    """A shard as an ordinary `DTensor` of the same memory, without autograd; any other tensor unchanged."""
     if not isinstance(x, StateShard):
         return x.detach()
     return made_of(DTensor, local_part(x).detach(), spec_of(x))
@@ -193,7 +193,7 @@ def refuse(x: Tensor, wanted: str) -> NoReturn:
 
 
 def cut(whole: Tensor, like: DTensor) -> Tensor:
-    """The part of a whole tensor that `like` has of its own; its dims divide."""
+    """The part of a whole tensor with the sharding of `like`; its dims divide."""
     coordinate = like.device_mesh.get_coordinate()
     if coordinate is None:  # another pipeline rank has it
         return whole.new_empty(local_part(like).shape)
@@ -237,7 +237,7 @@ def _elementwise(func: Any, name: str) -> bool:
 
 
 def _on_lists(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    """The same of an operation on lists, of which some members may be whole."""
+    """The same for an operation on lists, of which some members may be whole."""
     likes = _likes(args)
     given, options = ([_of_list(x, likes, name) for x in xs] for xs in (args, kwargs.values()))
     found = func(*given, **dict(zip(kwargs, options, strict=True)))
@@ -248,7 +248,7 @@ def _on_lists(func: Any, args: Any, kwargs: Any, name: str) -> Any:
 
 
 def _likes(args: Any) -> list[StateShard | None]:
-    """The shard of each member of an operation on lists; None of one that is whole."""
+    """The shard of each member of an operation on lists; None for a whole one."""
     found: list[StateShard | None] = []
     for members in zip(*(a for a in args if _is_list_of_tensors(a)), strict=True):
         shards = [x for x in members if isinstance(x, StateShard)]
@@ -270,7 +270,7 @@ def _of_list(given: Any, likes: list[StateShard | None], name: str) -> Any:
 
 
 def _like(shards: list[StateShard], name: str) -> StateShard:
-    """The one of largest shape, as the others must lie."""
+    """The shard of largest shape, whose sharding the others must match."""
     like = max(shards, key=lambda x: (x.dim(), x.numel()))
     for x in shards:
         same = x.shape == like.shape and x.device_mesh == like.device_mesh
@@ -280,7 +280,7 @@ def _like(shards: list[StateShard], name: str) -> StateShard:
 
 
 def _operand(x: Tensor, like: StateShard, name: str) -> Tensor:
-    """An operand's part, where that of `like` lies."""
+    """An operand's part, in the sharding of `like`."""
     if isinstance(x, DTensor):
         same = x.device_mesh == like.device_mesh and x.placements == like.placements
         if not same or x.shape != like.shape or any(isinstance(p, Partial) for p in x.placements):
@@ -295,14 +295,14 @@ def _operand(x: Tensor, like: StateShard, name: str) -> Tensor:
 
 
 def _spec_of(like: StateShard, local: Tensor) -> Any:
-    """The spec of a result that lies as `like`."""
+    """The spec of a result with the sharding of `like`."""
     if local.dtype == like.dtype:
         return spec_of(like)
     return spec_with_dtype(spec_of(like), local.dtype)
 
 
 def _as_dtensors(func: Any, args: Any, kwargs: Any) -> Any:
-    """As PyTorch's own `DTensor`s would do; what comes out lies in shards too."""
+    """Run an op as PyTorch's own `DTensor`s do; results are shards, too."""
 
     def plain(x: Any) -> Any:
         if not isinstance(x, StateShard):

@@ -1,10 +1,10 @@
-"""State in memory that ranks of one host share, for programs that gather it there.
+"""State in shared memory of one host, for programs that gather it there.
 
-    viewed   zero=3: the parts of all ranks side by side, so that the whole can be looked at
-    copied   zero=1, 2: each rank's own copy, where the others can read
+    viewed   zero=3: the parts of all ranks side by side, so that the whole is a view
+    copied   zero=1, 2: each rank's own copy, which the others can read
 
-State moves there before the first step that asks for it and stays. Where the user has put another tensor
-in its place since, the values are taken over before the step.
+State moves there before the first step that needs it and stays. If the user has put another tensor in its
+place since, the next step first copies its values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Lodging:
-    """Where one state tensor lies: `own`, what this rank sees of it, and `whole`, all ranks' parts."""
+    """One state tensor in shared memory: `own`, this rank's tensor, and `whole`, all ranks' parts."""
 
     axes: Axes
     own: Tensor
@@ -39,9 +39,9 @@ class Lodging:
 
 @dataclass
 class SharedState:
-    """The state of one model that lies in shared memory, by name; the same for all steps on it.
+    """The state of one model in shared memory, by name; the same for all steps on it.
 
-    So is the memory for buffers: programs run one after the other, and what one keeps lies elsewhere.
+    They share the memory for buffers, too: programs run one after the other, and keep results elsewhere.
     """
 
     lodgings: dict[str, Lodging] = field(default_factory=dict)
@@ -51,15 +51,15 @@ class SharedState:
         """Memory for the buffers of one program; all ranks of the group call this together."""
         rows = self.arenas.get(shared)
         if rows is None or rows.shape[1] < nbytes:
-            # Each is larger than the last by half, so that all that there ever were are few.
+            # Each is larger than the last by half, so that their number stays small.
             least = 0 if rows is None else rows.shape[1] * 3 // 2
             rows = self.arenas[shared] = shared.arena(max(nbytes, least))
         return rows
 
     def take(self, graph: fx.Graph, groups: Groups) -> None:
-        """Make room for the state that `graph` wants there; all ranks call this together.
+        """Allocate memory for the state that `graph` needs there; all ranks call this together.
 
-        Raises `SharedMemoryError`, on every rank, where it does not fit.
+        Raises `SharedMemoryError`, on every rank, if it does not fit.
         """
         self._take(viewed_state(graph), groups, side_by_side=True)
         self._take(copied_state(graph), groups, side_by_side=False)
@@ -90,7 +90,7 @@ class SharedState:
                     self.lodgings[name] = Lodging(axes, _alone(piece.view(value.shape)))
 
     def move_in(self, name: str, value: Tensor) -> Tensor:
-        """The tensor to use for state `name`: in shared memory, with the values of `value`."""
+        """The tensor for state `name`: in shared memory, with the values of `value`."""
         own = self.lodgings[name].own
         if value.data_ptr() != own.data_ptr():
             own.copy_(value)
@@ -98,10 +98,10 @@ class SharedState:
 
 
 def _alone(x: Tensor) -> Tensor:
-    """`x` as all of its storage.
+    """`x` with a storage of exactly its bytes.
 
-    A tensor is copied or pickled with its storage, which would hold the state of all ranks; and a `DTensor`
-    around a part of one cannot be.
+    Copies and pickles of a tensor include its storage, which would hold the state of all ranks; a `DTensor`
+    around a part of one has no copy or pickle.
     """
     return torch.from_dlpack(x) if x.numel() else x
 
@@ -110,13 +110,13 @@ class Lodger:
     """Gives one program its state and its buffers in shared memory.
 
     Args:
-        graph: the program as it will run.
+        graph: the executed program.
         inputs: the names of its inputs, in order.
-        player: carries out its collectives.
+        player: runs its collectives.
         home: the model's state in shared memory.
 
     Raises:
-        SharedMemoryError: on every rank, where there is no room.
+        SharedMemoryError: on every rank, if there is no room.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class Lodger:
 
     @property
     def lodged(self) -> dict[str, Tensor]:
-        """What each input that lies here is after `prepare`, at every call."""
+        """The tensor of each input in shared memory after `prepare`, at every call."""
         return {name: self._home.lodgings[name].own for name in self._places}
 
     def prepare(self, inputs: list[Any]) -> None:
-        """Let `inputs` be in shared memory as far as the program wants them there."""
+        """Move `inputs` to shared memory as far as the program needs them there."""
         if self._memory is None:
             return
         moved = [
@@ -158,7 +158,7 @@ class Lodger:
             if inputs[i].data_ptr() != self._home.lodgings[name].own.data_ptr()
         ]
         if moved:
-            for axes in self._axes:  # nobody may still read the values of the step before
+            for axes in self._axes:  # no rank may still read the values of the last step
                 self._memory.meet(axes)
             for name, i in moved:
                 inputs[i] = self._home.move_in(name, inputs[i])
@@ -188,7 +188,7 @@ def _shared(groups: Groups, axes: Axes) -> SharedGroup:
 
 
 def _gathered_dims(graph: fx.Graph) -> dict[str, torch.Size]:
-    """The shape of each viewed state when it is gathered."""
+    """The gathered shape of each viewed state."""
     found: dict[str, torch.Size] = {}
     for node in _nodes(graph):
         if node.target is collectives.together_ and node.args[0] == "all_gather":

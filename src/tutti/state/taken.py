@@ -1,4 +1,4 @@
-"""State that the user has put whole where a rank keeps a part, taken over before the next step."""
+"""Shards whole tensors that the user has put into sharded state, before the next step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tutti.state.shards import StateShard
 def take_over(
     model: nn.Module, optimizer: Any, expected: list[StateTensor], now: list[Tensor]
 ) -> bool:
-    """Cut state that the user has put whole where this rank keeps a part of it; whether there was any.
+    """Cut whole tensors of the user in the place of shards to this rank's part; whether there were any.
 
-    All ranks are given the same values (a state dict of the optimizer, a new slot): nothing is sent.
+    All ranks have the same values (a state dict of the optimizer, a new slot), so they send nothing.
     """
     home = known_residence(model)
     assert home is not None

@@ -1,9 +1,9 @@
-"""Weights in shards made whole for a block of the user's program, and as a plain state dict.
+"""Gathers sharded weights for a block of the user's program, and as a plain state dict.
 
-    enter   every shard is gathered; an ordinary parameter takes its place in model and optimizers
-    leave   ranks compare what they have; each cuts its part of it, and the shard is back in its place
+    enter   gathers every shard; an ordinary parameter takes its place in model and optimizers
+    leave   compares the ranks' values; each rank cuts its part, and the shard is back in its place
 
-With `rank` one rank alone holds the wholes, and sends what it has changed.
+With `rank` one rank alone holds the wholes, and sends its changes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tutti.user_lines import quoted, user_line
 
 @dataclass
 class _Opened:
-    """A shard, the whole tensor in its place, and what that held at first."""
+    """A shard, the whole tensor in its place, and a record of its first values."""
 
     name: str
     shard: StateShard
@@ -42,22 +42,22 @@ class _Opened:
 
 
 class Whole:
-    """A block inside of which a model's weights are whole, ordinary tensors.
+    """A block in which a model's weights are whole, ordinary tensors.
 
-    Inside, `model` evaluates, generates, is saved, read and written as on one device. At the end each rank
-    takes over its part of what was written. All ranks enter and leave together. As a context manager it
-    gives whether the weights are whole on this rank. A block that ends in an exception writes nothing.
-    What a rank holds whole anyway is the same tensor as outside.
+    Inside, evaluate, generate with, save, read and write `model` as on one device. At the end each rank
+    takes over its part of the written values. All ranks enter and leave together. The context manager
+    returns whether the weights are whole on this rank. A block that ends in an exception writes nothing.
+    A tensor that a rank holds whole anyway stays the same tensor.
 
     Args:
-        model: one that a step has laid out; of any other all is whole already.
-        rank: the one rank on which weights are whole; by default all. The others take part in the
-            gathering, and find shards.
+        model: one that a step has laid out; any other is whole already.
+        rank: the only rank with whole weights; by default all. The others take part in the gathering, and
+            keep shards.
         slots: the optimizers' slots too, for `optimizer.state_dict()` and `load_state_dict`.
 
     Raises:
-        TuttiError: at the end, for ranks that have written different values, with the tensor's name;
-            nothing is taken over then. Inside, for a call of a step on the model.
+        TuttiError: at the end, if ranks have written different values, with the tensor's name; no rank
+            takes over any then. Inside, for a call of a step on the model.
     """
 
     def __init__(self, model: nn.Module, *, rank: int | None = None, slots: bool = False) -> None:
@@ -67,7 +67,7 @@ class Whole:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the block takes more than the shards, on a rank where weights are whole."""
+        """The block's additional memory beside the shards, on a rank with whole weights."""
         found = {id(s.tensor): s.tensor for s in self._shards()}
         return sum(x.numel() * x.element_size() for x in found.values())
 
@@ -79,7 +79,7 @@ class Whole:
             home.fetch()
         if home is None or not several:
             return True
-        if home.block is not None:  # one around this block has made them whole
+        if home.block is not None:  # an outer block has gathered them
             if home.block.rank not in (None, dist.get_rank()):
                 raise home.block.refused()
             return True
@@ -135,7 +135,7 @@ class Whole:
 
 
 def whole(model: nn.Module, *, rank: int | None = None, slots: bool = False) -> Whole:
-    """A block inside of which the weights of `model` are whole, ordinary tensors, to read or write.
+    """A block in which the weights of `model` are whole, ordinary tensors, to read or write.
 
         with tutti.whole(model):
             text = model.generate(prompt)
@@ -144,22 +144,22 @@ def whole(model: nn.Module, *, rank: int | None = None, slots: bool = False) -> 
     enter and leave together, write the same values, and call no step inside.
 
     Args:
-        model: one that a step has laid out; of any other all is whole already.
-        rank: the one rank on which weights are whole; by default all. The block gives whether this rank
-            has them: `with tutti.whole(model, rank=0) as here:`; on the others they are still in shards.
+        model: one that a step has laid out; any other is whole already.
+        rank: the only rank with whole weights; by default all. The block returns whether this rank has
+            them: `with tutti.whole(model, rank=0) as here:`; the others still have shards.
         slots: the optimizers' slots too, for `optimizer.state_dict()`.
 
     Raises:
-        TuttiError: at the end, where ranks have written different values, with the tensor's name; nothing
-            is taken over then.
+        TuttiError: at the end, if ranks have written different values, with the tensor's name; no rank
+            takes over any then.
     """
     return Whole(model, rank=rank, slots=slots)
 
 
 def model_state(model: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
-    """`model.state_dict()` as on one device: whole plain tensors, copies that lie on the CPU.
+    """`model.state_dict()` as on one device: whole plain tensors, copies on the CPU.
 
-    Tied weights share memory. One shard after the other is gathered; all ranks call together. With `rank`
+    Tied weights share memory. It gathers one shard after the other; all ranks call together. With `rank`
     the others get an empty dict.
     """
     home = known_residence(model)
@@ -181,12 +181,12 @@ def model_state(model: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
 
 
 def _copy(given: Tensor, of: Tensor) -> Tensor:
-    """On the CPU; what was gathered is a copy already."""
+    """A copy on the CPU; a gathered tensor is a copy already."""
     return given.to("cpu", copy=not isinstance(of, DTensor))
 
 
 def group_of(home: Residence) -> Group:
-    """The ranks that hold one model together: of replicas, those of this one."""
+    """The ranks that hold one model together: with replicas, those of this one."""
     axes = tuple(a for a in home.layout.mesh if a != "replica")
     return home.groups_for([axes])[axes]
 
@@ -196,14 +196,14 @@ def gathered(x: Tensor, home: Residence, *, only: int | None = None) -> Tensor |
     assert isinstance(x, DTensor)
     full = x.full_tensor().detach() if is_here(x) else None
     if full is not None and full.data_ptr() == local_part(x).data_ptr():
-        full = full.clone()  # all of it lies on each rank of this pipeline rank
+        full = full.clone()  # each rank of this pipeline rank has all of it
     if "pipe" in home.layout.mesh:
         full = _from_its_pipe_rank(x, full, home)
     return full if only in (None, dist.get_rank()) else None
 
 
 def _from_its_pipe_rank(x: DTensor, full: Tensor | None, home: Residence) -> Tensor:
-    """What the ranks of one pipeline rank have, on those of all."""
+    """Broadcast the tensor of one pipeline rank to all pipeline ranks."""
     group, source = group_of(home), int(x.device_mesh.mesh.flatten()[0])
     if full is None:
         full = torch.empty(x.shape, dtype=x.dtype, device=local_part(x).device)
@@ -213,7 +213,7 @@ def _from_its_pipe_rank(x: DTensor, full: Tensor | None, home: Residence) -> Ten
 
 
 def ordinary(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` as a Parameter where `like` is one."""
+    """`whole` as a Parameter if `like` is one."""
     if isinstance(like, nn.Parameter):
         return nn.Parameter(whole, requires_grad=like.requires_grad)
     return whole
@@ -224,7 +224,7 @@ def _form(x: Tensor) -> str:
 
 
 def _refuse_forms(opened: list[_Opened], forms: list[str]) -> None:
-    """Raise `TuttiError` on every rank for a whole tensor that is of another form now."""
+    """Raise `TuttiError` on every rank for a whole tensor whose form has changed."""
     for x, form in zip(opened, forms, strict=True):
         if form != _form(x.shard):
             raise TuttiError(
@@ -235,7 +235,7 @@ def _refuse_forms(opened: list[_Opened], forms: list[str]) -> None:
 
 
 def _written_by_all(opened: list[_Opened], home: Residence, _: int | None) -> None:
-    """Take over this rank's part of each whole; raises `TuttiError` where ranks have different ones."""
+    """Take over this rank's part of each whole; raises `TuttiError` if ranks have different ones."""
     own = [(_form(x.whole), digest(x.whole)) for x in opened if x.whole is not None]
     group = group_of(home)
     texts = exchange_texts(json.dumps(own), group)
@@ -256,7 +256,7 @@ def _written_by_all(opened: list[_Opened], home: Residence, _: int | None) -> No
 
 
 def _written_by_one(opened: list[_Opened], home: Residence, rank: int | None) -> None:
-    """Take over this rank's part of what rank `rank` has changed; it alone has wholes."""
+    """Take over this rank's part of the changes of rank `rank`, the only one with wholes."""
     changed = [x.name for x in opened if x.whole is not None and digest(x.whole) != x.digest]
     frozen = [x.name for x in opened if x.whole is not None and not x.whole.requires_grad]
     group = group_of(home)
