@@ -1,1 +1,1 @@
-"""Shows that a partitioned step is the same step."""
+"""Proves that a partitioned step is the same step."""

@@ -1,4 +1,4 @@
-"""A closer look where two runs of a step differ: part by part, each begun with the same values.
+"""A closer comparison of two runs that differ: part by part, each from the same values.
 
 A gradient that is zero in exact arithmetic (a bias of attention's keys, a bias before BatchNorm) is rounding
 in every program, another one in each; an optimizer that divides by its size makes a full update of it. So
@@ -6,9 +6,9 @@ in every program, another one in each; an optimizer that divides by its size mak
     state before the step -----------> gradients    each on the scale of gradients
     state and the other's gradients -> new state    each on its own scale
 
-Where even that differs, the device runs again with errors of the size of rounding (`graph.players.rounding`),
-and what these move explains as much, entry by entry, but never more than a share of a tensor: the square root
-of the tolerance.
+If even that differs, the device runs again with errors of the size of rounding (`graph.rounding`). Their
+effect on an entry explains a difference of that size, but never more than a share of a tensor: the square
+root of the tolerance.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.verification.comparisons import FLOOR, Errors, Made, differences, largest
 
-# How many samples of rounding are taken, and how many times what they move a right program may differ by.
+# The number of samples of rounding, and the greatest difference of a right program as a multiple of theirs.
 SAMPLES, FACTOR = 4, 16.0
 
 
@@ -33,7 +33,7 @@ SAMPLES, FACTOR = 4, 16.0
 class OneDevice:
     """A graph on one device, whose updates take the gradients of another run.
 
-    marks: the values that updates take, by the name of the gradient.
+    marks: the inputs of updates, by the name of the gradient.
     """
 
     graph: fx.Graph
@@ -45,7 +45,7 @@ class OneDevice:
     def play(
         self, k: int, inputs: list[Any], given: Mapping[str, Tensor], noise: Rounding | None = None
     ) -> Made:
-        """Step `k`; its own gradients are in what it returns, its new state is made of those `given`."""
+        """Step `k`; its results include its own gradients, its new state comes from those `given`."""
         names: dict[fx.Node, list[str]] = {}
         for name, node in self.marks.items():
             names.setdefault(node, []).append(name)
@@ -68,8 +68,8 @@ class OneDevice:
 class Aligned:
     """Compares a device with another run, step by step.
 
-    tolerance: what `errors` are held against.
-    scales: of new state, by name, from what the device has made of the state before.
+    tolerance: of `errors`.
+    scales: of new state, by name, from the device's results for the state before.
     """
 
     device: OneDevice
@@ -78,7 +78,7 @@ class Aligned:
     errors: Errors = field(default_factory=Errors)
 
     def step(self, k: int, inputs: list[Any], before: Mapping[str, Tensor], other: Made) -> Made:
-        """Compare step `k` of both from state `before`; what the device has made."""
+        """Compare step `k` of both from state `before`; the device's results."""
         own = self.device.play(k, inputs, other.gradients)
         scales = _gradient_scales(own) | _returned_scales(own) | self.scales(own, before)
         theirs = dict(other.values())
@@ -98,7 +98,7 @@ class Aligned:
     def _moved(
         self, k: int, inputs: list[Any], own: Made, given: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """How far samples of rounding move each entry, at most."""
+        """The greatest change of each entry by samples of rounding."""
         base = dict(own.values())
         moved = {n: torch.zeros_like(differences(x, x)) for n, x in base.items()}
         for sample in range(SAMPLES):
@@ -109,7 +109,7 @@ class Aligned:
 
 
 def _gradient_scales(own: Made) -> dict[str, float]:
-    """Each its own, or a small part of the largest: all entries of one may be rounding."""
+    """The scale of each, or a small part of the largest: all entries of one may be rounding."""
     sizes = {n: largest(x) for n, x in own.gradients.items()}
     whole = (sizes[n] for n, x in own.gradients.items() if x.ndim and x.is_floating_point())
     floor = FLOOR * max(whole, default=0.0)

@@ -1,4 +1,4 @@
-"""The two comparisons once more, part by part (`aligned`): where a plain one finds a difference."""
+"""Repeats the two comparisons part by part (`aligned`), if a plain one finds a difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tutti.verification.observed import Observed
 
 
 class AlignedPartition(PartitionComparison):
-    """The comparison of an `observed` program; the device goes on from the ranks' state at each step."""
+    """The comparison of an `observed` program; the device begins each step with the ranks' state."""
 
     def __init__(self, seen: Observed, *rest: Any, **options: Any) -> None:
         super().__init__(*rest, **options)
@@ -53,7 +53,7 @@ class AlignedPartition(PartitionComparison):
         self.one |= other.state | others
 
     def compare_state(self, k: int) -> None:
-        """What comes after a step is compared from one state, too."""
+        """Compare the work after a step from one state, too."""
         super().compare_state(k)
         for pipe_rank, ranks in enumerate(self.many):
             for name in self.played.updated[pipe_rank]:
@@ -61,7 +61,7 @@ class AlignedPartition(PartitionComparison):
                 self.one[name] = assemble(parts, self.program.storage[name], self.mesh)
 
     def _other(self, pipe_ranks: list[list[Any]], count: int, k: int) -> Made:
-        """What the ranks have made, whole."""
+        """The ranks' results, whole."""
         lead = pipe_ranks[0][0][0]
         for returned, _ in (one for ranks in pipe_ranks for one in ranks):
             for i, (x, first) in enumerate(zip(returned[:count], lead[:count], strict=True)):
@@ -83,8 +83,8 @@ class AlignedPartition(PartitionComparison):
 
 
 def _own_scales(own: Made, _before: Mapping[str, Tensor]) -> dict[str, float]:
-    """Slots are made of gradients that both are given, so each has its own scale; what the forward keeps in a
-    buffer, and where a weight is made anew, may be rounding."""
+    """Slots follow from equal gradients on both sides, so each has its own scale; a buffer of the forward,
+    and a recomputed weight, may be rounding."""
     kinds = scales_of(own.state)
     return {
         n: max(largest(x), 0.0 if n.startswith("optim") else FLOOR * kinds.get(kind_of(n), 0.0))
@@ -93,7 +93,7 @@ def _own_scales(own: Made, _before: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 class AlignedCapture:
-    """The captured graph beside the eager step, of which each step's gradients and new state are known."""
+    """The captured graph beside the eager step, with the gradients and new state of each step."""
 
     def __init__(self, plain: CaptureComparison) -> None:
         self._plain = plain
@@ -104,7 +104,7 @@ class AlignedCapture:
         self.errors = self._aligned.errors
 
     def run(self) -> None:
-        """Compare every step that the eager side has taken."""
+        """Compare every step of the eager side."""
         plain, state = self._plain, dict(self._plain.start)
         for k, eager in enumerate(plain.eager):
             inputs = inputs_of(plain.captured, state, plain.feeds[k])
@@ -114,7 +114,7 @@ class AlignedCapture:
 
 
 def _change_scales(own: Made, before: Mapping[str, Tensor]) -> dict[str, float]:
-    """What a step changes, each kind on its own scale."""
+    """The scales of a step's changes, one for each kind."""
     changes = {n: x.double() - before[n].double() for n, x in own.state.items()}
     kinds = scales_of(changes)
     return {

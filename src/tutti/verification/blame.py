@@ -1,4 +1,4 @@
-"""Where a partitioned program first differs from one device: run both node by node and compare."""
+"""Finds the first difference of a partitioned program from one device: runs both node by node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tutti.verification.following import following
 
 @dataclass(frozen=True)
 class Difference:
-    """The first value of the step that differs: which, where it was written, and both norms."""
+    """The first value of the step that differs: its name, its source line, and both norms."""
 
     node: str
     op: str
@@ -45,9 +45,9 @@ class Difference:
 def first_difference_of(
     program: Program, start: dict[str, Tensor], feed: dict[str, Any], seed: int, steps: int
 ) -> Difference | None:
-    """Run both node by node and return the first value whose parts do not make up the whole.
+    """Run both node by node and return the first value whose parts do not equal the whole.
 
-    The device goes on from the ranks' state, and its updates take the ranks' gradients.
+    The device begins with the ranks' state, and its updates take the ranks' gradients.
     """
     one = {n: promoted_value(x) for n, x in start.items()}
     wide = {n: promoted_value(x) for n, x in feed.items()}
@@ -87,7 +87,7 @@ def first_difference_of(
 
 
 class _Taker:
-    """Keeps what updates take on the ranks, whole: the device's take the same (`aligned`)."""
+    """Keeps the inputs of the ranks' updates, whole, for the device's updates (`aligned`)."""
 
     def __init__(self, program: Program, back: dict[fx.Node, fx.Node]) -> None:
         self.mesh, self.back = program.mesh, back
@@ -143,14 +143,14 @@ class _Finder:
             )
 
     def _scale(self, value: fx.Node, expected: Tensor) -> float:
-        """What an error is relative to; a value far below others of its region may be all rounding."""
+        """The scale of an error; a value far below others of its region may be all rounding."""
         region = value.meta.get("region", "forward")
         size = largest(expected[expected.isfinite()])
         self.largest[region] = max(size, self.largest.get(region, 1e-12))
         return max(size, ROUNDING * self.largest[region])
 
     def _alike(self, parts: list[Tensor], sharding: Sharding, scale: float) -> bool:
-        """Ranks that should hold the same values do."""
+        """Whether ranks of a replicated value hold equal values."""
         if sharding.partial:
             return True
         first: dict[tuple[int, ...], Tensor] = {}

@@ -28,13 +28,13 @@ from tutti.partition.partition import Program
 from tutti.torch_private.pytrees import tree_leaves
 from tutti.verification.following import following, plays_again
 
-# The largest relative difference that rounding explains, in float64 and against the eager step.
+# The largest relative difference by rounding, in float64 and against the eager step.
 PARTITION_TOLERANCE = 1e-9
 CAPTURE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-2}
 HALF_TOLERANCE = 0.1
 # A tensor far smaller than others of its kind is compared on their scale: its own may be all rounding.
 FLOOR = 1e-3
-# And where all of a kind is rounding (a gradient that is zero in truth), on the scale of the weights.
+# And if all of a kind is rounding (a gradient that is exactly zero), on the scale of the weights.
 NOISE = 1e-6
 # Likewise within a step: a value this far below the largest of its region.
 ROUNDING = 1e-4
@@ -45,7 +45,7 @@ class Errors:
 
     def __init__(self) -> None:
         self.worst, self.name, self.count = 0.0, "", 0
-        self.apart: Errors | None = None  # of a comparison in which each side goes its own way
+        self.apart: Errors | None = None  # of a comparison in which each side keeps its own state
 
     def add(self, name: str, difference: Tensor, scale: float) -> None:
         """Count a tensor, and `see` it."""
@@ -64,7 +64,7 @@ class Errors:
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise `TuttiError` unless the programs are to be compared in float64."""
+    """Raise `TuttiError` for another dtype of the comparison than float64."""
     if dtype != torch.float64:
         raise TuttiError(
             f"verify compares in float64, not {dtype}",
@@ -86,7 +86,7 @@ def on_its_way(
     batch: tuple[Any, ...],
     seed: int,
 ) -> tuple[Captured, dict[str, Tensor], dict[str, Any]]:
-    """A capture that goes the ways of this batch, by what it reads from tensors; with its state and feed."""
+    """A capture with the branches of this batch, by the tensor values that it reads; its state and feed."""
     captured, seen = capture({}), dict[int, float]()
     for k in range(MOST_WAYS):
         captured = capture(seen) if k else captured
@@ -133,14 +133,14 @@ def scales_of(state: Mapping[str, Tensor]) -> dict[str, float]:
 
 @dataclass
 class Made:
-    """What one run has made in a step. `gradients` are those that updates take, by name."""
+    """The results of one run in a step. `gradients` are the inputs of updates, by name."""
 
     returned: Sequence[Any]
     gradients: dict[str, Tensor]
     state: dict[str, Tensor]
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by a name that tells what it is."""
+        """Every tensor by a descriptive name."""
         for i, x in enumerate(self.returned):
             if isinstance(x, Tensor):
                 yield f"returned value {i}", x
@@ -151,9 +151,9 @@ class Made:
 
 @dataclass(frozen=True)
 class Played:
-    """What virtual ranks play: for each pipeline rank a graph, and the state whose new values it
-    returns. `mesh` are the ranks of one pipeline rank, `owners` those that keep each state tensor (all,
-    where it is not named)."""
+    """The program of virtual ranks: for each pipeline rank a graph, and the state whose new values it
+    returns. `mesh` are the ranks of one pipeline rank, `owners` the pipeline ranks that keep each state
+    tensor (all, if it is not named)."""
 
     mesh: Mesh
     graphs: list[fx.Graph]
@@ -227,7 +227,7 @@ class PartitionComparison:
         self.one |= others
 
     def play(self, k: int) -> list[list[Any]]:
-        """Step `k` of every pipeline rank; several at once, as they send each other what crosses."""
+        """Step `k` of every pipeline rank; several concurrently, as they exchange messages."""
         post, local = VirtualPost(), self._local
 
         def play(pipe_rank: int) -> list[Any]:
@@ -243,12 +243,12 @@ class PartitionComparison:
             wait(waiting, return_when=FIRST_EXCEPTION)
             failed = [one for one in waiting if one.done() and one.exception() is not None]
             if failed:
-                post.close()  # nobody may wait for what will not come
+                post.close()  # no other rank may wait for missing messages
                 failed[0].result()
             return [one.result() for one in waiting]
 
     def compare_state(self, k: int) -> None:
-        """Compare what is kept after step `k`."""
+        """Compare the state after step `k`."""
         for pipe_rank, ranks in enumerate(self.many):
             mine = {
                 n: self.whole(n, [s[n] for s in ranks], self.program.storage[n], k)
@@ -257,7 +257,7 @@ class PartitionComparison:
             add_state(self.errors, mine, self.one, k)
 
     def whole(self, name: str, parts: list[Tensor], sharding: Sharding, k: int) -> Tensor:
-        """The whole of what ranks hold in parts; those of them that hold the same must agree."""
+        """The whole tensor from the ranks' parts; replicated parts must agree."""
         found = assemble(parts, sharding, self.mesh)
         scale = largest(found)
         for rank, part in enumerate(parts if not sharding.partial else ()):
@@ -279,7 +279,7 @@ def add_state(
 
 
 def add_returned(errors: Errors, mine: Sequence[Any], one: Sequence[Any], k: int) -> None:
-    """Compare what a step returned with what it returned on one device."""
+    """Compare a step's results with those of one device."""
     for i, (a, b) in enumerate(zip(mine, one, strict=True)):
         if isinstance(b, Tensor):
             errors.add(f"returned value {i} (step {k})", largest_difference(a, b), largest(b))
@@ -292,7 +292,7 @@ def largest_difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def differences(a: Tensor, b: Tensor) -> Tensor:
-    """How far entries are apart, in float64; NaN is no difference to NaN."""
+    """The distance of entries, in float64; NaN equals NaN."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     difference = (a.to(wide) - b.to(wide)).abs()
     both = (a == b) | (a.isnan() & b.isnan()) if a.is_floating_point() else a == b
@@ -328,13 +328,13 @@ class CaptureComparison:
             batch,
         )
         self.errors = Errors()
-        self.steps = 0  # that were compared
+        self.steps = 0  # number of compared steps
         self.tolerance = capture_tolerance(captured.graph)
-        self.eager: list[Made] = []  # for a closer look
+        self.eager: list[Made] = []  # for a closer comparison
         self.feeds: list[dict[str, Any]] = []  # of each step
 
     def run(self, steps: int) -> None:
-        """Take `steps` steps on both sides, or as many as are this program: the next may be another."""
+        """Take `steps` steps on both sides, or fewer if a later step is another program."""
         python = PythonState(self.train_step, self.model, optimizers_of(self.optimizer), Findings())
         outside = {name: place.get() for name, place in self.captured.outside.items()}
         with python.restored():
@@ -389,7 +389,7 @@ class CaptureComparison:
         return leaves[i - self.captured.num_returned]
 
     def _changes(self, mine: dict[str, Tensor]) -> None:
-        """Compare what the steps changed, each kind on its own scale."""
+        """Compare the steps' changes, each kind on its own scale."""
         now = snapshot(self.captured, self.model, self.optimizer)
         eager = {n: now[n].double() - self.start[n].double() for n in self.captured.updated}
         scales = scales_of(eager)

@@ -1,8 +1,8 @@
-"""A model and its optimizers copied whole: one copy of what both hold, attributes and hooks included.
+"""Copies a model and its optimizers together, including attributes and hooks.
 
-`copy.deepcopy` keeps the values alone of a parameter. Functions are never copied: a step or a hook that
-reaches the given model by its closure, or by the object whose method it is, reaches that one still. For the
-time of a comparison the copies stand there.
+`copy.deepcopy` keeps only the values of a parameter, and does not copy functions: a step or a hook that
+reaches the given model by its closure, or by the object of its method, still reaches that one. During a
+comparison the copies replace it there.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied
 def copies_in_place(
     train_step: Callable[..., Any], model: nn.Module, optimizer: Any
 ) -> Iterator[tuple[Callable[..., Any], nn.Module, Any]]:
-    """The step, the model and the optimizer to run instead: copies of the latter two.
+    """Context with the step, and copies of the model and the optimizer, to run instead.
 
-    Inside, they and their parts stand wherever `train_step` reaches those of the given. What it changes
-    elsewhere meanwhile is put back in the end.
+    Inside, the copies and their parts replace the given ones wherever `train_step` reaches these. The context
+    undoes its other changes at the end.
     """
     memo: Memo = {}
     made = copies_of(model, optimizer, memo)
     python = PythonState(train_step, model, optimizers_of(optimizer), Findings())
     with python.restored(), warnings.catch_warnings():
-        # The copy's step is its own, without the wrapper by which a schedule knows that it is called.
+        # The copy has its own `step`, without the wrapper by which a schedule notices its calls.
         warnings.filterwarnings("ignore", "Seems like `optimizer.step")
         for _, place, value in list(named(python.tables)):
             held = place.table.find()
-            # what holds it may have a copy, too: that one holds the copies already
+            # its holder may have a copy, too, which holds the copies already
             if value is MISSING or id(held) in memo or not place.table.writable:
                 continue
             new = _stand_in(value, memo)
@@ -52,7 +52,7 @@ def copies_in_place(
 
 
 def _stand_in(value: Any, memo: Mapping[int, Any]) -> Any:
-    """The copy of `value`, or what holds copies of what it is bound to; else `value` itself."""
+    """The copy of `value`, or `value` bound to copies; else `value` itself."""
     if isinstance(value, Optimizer | nn.Module | Tensor | dict | list):
         return memo.get(id(value), value)
     if type(value) is tuple:
@@ -69,10 +69,10 @@ def _stand_in(value: Any, memo: Mapping[int, Any]) -> Any:
 
 
 def copies_of(model: nn.Module, optimizer: Any, memo: Memo | None = None) -> tuple[nn.Module, Any]:
-    """Copies of both; what one holds of the other is the copy's own. `memo` gets all copies by id."""
+    """Copies of both, whose mutual references are to the copies. `memo` gets all copies by id."""
     memo = {} if memo is None else memo
     memo |= _made_by_hooks(model)
-    # so an optimizer that a scheduler, a model or another optimizer holds is copied whole, too
+    # so this also copies an optimizer of a scheduler, a model or another optimizer
     with optimizers_copied_whole():
         made = copy.deepcopy(model, memo)
         for old, new in zip(model.parameters(), made.parameters(), strict=True):
@@ -84,9 +84,9 @@ def copies_of(model: nn.Module, optimizer: Any, memo: Memo | None = None) -> tup
 
 
 def _made_by_hooks(model: nn.Module) -> Memo:
-    """What modules hold that is made of parameters at each call (`weight_norm`), without its history.
+    """Tensors of modules computed from parameters at each call (`weight_norm`), without their history.
 
-    In the form of `deepcopy`'s memory: PyTorch copies no tensor that has a history.
+    In the form of `deepcopy`'s memo: PyTorch copies no tensor with a history.
     """
     held = (x for module in model.modules() for x in vars(module).values())
     return {id(x): x.detach() for x in held if isinstance(x, Tensor) and not x.is_leaf}

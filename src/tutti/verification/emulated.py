@@ -1,7 +1,7 @@
-"""What becomes of values that travel in fewer bytes, worked out beside a run: the oracles of `verify`.
+"""Emulates compressed messages beside a run: the oracles of `verify`.
 
-Only what a tensor is rounded to (`comm.compression`) and where it is cut are those of a run; which errors are
-kept, and where they count again, is written down here once more.
+Only the rounding of a tensor (`comm.compression`) and its cuts are the run's own code; this module implements
+the error feedback a second time.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tutti.verification.comparisons import Errors, add_state
 
 
 def rounded(compression: str, x: Tensor) -> Tensor:
-    """`x` as it arrives."""
+    """`x` after compression and decompression."""
     return COMPRESSIONS[compression].decompress(COMPRESSIONS[compression].compress(x), x.dtype)
 
 
 class CompressedPushes:
-    """One worker's pushes as servers read them, block by block: `c = code(g + e)`, `e = g + e - c`.
+    """One worker's pushes on the servers' side, block by block: `c = code(g + e)`, `e = g + e - c`.
 
     Args:
-        compression: of `comm.compression`; another one where gradients arrive as they are.
-        blocks: of all variables. Rows of tables travel as they are.
+        compression: of `comm.compression`; another one for uncompressed gradients.
+        blocks: of all variables. Rows of tables travel uncompressed.
     """
 
     def __init__(self, compression: str, blocks: Sequence[VariableBlock]) -> None:
@@ -42,7 +42,7 @@ class CompressedPushes:
         self.errors: dict[str, Tensor] = {}
 
     def read(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole gradients, as they arrive."""
+        """Whole gradients, after compression."""
         due = {n: g.contiguous() + self.errors.get(n, 0.0) for n, g in gradients.items()}
         found = {n: x.clone() for n, x in due.items()}
         for block in self.blocks if self.compression in COMPRESSIONS else ():
@@ -55,11 +55,11 @@ class CompressedPushes:
 
 
 class CompressedSums:
-    """What one device is given in place of its gradients: the sums of what arrives of the workers'.
+    """One device's inputs in place of its gradients: the sums of the workers' compressed gradients.
 
     Args:
         compression, blocks: as for `CompressedPushes`.
-        captured: of `server.replay.given`; its gradients stand behind what it returns.
+        captured: of `server.replay.given`; it returns its gradients after its own results.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class CompressedSums:
         self._sums: dict[str, Tensor] = {}
 
     def go_on(self, before: CompressedSums) -> None:
-        """With the errors that the workers' pushes have made before."""
+        """Continue with the errors of the workers' earlier pushes."""
         self._pushes = before._pushes
 
     def arrived(self, pushed: Mapping[int, Gradients]) -> dict[str, Tensor]:
-        """The inputs `gradient/NAME` for what some workers push."""
+        """The inputs `gradient/NAME` for some workers' pushes."""
         found: dict[str, Tensor] = {}
         self._sums = {}
         for w, gradients in pushed.items():
@@ -90,7 +90,7 @@ class CompressedSums:
         return found
 
     def compare(self, errors: Errors, leaves: list[Any], k: int) -> list[Any]:
-        """The workers' gradients before compression with those of one device; what its step returned."""
+        """Compare the workers' gradients before compression with those of one device; its step's results."""
         names = [n for n in self.captured.inputs if n.startswith(GIVEN)]
         rest = len(leaves) - len(names)
         add_state(errors, self._sums, dict(zip(names, leaves[rest:], strict=True)), k)
@@ -104,10 +104,10 @@ class CompressedSums:
 
 
 class CompressedReplicas(Replicas):
-    """`Replicas` whose compressed means are emulated.
+    """`Replicas` with an emulation of compressed means.
 
-    Of R replicas each rounds the R - 1 parts of its numbers that it sends. Who looks after a part takes
-    the mean with its own numbers as they are, and rounds that for all; R times what this loses is its error.
+    Each of R replicas rounds the R - 1 parts of its numbers that it sends. A part's owner takes the mean with
+    its own numbers unrounded, and rounds that for all; its error is R times this rounding error.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class CompressedReplicas(Replicas):
         self.errors: list[dict[str, Tensor]] = [{} for _ in weights]
 
     def exchange(self, due: Round, sent: list[Message]) -> list[Message]:
-        """What each replica is given for what it sent: the mean, as it arrives."""
+        """The result of each replica's message: the mean, after compression."""
         assert due.kind == MEAN and not due.group, "no other round is compressed"
         parts, compressed = cut(sent[0], len(sent)), set(self.members[0].part(due))
         values: Message = {}

@@ -1,7 +1,7 @@
-"""What the next step begins with, where a step changes numbers and tensors that its Python holds.
+"""The inputs of the next step, after a step changes numbers and tensors in Python objects.
 
-Comparisons play a captured step several times without the user's objects: what it would leave in them goes
-into the inputs of the next step.
+Comparisons play a captured step several times without the user's objects: its changes of them go into the
+inputs of the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tutti.capture.step import Captured
 def following(
     captured: Captured, feed: Mapping[str, Any], returned: Sequence[Any]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The numbers and the batch of the next step, and tensors that take the place of others outside."""
+    """The numbers and the batch of the next step, and the replacements of outside tensors."""
     numbers, tensors = dict(feed), dict[str, Tensor]()
     results = returned[captured.num_returned :]
     for effect, value in zip(captured.effects, values_of(captured.effects, results), strict=True):
@@ -32,7 +32,7 @@ def following(
 
 
 def _named(effect: Effect, value: Any) -> dict[str, Any]:
-    """By name of an input, what an effect makes of it; of a tuple of options each item."""
+    """An effect's result for each input by name; each item for a tuple of options."""
     name = effect.places[0].name
     if isinstance(value, list | tuple):
         return {f"{name}.{i}": x for i, x in enumerate(value)}
@@ -40,7 +40,7 @@ def _named(effect: Effect, value: Any) -> dict[str, Any]:
 
 
 def plays_again(captured: Captured, feed: Mapping[str, Any]) -> bool:
-    """Whether the next step is this program once more, with `feed`; else a call would trace again."""
+    """Whether the next step is the same program with `feed`; else a call would trace again."""
     known = {*feed, *captured.outside}
     inner = [_named(e, v) for e, v in zip(captured.effects, _shapes(captured), strict=True)]
     if not all(name in known for names in inner for name in names):
@@ -50,6 +50,6 @@ def plays_again(captured: Captured, feed: Mapping[str, Any]) -> bool:
 
 
 def _shapes(captured: Captured) -> list[Any]:
-    """What each effect puts in its places, its leaves left open."""
+    """The structure of each effect's values, without their leaves."""
     count = sum(e.num_leaves for e in captured.effects)
     return values_of(captured.effects, [None] * count)

@@ -1,4 +1,4 @@
-"""A partitioned program that also returns the values that its updates take, as each rank has them."""
+"""A partitioned program that also returns each rank's inputs of its updates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tutti.partition.partition import Program
 
 @dataclass(frozen=True)
 class Observed:
-    """`program` returns `gradients` behind what it returned before.
+    """`program` returns `gradients` after its own results.
 
-    gradients: by a name to show, the name of the value in the captured graph, and how ranks hold it.
+    gradients: by a name to show, the name of the value in the captured graph, and its sharding.
     """
 
     program: Program
@@ -24,7 +24,7 @@ class Observed:
 
 
 def observed(program: Program) -> Observed:
-    """`program`, rewritten in a graph of its own: the same ops, nothing is moved for this."""
+    """`program`, rewritten in a new graph: the same ops, without further collectives."""
     holders: dict[fx.Node, tuple[fx.Node, Sharding]] = {}
     for value, node, sharding in program.made:
         holders.setdefault(value, (node, sharding))
@@ -46,6 +46,6 @@ def observed(program: Program) -> Observed:
 
 
 def _shown(mark: fx.Node, value: str, known: dict[str, tuple[str, Sharding]]) -> str:
-    """What a reader knows a value by: its source line, told apart from others of that line."""
+    """A value's name for a reader: its source line, made unique among values of that line."""
     name = f"%{value} at {source_of(mark.all_input_nodes[0])}"
     return name if name not in known else f"{name} ({len(known)})"

@@ -1,4 +1,4 @@
-"""Shows that a partitioned step is the same step, and where it is not."""
+"""Proves that a partitioned step is the same step, or finds the difference."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from tutti.verification.comparisons import (
 from tutti.verification.copies import copies_in_place
 from tutti.verification.observed import observed
 
-# What a program is called wrong by that was right until its batch was split in time.
+# The name of the wrong pass for a program that was right until the split of its batch in time.
 IN_TIME = "micro and pipe"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `verify` found.
+    """The result of `verify`.
 
     `max_error` is the largest relative difference between the partitioned program and one device in
-    float64, `worst` the tensor that has it; `capture_error` that between the captured and the eager
-    step in the model's own dtypes, relative to what the steps changed. `wrong_pass` names the pass that
-    made a right program wrong; `first_difference` then is None.
+    float64, `worst` its tensor; `capture_error` is that between the captured and the eager step in the
+    model's own dtypes, relative to the steps' changes. `wrong_pass` names the pass that made a right
+    program wrong; `first_difference` then is None.
 
-    Where replicas agree after every step, `data_error` is the largest relative difference of the weights
-    to those of one program on the whole batch; `ok` does not depend on it. With servers that take each
-    push alone, `staleness` is the most updates that lay between a pull and its push.
+    If replicas average after every step, `data_error` is the largest relative difference of the weights
+    from those of one program on the whole batch; `ok` does not depend on it. With servers that apply each
+    push alone, `staleness` is the most updates between a pull and its push.
 
-    `rounding` is how far the two are apart where each makes updates of its own rounding, in `worst_rounding`;
-    None where that made no difference.
+    `rounding` is the difference of the two, in `worst_rounding`, if each makes updates of its own rounding;
+    None if that makes no difference.
     """
 
     ok: bool
@@ -122,9 +122,9 @@ def compare(job: Job, batch: tuple[Any, ...], *, steps: int, dtype: torch.dtype)
 class Subject:
     """A step to be verified under any number of layouts: captured, and compared with eager, once.
 
-    Layouts of another `precision` need a subject of their own: they compute another step.
+    Layouts of another `precision` need another subject: they compute another step.
 
-    Model and optimizer are copied; the given ones stay as they are.
+    It copies model and optimizer; the given ones stay unchanged.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Subject:
     def program(
         self, layout: Layout, place: Mapping[str, str] | None = None, dims: Dims | None = None
     ) -> Program:
-        """The partitioned program under `layout`; `dims` are those of the samples, where they are told."""
+        """The partitioned program under `layout`; `dims` are those of the samples, if given."""
         assert layout.precision == self.precision, f"captured in {self.precision}"
         refuse_other_layouts(self.captured, layout)
         return partition(plan(copied(self.captured), layout, place, dims=dims))
@@ -233,7 +233,7 @@ class Subject:
         )
 
     def errors(self, program: Program, cut: Sequence[str] = ()) -> Errors:
-        """The errors of `program`, as it would run, to one device; nothing searches for their cause."""
+        """The errors of the executed `program` against one device, without a search for their cause."""
         parts = self._compared(program, lambda p: self.played(p, cut))
         if parts.apart is None:
             parts.take(self._gradients(program))
@@ -242,7 +242,7 @@ class Subject:
     def played(
         self, program: Program, cut: Sequence[str] = (), without: Collection[str] | None = None
     ) -> Played:
-        """The program as it would run, all its passes applied but those in `without`."""
+        """The executed program, with all its passes but those in `without`."""
         if not program.layout.in_time:
             return Played.of(program, optimized(program, _target(program), without=without))
         made = in_time(program, cut_at=cut, without=without)
@@ -262,7 +262,7 @@ class Subject:
         *,
         aligned: bool = False,
     ) -> PartitionComparison:
-        """One device beside what `play` makes of the program; `aligned`: part by part."""
+        """One device beside the result of `play` for the program; `aligned`: part by part."""
         if not aligned:
             rest = program, self.start, feed, seed
             return PartitionComparison(self.captured, *rest, played=play(program), wide=self._wide)
@@ -277,7 +277,7 @@ class Subject:
         return promoted(self.captured.graph, self.captured.owner)
 
     def _compared(self, program: Program, play: Callable[[Program], Played]) -> Errors:
-        """The errors of what `play` makes of the program: by a closer look, where there seem to be any."""
+        """The errors of `play`'s result for the program: by a closer comparison, if there seem to be any."""
         given = program, play, self.feed, self.seed
         found = self.comparison(*given)
         found.run(self.steps)
@@ -288,7 +288,7 @@ class Subject:
         return found.errors
 
     def _gradients(self, program: Program) -> Errors:
-        """The errors of one step part by part: a small learning rate hides a gradient that is wrong."""
+        """The errors of one step part by part: a small learning rate hides a wrong gradient."""
         found = self.comparison(
             program, lambda p: Played.of(p, p.graph), self.feed, self.seed, aligned=True
         )
@@ -296,7 +296,7 @@ class Subject:
         return found.errors
 
     def _wrong_pass(self, program: Program, cut: Sequence[str]) -> str:
-        """The pass after which a program that was right before it is wrong; "" where none is."""
+        """The pass that makes a right program wrong; "" if none does."""
         every = optional_names()
         chosen = [name for name in every if name not in left_out_by_environment()]
         if program.layout.in_time:
@@ -312,13 +312,13 @@ class Subject:
 
 
 def rounding_of(parts: Errors, captured: Errors, same: bool) -> dict[str, Any]:
-    """What a verdict says of updates that are made of rounding."""
+    """A verdict's fields about updates made of rounding."""
     apart = (parts.apart or captured.apart) if same else None
     return {} if apart is None else {"rounding": apart.worst, "worst_rounding": apart.name}
 
 
 def _target(program: Program) -> Target:
-    """As if all ranks shared memory and all state might be overwritten."""
+    """The target with shared memory between all ranks, in which steps may overwrite all state."""
     graphs = graphs_of(program.graph)
     shared = {axes for graph in graphs for axes in axes_used(graph)}
     donated = frozenset(program.captured.updated)

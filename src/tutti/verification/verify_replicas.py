@@ -1,15 +1,15 @@
-"""`verify` for replicas: on virtual ranks against one device a replica, the strategy played beside both.
+"""`verify` for replicas: virtual ranks against one device a replica, with the strategy on both sides.
 
     replica 0   virtual ranks --+            one device --+
     replica 1   virtual ranks --+-- rounds   one device --+-- rounds       all in float64
                 of each rank's shards                of whole weights
 
-Compressed messages are rounded rank by rank, so those beside one device are, too: of each rank's part of its
-weights, by an emulation of its own (`verification.emulated`).
+Each rank rounds its own compressed messages. So does the side of one device: for each rank's part of its
+weights, by a separate emulation (`verification.emulated`).
 
-The steps between rounds, when replicas are on their own, are left out: each step that is compared is followed
-by the next rounds that begin or land, however far apart they are in a run. As many are compared as it takes
-for every round of a period to have landed, and no fewer than asked for.
+The comparison omits the steps between rounds: the next rounds that begin or land follow each compared step,
+at any distance in a run. It compares enough steps for every round of a period to land, and no fewer than
+requested.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class ReplicaComparison:
     Args:
         subject: captured with the rows of replica 0; those of others have the same shapes.
         feeds: hyper-parameters and batch of each replica.
-        names: the weights that replicas agree on.
-        strategy: played on the whole weights.
-        ours: played on the shards.
+        names: the weights that replicas exchange.
+        strategy: for the whole weights.
+        ours: for the shards.
         cut: where the stages of a pipeline begin.
         aligned: each replica part by part, as in `verification.aligned`.
     """
@@ -146,7 +146,7 @@ class ReplicaComparison:
         self.errors = self.parts[0].errors
         for part in self.parts:
             part.errors = self.errors
-        # One for each virtual rank, and one on whole weights; in parts, where these are rounded.
+        # One for each virtual rank, and one on whole weights, or on parts with compression.
         self._held = [[part.many[p][r] for part in self.parts] for p, r in self._ranks]
         self._ours = [self._begun(Replicas, ours, held) for held in self._held]
         if strategy.compression in COMPRESSIONS:
@@ -168,7 +168,7 @@ class ReplicaComparison:
                 self.data.compare(k, self.parts[0].one, self.names)
 
     def visits(self, steps: int) -> list[range]:
-        """For each step that is compared, the steps of a run that it stands for: up to the next rounds."""
+        """The steps of a run that each compared step stands for: up to the next rounds."""
         strategy, found = self.strategy, list[range]()
         first = begin = strategy.warm_up + 1
         until = first + strategy.period + strategy.longest_delay
@@ -223,7 +223,7 @@ class ReplicaComparison:
         ]
 
     def _joined(self, parts: list[Weights]) -> Weights:
-        """Whole tensors from what each virtual rank has of them."""
+        """Whole tensors from each virtual rank's parts."""
         program, mesh = self.parts[0].program, self.parts[0].mesh
         found: Weights = {}
         for begin in range(0, len(parts), mesh.num_ranks):
@@ -236,7 +236,7 @@ class ReplicaComparison:
 
 
 class _OneDevice:
-    """One program on the whole batch, with which replicas that agree after every step may be equal."""
+    """One program on the whole batch, which replicas with an average after every step may equal."""
 
     def __init__(self, captured: Captured, start: dict[str, Tensor], feed: Feed, seed: int) -> None:
         self.captured, self.seed = captured, seed

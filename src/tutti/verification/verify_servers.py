@@ -6,9 +6,9 @@
                      at the weights that each pulled last   gradients in that order
     with after=N     both, one after the other
 
-All in float64. One device takes a stale gradient by a graph of its own: the captured step with its weights
-twice, for the gradient and for the update (`replay.py`). Where gradients travel compressed, the workers' own
-are compared with that of one device, whose update is then given what becomes of them (`emulated.py`).
+All in float64. One device takes a stale gradient by a separate graph: the captured step with its weights
+twice, for the gradient and for the update (`replay.py`). With compressed gradients, the comparison is between
+the workers' own and that of one device, whose update then takes the compressed ones (`emulated.py`).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from tutti.verification.comparisons import (
 from tutti.verification.emulated import CompressedSums
 from tutti.verification.verdict import Subject, Verdict, rounding_of
 
-# So many blocks at least where updates may be cut, unless they would be smaller than this.
+# The least number of blocks if updates may be cut, unless blocks would be smaller than this.
 _NUM_BLOCKS, _LEAST_NBYTES = 64, 512
 Feed = dict[str, Any]
-# A step captured for the steps together, or for those apart, and what it is fed.
+# A step captured for common updates, or for separate ones, and its feeds.
 Phase = tuple[Subject, list[Feed]]
 
 
@@ -81,14 +81,14 @@ def verdict_of(
     place: Mapping[str, str] | None = None,
     spoil: Callable[[VirtualServers], None] | None = None,
 ) -> Verdict:
-    """The verdict for a step that is captured already.
+    """The verdict for a captured step.
 
     Args:
-        subject: captured with the whole batch while workers are together, else with the rows of worker 0.
+        subject: captured with the whole batch for common updates, else with the rows of worker 0.
         feeds: of that batch, or of each worker's rows.
-        then: the same for the steps apart that follow those together, as many again.
+        then: the same for as many steps with separate updates after those with common ones.
         place: as for `distribute`.
-        spoil: is given the servers first (to inject faults).
+        spoil: called first with the servers (to inject faults).
     """
     phases = [(subject, feeds), *([then] if then is not None else [])]
     comparison = _compared(phases, layout, place, spoil)
@@ -121,7 +121,7 @@ def _compared(
     *,
     aligned: bool = False,
 ) -> _Comparison:
-    """What was played; `aligned`: one device's updates take the workers' gradients (`aligned.py`)."""
+    """The comparison; `aligned`: one device's updates take the workers' gradients (`aligned.py`)."""
     (subject, feeds), *later = phases
     made = split(subject.captured)
     due = consistency.parse(layout.sync)
@@ -167,8 +167,8 @@ class _Comparison:
     """Servers and workers, and one device beside them.
 
     one: the device's state, by name.  held: each worker's own, its weights those of its last pull.
-    before: the comparison whose servers, device and workers this one goes on with.
-    aligned: one device's updates take the workers' gradients, which are compared themselves.
+    before: the comparison whose servers, device and workers this one continues with.
+    aligned: one device's updates take the workers' gradients, which this compares themselves.
     """
 
     def __init__(
@@ -210,12 +210,12 @@ class _Comparison:
         raise NotImplementedError
 
     def pull(self, *workers: int) -> None:
-        """Some workers pull, side by side."""
+        """Some workers pull concurrently."""
         for w, found in zip(workers, self.servers.pull(workers), strict=True):
             self.held[w] |= found
 
     def play(self, workers: Sequence[int], feeds: Sequence[Feed], seed: int, k: int) -> list[Any]:
-        """What the ranks of some workers return, from the weights that their worker holds."""
+        """The results of the ranks of some workers, from their worker's weights."""
         mesh, captured = self.program.layout.place_mesh, self.program.captured
         inputs = []
         for rank in range(mesh.num_ranks):
@@ -227,7 +227,7 @@ class _Comparison:
         return VirtualRanks(mesh, seed=seed, step=k).run(*self.local, inputs)
 
     def keep(self, worker: int, new: list[Tensor], one: Mapping[str, Tensor], k: int) -> None:
-        """A worker's own state as one of its ranks has it, and one device's."""
+        """Keep a worker's own state from one of its ranks, and one device's."""
         mine = dict(zip(self.program.captured.updated, new, strict=True))
         self.held[worker] |= mine
         add_state(self.errors, mine, one, k)
@@ -242,11 +242,11 @@ class _Comparison:
         add_state(self.errors, state, self.one, k)
 
     def arrived(self, pushed: Mapping[int, Gradients]) -> Feed:
-        """What one device is given for what some workers push."""
+        """One device's inputs for some workers' pushes."""
         return self.compressed.arrived(pushed) if self.compressed is not None else {}
 
     def returned(self, leaves: list[Any], k: int) -> list[Any]:
-        """What one device's step returned, of what it returned here."""
+        """The step's own results, without those added here, on one device."""
         return (
             self.compressed.compare(self.errors, leaves, k)
             if self.compressed is not None
@@ -306,7 +306,7 @@ class _InAnyOrder(_Comparison):
         self.dense = promoted(self.replay.graph, self.replay.owner)[:2]
         self.buffers = [dict(self.one) for _ in self.held]  # one device's, for each worker
         self.stale: dict[int, dict[str, Tensor]] = {}
-        self.num_updates, self.seen = 0, dict[int, int]()  # all, and those before a worker's pull
+        self.num_updates, self.seen = 0, dict[int, int]()  # all, and the number at a worker's pull
         self.before: dict[str, Tensor] = {}  # one device's weights before its last update
 
     def run(self, steps: int) -> None:
@@ -353,13 +353,13 @@ class _InAnyOrder(_Comparison):
         self.compare(k)
 
     def _damped(self, w: int) -> Feed:
-        """The learning rates of an update with the worker's gradient, where its age counts."""
+        """The learning rates of an update with the worker's gradient, damped by its staleness."""
         age = max(1, self.num_updates - self.seen[w])
         rates = self.updater.rates if consistency.parse(self.layout.sync).damped else ()
         return {n: self.feeds[w][n] / age for n in rates}
 
     def _one_device(self, w: int, k: int, seed: int, feed: Feed) -> list[Any]:
-        """The update that one device makes of the worker's gradient; buffers are the worker's own."""
+        """One device's update with the worker's gradient; buffers are the worker's own."""
         kinds = self.captured.kinds
         own = {n: x for n, x in self.buffers[w].items() if kinds[n] == "buffer"}
         state = {**self.one, **own, **self.stale.pop(w)}
@@ -375,7 +375,7 @@ class _InAnyOrder(_Comparison):
 def _compressed(
     made: Split, servers: VirtualServers, layout: Layout, *, together: bool, always: bool
 ) -> CompressedSums | None:
-    """What becomes of the gradients, where they travel compressed, or `always`."""
+    """The emulation of compressed gradients, if they are compressed, or `always`."""
     due = consistency.parse(layout.sync)
     if due.traffic not in COMPRESSIONS and not always:
         return None
@@ -386,7 +386,7 @@ def _compressed(
 
 
 def _as_run(program: Program) -> tuple[fx.Graph, nn.Module]:
-    """A worker's program as it runs, in float64."""
+    """A worker's executed program, in float64."""
     timed = in_slices(program)
     updated = frozenset(program.captured.updated)
     graph = played(timed.programs[0] if timed else program, updated)
@@ -394,5 +394,5 @@ def _as_run(program: Program) -> tuple[fx.Graph, nn.Module]:
 
 
 def _cloned(inputs: list[Any]) -> list[Any]:
-    """What a program may overwrite."""
+    """Copies of the tensors that a program may overwrite."""
     return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
