@@ -39,10 +39,10 @@ def distribute(
 
     Args:
         train_step: an ordinary step for one device: forward, loss, backward, clipping, update. Without
-            an optimizer tutti calls `train_step(model, *batch)` (evaluation).
-        model: its code stays as is. A module, also compiled or in `DataParallel`; or a dict, list or tuple of
-            modules: `{"G": ..., "D": ...}`. Parameters that a rank keeps in part are `DTensor`s after the
-            first call; `Step.whole` makes them whole for a block.
+            an optimizer it is called as `train_step(model, *batch)` (evaluation).
+        model: stays unchanged. A module, also compiled or in `DataParallel`; or a dict, list or tuple of
+            modules: `{"G": ..., "D": ...}`. Sharded parameters are `DTensor`s after the first call;
+            `Step.whole` makes them whole for a block.
         optimizer: a `torch.optim.Optimizer`, a list, tuple or dict of them, or None.
         layout: such as `"data=2 tensor=2 zero=1"`; by default that of `tutti run --layout`, else data
             parallel over all ranks.
@@ -50,22 +50,22 @@ def distribute(
             `{"*.q_proj.weight": "tensor, -"}`; a pattern of module names shards their outputs, as
             `tutti.shard_as` does. Axes that the layout lacks have no effect.
         cut: names of modules, or patterns, at which the stages of a pipeline begin, one for each stage
-            but the first; by default tutti chooses by predicted cost. No effect without an axis `pipe`.
-        batch_dim: the dim of the batch's tensors that holds the samples, for all of them or one entry for
-            each argument of the step after the optimizer (a sequence, or a mapping by name), None for one
-            without samples; by default dim 0 of tensors with as many samples as the first, or of others
-            if these split more of the step.
-        seed: of dropout masks and other random ops, which do not depend on the layout; an integer of 64
-            bits, as in `torch.manual_seed`.
+            but the first; chosen by predicted cost by default. Ignored without an axis `pipe`.
+        batch_dim: the dim of samples of the batch's tensors, for all of them or one entry for each argument
+            of the step after the optimizer (a sequence, or a mapping by name), None for one without
+            samples; by default dim 0 of those with as many samples as the first, or of others if these
+            split more of the step.
+        seed: of random ops such as dropout, which do not depend on the layout; an integer of 64 bits, as
+            for `torch.manual_seed`.
 
     Returns:
         A `Step`. Call it with the *global* batch: the same plain tensors on every rank.
 
     Raises:
-        LayoutError: for a layout that cannot be read, or cannot work on these ranks.
-        TuttiError: for a seed that is not an integer of 64 bits.
-        CaptureError, ShardingError: at the first call, for an unsupported step or batch, such as a batch
-            without samples.
+        LayoutError: for an invalid layout, or one that cannot work on these ranks.
+        TuttiError: for a seed that is no integer of 64 bits.
+        CaptureError, ShardingError: at the first call, for a step or a batch that does not fit, such as a
+            batch without samples.
     """
     return Step(
         train_step,
@@ -93,13 +93,13 @@ def verify(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> Verdict:
-    """Compare the step under `layout` with the step of one device, on virtual ranks in this process.
+    """Prove that the step under `layout` is the same step, on virtual ranks in this process.
 
-    Two comparisons, over everything returned, every parameter, buffer and optimizer slot after `steps`
+    Two comparisons, over all returned values, every parameter, buffer and optimizer slot after `steps`
     steps: the captured graph against the eager step in the model's own dtypes, and the partitioned
-    program against one device with every floating dtype promoted to `dtype`. It does not change model and
-    optimizer. It compares replicas with as many runs on one device, with the strategy applied to whole
-    weights between them. `batch` has the arguments of a call: a mapping for `step(**batch)`. `place`, `cut`
+    program against one device with every floating dtype promoted to `dtype`. Model and optimizer stay
+    unchanged. Replicas are compared with as many runs on one device, between which the strategy runs on
+    whole weights. `batch` holds the arguments of a call: a mapping for `step(**batch)`. `place`, `cut`
     and `batch_dim` are those of `distribute`.
 
     Returns:

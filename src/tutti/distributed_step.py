@@ -34,7 +34,7 @@ from tutti.torch_private.optimizer_marks import mark_stepped
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import OnlyUsersFrames
 
-# The action of a command that only inspects a script (verify, explain), in place of a run of the step.
+# The function of a command that only inspects a script (verify, explain), called instead of a step.
 Look = Callable[["Step", tuple[Any, ...]], Any]
 LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 
@@ -70,9 +70,9 @@ class Step:
         self._compiled = self._programs.known
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
-        """One step on the global batch; returns the training step's results, as global values.
+        """One step on the global batch; returns the results of the training step, global values.
 
-        With replicas: the results of this rank's replica on its rows of the batch.
+        With replicas: the results of this rank's replica for its rows of the batch.
         """
         batch = dense(taken(batch, named))
         look = LOOK.get()
@@ -107,7 +107,7 @@ class Step:
         return tree_unflatten(returned, captured.returned)
 
     def _first_call(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Any:
-        """One eager step, and a program for the next such call."""
+        """One eager step, and a program for the next call like it."""
         running = self._running
         running.begin_together(batch)
         call = FirstCall(running.job, self.python)
@@ -135,7 +135,7 @@ class Step:
 
     @property
     def num_steps(self) -> int:
-        """The number of steps taken; a loaded checkpoint sets it."""
+        """The number of steps taken; loading a checkpoint sets it."""
         return self._running.num_steps
 
     @num_steps.setter
@@ -143,7 +143,7 @@ class Step:
         self._running.num_steps = count
 
     def program_of(self, batch: Sequence[Any]) -> Program:
-        """The program of a call with `batch`, without a run."""
+        """The program for a call with `batch`, without a run."""
         given = taken(batch)
         self._running.job.refuse_empty(given)
         return self.mode.program_of(given)
@@ -156,7 +156,7 @@ class Step:
     @property
     def graph(self) -> Any:
         """The partitioned `torch.fx` graph of the last call; with `micro` or `pipe`, that of this rank's
-        pipeline rank, with the nodes that run once a micro-batch as one node `loop`."""
+        pipeline rank, in which one node `loop` contains the part that runs once a micro-batch."""
         made = self._timed
         return made.programs[self._place].graph if made else self.program.graph
 
@@ -164,8 +164,8 @@ class Step:
     def collectives(self) -> list[Record]:
         """A record for every collective of this rank in a call like the last one.
 
-        A collective that runs once a micro-batch is one record, with `times`. Messages between pipeline
-        ranks are not collectives: `explain` shows them.
+        One that runs once a micro-batch is one record, with `times`. Messages between pipeline ranks
+        are no collectives: `explain` shows them.
         """
         return [r for r in records(self.program, self._timed) if r.place == self._place]
 
@@ -194,12 +194,12 @@ class Step:
     def explain(self, *, tensor: str | None = None, graph: bool = False) -> str:
         """The sharding of every tensor, the predicted memory, every collective and its cause, as text.
 
-        After `measure`, it shows the measured memory beside the predicted one.
+        After `measure`, the measured memory is beside the predicted one.
         """
         return self._last_call.explain(tensor=tensor, graph=graph)
 
     def measure(self, *batch: Any, **named: Any) -> Any:
-        """One step, as a call, that records its peak of memory (bytes above those held before it).
+        """One step, as a call, that measures its peak memory (bytes above the memory held before it).
 
         Call it after a first plain step: a first call captures. On a CPU it runs under PyTorch's profiler.
         """
@@ -212,16 +212,16 @@ class Step:
     def state_dict(self) -> dict[str, Any]:
         """Parameters, buffers, optimizer slots and the step count, by name; shards are `DTensor`s.
 
-        In a pipeline it has the tensors that this rank keeps: other pipeline ranks' dicts have theirs.
+        In a pipeline, this rank's tensors: those of other pipeline ranks are in their ranks' dicts.
         """
         with self.mode.state_here():
             return step_checkpoint.state_dict(self._running)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load tensors by name: cut whole ones, and re-shard `DTensor`s, as needed.
+        """Take over tensors by name; cuts whole ones, and re-shards `DTensor`s as needed.
 
-        In a pipeline `state` may omit the state of other pipeline ranks. Raises `CheckpointError` for
-        other names or shapes, before anything changes.
+        In a pipeline `state` may omit the tensors of other pipeline ranks. Raises `CheckpointError` for
+        other names or shapes, before any change.
         """
         with self.mode.state_replaced():
             step_checkpoint.load_state_dict(self._running, state)
@@ -233,16 +233,16 @@ class Step:
                 text = model.generate(prompt)
 
         As `tutti.whole(self.model)`: all ranks enter and leave together, and write the same values; or
-        `rank` alone has them (`with step.whole(rank=0) as here:`). `step.whole().nbytes` is its memory.
-        `slots` makes the optimizer's slots whole, too.
+        `rank` alone has them (`with step.whole(rank=0) as here:`). `step.whole().nbytes` is its additional
+        memory. `slots` makes the optimizer's slots whole, too.
         """
         return Whole(self.model, rank=rank, slots=slots)
 
     def model_state(self, *, rank: int | None = None) -> dict[str, Any]:
         """`model.state_dict()` as on one device, under every layout: whole plain tensors on the CPU.
 
-        They are copies, gathered one after the other; tied weights share memory. All ranks call together;
-        with `rank` only that one gets them, and the others an empty dict.
+        They are copies; it gathers one shard after the other; tied weights share memory. All ranks call
+        together; with `rank` only that one gets them, and the others an empty dict.
         """
         return model_state(self.model, rank=rank)
 
@@ -253,13 +253,13 @@ class Step:
                 step_checkpoint.save(self._running, Path(path), extra)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Read a checkpoint of `save`, under any layout; returns its `extra`."""
+        """Load a checkpoint of `save`, under any layout; returns its `extra`."""
         with self.mode.state_replaced():
             return step_checkpoint.load(self._running, Path(path))
 
 
 def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    """The leaves of a batch, and its form; fast for the usual batch of a few tensors."""
+    """The leaves of a batch, and its structure; most batches are a few tensors."""
     if all(type(x) is Tensor for x in batch):
         return list(batch), len(batch)
     return tree_flatten(batch)

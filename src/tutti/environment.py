@@ -22,7 +22,7 @@ class EnvironmentVariable(Generic[T]):
 
     Args:
         name: in the environment.
-        default: its value if not set.
+        default: its value if it is not set.
         meaning: a line for the reference.
         own: whether `tutti run` and `tutti serve` set it for their processes.
     """

@@ -1,4 +1,4 @@
-"""Every error that tutti raises for a user's mistake: what, where, why and the fix."""
+"""Every error that tutti raises for a user's mistake, with its place, its cause and a fix."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class TuttiError(Exception):
     """A mistake that the caller can fix.
 
-    The message has up to four parts, a line each: what is wrong, `at` (where), `why`, and `fix`.
+    The message has up to four parts, a line each: the problem, `at` (its place), `why`, and `fix`.
     """
 
     def __init__(self, what: str, *, at: str = "", why: str = "", fix: str = "") -> None:
@@ -19,7 +19,7 @@ class TuttiError(Exception):
 
 
 class LayoutError(TuttiError):
-    """A layout that cannot be read, or cannot work on these ranks."""
+    """A layout that is invalid, or cannot work on these ranks."""
 
 
 class CaptureError(TuttiError):
@@ -27,7 +27,7 @@ class CaptureError(TuttiError):
 
 
 class ShardingError(TuttiError):
-    """A tensor that cannot be split as asked."""
+    """A tensor that cannot be split as requested."""
 
 
 class ScheduleError(TuttiError):
@@ -43,8 +43,8 @@ class CommError(TuttiError):
 
 
 class CheckpointError(TuttiError):
-    """A checkpoint that does not fit, is not whole, or is too new."""
+    """A checkpoint that does not fit, is incomplete, or is too new."""
 
 
 class ServerError(TuttiError):
-    """A parameter server that refuses or cannot be reached."""
+    """A parameter server that refuses or is unreachable."""

@@ -18,18 +18,18 @@ from tutti.propagate.empty_batch import refuse_empty
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """A training step to run under a layout.
+    """A training step under a layout.
 
     Args:
         train_step: called as `train_step(model, optimizer, *batch)`; without an optimizer as
             `train_step(model, *batch)`.
-        model: one module, which holds all of the user's models.
+        model: one module, which contains all modules that the user gave as the model.
         optimizer: an optimizer, a list, tuple or dict of them, or None.
         layout: such as `data=2 tensor=2`.
         place: compute shardings by parameter-name pattern.
         cut: names of modules at which the stages of a pipeline begin.
-        batch_dim: the user's dims of samples.
-        seed: of dropout masks and other random ops; 64 bits.
+        batch_dim: the dims of samples, as the user gave them.
+        seed: of random ops such as dropout; 64 bits.
     """
 
     train_step: Callable[..., Any]
@@ -54,7 +54,7 @@ class Job:
         batch_dim: BatchDim = None,
         seed: int = 0,
     ) -> Job:
-        """The job from a user's arguments.
+        """The job of a user's arguments.
 
         Raises:
             LayoutError: for a `batch_dim` under a layout with replicas.
@@ -72,9 +72,9 @@ class Job:
         return self.train_step, self.model, self.optimizer
 
     def dims(self, batch: Sequence[Any]) -> Dims | None:
-        """The dims of samples of a batch's tensors, from `batch_dim`; None without `batch_dim`.
+        """The entries of `batch_dim` for the tensors of a batch; None if the user did not give it.
 
-        Raises `ShardingError` for an unknown argument, or a dim that a tensor lacks.
+        Raises `ShardingError` for a missing argument, or a dim that a tensor does not have.
         """
         if self.batch_dim is None:
             return None

@@ -1,4 +1,4 @@
-"""Bytes and seconds as text, with three digits and a fitting unit."""
+"""Bytes and seconds as text, with three digits and a suitable unit."""
 
 from __future__ import annotations
 

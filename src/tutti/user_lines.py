@@ -1,4 +1,4 @@
-"""The user's own lines: their frames, their text, and an error's traceback without other frames."""
+"""Finds the user's own lines and frames, and reduces tracebacks to them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def quoted(source: str) -> str:
 class OnlyUsersFrames:
     """Keeps only the user's own lines in the traceback of a `TuttiError`; a tracer adds dozens of others.
 
-    A `CommError` keeps all: the report of a lost rank finds its collective there (`launch.whereabouts`).
+    A `CommError` keeps all frames: the report of a lost rank reads its collective there
+    (`launch.whereabouts`).
     """
 
     def __enter__(self) -> None:
