@@ -1,4 +1,4 @@
-"""A run's private directory, which is removed at its end, however its launcher ends.
+"""A run's private directory, which does not outlive the run, however its launcher ends.
 
 launcher ends by itself      it removes the directory
 launcher is killed           a cleaner, a shell that waits for the launcher's end, removes it

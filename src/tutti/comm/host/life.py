@@ -48,7 +48,7 @@ class Life:
         return state_of(self._pid) in ("", "Z", "X")
 
     def said(self) -> str:
-        """A description of a process that is late."""
+        """A note for errors about a stopped process; "" for any other."""
         return f" (process {self._pid} is stopped)" if state_of(self._pid) in ("T", "t") else ""
 
     def __del__(self) -> None:

@@ -9,7 +9,7 @@ a rank receives letters while it computes, and waits only if it chooses to.
              receiver <---------+         +--- sender <- queue
 
 A rank is lost when its connection breaks (its process has ended), or when it has been silent for the lease,
-though it sends at least five heartbeats in that time. The others tell it so, in case it lives, and ignore it
+in which a live rank sends at least five heartbeats. The others tell it so, in case it lives, and ignore it
 from then on. A rank that was suspended itself counts from its resumption. A rank that leaves in good order
 says goodbye.
 
@@ -215,7 +215,7 @@ class RankPost:
             method, whose object the post does not keep alive.
         lease: seconds of silence after which a rank is lost.
 
-    The post notifies the condition `changed` after each handled letter and each lost rank.
+    The post notifies the condition `changed` after each handled letter and each rank that goes.
     """
 
     def __init__(

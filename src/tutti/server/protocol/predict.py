@@ -20,8 +20,8 @@ from tutti.server.protocol.update import WEIGHT
 
 # The slot of a block's weight before its last update.
 BEFORE = "weight before"
-# The weight of one push in the mean, and its greatest value, per worker: a worker after a suspension
-# must not dominate the mean.
+# The weight of one push in the mean, and the greatest staleness that counts, per worker: a worker after a
+# suspension must not dominate the mean.
 _SHARE, _MOST = 1 / 16, 4
 
 
