@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import runpy
@@ -116,3 +117,41 @@ def test_the_code_of_the_readme_runs_on_one_device(
 def test_the_layout_table_has_the_words_of_the_language() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", README.read_text(), re.MULTILINE)
     assert {word for word, _ in rows} == WORDS
+
+
+def _names_of(path: Path) -> set[str]:
+    """What a module defines or imports at its top."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                found.add(name)
+            case ast.Assign(targets=targets):
+                found |= {x.id for x in targets if isinstance(x, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                found.add(name)
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                found |= {(a.asname or a.name).split(".")[0] for a in names}
+    return found
+
+
+def test_docstrings_name_modules_that_exist() -> None:
+    """Of references such as `comm.host.board.Board`, the module and its name."""
+    source = ROOT / "src" / "tutti"
+    paths = {
+        ".".join(p.relative_to(source).with_suffix("").parts).removesuffix(".__init__"): p
+        for p in source.rglob("*.py")
+    }
+    packages = "|".join(sorted({m.split(".")[0] for m in paths if "." in m}))
+    wrong: list[str] = []
+    for module, path in paths.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            for name in re.findall(rf"`((?:{packages})(?:\.\w+)+)`", ast.get_docstring(node) or ""):
+                inside = [m for m in paths if m and name.startswith(m + ".")]
+                deepest = max(inside, key=len, default=name)
+                rest = name[len(deepest) + 1 :].split(".")[0]
+                if name not in paths and rest not in _names_of(paths[deepest]):
+                    wrong.append(f"{module}: {name}")
+    assert wrong == []

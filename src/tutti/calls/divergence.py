@@ -1,9 +1,10 @@
 """Detects ranks of one program in different calls or with different inputs, and reports the difference.
 
-At each call each rank publishes its inputs (`comm.board`), and compares those of the others: before the call,
-while it waits for them, and after it. So the check adds no wait, and a rank with another batch, shape or
-learning rate fails before its collectives meet others. `samples` compares replicated state. Between hosts the
-entries travel outside of the step (`comm.bulletin`), and ranks compare them at the next call.
+At each call each rank publishes its inputs (`comm.host.board`), and compares those of the others: before
+the call, while it waits for them, and after it. So the check adds no wait, and a rank with another batch,
+shape or learning rate fails before its collectives meet others. `samples` compares replicated state.
+Between hosts the entries travel outside of the step (`comm.collectives.bulletin`), and ranks compare them
+at the next call.
 """
 
 from __future__ import annotations

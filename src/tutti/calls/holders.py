@@ -22,7 +22,7 @@ class Holders:
     """The tables that hold `wanted`.
 
     Args:
-        wanted: state tensors as `capture.lift.state_of` lists them; `tensors` gives them in this order.
+        wanted: state tensors as `capture.state.lift.state_of` lists them; `tensors` gives them in this order.
 
     Raises:
         CaptureError: for a parameter that only an optimizer holds, and for missing state.

@@ -20,7 +20,7 @@ class Numbers:
         self._places: list[tuple[str, dict[str, Any], str, int | None]] = []
 
     def of(self, leaves: Sequence[Any], python: Mapping[str, float]) -> dict[str, float]:
-        """As `capture.lift.numbers`; `python` are the numbers of the step's own Python."""
+        """As `capture.state.lift.numbers`; `python` are the numbers of the step's own Python."""
         groups = [group for one in self._optimizers for group in one.param_groups]
         kinds = [_kind(group.get(key)) for group in groups for key in SCHEDULED]
         if kinds != self._kinds or not are_same(groups, self._groups):

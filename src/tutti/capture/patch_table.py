@@ -1,6 +1,6 @@
 """Every attribute of PyTorch, `time` and `math` that a capture replaces while it traces, with the reason.
 
-The replacement is in the file of its concept, which applies a row with `graph.patch.replaced`.
+The replacement is in the file of its concept, which applies a row with `graph.edits.patch.replaced`.
 """
 
 from __future__ import annotations

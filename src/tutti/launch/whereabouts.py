@@ -85,7 +85,7 @@ def _plain_wait(stack: Stack, cpu_seconds: float) -> Waiting | None:
 
 
 def _members(owner: Any, current: Any) -> tuple[int, ...]:
-    """The other ranks of the group over a collective's axes, of a `comm.InCollective`."""
+    """The other ranks in a collective's group; `owner` is a `comm.collectives.in_collective.InCollective`."""
     groups = getattr(owner, "groups", ())
     return _others(groups[current.axes]) if current.axes in groups else ()
 
@@ -108,7 +108,7 @@ def _missing(stack: Stack) -> tuple[int, ...]:
 
 
 def _others(group: Any) -> tuple[int, ...]:
-    """The other ranks of a `comm.group.Group`; none for any other object."""
+    """The other ranks of a `comm.collectives.group.Group`; none for any other object."""
     ranks, position = getattr(group, "ranks", None), getattr(group, "position", None)
     if not isinstance(ranks, tuple) or not isinstance(position, int):
         return ()

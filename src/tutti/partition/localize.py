@@ -52,7 +52,7 @@ class Local:
 
 
 class Call:
-    """One op in translation; the `LocalCall` of the functions in `rules.part_ops`."""
+    """One op in translation; the `LocalCall` of the functions in `rules.families.part_ops`."""
 
     def __init__(
         self, local: Local, node: fx.Node, choice: Choice, operands: list[fx.Node], scalars: Any

@@ -12,7 +12,7 @@ class Target:
     donated: names of the state whose old value the step may overwrite: updated state, with memory of its
         own.
     shared: the tuples of mesh axes whose groups are on one host and share memory.
-    onednn: matmuls of oneDNN are faster than PyTorch's own (`graph.matmul.is_faster`).
+    onednn: matmuls of oneDNN are faster than PyTorch's own (`graph.ops.matmul.is_faster`).
     """
 
     donated: frozenset[str] = frozenset()

@@ -4,8 +4,8 @@
                     +  live values                          by storage: views share, in-place ops reuse
                     +  scratch memory of its kernel
 
-It reads the final graph, after every pass. `graph.storage` gives the memory that an op allocates,
-`graph.scratch` its scratch memory, `graph.loop_memory` the memory of a loop over micro-batches.
+It reads the final graph, after every pass. `graph.analysis.storage` gives the memory that an op allocates,
+`graph.analysis.scratch` its scratch memory, `graph.analysis.loop_memory` that of a loop.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tutti.errors import ScheduleError
-from tutti.pipeline.schedule.schedule.action import Action
-from tutti.pipeline.schedule.schedule.edges import Pairs
-from tutti.pipeline.schedule.schedule.live import peak_held
-from tutti.pipeline.schedule.schedule.progress import playing_order
-from tutti.pipeline.schedule.schedule.schedule import Schedule
-from tutti.pipeline.schedule.schedule.validate import validate
+from tutti.pipeline.schedule.action import Action
+from tutti.pipeline.schedule.edges import Pairs
+from tutti.pipeline.schedule.live import peak_held
+from tutti.pipeline.schedule.progress import playing_order
+from tutti.pipeline.schedule.schedule import Schedule
+from tutti.pipeline.schedule.validate import validate
 
 # Seconds by kind (str), by (stage, kind), or by `Action`; keys may be mixed, and no mapping type allows
 # that together with a plain dict[str, float].
@@ -77,7 +77,7 @@ def simulate(
     """Play `schedule` on a clock.
 
     Args:
-        schedule: a schedule valid for `pipeline.validate`, with or without transfers.
+        schedule: a schedule valid for `pipeline.schedule.validate`, with or without transfers.
         costs: seconds by kind (`{"F": 1.0, "I": 1.0, "W": 1.0}`), by (stage, kind) or by `Action`; the
             most exact one counts. `B` is I + W by default, gathers and reductions are 0.
         transfer_seconds: of a value from rank to rank, for all, or by (maker, reader) stages.

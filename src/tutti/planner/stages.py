@@ -1,6 +1,6 @@
 """The predicted time of the stages of a pipeline, and the messages between pipeline ranks.
 
-    seconds of a part      =  sum over its nodes (`graph.cost`)
+    seconds of a part      =  sum over its nodes (`graph.analysis.cost`)
     seconds of a message   =  its bytes / the rate of the link
 
 Only their ratios count: they show whether stages are balanced, and whether a cut pays.
@@ -18,7 +18,7 @@ from torch import fx
 from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
-from tutti.pipeline.schedule.schedule.action import COMPUTE
+from tutti.pipeline.schedule.action import COMPUTE
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulator import Timeline, simulate
 

@@ -4,7 +4,7 @@ replica=2 data=2        replica 0   rank 0   rank 1
                                        |        |         each pair exchanges its common shards
                         replica 1   rank 2   rank 3
 
-Messages travel as letters (`comm.post`), which still reach the other replicas after the loss of one.
+Messages travel as letters (`comm.posts.post`), which still reach the other replicas after the loss of one.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Strategy(ABC):
 
     @property
     def compression(self) -> str:
-        """The format of messages: a name in `comm.compression.NAMES`."""
+        """The format of messages: a name in `comm.collectives.compression.NAMES`."""
         return "fp32"
 
     def check(self, num_replicas: int) -> None:  # noqa: B027  # most fit any number

@@ -6,9 +6,9 @@ in every program, another one in each; an optimizer that divides by its size mak
     state before the step -----------> gradients    each on the scale of gradients
     state and the other's gradients -> new state    each on its own scale
 
-If even that differs, the device runs again with errors of the size of rounding (`graph.rounding`). Their
-effect on an entry explains a difference of that size, but never more than a share of a tensor: the square
-root of the tolerance.
+If even that differs, the device runs again with errors of the size of rounding (`graph.players.rounding`).
+Their effect on an entry explains a difference of that size, but never more than a share of a tensor: the
+square root of the tolerance.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Emulates compressed messages beside a run: the oracles of `verify`.
 
-Only the rounding of a tensor (`comm.compression`) and its cuts are the run's own code; this module implements
-the error feedback a second time.
+Only the rounding of a tensor (`comm.collectives.compression`) and its cuts are the run's own code; this
+module implements the error feedback a second time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CompressedPushes:
     """One worker's pushes on the servers' side, block by block: `c = code(g + e)`, `e = g + e - c`.
 
     Args:
-        compression: of `comm.compression`; another one for uncompressed gradients.
+        compression: of `comm.collectives.compression`; another one for uncompressed gradients.
         blocks: of all variables. Rows of tables travel uncompressed.
     """
 
@@ -59,7 +59,7 @@ class CompressedSums:
 
     Args:
         compression, blocks: as for `CompressedPushes`.
-        captured: of `server.replay.given`; it returns its gradients after its own results.
+        captured: of `server.split.replay.given`; it returns its gradients after its own results.
     """
 
     def __init__(

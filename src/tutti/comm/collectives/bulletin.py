@@ -19,7 +19,7 @@ _NUM_KEPT = 4
 
 
 class Bulletin:
-    """The entries of a group's ranks, as `comm.board.Board` has them; `settle` waits for the last ones.
+    """The entries of a group's ranks, as `comm.host.board.Board` has them; `settle` waits for the last ones.
 
     Args:
         ranks: the group's ranks in its order.

@@ -18,7 +18,7 @@ from tutti.graph.players.player import Like, Messages
 
 
 class ProcessGroups(InCollective, ByDim):
-    """A `graph.player.Player` on shared memory, Gloo (CPU) or NCCL (CUDA), as `Groups` chooses.
+    """A `graph.players.player.Player` on shared memory, Gloo (CPU) or NCCL (CUDA), as `Groups` chooses.
 
     Args:
         groups: the groups of every tuple of axes that the program uses.

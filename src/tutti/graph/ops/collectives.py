@@ -1,10 +1,11 @@
 """The collectives of a partitioned program, as graph node targets.
 
 A partitioned graph holds calls to the functions below. They are names, not implementations: a
-*player* answers them (`graph.player`). `comm` does so between real ranks, `graph.virtual_ranks` between
-the virtual ranks of one process. Two move nothing and need no player: `positions(sharding, dim, device)`,
-the global indices that a rank holds along a dim (int64, 1-D), and `draw_part(..., sharding)`, its part
-of a random tensor (see `graph.draw`); the engine that runs the graph computes both for its rank.
+*player* answers them (`graph.players.player`). `comm` does so between real ranks,
+`graph.players.virtual_ranks` between the virtual ranks of one process. Two move nothing and need no player:
+`positions(sharding, dim, device)`, the global indices that a rank holds along a dim (int64, 1-D), and
+`draw_part(..., sharding)`, its part of a random tensor (see `graph.randomness.draw`); the engine that runs
+the graph computes both for its rank.
 
 `axes` are mesh axes, major to minor; the group of a rank holds the ranks that differ from it in these
 axes only, ordered by their coordinates along `axes`.

@@ -10,7 +10,8 @@ micro-batch: `G` gathers its weights, which the loop keeps until their last read
 next gather; `A` reduces the sums over ranks. In a pipeline over several ranks the row also has the sends and
 receives, in order.
 
-`playing.play` plays a row for real ranks (`execution.loops`) and for virtual ones (`graph.virtual_ranks`).
+`playing.play` plays a row for real ranks (`execution.loops`) and virtual ones
+(`graph.players.virtual_ranks`).
 """
 
 from __future__ import annotations

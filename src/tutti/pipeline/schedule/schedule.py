@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tutti.errors import ScheduleError
-from tutti.pipeline.schedule.schedule.action import Action
+from tutti.pipeline.schedule.action import Action
 
 Row = tuple[Action, ...]
 
@@ -24,8 +24,9 @@ class Schedule:
     0F0 0F1 0B0 0B1
     1F0 1B0 1F1 1B1
 
-    It has no times: a rank starts its next action as soon as its inputs are ready. `pipeline.validate` checks
-    that a schedule can be played. Raises `ScheduleError` without rows, or for an empty one.
+    It has no times: a rank starts its next action as soon as its inputs are ready.
+    `pipeline.schedule.validate` checks that a schedule can be played.
+    Raises `ScheduleError` without rows, or for an empty one.
     """
 
     rows: tuple[Row, ...]

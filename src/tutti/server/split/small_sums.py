@@ -17,7 +17,7 @@ _PAIRWISE = {"max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
 
 
 class SmallSums(ByDim):
-    """A `graph.player.Player` for one of several workers, which communicate with servers only.
+    """A `graph.players.player.Player` for one of several workers, which communicate with servers only.
 
     Other collectives are sums, too: each worker adds its values at its own index, and zeros elsewhere.
 

@@ -19,7 +19,7 @@ from tutti.server.split.three_parts import GRADIENT, Owned, Split
 
 
 class GraphUpdater:
-    """`server.update.Updater` from a split.
+    """`server.protocol.update.Updater` from a split.
 
     Args:
         split: of the captured step.
