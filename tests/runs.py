@@ -8,6 +8,7 @@ All functions stand at module level and return plain numbers and arrays, so that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -158,7 +159,10 @@ def resume(
     """Load and take steps: the losses, the checkpoint's extra, the state at the end."""
     play = prepare(name, layout, wide=wide)
     extra = play.step.load(Path(path))
-    return play.losses(num_steps), extra, play.whole_state()
+    # One device captures after it has loaded; ranks, which are many, do so once a model.
+    with captured_once((name, wide)) if layout else contextlib.nullcontext():
+        losses = play.losses(num_steps)
+    return losses, extra, play.whole_state()
 
 
 def assert_same_losses(found: list[float], expected: list[float], rtol: float = TOLERANCE) -> None:
