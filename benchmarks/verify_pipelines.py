@@ -22,7 +22,7 @@ from tutti.layout import Layout
 from tutti.verification.verdict import Subject
 
 # The models are those of the test suite.
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 import zoo
 from zoo_models import GPT, UNet
 from zoo_steps import Batch, image_batch, labels_step, masked_step, plain_step, token_batch, valid

@@ -56,7 +56,9 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
 def found(hosts: list[tuple[str, str]]) -> list[float]:
     """What rank 0 prints: a total and losses. The namespaces have no way but the cable between them,
     so it carried the collectives."""
-    path = os.pathsep.join(filter(None, [str(TRAINING.parent.parent), os.getenv("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(TRAINING.parents[1] / "support"), os.getenv("PYTHONPATH")])
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     processes = [
         Forked(

@@ -2,7 +2,7 @@
 
 After a change that is meant, write the files anew and read the difference:
 
-    PYTHONPATH=src:tests python tests/passes/test_golden.py && git diff tests/passes/golden
+    PYTHONPATH=src:tests/support python tests/passes/test_golden.py && git diff tests/passes/golden
 """
 
 from __future__ import annotations
