@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 
 from tutti.comm.collectives.group import collective_timeout
+from tutti.comm.host.awake import AwakeClock
 from tutti.comm.host.life import stat_of, state_of
-from tutti.comm.posts.awake import AwakeClock
 from tutti.launch.memory_kills import MemoryKills
 from tutti.launch.records import Exit, GivenUp, Lost, Waited, read_pid, read_record, read_script
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from tutti.comm.posts.awake import AwakeClock
+from tutti.comm.host.awake import AwakeClock
 from tutti.environment import RUN_DIR
 from tutti.launch.asking import Answer, answer, ask
 from tutti.launch.records import Waited, write_record

@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.comm.host.awake import AwakeClock
 from tutti.comm.posts import letters
-from tutti.comm.posts.awake import AwakeClock
 from tutti.comm.posts.letters import Letter
 from tutti.environment import LEASE
 from tutti.errors import CommError

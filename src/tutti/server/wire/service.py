@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.comm.posts.awake import AwakeClock
+from tutti.comm.host.awake import AwakeClock
 from tutti.comm.posts.handshake import RefusedError
 from tutti.server.protocol import messages as m
 from tutti.server.protocol.consistency import Consistency

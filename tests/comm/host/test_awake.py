@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tutti.comm.posts.awake import AwakeClock
+from tutti.comm.host.awake import AwakeClock
 
 
 def test_only_what_a_running_process_would_see_counts() -> None:
