@@ -159,3 +159,21 @@ def test_a_forked_process_is_refused() -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     assert one._words[0] == 0
+
+
+def test_a_suspension_in_a_wait_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the timeout, it ends before the other, who was suspended as well, has come."""
+    monkeypatch.setattr(module, "_MOST_SECONDS", 0.1)
+    first, second = group_of(2, timeout_seconds=1.0)
+    other = threading.Timer(0.3, second.arrive)
+    sleep = first._futex
+
+    def suspended(*args: object) -> None:
+        if not other.ident:
+            time.sleep(1.2)
+            other.start()
+        sleep(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(first, "_futex", suspended)
+    first.sync()
+    other.join()
