@@ -58,6 +58,10 @@ def test_cut_and_assembled(made: tuple[Sharding, Mesh]) -> None:
     x = torch.randn(sharding.shape, dtype=torch.float64)
     parts = [sharding.cut(x, mesh, mesh.coordinates(r)) for r in range(mesh.num_ranks)]
     assert all(p.shape == sharding.local_shape(mesh) for p in parts)
+    for rank, part in enumerate(parts):
+        at = mesh.coordinates(rank)
+        index = [sharding.index(d, mesh, at) for d in range(x.dim())]
+        assert torch.equal(part, x[torch.meshgrid(*index, indexing="ij")] if index else x)
     assert torch.equal(assemble(parts, sharding, mesh), x)
 
 

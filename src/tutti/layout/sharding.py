@@ -202,8 +202,8 @@ class Sharding:
         """Whether the number of its ranks divides the size of every segment."""
         return _divides(self, mesh)
 
-    def within(self, whole: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
-        """The part of a contiguous `whole` that the rank at `coordinates` holds: a view, a dim a segment."""
+    def view_of(self, whole: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
+        """A view of the part of `whole` at `coordinates`, with one dim for each segment."""
         segments = [seg for dim in self.dims for seg in dim]
         part = whole.view([seg.size for seg in segments])
         for dim, seg in enumerate(segments):
@@ -224,14 +224,9 @@ class Sharding:
 
     def cut(self, x: Tensor, mesh: Mesh, coordinates: dict[str, int]) -> Tensor:
         """The part of the whole `x` that the rank at `coordinates` holds (partial axes aside)."""
-        for dim, segments in enumerate(self.dims):
-            if len(segments) == 1 and segments[0].axes:
-                part = segments[0].size // mesh.size(segments[0].axes)
-                start = mesh.index(segments[0].axes, coordinates) * part
-                x = x.narrow(dim, start, part)
-            elif any(seg.axes for seg in segments):
-                x = x.index_select(dim, self.index(dim, mesh, coordinates).to(x.device))
-        return x
+        if not self.axes:
+            return x
+        return self.view_of(x, mesh, coordinates).reshape(self.local_shape(mesh))
 
 
 @lru_cache(maxsize=65536)
@@ -277,7 +272,7 @@ def assemble(parts: Sequence[Tensor], sharding: Sharding, mesh: Mesh) -> Tensor:
         pieces.setdefault(key, (rank, []))[1].append(part)
     for rank, values in pieces.values():
         value = _reduce(values, sharding.partial) if len(values) > 1 else values[0]
-        here = sharding.within(whole, mesh, mesh.coordinates(rank))
+        here = sharding.view_of(whole, mesh, mesh.coordinates(rank))
         here.copy_(value.reshape(here.shape))
     return whole
 
