@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import warnings
@@ -19,6 +20,7 @@ import tutti
 from ranks import Ranks
 from small_steps import step as train_step
 from tutti.calls import divergence
+from tutti.comm.host.awake import AwakeClock
 from tutti.errors import CommError
 
 BAD, STEPS = 3, 6
@@ -273,3 +275,39 @@ def test_between_hosts_it_is_told_at_the_next_call(fault: Any) -> None:
         k, text = next((k, text) for k, text in enumerate(texts) if text)
         assert k in (BAD, BAD + 1), texts
         assert FAULTS[fault][0].partition("at step")[0] in text, text
+
+
+class SuspendedOnce:
+    """The module `time` for a process that is suspended in its first sleep."""
+
+    seconds = 2.6
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(max(seconds, self.seconds))
+        self.seconds = 0.0
+
+
+def suspended_in_a_wait() -> str:
+    """How a call of another size ends, if rank 0 is suspended in it and rank 1 comes after the timeout."""
+    run = Run("data=2")
+    run.step(run.batch(0))
+    short_looks = functools.partial(AwakeClock, 0.1)
+    with (
+        mock.patch.dict(os.environ, SHORT),
+        mock.patch.object(divergence, "time", SuspendedOnce()),
+        mock.patch.object(divergence, "AwakeClock", short_looks),
+    ):
+        if dist.get_rank():
+            time.sleep(SuspendedOnce.seconds + 0.3)
+        try:
+            run.step(run.batch(0)[:4])
+        except tutti.TuttiError as error:
+            return str(error)
+    return ""
+
+
+def test_a_suspension_in_a_wait_does_not_count(ranks: Ranks) -> None:
+    assert ranks.run(suspended_in_a_wait, n=2) == ["", ""]

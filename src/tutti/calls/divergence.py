@@ -32,6 +32,7 @@ from tutti.comm.collectives.bulletin import Bulletin
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group, collective_timeout
 from tutti.comm.collectives.payload import octets
+from tutti.comm.host.awake import AwakeClock
 from tutti.comm.host.board import DATA_NBYTES, TEXT_NBYTES, Board
 from tutti.comm.host.hosts import host_name
 from tutti.comm.host.segment import SharedMemoryError, directory
@@ -239,7 +240,7 @@ class Divergence:
     def _meet(self, call: int) -> None:
         """Return when all ranks have reached `call`."""
         assert self._board is not None
-        began = time.monotonic()
+        awake = AwakeClock()
         while True:
             if call & _FIRST:  # an entry may be that of another step of this name
                 self._unseen = [j for j in self._unseen if self._board.now(j) != call]
@@ -247,7 +248,7 @@ class Divergence:
                 self._look()
             if not self._unseen:
                 return
-            waited = time.monotonic() - began
+            waited = awake.look()
             self._look_elsewhere(waited)
             self._give_up(waited)
             time.sleep(_POLL_SECONDS if waited < 1 else 20 * _POLL_SECONDS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tutti.comm.collectives.group import collective_timeout
+from tutti.comm.host.awake import AwakeClock
 from tutti.environment import ROLE, RUN_DIR, SECRET, SERVERS, TLS
 from tutti.errors import LayoutError, ServerError
 from tutti.layout import Layout
@@ -133,10 +134,10 @@ def addresses(layout: Layout) -> list[str]:
                 fix="one host:port for each server, in the order of their numbers",
             )
         return given
-    until = time.monotonic() + collective_timeout().total_seconds()
+    awake, most_seconds = AwakeClock(), collective_timeout().total_seconds()
     every = [Role(SERVER, s) for s in range(layout.server)]
     while not all(found := [published(one) for one in every]):
-        if time.monotonic() > until:
+        if awake.look() > most_seconds:
             late = next(one for one, at in zip(every, found, strict=True) if not at)
             raise ServerError(
                 f"{late} has not begun to serve",

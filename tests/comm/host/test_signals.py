@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from tutti.comm.host import signals as module
+from tutti.comm.host.awake import AwakeClock
 from tutti.comm.host.life import Life
 from tutti.comm.host.signals import LINE, PeerDiffers, PeerLate, PeerLost, Signals
 
@@ -163,7 +165,7 @@ def test_a_forked_process_is_refused() -> None:
 
 def test_a_suspension_in_a_wait_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the timeout, it ends before the other, who was suspended as well, has come."""
-    monkeypatch.setattr(module, "_MOST_SECONDS", 0.1)
+    monkeypatch.setattr(module, "AwakeClock", functools.partial(AwakeClock, 0.1))
     first, second = group_of(2, timeout_seconds=1.0)
     other = threading.Timer(0.3, second.arrive)
     sleep = first._futex

@@ -1,4 +1,4 @@
-"""Clock that excludes suspension; used for leases.
+"""Clock that excludes suspension; used for leases and for the limits of waits.
 
 To a process that resumes (after SIGSTOP, a paused virtual machine, a suspended laptop) all others seem silent
 for long. Their heartbeats may be unread, or they were suspended too. So this clock counts a suspension as no
@@ -10,6 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+# Longer than a busy host keeps a process from its next look.
+MOST_SECONDS = 2.0
+
 
 class AwakeClock:
     """Seconds awake since it was made.
@@ -19,7 +22,9 @@ class AwakeClock:
         clock: monotonic seconds.
     """
 
-    def __init__(self, most_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, most_seconds: float = MOST_SECONDS, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._most, self._clock = most_seconds, clock
         self._seen, self._seconds = clock(), 0.0
 

@@ -38,8 +38,6 @@ _MASK, _HALF = 2**32 - 1, 2**31
 # How long to spin: longer than the usual skew between ranks, shorter than a time slice.
 _SPIN_SECONDS = 200e-6
 _LOOK_SECONDS = 0.2  # how often a sleeping rank checks that its peers live
-# A longer time between two of these looks is a suspension of this process, and counts as no more.
-_MOST_SECONDS = 10 * _LOOK_SECONDS
 _POLL_SECONDS = 2e-4  # how long it sleeps where there is no futex
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
@@ -180,7 +178,7 @@ class Signals:
             for _ in range(50):
                 if (words[at] - count) & _MASK < _HALF:
                     return
-        look, awake = began + _LOOK_SECONDS, AwakeClock(_MOST_SECONDS)
+        look, awake = began + _LOOK_SECONDS, AwakeClock()
         while True:
             seen = words[at]
             if (seen - count) & _MASK < _HALF:
