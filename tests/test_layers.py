@@ -14,8 +14,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "tutti"
 # From the bottom to the top. Names of one layer stand side by side: neither imports the other.
 LAYERS = (
     ("errors",),
-    # The variables that users set; which lines are theirs; bytes and seconds as text.
-    ("environment", "quantities", "user_lines"),
+    # The variables that users set; which lines are theirs; bytes and seconds as text; names kept on disk.
+    ("durable", "environment", "quantities", "user_lines"),
     ("torch_private",),  # the private names of PyTorch
     ("layout",),  # mesh, sharding, layout, shards, topology
     ("graph",),  # text form, grammar, virtual ranks

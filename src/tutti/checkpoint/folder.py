@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tutti.checkpoint.manifest import MANIFEST, STATE_FOLDER
 from tutti.checkpoint.owner_lock import OwnerLock, lock_folder
+from tutti.durable import sync_folder
 from tutti.errors import CheckpointError
 
 INDEX = ".metadata"
@@ -86,15 +87,6 @@ def _draft(file: Path, content: bytes) -> Path:
         stream.flush()
         os.fsync(stream.fileno())
     return new
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove_states(path: Path, *, keep: str | None) -> None:

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 
 from tutti.calls.running import Running
 from tutti.capture.state.lift import state_of
-from tutti.checkpoint.folder import sync_folder
 from tutti.checkpoint.manifest import USE_EARLIER
 from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous
 from tutti.comm.collectives.payload import octets
+from tutti.durable import sync_folder
 from tutti.errors import CheckpointError
 from tutti.saving.local_part import part_of
 from tutti.saving.replica_checkpoint import first_left

@@ -49,12 +49,3 @@ def write_private(path: Path, text: str, *, fsync: bool = False) -> None:
         if fsync:
             os.fsync(file.fileno())
     draft.rename(path)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk."""
-    fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

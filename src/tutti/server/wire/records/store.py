@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tutti.durable import sync_folder
 from tutti.errors import ServerError
 from tutti.server.protocol.ledger import Ledger, Record
 from tutti.server.wire.connections.shortage import ShortError, records_short
@@ -30,7 +31,6 @@ from tutti.server.wire.records.journal import Entries, Journal
 from tutti.server.wire.records.private import (
     make_private,
     open_private,
-    sync_directory,
     write_private,
 )
 from tutti.server.wire.records.push_segments import ALIGNED, Segments, Slab
@@ -203,7 +203,7 @@ class Store:
         number = self._number + 1
         journal = Journal(self.directory / f"journal-{number}", number, fsync=self._fsync)
         if self._fsync:
-            sync_directory(self.directory)
+            sync_folder(self.directory)
         if self._journal is not None:
             self._journal.end(number)
             self._journal.close()
@@ -244,7 +244,7 @@ class Store:
             entries.close()
         path.with_suffix(".new").rename(path)
         if self._fsync:
-            sync_directory(self.directory)
+            sync_folder(self.directory)
         for old in self.directory.iterdir():
             kind, _, text = old.name.partition("-")
             if kind in ("snapshot", "journal") and text.isdigit() and int(text) < number:
