@@ -158,7 +158,7 @@ class Step:
         """The partitioned `torch.fx` graph of the last call; with `micro` or `pipe`, that of this rank's
         pipeline rank, in which one node `loop` contains the part that runs once a micro-batch."""
         made = self._timed
-        return made.programs[self._place].graph if made else self.program.graph
+        return made.programs[self._pipe_rank].graph if made else self.program.graph
 
     @property
     def collectives(self) -> list[Record]:
@@ -167,15 +167,15 @@ class Step:
         One that runs once a micro-batch is one record, with `times`. Messages between pipeline ranks
         are no collectives: `explain` shows them.
         """
-        return [r for r in records(self.program, self._timed) if r.place == self._place]
+        return [r for r in records(self.program, self._timed) if r.place == self._pipe_rank]
 
     @property
     def _timed(self) -> Timed | None:
         return self._last.execution.timed if self._last else None
 
     @property
-    def _place(self) -> int:
-        return self._last.execution.place if self._last else 0
+    def _pipe_rank(self) -> int:
+        return self._last.execution.pipe_rank if self._last else 0
 
     @property
     def _last(self) -> Compiled[Any] | None:

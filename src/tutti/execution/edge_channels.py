@@ -22,7 +22,7 @@ from tutti.pipeline.timed import Timed
 Edge = tuple[int, int]
 
 
-class Places:
+class EdgeMessages:
     """The `graph.players.player.Messages` that a program sends between pipeline ranks outside of its loops.
 
     Args:
@@ -76,16 +76,18 @@ def edges_of(made: Timed, mesh: Mesh, groups: Groups, device: torch.device) -> d
 def in_common(made: Timed) -> list[str]:
     """The decisions that must be equal on all ranks, a line each: rows, messages, the sharding of state."""
     found = []
-    for place, body in enumerate(made.bodies):
-        found += [f"place {place} does {do}" for do in body.row]
+    for pipe_rank, body in enumerate(made.bodies):
+        found += [f"place {pipe_rank} does {do}" for do in body.row]
         for (stage, kind, other), names in body.messages.items():
             sizes = ", ".join(f"{n} {list(body.vals[n].shape)}" for n in names)
             found.append(f"{stage}{kind} sends stage {other}: {sizes}")
-    for place, program in enumerate(made.programs):
+    for pipe_rank, program in enumerate(made.programs):
         nodes = (
             n for n in program.graph.nodes if n.target in (collectives.send, collectives.receive)
         )
-        found += [f"place {place}: {n.target.__name__} {n.args[-2:]} at {_line(n)}" for n in nodes]
+        found += [
+            f"place {pipe_rank}: {n.target.__name__} {n.args[-2:]} at {_line(n)}" for n in nodes
+        ]
     return found + [f"{name} lives at {sorted(at)}" for name, at in made.owners.items()]
 
 

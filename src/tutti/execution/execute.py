@@ -26,7 +26,7 @@ from tutti.execution.allocator import FRAGMENTS, give_back_now, keep_freed_memor
 from tutti.execution.checked import Checked
 from tutti.execution.collector import rarely_collected
 from tutti.execution.cuda_graph import CudaGraph, asked_for, obstacle, say_why
-from tutti.execution.edge_channels import Edge, Places, edges_of, in_common
+from tutti.execution.edge_channels import Edge, EdgeMessages, edges_of, in_common
 from tutti.execution.generate import Generated, generate
 from tutti.execution.loops import Loops
 from tutti.graph.edits.quick import quickly_written
@@ -51,8 +51,8 @@ class Execution:
 
     `donated` names the state that the step may overwrite: updated state that shares no memory. `graph` is
     the executed program, after its passes; None before the first call. `timed` is the program split in time,
-    with `micro` or `pipe`; `place` is this rank's along `pipe`. `gives_back`: return free memory to the
-    system, such as that of a trace or of state before its sharding; otherwise only fragmented memory.
+    with `micro` or `pipe`; `pipe_rank` is this rank's position along `pipe`. `gives_back`: return free memory
+    to the system, such as that of a trace or of state before its sharding; otherwise only fragmented memory.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Execution:
             rank = dist.get_rank()
             groups = home.groups_for(between_ranks(program.graph))
             check_order([describe(n) for n in program.collectives])
-        self._place = mesh.coordinates(rank)
+        self._coordinates = mesh.coordinates(rank)
         self.timed: Timed | None = None
         if program.layout.in_time:
             self.timed = in_time(program, cut_at=cut, homes=home.owners)
@@ -82,13 +82,15 @@ class Execution:
                     warnings.warn(text, stacklevel=2)
         if self.timed is not None and "pipe" in mesh:
             home.owners.update(self.timed.owners)
-        self.place = self._place.get("pipe", 0)
-        self.program = self.timed.programs[self.place] if self.timed else program
+        self.pipe_rank = self._coordinates.get("pipe", 0)
+        self.program = self.timed.programs[self.pipe_rank] if self.timed else program
         self.player: ProcessGroups | None = None
         channels: Mapping[Edge, Channel] = {}
         if groups is not None and self.timed is not None and "pipe" in mesh:
             channels = edges_of(self.timed, mesh, groups, home.device)
-            self.player = ProcessGroups(groups, places=Places(mesh, self._place, channels))
+            self.player = ProcessGroups(
+                groups, messages=EdgeMessages(mesh, self._coordinates, channels)
+            )
         elif groups is not None:
             self.player = ProcessGroups(groups)
         self._loops = self._stage(self.timed, channels) if self.timed is not None else None
@@ -109,7 +111,7 @@ class Execution:
                     self.program.captured.owner,
                     self.player,
                     self.program.mesh,
-                    self._place,
+                    self._coordinates,
                     loops=self._loops,
                     lodged=self._lodger.lodged if self._lodger is not None else {},
                 )
@@ -145,7 +147,7 @@ class Execution:
                 )
             self._lodger = None
             graph = optimized(self.program, replace(target, shared=frozenset()))
-        if "pipe" not in self._place:  # places on the axis pipe run different programs
+        if "pipe" not in self._coordinates:  # pipeline ranks run different programs
             check_order([describe(n) for n in graph.nodes if _communicates(n)])
         return graph
 
@@ -161,11 +163,11 @@ class Execution:
         mesh, rank_of, program = self.program.layout.mesh, {}, self.program
         if "pipe" in mesh:
             rank_of = {
-                stage: mesh.rank({**self._place, "pipe": made.schedule.rank_of(stage)})
+                stage: mesh.rank({**self._coordinates, "pipe": made.schedule.rank_of(stage)})
                 for stage in range(made.schedule.num_stages)
             }
         owner = program.captured.owner
-        return Loops(owner, self.player, program.mesh, self._place, rank_of, channels)
+        return Loops(owner, self.player, program.mesh, self._coordinates, rank_of, channels)
 
     def run(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """(returned leaves, new local state values) for local `inputs`; `inputs` is emptied."""
@@ -202,7 +204,9 @@ class Execution:
 
     def run_checked(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """As `run`, node by node; raises at the first NaN or infinity from finite values."""
-        checked = Checked(self.program, self.player, self._place, self._loops, self.seed, step)
+        checked = Checked(
+            self.program, self.player, self._coordinates, self._loops, self.seed, step
+        )
         return checked.run(inputs)
 
 

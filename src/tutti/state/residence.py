@@ -111,9 +111,9 @@ class Residence:
             mesh = self.layout.place_mesh
             axes = dtensor_axes(mesh)
             order = [list(mesh).index(a) for a in axes]
-            num_pipe_ranks = self.layout.axes.get("pipe", 1) * self.layout.num_replicas
+            num_meshes = self.layout.axes.get("pipe", 1) * self.layout.num_replicas
             ranks = torch.arange(self.layout.num_ranks).reshape(
-                num_pipe_ranks, *(n for _, n in mesh.axes)
+                num_meshes, *(n for _, n in mesh.axes)
             )
             for here in ranks:
                 named = (here.permute(order), axes) if axes else (here.reshape(1), ("place",))

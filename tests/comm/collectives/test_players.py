@@ -18,7 +18,7 @@ from thread_sums import Sums
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.in_shared_memory import InSharedMemory
 from tutti.comm.collectives.process_groups import ProcessGroups
-from tutti.execution.edge_channels import Places
+from tutti.execution.edge_channels import EdgeMessages
 from tutti.graph.ops import collectives
 from tutti.graph.players.by_dim import ByDim
 from tutti.graph.players.move import Move
@@ -46,7 +46,7 @@ Values = list[Any]  # what a rank has of every case, in order
     [
         *itertools.product((Player,), PLAYERS),
         (SharedMemory, InSharedMemory),
-        (Messages, Places),
+        (Messages, EdgeMessages),
     ],
     ids=lambda x: x.__name__,
 )

@@ -22,14 +22,14 @@ class ProcessGroups(InCollective, ByDim):
 
     Args:
         groups: the groups of every tuple of axes that the program uses.
-        places: carries the messages between the places of a pipeline; None if there is only one.
+        messages: carries those between pipeline ranks; None without a pipeline.
 
     Every collective raises `CommError` when a peer is gone or does not come in time.
     """
 
-    def __init__(self, groups: Groups, *, places: Messages | None = None) -> None:
+    def __init__(self, groups: Groups, *, messages: Messages | None = None) -> None:
         super().__init__(groups)
-        self._places = places
+        self._messages = messages
         self._memory: InSharedMemory | None = None
         self._background = Background()
 
@@ -60,17 +60,17 @@ class ProcessGroups(InCollective, ByDim):
         return self._background.finish(underway)
 
     def send(self, xs: Sequence[Tensor], source: int, to: int) -> None:
-        """Send `xs` to the rank at place `to` of the pipeline."""
-        if self._places is None:
+        """Send `xs` to pipeline rank `to`."""
+        if self._messages is None:
             super().send(xs, source, to)
         else:
-            self._places.send(xs, source, to)
+            self._messages.send(xs, source, to)
 
     def receive(self, source: int, to: int, likes: Sequence[Like]) -> list[Tensor]:
-        """The tensors from the rank at place `source`."""
-        if self._places is None:
+        """The tensors from pipeline rank `source`."""
+        if self._messages is None:
             return super().receive(source, to, likes)
-        return self._places.receive(source, to, likes)
+        return self._messages.receive(source, to, likes)
 
     def _played(self, move: Move, xs: Sequence[Tensor]) -> list[Tensor]:
         if self.groups[move.axes].size == 1:

@@ -27,15 +27,17 @@ class TwoLevels(ByDim):
         across: plays collectives over `replica` alone, between this rank and its counterparts in the other
             workers.
         mesh: of all workers' ranks, `replica` its first axis.
-        place: this rank's coordinates there.
+        coordinates: of this rank there.
     """
 
-    def __init__(self, inside: Player, across: Player, mesh: Mesh, place: dict[str, int]) -> None:
-        self.inside, self.across, self.mesh, self.place = inside, across, mesh, place
+    def __init__(
+        self, inside: Player, across: Player, mesh: Mesh, coordinates: dict[str, int]
+    ) -> None:
+        self.inside, self.across, self.mesh, self.coordinates = inside, across, mesh, coordinates
 
     def rank_in(self, axes: Axes) -> tuple[int, int]:
         """This rank's position in the group over `axes`, and how many ranks that has."""
-        return self.mesh.index(axes, self.place), self.mesh.size(axes)
+        return self.mesh.index(axes, self.coordinates), self.mesh.size(axes)
 
     def reduced(self, xs: Sequence[Tensor], axes: Axes, op: str) -> list[Tensor]:
         """Each of `xs` reduced over the group."""
