@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,14 +44,15 @@ class Play:
     batches: list[Batch]
     scheduler: Any = None
 
-    def losses(self, num_steps: int) -> list[float]:
-        """The losses of the next `num_steps` steps."""
+    def losses(self, num_steps: int, program: Hashable = None) -> list[float]:
+        """The losses of the next `num_steps` steps; equal programs of a name share a capture."""
         found = []
-        for _ in range(num_steps):
-            batch = self.batches[self.step.num_steps % len(self.batches)]
-            found.append(self.step(*batch).item())
-            if self.scheduler is not None:
-                self.scheduler.step()
+        with captured_once(program) if program else contextlib.nullcontext():
+            for _ in range(num_steps):
+                batch = self.batches[self.step.num_steps % len(self.batches)]
+                found.append(self.step(*batch).item())
+                if self.scheduler is not None:
+                    self.scheduler.step()
         return found
 
     def whole_state(self) -> dict[str, NDArray[Any]]:
@@ -82,9 +83,7 @@ def train(
 ) -> tuple[list[float], dict[str, NDArray[Any]]]:
     """The losses of a run and the whole state after it."""
     play = prepare(name, layout, wide=wide)
-    with captured_once((name, wide)):
-        losses = play.losses(num_steps)
-    return losses, play.whole_state()
+    return play.losses(num_steps, (name, wide)), play.whole_state()
 
 
 @functools.cache
@@ -147,8 +146,7 @@ def train_and_save(
 ) -> list[float]:
     """Take steps and save; the losses."""
     play = prepare(name, layout, wide=wide)
-    with captured_once((name, wide)):
-        losses = play.losses(num_steps)
+    losses = play.losses(num_steps, (name, wide))
     play.step.save(Path(path), extra={"losses": losses})
     return losses
 
@@ -160,8 +158,7 @@ def resume(
     play = prepare(name, layout, wide=wide)
     extra = play.step.load(Path(path))
     # One device captures after it has loaded; ranks, which are many, do so once a model.
-    with captured_once((name, wide)) if layout else contextlib.nullcontext():
-        losses = play.losses(num_steps)
+    losses = play.losses(num_steps, (name, wide) if layout else None)
     return losses, extra, play.whole_state()
 
 
