@@ -6,8 +6,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -52,13 +50,7 @@ def play(way: str, out: Path, *, fresh: bool = False) -> str:
         command(way, out),
         os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
-    if fresh:
-        done = subprocess.run(
-            [sys.executable, *words],
-            capture_output=True, text=True, timeout=SECONDS, cwd=ROOT, env=env,
-        )  # fmt: skip
-    else:
-        done = forked.run(words, env=env, cwd=ROOT, timeout=SECONDS)
+    done = forked.run(words, env=env, cwd=ROOT, timeout=SECONDS, fresh=fresh)
     assert done.returncode == 0, f"{way}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

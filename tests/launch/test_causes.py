@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from forked import Forked
+from forked import started
 from launch.processes import lives
 
 SCRIPT = Path(__file__).parent / "causes.py"
@@ -126,16 +124,6 @@ def test_the_part_has_every_cause_and_layout() -> None:
     assert set(PART) < set(EVERY)
 
 
-def started(
-    words: list[str], env: dict[str, str], *, fresh: bool
-) -> Forked | subprocess.Popen[str]:
-    if not fresh:
-        return Forked(words, env=env, cwd=Path.cwd())
-    return subprocess.Popen(
-        [sys.executable, *words], text=True, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
 @pytest.mark.parametrize("case", EVERY if ALL else PART, ids=str)
 def test_the_first_line_is_the_first_cause(case: Case, tmp_path: Path) -> None:
     waits = case.cause in ("SIGSTOP", "sleep")
@@ -148,7 +136,8 @@ def test_the_first_line_is_the_first_cause(case: Case, tmp_path: Path) -> None:
     env["TUTTI_LEASE"] = (
         "3" if waits else "30"
     )  # replicas must give a stopped one up before the time-out
-    process = started(["-m", "tutti", "run", *options, *words], env, fresh=case == FRESH)
+    words = ["-m", "tutti", "run", *options, *words]
+    process = started(words, env=env, cwd=Path.cwd(), fresh=case == FRESH)
     try:
         if case.where == "launcher":
             assert process.stdout is not None

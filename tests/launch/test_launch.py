@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from forked import Forked
+from forked import Started, started
 from launch.processes import MOST_SECONDS, lives
 
 PROGRAM = Path(__file__).parent / "programs.py"
@@ -20,7 +18,6 @@ WAITS_AT = f"programs.py:{1 + next(i for i, s in enumerate(SOURCE) if '# here ra
 STUCK_AT = f"programs.py:{1 + next(i for i, s in enumerate(SOURCE) if '# the line where' in s)}"
 STOP_SECONDS = 15.0
 START_SECONDS = 90.0
-Started = subprocess.Popen[str] | Forked
 
 
 def start(
@@ -28,10 +25,7 @@ def start(
 ) -> Started:
     words = ["-m", "tutti", "run", "-n", str(num_ranks), str(PROGRAM), wrong, str(pids)]
     env = {**os.environ, "TMPDIR": str(pids), "OMP_NUM_THREADS": "1", **environment}
-    if not fresh:
-        return Forked(words, env=env, cwd=Path.cwd())
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *words], text=True, env=env, **pipes)
+    return started(words, env=env, cwd=Path.cwd(), fresh=fresh)
 
 
 def finish(process: Started, seconds: float = START_SECONDS) -> tuple[str, str]:

@@ -94,10 +94,33 @@ class Forked:
         return said[0], said[1]
 
 
-def run(words: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path, timeout: float) -> Any:
-    """What `subprocess.run([sys.executable, *words])` is."""
-    process = Forked(words, env=env, cwd=cwd)
-    out, err = process.communicate(timeout=timeout)
+Started = Forked | subprocess.Popen[str]
+
+
+def started(
+    words: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path, fresh: bool = False
+) -> Started:
+    """A process with these words: a copy or, `fresh`, an interpreter as users start it."""
+    if not fresh:
+        return Forked(words, env=env, cwd=cwd)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, *words], text=True, env=env, cwd=cwd, **pipes)
+
+
+def run(
+    words: Sequence[str | Path],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    timeout: float,
+    fresh: bool = False,
+) -> Any:
+    """What `subprocess.run([sys.executable, *words])` is; see `started`."""
+    process = started(words, env=env, cwd=cwd, fresh=fresh)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()  # it has ended, but for a timeout
     return subprocess.CompletedProcess(words, process.returncode or 0, out, err)
 
 

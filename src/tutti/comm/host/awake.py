@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Longer than a busy host keeps a process from its next look.
+# A busy host delays the next look of a process by less.
 MOST_SECONDS = 2.0
 
 
