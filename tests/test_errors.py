@@ -70,7 +70,7 @@ def test_a_layout_of_another_size_than_the_run() -> None:
         ("data", "has no value"),
         ("data=0", "not a whole number"),
         ("data=two", "not a whole number"),
-        ("data=2 data=2", "stands twice"),
+        ("data=2 data=2", "appears twice"),
         ("data=2 zero=4", "not a level of ZeRO"),
         ("tensor=2 zero=3", "lacks"),
         ("pipe=2 schedule=fast", "is unknown"),

@@ -167,7 +167,7 @@ class Step:
         One that runs once a micro-batch is one record, with `times`. Messages between pipeline ranks
         are no collectives: `explain` shows them.
         """
-        return [r for r in records(self.program, self._timed) if r.place == self._pipe_rank]
+        return [r for r in records(self.program, self._timed) if r.pipe_rank == self._pipe_rank]
 
     @property
     def _timed(self) -> Timed | None:

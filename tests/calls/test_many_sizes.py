@@ -74,7 +74,7 @@ def test_no_more_programs_are_kept_than_asked_for(monkeypatch: pytest.MonkeyPatc
     gc.collect()
     alive = {i for i, one in enumerate(kept) if one() is not None}
     assert alive == {4, 5}  # those of 5 and of 6 rows
-    dropped = [str(w.message) for w in said if "is dropped" in str(w.message)]
+    dropped = [str(w.message) for w in said if "drops the least" in str(w.message)]
     assert len(dropped) == 1 and "more than 2 programs" in dropped[0]
 
 

@@ -114,5 +114,5 @@ def _refused_plan() -> str:
 
 def test_every_rank_refuses_alike(ranks: Ranks) -> None:
     texts = ranks.run(_refused_plan, n=2)
-    assert "reads what an update has made" in texts[0]
+    assert "reads the result of an update" in texts[0]
     assert len(set(texts)) == 1

@@ -106,5 +106,6 @@ def other_cuts() -> str:
 def test_ranks_that_cut_otherwise_are_told_before_the_first_step(ranks: Ranks) -> None:
     for text in ranks.run(other_cuts, n=2):
         assert re.search(
-            r"ranks would run different.*\n.*rank 0: place 0 .*\n.*rank 1: place 0 ", text
+            r"ranks would run different.*\n.*rank 0: pipeline rank 0 .*\n.*rank 1: pipeline rank 0 ",
+            text,
         ), text

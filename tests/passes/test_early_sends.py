@@ -50,7 +50,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 @pytest.fixture(scope="module")
 def made() -> Timed:
-    """The skip leaves place 0 long before its last value does."""
+    """The skip leaves pipeline rank 0 long before its last value does."""
     torch.manual_seed(0)
     model = Skip()
     batch = (torch.randn(256, DIM), torch.randn(256, DIM))
@@ -73,7 +73,7 @@ class Wire:
 
 
 def sent_by(made: Timed, body: Body) -> list[Any]:
-    """What place 0 sends while it plays its row, and "end" where a part has ended."""
+    """What pipeline rank 0 sends while it plays its row, and "end" where a part has ended."""
     events: list[Any] = []
 
     class Noting(RowEngine):

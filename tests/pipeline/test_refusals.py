@@ -67,7 +67,7 @@ def test_what_couples_samples(
 def test_micro_batches_that_do_not_divide(layout: str, most: int) -> None:
     """As many as divide each rank's 28 or 14 samples; it is said."""
     step, model, optimizer, batches = stacks.built("stack")
-    with pytest.warns(UserWarning, match=f"micro=5 .* go through in {most} .*drop_last=True"):
+    with pytest.warns(UserWarning, match=f"micro=5 .* rank takes them in {most} .*drop_last=True"):
         found = tutti.verify(step, model, optimizer, batches[0], layout, steps=1)
     assert found.ok
 
@@ -83,7 +83,7 @@ def test_more_stages_than_there_is_to_do() -> None:
 
 def test_a_second_update_on_what_the_first_one_made() -> None:
     error = by_verify("twice", "pipe=2")
-    assert isinstance(error, ShardingError) and "reads what an update has made" in error.what
+    assert isinstance(error, ShardingError) and "reads the result of an update" in error.what
     assert "needs all its samples" in by_verify("twice", "micro=4").what
 
 

@@ -90,7 +90,7 @@ def test_what_is_not_said_has_its_default() -> None:
         ("average(every=1.5)", "is not a whole number", "every=16"),
         ("diloco(lr=fast)", "is not a number", "lr=0.7"),
         ("diloco(lr=nan)", "below 0", "lr=0 or more"),
-        ("average(every=2, every=3)", '"every" stands twice', "keep one"),
+        ("average(every=2, every=3)", '"every" appears twice', "keep one"),
         ("average(every=0)", "every=0 is below 1", "every=1"),
         ("average(every=4, then=6)", "no multiple", "then=16"),
         ("average(every=4, then=4)", "no multiple", "then=16"),

@@ -58,11 +58,12 @@ def test_state_names_its_place_and_each_place_its_bytes() -> None:
     owners = in_time(made).owners
     table = rows(explain(made), "state")
     head = table[0]
-    assert head[:7] == ["state", "dtype", "shape", "stored", "computed", "place", "per rank"]
+    assert head[:7] == ["state", "dtype", "shape", "stored", "computed", "pipe", "per rank"]
     found = {row[0]: row[-2] for row in table[1:-1]}
     assert found == {n: ", ".join(map(str, sorted(at))) for n, at in owners.items()}
     assert re.fullmatch(
-        r"in all [\d.]+ kB, [\d.]+ kB per rank of places 0 to 1, of [\d.]+ kB", " ".join(table[-1])
+        r"in all [\d.]+ kB, [\d.]+ kB per rank of pipeline ranks 0 to 1, of [\d.]+ kB",
+        " ".join(table[-1]),
     )
     assert explain(made).startswith(f'layout "{PIPE}": 2 ranks, mesh pipe=2\n')
 
@@ -76,7 +77,7 @@ def test_stages_hold_every_module_once_and_share_the_time() -> None:
     slow, fast = sorted((s.seconds for s in found.stages), reverse=True)
     assert fast > 0.6 * slow
     table = rows(explain(program("gpt", PIPE), made=made), "stage")
-    assert [row[:2] for row in table] == [["stage", "place"], ["0", "0"], ["1", "1"]]
+    assert [row[:2] for row in table] == [["stage", "pipe"], ["0", "0"], ["1", "1"]]
     assert all(re.search(r"\.py:\d+$", row[5]) for row in table[1:])
 
 
@@ -90,7 +91,7 @@ def test_messages_are_counted_with_their_bytes_and_lines() -> None:
     assert all(re.search(r"\.py:\d+$", m.source) for m in found)
     total = sum(m.nbytes * m.times for m in forecast(made).messages)
     report = explain(program("gpt", PIPE), made=made)
-    assert f"{format_nbytes(total)} a step cross between places" in report
+    assert f"{format_nbytes(total)} a step cross between pipeline ranks" in report
 
 
 def test_the_schedule_is_drawn_with_its_idle_share() -> None:
@@ -103,7 +104,7 @@ def test_the_schedule_is_drawn_with_its_idle_share() -> None:
         assert (
             f"{line} {format_seconds(timeline.seconds)}, {timeline.idle_share:.1%} of it" in report
         )
-        drawn = [re.findall(r"[FB]\d", x) for x in report.splitlines() if x.startswith("place ")]
+        drawn = [re.findall(r"[FB]\d", x) for x in report.splitlines() if x.startswith("pipe ")]
         expected = [[str(a)[1:] for a in row] for row in made.schedule.rows]
         assert [row for row in drawn if row] == expected
 
@@ -120,7 +121,7 @@ def test_the_graph_shows_parts_and_parses_back(layout: str) -> None:
     for pipe_rank, body in enumerate(made.bodies):
         for stage, kind in body.parts:
             assert f"# part {stage}{kind}\n" in report
-        assert (f"# place {pipe_rank}\n" in report) == (len(made.bodies) > 1)
+        assert (f"# pipeline rank {pipe_rank}\n" in report) == (len(made.bodies) > 1)
         assert " ".join(map(str, body.row)) in report
 
 

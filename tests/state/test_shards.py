@@ -173,7 +173,7 @@ def onlookers(layout: str) -> list[int]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(torch.ones(8, 4))
-        found.append(sum("looks at the memory" in str(w.message) for w in caught))
+        found.append(sum("shares the memory" in str(w.message) for w in caught))
         del kept
     return found
 

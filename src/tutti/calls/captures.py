@@ -171,8 +171,8 @@ class Captures:
     def _state(self, captured: Captured) -> list[StateTensor] | None:
         """The current state; None if it differs from the state of a trace."""
         state = state_of(self._model, self._optimizer)
-        for name, place in captured.outside.items():
-            value = self._python.state.place_like(place).get()
+        for name, entry in captured.outside.items():
+            value = self._python.state.entry_like(entry).get()
             if not isinstance(value, Tensor):
                 return None
             state.append(StateTensor(name, "buffer", value))

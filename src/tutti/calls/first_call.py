@@ -178,18 +178,18 @@ def first_call_undone(
 
 
 def _versions(python: PythonValues) -> dict[str, Any]:
-    """By name of a place, a version of its value that reveals changes."""
+    """By name of an entry, a version of its value that reveals changes."""
     python.walk()
     state = python.state
     found: dict[str, Any] = {}
-    for name, place, value in named(state.tables):
-        if value is not MISSING and not _is_activation(state, place, value):
+    for name, entry, value in named(state.tables):
+        if value is not MISSING and not _is_activation(state, entry, value):
             found.setdefault(name, _version(value))
     return found
 
 
-def _is_activation(state: Any, place: TableEntry, value: Any) -> bool:
-    return isinstance(value, Tensor) and state.holds_value_of_module(place)
+def _is_activation(state: Any, entry: TableEntry, value: Any) -> bool:
+    return isinstance(value, Tensor) and state.holds_value_of_module(entry)
 
 
 def _version(value: Any) -> Any:

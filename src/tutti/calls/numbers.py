@@ -1,4 +1,4 @@
-"""Reads the input numbers of a call's graph from their places without a walk."""
+"""Reads the input numbers of a call's graph from their entries without a walk."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Numbers:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer, self._optimizers = optimizer, optimizers_of(optimizer)
-        # The last groups, the kinds of their values, and the place of each number.
+        # The last groups, the kinds of their values, and the entry of each number.
         self._groups: list[dict[str, Any]] = []
         self._kinds: list[Any] = []
-        self._places: list[tuple[str, dict[str, Any], str, int | None]] = []
+        self._entries: list[tuple[str, dict[str, Any], str, int | None]] = []
 
     def of(self, leaves: Sequence[Any], python: Mapping[str, float]) -> dict[str, float]:
         """As `capture.state.lift.numbers`; `python` are the numbers of the step's own Python."""
@@ -26,12 +26,12 @@ class Numbers:
         if kinds != self._kinds or not are_same(groups, self._groups):
             self._groups, self._kinds = groups, kinds
             hypers = hypers_of(self._optimizer)
-            self._places = [
+            self._entries = [
                 (h.name, h.optimizer.param_groups[h.group], h.key, h.item) for h in hypers
             ]
         values = {
             name: group[key] if item is None else group[key][item]
-            for name, group, key, item in self._places
+            for name, group, key, item in self._entries
         }
         if not all(type(x) is float for x in values.values()):  # integers and tensors
             return numbers(self._optimizer, leaves, python)

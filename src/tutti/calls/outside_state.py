@@ -23,26 +23,26 @@ class Outside:
     def __init__(self, captured: Captured, values: PythonValues) -> None:
         self._captured, self._values = captured, values
         self._state = values.state
-        self._places = self._found()
+        self._entries = self._found()
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._entries)
 
     def _found(self) -> list[TableEntry]:
-        return [self._state.place_like(p) for p in self._captured.outside.values()]
+        return [self._state.entry_like(p) for p in self._captured.outside.values()]
 
     def tensors(self) -> list[Tensor]:
         """The current tensors; a copy of a view of another tensor, which no step writes."""
         if self._values.state is not self._state:
             self._state = self._values.state
-            self._places = self._found()
-        found = [place.get() for place in self._places]
+            self._entries = self._found()
+        found = [entry.get() for entry in self._entries]
         return [x if is_dense(x) else x.contiguous() for x in found]
 
     def agree(self, layout: Layout) -> None:
         """Broadcast rank 0's values; all ranks call this together."""
         self._refuse_in_a_pipeline(layout)
-        if not self._places or layout.num_ranks == 1:
+        if not self._entries or layout.num_ranks == 1:
             return
         found = dict(zip(self._captured.outside, self.tensors(), strict=True))
         check_order([f"state {n}: {list(x.shape)} {x.dtype}" for n, x in found.items()])
@@ -61,7 +61,7 @@ class Outside:
 
 def refuse_where_served(captured: Captured) -> None:
     """Servers keep only variables and their slots: each worker would have its own copy of other state."""
-    changed = [p.name for effect in captured.effects for p in effect.places]
+    changed = [entry.name for effect in captured.effects for entry in effect.entries]
     changed += [n for n in captured.updated if n in captured.outside]
     if changed:
         raise CaptureError(

@@ -41,7 +41,7 @@ class PythonValues:
     def __init__(self, step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._given = (step, model, optimizers)
         self.findings = Findings()
-        self.changed: set[str] = set()  # the names of places that the step changes
+        self.changed: set[str] = set()  # the names of entries that the step changes
         self._state: PythonState | None = None
         self._loose_names: set[str] = set()
         self._met: dict[Any, int] = {}
@@ -79,7 +79,7 @@ class PythonValues:
 
     def note_changed(self, captured: Captured) -> None:
         """Record the changes of a trace, for checkpoints."""
-        self.changed |= {p.name for effect in captured.effects for p in effect.places}
+        self.changed |= {entry.name for effect in captured.effects for entry in effect.entries}
         self.changed |= set(captured.outside) & set(captured.updated)
 
     def apply(self, effects: Sequence[Effect], results: Sequence[Any]) -> None:
@@ -87,10 +87,10 @@ class PythonValues:
         for effect, value in zip(effects, values_of(effects, results), strict=True):
             known = self._resolved.get(id(effect))
             if known is None:
-                places = tuple(self.state.place_like(p) for p in effect.places)
-                known = self._resolved[id(effect)] = effect, places
-            for place in known[1]:
-                place.put(value)
+                entries = tuple(self.state.entry_like(entry) for entry in effect.entries)
+                known = self._resolved[id(effect)] = effect, entries
+            for entry in known[1]:
+                entry.put(value)
 
     def _changed(self, before: PythonState, now: PythonState) -> set[str]:
         old = self._numbers
@@ -100,22 +100,22 @@ class PythonValues:
     def _plan(self, state: PythonState) -> None:
         """The reads of each call, and their last values."""
         self._numbers = _plain_numbers(state)
-        inputs = {(id(p.table), p.key) for n in state.numbers for p in n.places}
+        inputs = {(id(entry.table), entry.key) for n in state.numbers for entry in n.entries}
         strict: list[Read] = []
         held: list[Any] = []
-        self._places: list[TableEntry] = []
+        self._entries: list[TableEntry] = []
         self._loose: list[tuple[TableEntry, Any]] = []
         self._arrays: list[tuple[Any, Any]] = []
         for table in state.tables:
             keys = []
             for key, value in table.values().items():
-                place = TableEntry(table, key)
+                entry = TableEntry(table, key)
                 if value is MISSING or (id(table), key) in inputs:
                     continue
-                if state.is_scheduled(place, value):
+                if state.is_scheduled(entry, value):
                     continue
-                if isinstance(value, Tensor) and self._is_loose(state, place):
-                    self._loose.append((place, form_of(value)))
+                if isinstance(value, Tensor) and self._is_loose(state, entry):
+                    self._loose.append((entry, form_of(value)))
                     continue
                 if has_contents(value):
                     self._arrays.append((value, contents_of(value)))
@@ -123,12 +123,12 @@ class PythonValues:
                     continue
                 keys.append(key)
                 held.append(value)
-                self._places.append(place)
+                self._entries.append(entry)
             if keys:
                 strict.append(table.reader(keys))
                 if table.width(keys) == 2:
                     held.append(held[-1])
-                    self._places.append(self._places[-1])
+                    self._entries.append(self._entries[-1])
         self._strict, self._held = strict, held
         self._holders = state.holders
         self._held_by = [*chain.from_iterable(map(call, self._holders))]
@@ -138,20 +138,20 @@ class PythonValues:
         self._plan_inputs(state.numbers)
 
     def _plan_inputs(self, numbers: Sequence[Number]) -> None:
-        places = [p for n in numbers for p in n.places]
+        entries = [entry for n in numbers for entry in n.entries]
         self._names = [n.name for n in numbers]
-        self._inputs = [p.table.reader([p.key]) for p in places]
+        self._inputs = [p.table.reader([p.key]) for p in entries]
         firsts, at = [], 0
         for n in numbers:
-            firsts += [at] * len(n.places)
-            at += len(n.places)
+            firsts += [at] * len(n.entries)
+            at += len(n.entries)
         self._firsts = firsts
         self._at = sorted(set(firsts))
-        self._types = [type(p.get()) for p in places]
-        self._several = len(places) != len(numbers)
+        self._types = [type(p.get()) for p in entries]
+        self._several = len(entries) != len(numbers)
 
-    def _is_loose(self, state: PythonState, place: TableEntry) -> bool:
-        return place.name in self._loose_names or state.holds_value_of_module(place)
+    def _is_loose(self, state: PythonState, entry: TableEntry) -> bool:
+        return entry.name in self._loose_names or state.holds_value_of_module(entry)
 
     def _values(self) -> dict[str, float] | None:
         """The inputs; None if another value has changed."""
@@ -178,12 +178,12 @@ class PythonValues:
     def _note_other_tensors(self, now: list[Any]) -> None:
         """Make a tensor that has replaced another loose."""
         if len(now) == len(self._held):
-            for value, held, place in zip(now, self._held, self._places, strict=True):
+            for value, held, entry in zip(now, self._held, self._entries, strict=True):
                 if value is not held and may_be_input(held) and may_be_input(value):
-                    self._loose_names.add(place.name)
+                    self._loose_names.add(entry.name)
 
     def _are_loose_ones_there(self) -> bool:
-        return all(form_of(place.get()) == form for place, form in self._loose)
+        return all(form_of(entry.get()) == form for entry, form in self._loose)
 
 
 def form_of(value: Any) -> Any:

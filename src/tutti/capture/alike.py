@@ -22,21 +22,21 @@ def difference(one: Captured, other: Captured) -> str:
     if not _alike(_results(one), _results(other)):
         return "results"
     mine, theirs = list(one.graph.nodes), list(other.graph.nodes)
-    place = dict(zip(mine, theirs, strict=False))
-    for x, y in place.items():
-        if what := _between(one, other, x, y, place):
+    nodes = dict(zip(mine, theirs, strict=False))
+    for x, y in nodes.items():
+        if what := _between(one, other, x, y, nodes):
             return f"{what} of {x.format_node()} and {y.format_node()}"
     return "" if len(mine) == len(theirs) else f"{len(mine)} nodes and {len(theirs)}"
 
 
 def _between(
-    one: Captured, other: Captured, x: fx.Node, y: fx.Node, place: Mapping[fx.Node, fx.Node]
+    one: Captured, other: Captured, x: fx.Node, y: fx.Node, nodes: Mapping[fx.Node, fx.Node]
 ) -> str:
-    """The difference between two nodes; `place` maps nodes of `one` to those of `other`."""
+    """The difference between two nodes; `nodes` maps nodes of `one` to those of `other`."""
     by_name = x.op in ("placeholder", "get_attr")
     if x.op != y.op or not (by_name or x.target == y.target):
         return "the op"
-    given = map_arg((x.args, x.kwargs), lambda n: place.get(n, n))
+    given = map_arg((x.args, x.kwargs), lambda n: nodes.get(n, n))
     if not _alike(given, (y.args, y.kwargs)):
         return "what is given"
     if _like(x.meta.get("val")) != _like(y.meta.get("val")):
@@ -51,8 +51,10 @@ def _constant(captured: Captured, node: fx.Node) -> Any:
 
 
 def _results(captured: Captured) -> Any:
-    effects = [([p.name for p in e.places], _form(e.spec), e.num_leaves) for e in captured.effects]
-    numbers = [(n.name, [p.name for p in n.places]) for n in captured.numbers]
+    effects = [
+        ([entry.name for entry in e.entries], _form(e.spec), e.num_leaves) for e in captured.effects
+    ]
+    numbers = [(n.name, [entry.name for entry in n.entries]) for n in captured.numbers]
     outside = [*captured.outside]
     return _form(captured.returned), effects, numbers, captured.num_returned, outside
 

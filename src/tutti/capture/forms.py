@@ -63,7 +63,7 @@ def flattened(value: Any) -> tuple[list[Any], TreeSpec]:
             leaves, form = tree_flatten(value)
     except RecursionError:
         raise CaptureError(
-            "an object among what the step takes or returns holds tensors, and itself",
+            "an argument or result of the step holds tensors and itself",
             why="it cannot be taken apart into tensors",
             fix="hand over its tensors: step(data.x, data.y)",
         ) from None

@@ -217,7 +217,7 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
             raise size_refused(traced)
         new = lifted.changed - findings.varying - findings.fixed - {h.name for h in lifted.hypers}
         if looked_at:
-            findings.fixed |= {p.name for name in looked_at for p in numbers[name].places}
+            findings.fixed |= {entry.name for name in looked_at for entry in numbers[name].entries}
         elif new:
             findings.varying |= new
         else:

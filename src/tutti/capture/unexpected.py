@@ -74,7 +74,7 @@ def refuse_untraced(traced: fx.GraphModule) -> None:
                 using += [x for x in one.users if x not in using]
             sources = (x.meta.get("source") for x in using)
             raise CaptureError(
-                "the step uses a tensor that was not made where it is captured",
+                "the step uses a tensor made outside its capture",
                 at=quoted(next(filter(None, sources), "")),
                 why="it comes from another thread, or was kept from an earlier capture",
                 fix="compute it in the step's own thread, from the step's arguments",

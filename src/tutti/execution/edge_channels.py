@@ -77,7 +77,7 @@ def in_common(made: Timed) -> list[str]:
     """The decisions that must be equal on all ranks, a line each: rows, messages, the sharding of state."""
     found = []
     for pipe_rank, body in enumerate(made.bodies):
-        found += [f"place {pipe_rank} does {do}" for do in body.row]
+        found += [f"pipeline rank {pipe_rank} does {do}" for do in body.row]
         for (stage, kind, other), names in body.messages.items():
             sizes = ", ".join(f"{n} {list(body.vals[n].shape)}" for n in names)
             found.append(f"{stage}{kind} sends stage {other}: {sizes}")
@@ -86,7 +86,8 @@ def in_common(made: Timed) -> list[str]:
             n for n in program.graph.nodes if n.target in (collectives.send, collectives.receive)
         )
         found += [
-            f"place {pipe_rank}: {n.target.__name__} {n.args[-2:]} at {_line(n)}" for n in nodes
+            f"pipeline rank {pipe_rank}: {n.target.__name__} {n.args[-2:]} at {_line(n)}"
+            for n in nodes
         ]
     return found + [f"{name} lives at {sorted(at)}" for name, at in made.owners.items()]
 

@@ -193,7 +193,7 @@ class _CodeWriter:
             sharding = Sharding.parse(str(text))
             index = self._at_each(
                 sharding.axes,
-                lambda place: sharding.index(int(dim), self.mesh, place).to(str(device)),  # type: ignore[arg-type]
+                lambda at: sharding.index(int(dim), self.mesh, at).to(str(device)),  # type: ignore[arg-type]
             )
             return index
         if node.target in (collectives.draw_part, torch.ops.tutti.draw.default):
@@ -242,17 +242,21 @@ class _CodeWriter:
     def _partialized(self, node: fx.Node) -> str | None:
         """Permanent zeros, on ranks that are not the first of a group; None if they cannot be permanent."""
         val: Any = node.meta["val"]
-        if self._has_place(node) and node.args[2] == "sum" and val.nbytes <= MOST_ZEROS_NBYTES:
+        if (
+            self._has_coordinates(node)
+            and node.args[2] == "sum"
+            and val.nbytes <= MOST_ZEROS_NBYTES
+        ):
             return None if is_overwritten(node) else self._zeros(val)
         return None
 
     def _is_first(self, node: fx.Node) -> bool:
         """Whether `node` is the share of a value that this rank has whole."""
-        if node.target is not collectives.partialize or not self._has_place(node):
+        if node.target is not collectives.partialize or not self._has_coordinates(node):
             return False
         return self.mesh.index(collectives.axes_of(node), self.coordinates) == 0
 
-    def _has_place(self, node: fx.Node) -> bool:
+    def _has_coordinates(self, node: fx.Node) -> bool:
         """Whether this rank's coordinates over the axes of `node` are known and constant."""
         axes = collectives.axes_of(node)
         return "replica" not in axes and all(a in self.coordinates for a in axes)
@@ -308,7 +312,7 @@ class _CodeWriter:
     def _at_each(self, axes: Iterable[str], make: Callable[[dict[str, int]], Any]) -> str:
         """The result of `make` for this rank, and for the current micro-batch if it depends on it."""
         if self.moments and MICRO in axes:
-            return f"{self._constant([make(place) for place in self.moments])}[{MICRO}]"
+            return f"{self._constant([make(at) for at in self.moments])}[{MICRO}]"
         return self._constant(make(self.moments[0] if self.moments else self.coordinates))
 
     def _drawing(self, node: fx.Node) -> str:
@@ -317,8 +321,8 @@ class _CodeWriter:
         kind, shape, params, dtype, device = given[:5]
         sharding = Sharding.parse(given[6]) if len(given) > 6 else Sharding.whole(shape)
 
-        def drawing(place: dict[str, int]) -> Callable[[int], Any]:
-            index = [sharding.index(d, self.mesh, place) for d in range(len(sharding.dims))]
+        def drawing(at: dict[str, int]) -> Callable[[int], Any]:
+            index = [sharding.index(d, self.mesh, at) for d in range(len(sharding.dims))]
             block: Any = random.RandomBlock.of(index, sharding.shape, device)  # type: ignore[arg-type]
 
             def draw(key: int) -> Any:

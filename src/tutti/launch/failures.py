@@ -29,7 +29,7 @@ class RankEnd:
     rank: int
     exit_code: int | None
     failure: Failure | None
-    place: StoppedAt | None
+    stopped_at: StoppedAt | None
     ended: Exit | None
     log: Path | None
     seen: Seen = UNSEEN
@@ -58,7 +58,7 @@ class RankEnd:
     @property
     def seconds(self) -> float:
         """The time of the rank's loss (monotonic), by its own or the launcher's record; else infinity."""
-        notes = (self.failure, self.place, self.ended)
+        notes = (self.failure, self.stopped_at, self.ended)
         times = [*(note.seconds for note in notes if note is not None), self.seen.seconds]
         return min((t for t in times if t is not None), default=_UNKNOWN)
 
@@ -105,7 +105,7 @@ class RankEnd:
     @property
     def where(self) -> str:
         """Such as "waited in all_reduce over data (4 kB) at train.py:12"; "" if not known."""
-        known = self.failure or self.place
+        known = self.failure or self.stopped_at
         if known is None or not known.line:
             return ""
         verb = f"waited in {known.collective}" if known.collective else "was"

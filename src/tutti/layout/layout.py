@@ -63,7 +63,7 @@ class Layout:
             name, equals, value = word.partition("=")
             if name in axes or name in options:
                 raise LayoutError(
-                    f'"{name}" stands twice in layout "{text}"', fix="keep one of them"
+                    f'"{name}" appears twice in layout "{text}"', fix="keep one of them"
                 )
             if name in AXES and equals:
                 axes[name] = _number(name, value, 1, text)
@@ -246,15 +246,15 @@ class Layout:
 
     @property
     def program_mesh(self) -> Mesh:
-        """The mesh of a program's shardings: `place_mesh`, and `micro` as an axis of time.
+        """The mesh of a program's shardings: `stage_mesh`, and `micro` as an axis of time.
 
         `micro` is the last axis. It has no ranks: each rank runs its micro-batches one after the other.
         """
-        axes = self.place_mesh.axes
+        axes = self.stage_mesh.axes
         return Mesh((*axes, ("micro", self.micro)) if self.micro > 1 else axes)
 
     @property
-    def place_mesh(self) -> Mesh:
+    def stage_mesh(self) -> Mesh:
         """The ranks of one pipeline rank of one replica; with servers, of all workers."""
         apart = ("pipe",) if self.server else ("replica", "pipe")
         return Mesh(tuple((a, s) for a, s in self.mesh.axes if a not in apart))

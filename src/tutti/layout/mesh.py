@@ -35,7 +35,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if len({name for name, _ in self.axes}) != len(self.axes):
-            raise LayoutError(f"an axis stands twice in {self}")
+            raise LayoutError(f"an axis appears twice in {self}")
 
     def __str__(self) -> str:
         return " ".join(f"{name}={size}" for name, size in self.axes)
@@ -94,10 +94,10 @@ class Mesh:
         sizes = dict(self.axes)
         groups = []
         for outer in product(*(range(sizes[name]) for name in rest)):
-            place = dict(zip(rest, outer, strict=True))
+            around = dict(zip(rest, outer, strict=True))
             groups.append(
                 [
-                    self.rank(place | dict(zip(axes, inner, strict=True)))
+                    self.rank(around | dict(zip(axes, inner, strict=True)))
                     for inner in product(*(range(sizes[name]) for name in axes))
                 ]
             )

@@ -264,11 +264,11 @@ def assemble(parts: Sequence[Tensor], sharding: Sharding, mesh: Mesh) -> Tensor:
     whole = parts[0].new_zeros(sharding.shape)
     pieces: dict[tuple[tuple[int, ...], ...], tuple[int, list[Tensor]]] = {}
     for rank, part in enumerate(parts):
-        place = mesh.coordinates(rank)
+        here = mesh.coordinates(rank)
         held = sharding.axes | sharding.partial_axes
-        if any(c for a, c in place.items() if a not in held):
+        if any(c for a, c in here.items() if a not in held):
             continue  # a replica of the rank at 0
-        key = tuple(tuple(mesh.index(seg.axes, place) for seg in dim) for dim in sharding.dims)
+        key = tuple(tuple(mesh.index(seg.axes, here) for seg in dim) for dim in sharding.dims)
         pieces.setdefault(key, (rank, []))[1].append(part)
     for rank, values in pieces.values():
         value = _reduce(values, sharding.partial) if len(values) > 1 else values[0]

@@ -147,7 +147,7 @@ class Programs:
         if self._num_forgotten == 1:
             warnings.warn(
                 f"the step has more than {self._most} programs, one for each batch of other sizes: "
-                "the one that was not called for longest is dropped, and made again when it is needed; "
+                "the step drops the least recently called one and captures it again when needed; "
                 f"{MOST_PROGRAMS.name} says how many are kept",
                 stacklevel=5,
             )

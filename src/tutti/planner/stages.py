@@ -103,7 +103,7 @@ class Forecast:
                 yield (
                     f"the cut before stage {after.number} ({os.path.basename(after.source)}) moves "
                     f"{nbytes} bytes a micro-batch, predicted {seconds:.2g} s, to save {saved:.2g} s of "
-                    "computing: fewer places would be faster, or another cut="
+                    "computing: fewer stages would be faster, or another cut="
                 )
 
 

@@ -151,8 +151,8 @@ def warn_of_uneven(unsplit: Sequence[Unsplit]) -> None:
     """Warn, once for a shape, of the cost of a batch that does not divide."""
     for name, size, axis, ways in unsplit[:1]:
         warnings.warn(
-            f"the {size} samples of {_called(name)} do not divide by {axis}={ways}: every rank works out all "
-            "of them, which takes as long as on one device; DataLoader(drop_last=True) leaves such a batch "
+            f"the {size} samples of {_called(name)} do not divide by {axis}={ways}: every rank computes all "
+            "of them, in the time of one device; DataLoader(drop_last=True) leaves such a batch "
             "out, and a size that divides splits it",
             stacklevel=2,
         )
@@ -162,7 +162,7 @@ def warn_of_micro(asked: int, found: int) -> None:
     """Warn that a batch runs in fewer slices, which take more memory."""
     if asked != found:
         warnings.warn(
-            f"micro={asked} does not divide each rank's samples: they go through in {found} "
+            f"micro={asked} does not divide each rank's samples: each rank takes them in {found} "
             f"{'slice' if found == 1 else 'slices'}, which takes more memory; DataLoader(drop_last=True) "
             "leaves such a batch out",
             stacklevel=2,

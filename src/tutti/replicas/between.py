@@ -89,8 +89,8 @@ class Between:
     @property
     def speaks(self) -> bool:
         """Whether this is the first rank of the remaining replicas."""
-        place = self.mesh.coordinates(self._ranks[self.replica])
-        first = not any(n for axis, n in place.items() if axis != "replica")
+        here = self.mesh.coordinates(self._ranks[self.replica])
+        first = not any(n for axis, n in here.items() if axis != "replica")
         return first and self.replica == self.here()[0]
 
     def mean(self, due: Round, side: Mean) -> Message:

@@ -41,9 +41,9 @@ class Pairs(Strategy):
 
     def partner(self, step: int, replica: int, here: Sequence[int]) -> int | None:
         """The replica that a caller calls after `step`; None for an answering replica or a lone one."""
-        place = sorted(here).index(replica)
+        position = sorted(here).index(replica)
         others = sorted(here)[1::2]
-        if place % 2 or not others:
+        if position % 2 or not others:
             return None
         return others[random.key(replica, _STREAM, step) % len(others)]
 

@@ -50,7 +50,7 @@ def parse(text: str) -> Strategy:
                 fix=_near(key, list(known)) or str(made()),  # type: ignore[call-arg]
             )
         if key in options:
-            raise LayoutError(f'"{key}" stands twice in sync={text}', fix="keep one of them")
+            raise LayoutError(f'"{key}" appears twice in sync={text}', fix="keep one of them")
         options[key] = _value(name, known[key], value)
     return made(**options)
 

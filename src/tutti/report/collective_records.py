@@ -24,7 +24,7 @@ class Record:
 
     `dtype` is short (`f32`): that of the moved data, which for a sum over ranks may be wider than the value.
     `nbytes` is the traffic of each rank by a bandwidth-optimal algorithm on its group, for each of the
-    `times` that it runs in a step: once a micro-batch inside a loop. `place` is the pipeline rank of its
+    `times` that it runs in a step: once a micro-batch inside a loop. `pipe_rank` is the pipeline rank of its
     ranks.
     """
 
@@ -38,7 +38,7 @@ class Record:
     dtype: str
     nbytes: int
     times: int = 1
-    place: int = 0
+    pipe_rank: int = 0
 
 
 def records(program: Program, made: Timed | None = None) -> list[Record]:
@@ -51,7 +51,7 @@ def records(program: Program, made: Timed | None = None) -> list[Record]:
     found = []
     for pipe_rank, one in enumerate((made or in_time(program)).programs):
         for node, times in _with_times(one.graph):
-            found.append(replace(_record(program, node), times=times, place=pipe_rank))
+            found.append(replace(_record(program, node), times=times, pipe_rank=pipe_rank))
     return found
 
 

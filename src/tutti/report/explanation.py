@@ -55,7 +55,8 @@ def explain(
         graphs = [one.graph for one in made.programs] if made else [program.graph]
         several = len(graphs) > 1
         parts += [
-            (f"# place {i}\n" if several else "") + text.text(g) for i, g in enumerate(graphs)
+            (f"# pipeline rank {i}\n" if several else "") + text.text(g)
+            for i, g in enumerate(graphs)
         ]
     return "\n\n".join(parts)
 
@@ -72,7 +73,8 @@ def _memory(
     peaks = ", ".join(format_nbytes(m.peak_nbytes) for m in every)
     here = predict(program, run) if run is not None else most
     return [
-        memory_text(here, measured) + f"\npredicted peaks of places 0 to {len(every) - 1}: {peaks}"
+        memory_text(here, measured)
+        + f"\npredicted peaks of pipeline ranks 0 to {len(every) - 1}: {peaks}"
     ]
 
 
@@ -107,12 +109,12 @@ def _layout_table(program: Program, made: Timed | None) -> str:
                 program.plan.reasons.get(state.name, ""),
             )
         )
-    column = ("place",) if owners else ()
+    column = ("pipe",) if owners else ()
     head = ("state", "dtype", "shape", "stored", "computed", *column, "per rank", "")
     last = f"in all {format_nbytes(max(totals.values()))} per rank of {format_nbytes(whole)}"
     if owners:
-        by_pipe_rank = ", ".join(format_nbytes(n) for n in totals.values())
-        last = f"in all {by_pipe_rank} per rank of places 0 to {pipe_ranks[-1]}, of {format_nbytes(whole)}"
+        each = ", ".join(format_nbytes(n) for n in totals.values())
+        last = f"in all {each} per rank of pipeline ranks 0 to {pipe_ranks[-1]}, of {format_nbytes(whole)}"
     return f"{columns(head, rows)}\n{last}"
 
 
@@ -132,17 +134,18 @@ def _collectives_table(program: Program, made: Timed | None) -> str:
     for r in found:
         cause = r.cause.partition(" (")[0]
         key = (os.path.basename(r.source), r.region, r.kind, r.dtype, "+".join(r.axes), cause)
-        grouped.setdefault((str(r.place), *key) if several else key, []).append(r)
+        grouped.setdefault((str(r.pipe_rank), *key) if several else key, []).append(r)
     rows = [(*key, str(_count(of)), format_nbytes(_nbytes(of))) for key, of in grouped.items()]
     head = ("line", "region", "collective", "dtype", "over", "cause", "count", "bytes sent")
     last = f"{_count(found)} collectives a step, {format_nbytes(_nbytes(found))} sent by each rank"
     if several:
         assert made is not None
-        of = [[r for r in found if r.place == p] for p in range(len(made.programs))]
+        of = [[r for r in found if r.pipe_rank == p] for p in range(len(made.programs))]
         totals = (
-            f"{_count(r)} at place {p}, {format_nbytes(_nbytes(r))}" for p, r in enumerate(of)
+            f"{_count(r)} at pipeline rank {p}, {format_nbytes(_nbytes(r))}"
+            for p, r in enumerate(of)
         )
-        head, last = ("place", *head), f"collectives a step: {'; '.join(totals)} sent by each rank"
+        head, last = ("pipe", *head), f"collectives a step: {'; '.join(totals)} sent by each rank"
     return f"{columns(head, rows)}\n{last}" if rows else "no collectives"
 
 

@@ -46,7 +46,7 @@ def _stages_table(found: Forecast) -> str:
         )
         for s in found.stages
     ]
-    return columns(("stage", "place", *kinds, "share", "begins at", "modules"), rows)
+    return columns(("stage", "pipe", *kinds, "share", "begins at", "modules"), rows)
 
 
 def _modules(stage: Stage, most: int = 8) -> str:
@@ -70,8 +70,8 @@ def _messages_table(found: Forecast) -> str:
         for m in found.messages
     ]
     total = sum(m.nbytes * m.times for m in found.messages)
-    head = ("places", "what", "when", "values", "bytes each time", "made at")
-    last = f"{format_nbytes(total)} a step cross between places"
+    head = ("pipe", "what", "when", "values", "bytes each time", "made at")
+    last = f"{format_nbytes(total)} a step cross between pipeline ranks"
     return f"{columns(head, rows)}\n{last}" if rows else "nothing crosses between places"
 
 
@@ -85,5 +85,5 @@ def _schedule_text(made: Timed, timeline: Timeline) -> str:
     )
     if sum(map(len, timeline.rows)) > MOST_ACTIONS:
         return line
-    drawn = staircase(timeline, label="place")
+    drawn = staircase(timeline, label="pipe")
     return f"{drawn}\n\n{line}" if drawn.count("\n\n") < MOST_BLOCKS else line

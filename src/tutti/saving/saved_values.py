@@ -15,7 +15,7 @@ from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, TableEntry, 
 from tutti.capture.python.plain_values import is_plain_number
 from tutti.errors import CheckpointError
 
-# The prefix of the names of places, which could equal those of weights.
+# The prefix of the names of entries, which could equal those of weights.
 PREFIX = "python."
 
 
@@ -23,10 +23,10 @@ def to_save(values: PythonValues) -> dict[str, Tensor]:
     """The Python values that the step changes, as tensors: numbers and switches without dims."""
     values.walk()
     found: dict[str, Tensor] = {}
-    for name, place in _places(values).items():
+    for name, entry in _entries(values).items():
         if name not in values.changed:
             continue
-        value = place.get()
+        value = entry.get()
         if isinstance(value, Tensor):
             found[PREFIX + name] = value.detach()
         elif isinstance(value, bool) or is_plain_number(value):
@@ -39,12 +39,12 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def check(values: PythonValues, saved: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` for a value without a place in this step."""
+    """Raise `CheckpointError` for a value without an entry in this step."""
     values.walk()
     for name in saved:
-        if _place(values, name.removeprefix(PREFIX)) is None:
+        if _entry(values, name.removeprefix(PREFIX)) is None:
             raise CheckpointError(
-                f'the checkpoint has a value for "{name.removeprefix(PREFIX)}", which the step has not',
+                f'the checkpoint has a value for "{name.removeprefix(PREFIX)}", which the step lacks',
                 at=where,
                 why="a step's counts and tensors outside of its model are part of its state",
                 fix="the step, and what it reaches, as when it was saved",
@@ -56,21 +56,21 @@ def put(values: PythonValues, saved: Mapping[str, Tensor]) -> None:
     values.walk()
     with torch.no_grad():
         for name, value in saved.items():
-            place = _place(values, name.removeprefix(PREFIX))
-            assert place is not None  # by `check`
-            values.changed.add(place.name)
-            old = place.get()
+            entry = _entry(values, name.removeprefix(PREFIX))
+            assert entry is not None  # by `check`
+            values.changed.add(entry.name)
+            old = entry.get()
             if isinstance(old, Tensor) and old.shape == value.shape:
                 old.copy_(value)
             elif value.dim() or isinstance(old, Tensor) or value.dtype not in _DTYPES.values():
-                place.put(value.clone())
+                entry.put(value.clone())
             else:
-                place.put(value.item())
+                entry.put(value.item())
 
 
-def _place(values: PythonValues, name: str) -> TableEntry | None:
-    """The place of a value of this name, also a future one: a dict may lack the key before the first call."""
-    known = _places(values)
+def _entry(values: PythonValues, name: str) -> TableEntry | None:
+    """The entry of a value of this name, also a future one: a dict may lack the key before the first call."""
+    known = _entries(values)
     if name in known:
         return known[name]
     for table in values.state.tables:
@@ -85,8 +85,8 @@ def _place(values: PythonValues, name: str) -> TableEntry | None:
     return None
 
 
-def _places(values: PythonValues) -> dict[str, TableEntry]:
+def _entries(values: PythonValues) -> dict[str, TableEntry]:
     every = [
-        (name, place) for name, place, value in named(values.state.tables) if value is not MISSING
+        (name, entry) for name, entry, value in named(values.state.tables) if value is not MISSING
     ]
     return dict(reversed(every))

@@ -87,7 +87,7 @@ class WorkerWeights:
         set_local(s.tensor, whole.to(s.tensor.device))
 
     def _part(self, name: str, whole: Tensor) -> Tensor:
-        return self.home.storage[name].cut(whole, self.home.layout.place_mesh, self.coordinates)
+        return self.home.storage[name].cut(whole, self.home.layout.stage_mesh, self.coordinates)
 
     def make_slots(self, variables: Iterable[ServedVariable]) -> None:
         """Make the optimizer's slots without values; on several ranks each makes its part."""

@@ -30,7 +30,7 @@ def warn_of_onlookers(state: Iterable[StateTensor], leaving: Iterable[str]) -> N
         # the state's own, and the one just made to ask
         if s.name in wanted and num_uses(storage) > own[storage_id(storage)] + 1:
             warnings.warn(
-                f'another tensor looks at the memory of "{s.name}" (a flat view, a state_dict() that is '
+                f'another tensor shares the memory of "{s.name}" (a flat view, a state_dict() that is '
                 "kept): it stays as it is now, while steps change the weight; step.model_state() gives the "
                 "weights of then",
                 stacklevel=2,

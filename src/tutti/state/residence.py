@@ -108,7 +108,7 @@ class Residence:
         together the first time.
         """
         if not self.meshes:
-            mesh = self.layout.place_mesh
+            mesh = self.layout.stage_mesh
             axes = dtensor_axes(mesh)
             order = [list(mesh).index(a) for a in axes]
             num_meshes = self.layout.axes.get("pipe", 1) * self.layout.num_replicas
@@ -116,7 +116,7 @@ class Residence:
                 num_meshes, *(n for _, n in mesh.axes)
             )
             for here in ranks:
-                named = (here.permute(order), axes) if axes else (here.reshape(1), ("place",))
+                named = (here.permute(order), axes) if axes else (here.reshape(1), ("rank",))
                 self.meshes.append(DeviceMesh(device.type, named[0], mesh_dim_names=named[1]))
         return self.meshes[self.replica * self.layout.axes.get("pipe", 1) + pipe_rank]
 
@@ -370,7 +370,7 @@ def part_of(
         # of a scalar too, as `from_local` takes the global shape of one from its local tensor
         nothing = whole.new_empty((0,) if sharding.shape else ())
         return as_shard(nothing, sharding, home, device, entry.tensor, keeper)
-    local = sharding.cut(whole, home.layout.place_mesh, coordinates)
+    local = sharding.cut(whole, home.layout.stage_mesh, coordinates)
     if sharding.axes:
         local = local.clone(memory_format=torch.contiguous_format)
     return as_shard(local, sharding, home, device, entry.tensor, keeper)
@@ -388,7 +388,7 @@ def as_shard(
     x: Any = DTensor.from_local(
         local,
         home.device_mesh(device, pipe_rank),
-        placements(sharding, home.layout.place_mesh),
+        placements(sharding, home.layout.stage_mesh),
         run_check=False,
         shape=torch.Size(sharding.shape),
         stride=_stride(sharding.shape),

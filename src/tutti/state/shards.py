@@ -110,7 +110,7 @@ class StateShard(AnsweringDTensor):
 
     def _refuse_elsewhere(self) -> None:
         if self.device_mesh.get_coordinate() is None:
-            refuse(self, "a rank of another place of the pipeline")
+            refuse(self, "another pipeline rank")
 
     def data_ptr(self) -> int:
         """The address of this rank's part."""
@@ -275,7 +275,7 @@ def _like(shards: list[StateShard], name: str) -> StateShard:
     for x in shards:
         same = x.shape == like.shape and x.device_mesh == like.device_mesh
         if not same or x.placements != like.placements:
-            refuse(x, f"{name} with a tensor that lies otherwise")
+            refuse(x, f"{name} with a tensor of another sharding")
     return like
 
 
@@ -284,7 +284,7 @@ def _operand(x: Tensor, like: StateShard, name: str) -> Tensor:
     if isinstance(x, DTensor):
         same = x.device_mesh == like.device_mesh and x.placements == like.placements
         if not same or x.shape != like.shape or any(isinstance(p, Partial) for p in x.placements):
-            refuse(like, f"{name} with a tensor that lies otherwise")
+            refuse(like, f"{name} with a tensor of another sharding")
         return local_part(x)
     if not x.dim():
         return x

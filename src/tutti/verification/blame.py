@@ -52,8 +52,10 @@ def first_difference_of(
     one = {n: promoted_value(x) for n, x in start.items()}
     wide = {n: promoted_value(x) for n, x in feed.items()}
     mesh, captured = program.mesh, program.captured
-    places = [mesh.coordinates(r) for r in range(mesh.num_ranks)]
-    many = [{n: program.storage[n].cut(x, mesh, p).clone() for n, x in one.items()} for p in places]
+    everywhere = [mesh.coordinates(r) for r in range(mesh.num_ranks)]
+    many = [
+        {n: program.storage[n].cut(x, mesh, p).clone() for n, x in one.items()} for p in everywhere
+    ]
     dense, dense_owner, dense_back = promoted(captured.graph, captured.owner)
     local, local_owner, local_back = promoted(program.graph, captured.owner)
     holds: dict[fx.Node, tuple[fx.Node, Sharding]] = {}
@@ -155,8 +157,8 @@ class _Finder:
             return True
         first: dict[tuple[int, ...], Tensor] = {}
         for rank, part in enumerate(parts):
-            place = self.mesh.coordinates(rank)
-            key = tuple(place[a] for a in sorted(sharding.axes))
+            here = self.mesh.coordinates(rank)
+            key = tuple(here[a] for a in sorted(sharding.axes))
             lead = first.setdefault(key, part)
             if float(largest_difference(part, lead)) > PARTITION_TOLERANCE * scale:
                 return False

@@ -75,7 +75,7 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def snapshot(captured: Captured, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     now = {s.name: s.tensor for s in state_of(model, optimizer)}
-    now |= {name: place.get() for name, place in captured.outside.items()}
+    now |= {name: entry.get() for name, entry in captured.outside.items()}
     return {s.name: now[s.name].detach().clone() for s in captured.state}
 
 
@@ -336,7 +336,7 @@ class CaptureComparison:
     def run(self, steps: int) -> None:
         """Take `steps` steps on both sides, or fewer if a later step is another program."""
         python = PythonState(self.train_step, self.model, optimizers_of(self.optimizer), Findings())
-        outside = {name: place.get() for name, place in self.captured.outside.items()}
+        outside = {name: entry.get() for name, entry in self.captured.outside.items()}
         with python.restored():
             try:
                 self._run(steps)
@@ -364,7 +364,7 @@ class CaptureComparison:
                 given = self.train_step, self.model, self.optimizer, self.batch
                 result = eagerly(*given, seed=self.seed, step=k, precision=self.precision)
                 eager, _ = flattened(returnable(result))
-            eager += [x for e in self.captured.effects for x in tree_leaves(e.places[0].get())]
+            eager += [x for e in self.captured.effects for x in tree_leaves(e.entries[0].get())]
             kept = [x.detach().clone() if isinstance(x, Tensor) else x for x in eager]
             now = snapshot(self.captured, self.model, self.optimizer)
             self.eager.append(Made(kept, found, {n: now[n] for n in self.captured.updated}))
@@ -385,7 +385,7 @@ class CaptureComparison:
     def _named(self, i: int) -> str:
         if i < self.captured.num_returned:
             return f"returned value {i}"
-        leaves = [e.places[0].name for e in self.captured.effects for _ in range(e.num_leaves)]
+        leaves = [e.entries[0].name for e in self.captured.effects for _ in range(e.num_leaves)]
         return leaves[i - self.captured.num_returned]
 
     def _changes(self, mine: dict[str, Tensor]) -> None:

@@ -40,14 +40,14 @@ def copies_in_place(
     with python.restored(), warnings.catch_warnings():
         # The copy has its own `step`, without the wrapper by which a schedule notices its calls.
         warnings.filterwarnings("ignore", "Seems like `optimizer.step")
-        for _, place, value in list(named(python.tables)):
-            held = place.table.find()
+        for _, entry, value in list(named(python.tables)):
+            held = entry.table.find()
             # its holder may have a copy, too, which holds the copies already
-            if value is MISSING or id(held) in memo or not place.table.writable:
+            if value is MISSING or id(held) in memo or not entry.table.writable:
                 continue
             new = _stand_in(value, memo)
             if new is not value:
-                place.put(new)
+                entry.put(new)
         yield _stand_in(train_step, memo), *made
 
 

@@ -33,7 +33,7 @@ def following(
 
 def _named(effect: Effect, value: Any) -> dict[str, Any]:
     """An effect's result for each input by name; each item for a tuple of options."""
-    name = effect.places[0].name
+    name = effect.entries[0].name
     if isinstance(value, list | tuple):
         return {f"{name}.{i}": x for i, x in enumerate(value)}
     return {name: value}

@@ -247,7 +247,7 @@ class Subject:
             return Played.of(program, optimized(program, _target(program), without=without))
         made = in_time(program, cut_at=cut, without=without)
         return Played(
-            program.layout.place_mesh,
+            program.layout.stage_mesh,
             [optimized(one, _target(one), without=without) for one in made.programs],
             [one.captured.updated for one in made.programs],
             made.owners,

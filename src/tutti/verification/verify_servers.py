@@ -216,14 +216,14 @@ class _Comparison:
 
     def play(self, workers: Sequence[int], feeds: Sequence[Feed], seed: int, k: int) -> list[Any]:
         """The results of the ranks of some workers, from their worker's weights."""
-        mesh, captured = self.program.layout.place_mesh, self.program.captured
+        mesh, captured = self.program.layout.stage_mesh, self.program.captured
         inputs = []
         for rank in range(mesh.num_ranks):
-            place = rank // self.layout.worker_size
-            held, at = self.held[workers[place]], mesh.coordinates(rank)
+            worker = rank // self.layout.worker_size
+            held, at = self.held[workers[worker]], mesh.coordinates(rank)
             storage = {s.name: self.program.storage[s.name] for s in captured.state}
             own = {n: kept.cut(held[n], mesh, at) for n, kept in storage.items()}
-            inputs.append(_cloned(inputs_of(captured, own, feeds[place])))
+            inputs.append(_cloned(inputs_of(captured, own, feeds[worker])))
         return VirtualRanks(mesh, seed=seed, step=k).run(*self.local, inputs)
 
     def keep(self, worker: int, new: list[Tensor], one: Mapping[str, Tensor], k: int) -> None:

@@ -46,11 +46,11 @@ FAULTS = {
     "a receive missing": ("1<0F1 ", "", "the receive 1<0F1 is missing", "0F1>1"),
     "a send missing": ("1B1>0", "", "the send 1B1>0 is missing", "0<1B1"),
     "neither end": ("0<1B1 ", "", "the receive 0<1B1 is missing", "action 8 of its row: 1B1>0"),
-    "an action twice": ("0F1 ", "0F1 0F0 ", "0F0 stands twice", "rank 0, action 1 of its row: 0F0"),
-    "a send twice": ("0F1 ", "0F0>1 0F1 ", "0F0>1 stands twice", "rank 0, action 2"),
+    "an action twice": ("0F1 ", "0F1 0F0 ", "0F0 appears twice", "rank 0, action 1 of its row: 0F0"),
+    "a send twice": ("0F1 ", "0F0>1 0F1 ", "0F0>1 appears twice", "rank 0, action 2"),
     "a backward missing": ("0B1", "", "0B1 is missing", "B or both I and W"),
     "a forward missing": ("1F1 ", "", "1F1 is missing", "the schedule has 2"),
-    "a stage on two ranks": ("1F1 1B1 1B1>0", "0B1", "stage 0 stands on two ranks, 0 and 1", "weights"),
+    "a stage on two ranks": ("1F1 1B1 1B1>0", "0B1", "stage 0 is on two ranks, 0 and 1", "weights"),
     "the backward first": ("1F0 1B0", "1B0 1F0", "1B0 stands before 1F0", "needs what 1F0 makes"),
     "a receive too late": ("1<0F0 1F0", "1F0 1<0F0", "1F0 stands before 1<0F0", "0F0 makes on rank 0"),
     "both ways of backward": ("0B1", "0B1 0I1", "0B1 and 0I1 do the same", "B is I and W in one"),
@@ -129,7 +129,7 @@ def test_gathers_and_reductions_have_their_place() -> None:
     validate(Schedule.parse(str(whole).replace("0I0", "0G 0I0")))
     assert "0A stands before 0W1" in refused(str(whole).replace("0W1 0A", "0A 0W1")).what
     assert "0F0 stands before 0G" in refused(str(whole).replace("0G 0F0", "0F0 0G")).what
-    assert "0A stands twice" in refused(str(whole).replace("0W1 0A", "0W1 0A 0A")).what
+    assert "0A appears twice" in refused(str(whole).replace("0W1 0A", "0W1 0A 0A")).what
 
 
 @pytest.mark.parametrize("edge", [(1, 0), (0, 0), (0, 2), (-1, 0)])

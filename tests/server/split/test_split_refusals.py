@@ -95,9 +95,9 @@ def clips(model: Any, optimizer: Any, x: Any) -> None:
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        (twice, "goes on with what an update has made"),
+        (twice, "uses the result of an update"),
         (shaken, 'reads "draw" to update "first.weight"'),
-        (trails, "neither trained nor belongs"),
+        (trails, "neither trained nor state"),
         (mixes, "of 2 gradients"),
         (partial(returns, lambda m: m.first.weight * 1), "is returned by the step"),
     ],

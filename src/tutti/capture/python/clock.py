@@ -44,9 +44,9 @@ def clocks_watched(tables: Sequence[Table]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         pairs = ((CLOCKS[name], watched(name, clock)) for clock, name in clocks.items())
         stack.enter_context(replaced(*pairs))
-        for _, place, value in list(named(tables)):
+        for _, entry, value in list(named(tables)):
             is_clock = isinstance(value, types.BuiltinFunctionType) and value in clocks
-            if is_clock and place.table.writable:
-                place.put(here_only(watched(clocks[value], value), value))
-                stack.callback(place.put, value)
+            if is_clock and entry.table.writable:
+                entry.put(here_only(watched(clocks[value], value), value))
+                stack.callback(entry.put, value)
         yield

@@ -1,4 +1,4 @@
-"""The places of Python values that a step reaches: tables of values by key, and their names.
+"""The entries of Python values that a step reaches: tables of values by key, and their names.
 
 kind     held by                         name of a value
 item     a dict or a list                state['count']

@@ -1,6 +1,6 @@
 """Tensors that a step reaches outside of its model and optimizers, as state of its graph.
 
-A criterion's weights, a teacher, a mean in a closure: to a trace they are constants. One in a known place
+A criterion's weights, a teacher, a mean in a closure: to a trace they are constants. One in a known entry
 becomes an input, like a buffer: a change of it counts, and the step's writes into it persist.
 """
 
@@ -21,20 +21,20 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 
 def lift_outside(
     traced: fx.GraphModule,
-    places: Mapping[int, TableEntry],
+    entries: Mapping[int, TableEntry],
     stand_ins: Mapping[int, Tensor],
     num_state: int,
     mode: FakeTensorMode,
 ) -> tuple[list[StateTensor], list[Tensor], dict[str, TableEntry]]:
-    """Make inputs of the constants of `traced` that are in `places` (by id of the tensor).
+    """Make inputs of the constants of `traced` that are in `entries` (by id of the tensor).
 
     `stand_ins`, by the same ids, are their fakes in the trace; a tensor in a tuple appears as itself. The
     new placeholders follow the first `num_state` ones. Returns their state, their contiguous fakes, and
-    their places.
+    their entries.
     """
     graph = traced.graph
     last = _last_state(graph, num_state)
-    real = {i: i for i in places} | {id(fake): i for i, fake in stand_ins.items()}
+    real = {i: i for i in entries} | {id(fake): i for i, fake in stand_ins.items()}
     made: dict[int, fx.Node] = {}
     state: list[StateTensor] = []
     fakes: list[Tensor] = []
@@ -43,16 +43,16 @@ def lift_outside(
         known = real.get(id(getattr(traced, str(node.target))))
         if known is None:
             continue
-        place = places[known]
-        value = place.get()
+        entry = entries[known]
+        value = entry.get()
         if not may_be_input(value):
             setattr(traced, str(node.target), value)
             continue
         if known not in made:
             fakes.append(fake(value, mode))
             last = made[known] = _placeholder(graph, last, f"outside_{len(made)}", fakes[-1])
-            state.append(StateTensor(place.name, "buffer", value))
-            found[place.name] = place
+            state.append(StateTensor(entry.name, "buffer", value))
+            found[entry.name] = entry
         node.replace_all_uses_with(made[known])
         graph.erase_node(node)
     return state, fakes, found
@@ -61,8 +61,8 @@ def lift_outside(
 def refuse_written(outside: Mapping[str, TableEntry], updated: Sequence[str]) -> None:
     """Raise `CaptureError` for a step that writes into an outside tensor that does not fill its memory."""
     for name in updated:
-        place = outside.get(name)
-        if place is not None and not is_dense(place.get()):
+        entry = outside.get(name)
+        if entry is not None and not is_dense(entry.get()):
             raise CaptureError(
                 f"the step writes into {name}, a part of another tensor",
                 why="state of a step is a tensor that fills its memory",

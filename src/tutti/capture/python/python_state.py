@@ -38,34 +38,34 @@ from tutti.user_lines import quoted, user_line
 
 @dataclass(frozen=True)
 class Number:
-    """A number that is an input of the graph, and its place; several places for one count.
+    """A number that is an input of the graph, and its entry; several entries for one count.
 
     Those are an optimizer's step counts of each parameter: one count as long as they are equal.
     """
 
     name: str
-    places: tuple[TableEntry, ...]
+    entries: tuple[TableEntry, ...]
 
     @property
     def value(self) -> int | float:
         """Its current value."""
-        value = self.places[0].get()
+        value = self.entries[0].get()
         return float(value) if isinstance(value, float) else int(value)
 
     def put(self, value: Any) -> None:
-        for place in self.places:
-            place.put(value)
+        for entry in self.entries:
+            entry.put(value)
 
 
 @dataclass(frozen=True)
 class Effect:
-    """The value that a step assigns to `places`: `num_leaves` leaves of `spec`, among the last results of its
-    graph.
+    """The value that a step assigns to `entries`: `num_leaves` leaves of `spec`, among the last results of
+    its graph.
 
     With `condition` it counts only if the step reads that tensor: modules keep values for inspection.
     """
 
-    places: tuple[TableEntry, ...]
+    entries: tuple[TableEntry, ...]
     spec: TreeSpec
     num_leaves: int
     condition: Tensor | None = field(default=None, repr=False)
@@ -86,7 +86,7 @@ def values_of(effects: Sequence[Effect], results: Sequence[Any]) -> list[Any]:
 
 @dataclass
 class Findings:
-    """Knowledge of the numbers of one step from its calls so far, by name of a place.
+    """Knowledge of the numbers of one step from its calls so far, by name of an entry.
 
     Args:
         varying: numbers that have changed, and so are inputs.
@@ -105,8 +105,8 @@ class Findings:
 
     def fix(self, inputs: Sequence[Number]) -> bool:
         """After a failed trace: make constants of the whole numbers among its inputs, or of all."""
-        whole = {p.name for n in inputs for p in n.places if isinstance(n.value, int)}
-        self.fixed |= whole or {p.name for n in inputs for p in n.places}
+        whole = {entry.name for n in inputs for entry in n.entries if isinstance(n.value, int)}
+        self.fixed |= whole or {entry.name for n in inputs for entry in n.entries}
         return bool(inputs)
 
 
@@ -138,39 +138,39 @@ class PythonState:
         """The numbers that are inputs."""
         slots = {id(table) for table in self._slots}
         found: dict[Any, list[TableEntry]] = {}
-        for name, place, value in named(self.tables):
-            if self._is_input(name, place, value):
-                one = id(place.table) in slots
-                key = (name.partition(".")[0], place.key, value) if one else name
-                found.setdefault(key, []).append(place)
-        return [Number(places[0].name, tuple(places)) for places in found.values()]
+        for name, entry, value in named(self.tables):
+            if self._is_input(name, entry, value):
+                one = id(entry.table) in slots
+                key = (name.partition(".")[0], entry.key, value) if one else name
+                found.setdefault(key, []).append(entry)
+        return [Number(entries[0].name, tuple(entries)) for entries in found.values()]
 
-    def _is_input(self, name: str, place: TableEntry, value: Any) -> bool:
-        if not is_plain_number(value) or name in self.findings.fixed or not place.table.writable:
+    def _is_input(self, name: str, entry: TableEntry, value: Any) -> bool:
+        if not is_plain_number(value) or name in self.findings.fixed or not entry.table.writable:
             return False
-        return name in self.findings.varying and not self.is_scheduled(place, value)
+        return name in self.findings.varying and not self.is_scheduled(entry, value)
 
-    def is_scheduled(self, place: TableEntry, value: Any) -> bool:
+    def is_scheduled(self, entry: TableEntry, value: Any) -> bool:
         """Whether a value is an input of every graph: a group's option that schedules change."""
-        return id(place.table) in self._groups and is_scheduled(place.key, value)
+        return id(entry.table) in self._groups and is_scheduled(entry.key, value)
 
     def likely(self) -> set[str]:
         """The names of numbers to which the step's code assigns."""
         return {
             name
-            for name, place, value in named(self.tables)
+            for name, entry, value in named(self.tables)
             if is_plain_number(value)
-            and place.table.writable
-            and str(place.table.prefix if place.key is None else place.key) in self._stored
+            and entry.table.writable
+            and str(entry.table.prefix if entry.key is None else entry.key) in self._stored
         }
 
     def constants(self) -> tuple[Any, ...]:
         """The hashable key of a trace: each value with its type, inputs by name and type alone."""
-        inputs = {(id(p.table), p.key): n.name for n in self.numbers for p in n.places}
+        inputs = {(id(entry.table), entry.key): n.name for n in self.numbers for entry in n.entries}
         found: list[Any] = []
-        for name, place, value in named(self.tables):
-            given = inputs.get((id(place.table), place.key))
-            free = given is not None or self.is_scheduled(place, value)
+        for name, entry, value in named(self.tables):
+            given = inputs.get((id(entry.table), entry.key))
+            free = given is not None or self.is_scheduled(entry, value)
             seen = type(value) if given is not None else None if free else sign(value)
             found.append((name, given, seen))
         return tuple(found)
@@ -178,9 +178,9 @@ class PythonState:
     def tensors(self) -> dict[int, TableEntry]:
         """By id, the tensors in the tables, without the state of the model and the optimizers."""
         found: dict[int, TableEntry] = {}
-        for _, place, value in named(self.tables):
+        for _, entry, value in named(self.tables):
             if isinstance(value, Tensor):
-                found.setdefault(id(value), place)
+                found.setdefault(id(value), entry)
         return found
 
     @contextlib.contextmanager
@@ -205,11 +205,11 @@ class PythonState:
                     if value is not old and not self._is_kept(TableEntry(table, key), old, value):
                         table.put(key, old)
 
-    def _is_kept(self, place: TableEntry, old: Any, value: Any) -> bool:
+    def _is_kept(self, entry: TableEntry, old: Any, value: Any) -> bool:
         """Whether to keep a trace's value: a mode, or a module's new tensor, which `kept_values` removes."""
         new = isinstance(value, FakeTensor) and not isinstance(old, Tensor)
-        mode = place.key == "training" and place.table.kind == MEMBER  # set at each call
-        return mode or (new and self.holds_value_of_module(place))
+        mode = entry.key == "training" and entry.table.kind == MEMBER  # set at each call
+        return mode or (new and self.holds_value_of_module(entry))
 
     def begin(
         self, symbols: Mapping[str, Any], state: Mapping[int, Tensor], mode: FakeTensorMode
@@ -221,32 +221,32 @@ class PythonState:
         for number in self.numbers:
             number.put(symbols[number.name])
         stand_ins: dict[int, Tensor] = {}
-        for name, place, value in list(named(self.tables)):
-            if _is_iterator(value) and place.table.writable:
-                place.put(Untouched(name, value))
-            if not isinstance(value, Tensor) or not place.table.writable:
+        for name, entry, value in list(named(self.tables)):
+            if _is_iterator(value) and entry.table.writable:
+                entry.put(Untouched(name, value))
+            if not isinstance(value, Tensor) or not entry.table.writable:
                 continue
             if id(value) in state:
-                place.put(state[id(value)])
+                entry.put(state[id(value)])
             elif type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided:
                 if id(value) not in stand_ins:
                     stand_ins[id(value)] = _stand_in(value, mode)
-                place.put(stand_ins[id(value)])
+                entry.put(stand_ins[id(value)])
         return BegunTrace(self, stand_ins)
 
-    def place_like(self, place: TableEntry) -> TableEntry:
-        """The place of the same name in this walk, for one of an earlier walk."""
+    def entry_like(self, entry: TableEntry) -> TableEntry:
+        """The entry of the same name in this walk, for one of an earlier walk."""
         if self._by_name is None:
             every = [(name, one) for name, one, value in named(self.tables) if value is not MISSING]
             self._by_name = dict(reversed(every))
-        if place.name in self._by_name:
-            return self._by_name[place.name]
-        table = self._by_prefix.get((place.table.kind, place.table.prefix))
-        return place if table is None else TableEntry(table, place.key)
+        if entry.name in self._by_name:
+            return self._by_name[entry.name]
+        table = self._by_prefix.get((entry.table.kind, entry.table.prefix))
+        return entry if table is None else TableEntry(table, entry.key)
 
-    def holds_value_of_module(self, place: TableEntry) -> bool:
-        """Whether a place is in one of the model's modules, whose tensors `kept_values` handles."""
-        return id(place.table.find()) in self._of_model
+    def holds_value_of_module(self, entry: TableEntry) -> bool:
+        """Whether an entry is in one of the model's modules, whose tensors `kept_values` handles."""
+        return id(entry.table.find()) in self._of_model
 
 
 def _is_iterator(value: Any) -> bool:
@@ -304,26 +304,26 @@ class BegunTrace:
             for key, value in now.items():
                 old = before.get(key, MISSING)
                 if value is not old and not equal(value, old):
-                    place = TableEntry(table, key)
-                    if self._is_effect(place, old, value):
-                        changed[id(table), key] = place, value
+                    entry = TableEntry(table, key)
+                    if self._is_effect(entry, old, value):
+                        changed[id(table), key] = entry, value
         for number in self.state.numbers:
             if effect := self._of_number(number, changed):
                 found.append(effect)
-        for place, value in changed.values():
+        for entry, value in changed.values():
             leaves, spec = tree_flatten(value)
             self.leaves += leaves
-            found.append(Effect((place,), spec, len(leaves), self._condition(place)))
+            found.append(Effect((entry,), spec, len(leaves), self._condition(entry)))
         return found
 
-    def _condition(self, place: TableEntry) -> Tensor | None:
-        of_module = self.state.holds_value_of_module(place)
-        old = self._old.get((id(place.table), place.key)) if of_module else None
+    def _condition(self, entry: TableEntry) -> Tensor | None:
+        of_module = self.state.holds_value_of_module(entry)
+        old = self._old.get((id(entry.table), entry.key)) if of_module else None
         return old if isinstance(old, Tensor) else None
 
     def _of_number(self, number: Number, changed: dict[tuple[int, Any], Any]) -> Effect | None:
-        """One effect for all the places of a number that the step has changed in the same way."""
-        keys = [(id(p.table), p.key) for p in number.places]
+        """One effect for all the entries of a number that the step has changed in the same way."""
+        keys = [(id(entry.table), entry.key) for entry in number.entries]
         if len(keys) == 1 or not all(key in changed for key in keys):
             return None
         values = [changed[key][1] for key in keys]
@@ -332,20 +332,20 @@ class BegunTrace:
         for key in keys:
             del changed[key]
         self.leaves.append(values[0])
-        return Effect(number.places, tree_flatten(0)[1], 1)
+        return Effect(number.entries, tree_flatten(0)[1], 1)
 
-    def _is_effect(self, place: TableEntry, old: Any, value: Any) -> bool:
-        if place.key == "training" and place.table.kind == MEMBER:  # each call sets modes
+    def _is_effect(self, entry: TableEntry, old: Any, value: Any) -> bool:
+        if entry.key == "training" and entry.table.kind == MEMBER:  # each call sets modes
             return False
         if is_number(old) and is_number(value):
-            self.changed.add(place.name)
+            self.changed.add(entry.name)
         leaves = [] if value is MISSING else tree_flatten(value)[0]
-        of_module = self.state.holds_value_of_module(place)
+        of_module = self.state.holds_value_of_module(entry)
         if of_module and any(isinstance(x, Tensor) for x in leaves) and not isinstance(old, Tensor):
             return False  # `kept_values` handles it
         if value is MISSING or not all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves):
             if not of_module:
-                _say_lost(place, value)
+                _say_lost(entry, value)
             return False
         return True
 
@@ -367,11 +367,11 @@ def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
 _KEPT = (*PLAIN, Tensor, type, type(lambda: 0))
 
 
-def _say_lost(place: TableEntry, value: Any) -> None:
+def _say_lost(entry: TableEntry, value: Any) -> None:
     """Warn of an assignment that calls cannot repeat."""
     what = "removes it" if value is MISSING else f"puts a {type(value).__name__} there"
     warnings.warn(
-        f"{place.name} stays as it is: the step {what}, which happens in Python, where it runs once",
+        f"{entry.name} stays as it is: the step {what}, which happens in Python, where it runs once",
         stacklevel=2,
     )
 

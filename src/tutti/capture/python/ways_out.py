@@ -17,7 +17,7 @@ _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\]+)")
 
 @dataclass(frozen=True)
 class Told:
-    """An error's text about a line: its place, a part of the reason, and the fix."""
+    """An error's text about a line: its line, a part of the reason, and the fix."""
 
     at: str
     inside: str

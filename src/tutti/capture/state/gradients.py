@@ -412,7 +412,7 @@ def _explained(hook: Any, name: str) -> Any:
             return hook(x)
         except KeyError as error:
             raise CaptureError(
-                f'a gradient hook of "{name}" looks up what is not there',
+                f'a gradient hook of "{name}" looks up a missing name',
                 at=quoted(user_line()),
                 why="while the step is captured another tensor stands for the parameter",
                 fix="a closure over what belongs to the parameter, or a dict by name",

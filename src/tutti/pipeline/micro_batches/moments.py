@@ -260,7 +260,7 @@ class _Sorter:
         op = f"{op_name(coupled)} in {module}" if module else op_name(coupled)
         if self.num_micro == 1:
             raise ShardingError(
-                f"pipe= cannot cut the step: {op} reads what an update has made",
+                f"pipe= cannot cut the step: {op} reads the result of an update",
                 at=at,
                 why="stages go through one forward and one backward, and the update follows them",
                 fix="one update a step: two calls of distribute, one for each, share the model",

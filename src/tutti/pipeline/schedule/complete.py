@@ -44,14 +44,14 @@ def _check_once(schedule: Schedule) -> dict[Action, Position]:
             home = schedule.rank_of(action.stage)
             if home != rank:
                 raise ScheduleError(
-                    f"stage {action.stage} stands on two ranks, {home} and {rank}",
+                    f"stage {action.stage} is on two ranks, {home} and {rank}",
                     at=position_text(schedule, rank, position),
                     why="the rank of a stage holds its weights",
                     fix=f"move {action} to the row of rank {home}",
                 )
             if action in seen and action.kind != "G":
                 raise ScheduleError(
-                    f"{action} stands twice",
+                    f"{action} appears twice",
                     at=position_text(schedule, rank, position),
                     why=f"it was done already: {position_text(schedule, *seen[action])}",
                     fix="remove one of them",

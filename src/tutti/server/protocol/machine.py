@@ -277,13 +277,13 @@ class Machine:
         return m.Done(version=ledger.version)
 
     def _add(self, add: m.Add) -> Reply | None:
-        ledger, place = self.ledger, (add.clock, add.name)
-        if place not in ledger.closed:
+        ledger, sum_of = self.ledger, (add.clock, add.name)
+        if sum_of not in ledger.closed:
             if refused := check_add(ledger, add, _MOST_NAMES):
                 return refused
-            if add.worker not in ledger.added.get(place, ()):
+            if add.worker not in ledger.added.get(sum_of, ()):
                 self._decide(add)
-            there = ledger.added[place]
+            there = ledger.added[sum_of]
             late = [
                 w for w, x in ledger.active().items() if x.clock <= add.clock and w not in there
             ]

@@ -105,7 +105,7 @@ class VirtualServers:
                 if len(asker.replies) == len(asker.requests):
                     todo += [(asker, s) for s in asker.go_on(asker.replies)]
         if not all(one.done for one in asked):
-            raise RuntimeError("workers wait for what will not come")
+            raise RuntimeError("workers wait for messages that nobody sends")
         return [one.result for one in asked]
 
     def permitted(self, worker: int) -> bool:

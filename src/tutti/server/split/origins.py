@@ -72,7 +72,7 @@ class Origins:
             if late is not None and node not in self.update and node.op != "output":
                 raise refused(
                     node,
-                    "goes on with what an update has made",
+                    "uses the result of an update",
                     "workers know new weights only with their next pull",
                 )
 

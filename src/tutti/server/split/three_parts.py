@@ -142,7 +142,7 @@ class _Splitter:
                 yield _Own(s.name, {WEIGHT: late.pop(s.name), **slots.pop(s.name, {})})
         for name in (*late, *slots):
             raise CaptureError(
-                f'the update changes "{name}", which is neither trained nor belongs to what is',
+                f'the update changes "{name}", which is neither trained nor state of a trained variable',
                 why="servers keep each variable with its slots, and update it from its gradient",
                 fix="change it in the forward, or outside the step (a moving average of weights)",
             )

@@ -130,11 +130,11 @@ class Inbox:
         header = unpack(self._header, self._seal)
         shared = self.shared if header.kind == SHARED_PART else None
         if (header.kind != PART and not shared) or header.number != self._message.number:
-            raise MalformedError("something else than the part that is due")
+            raise MalformedError("a frame other than the next part")
         check_part(header, self._limits.part_nbytes)
         self._parts_nbytes += header.nbytes
         if header.key in self._parts or self._parts_nbytes > self._limits.parts_nbytes:
-            raise MalformedError("a part that comes twice, or too much in all")
+            raise MalformedError("a part that comes twice, or parts above the limit in all")
         self._part = header
         self._body = self._place(self._message, header)
         if shared:

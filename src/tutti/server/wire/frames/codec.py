@@ -168,7 +168,7 @@ def decode(kind: int, text: bytes | bytearray | memoryview, parts: Mapping[int, 
     try:
         small = json.loads(bytes(text))
     except (ValueError, RecursionError) as error:
-        raise MalformedError("no text of a message") from error
+        raise MalformedError("a message that is not JSON") from error
     _need(type(small) is dict and small.keys() == plan.keys())
     values = {name: field.read(small[name]) for name, field in plan.items()}
     if beside:

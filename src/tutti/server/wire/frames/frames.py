@@ -140,7 +140,7 @@ def unpack(raw: bytes | bytearray, seal: Seal) -> Header:
     if magic != MAGIC or version != VERSION:
         raise MalformedError("another protocol, or another version of it")
     if dtype >= len(DTYPES) or ndim > 8 or any(shape[ndim:]):
-        raise MalformedError("a dtype or shape that there is not")
+        raise MalformedError("an unknown dtype or an invalid shape")
     num_rows = None if rows == _DENSE else rows
     return Header(
         kind, number, key, nbytes, check, DTYPES[dtype], tuple(shape[:ndim]), scale, num_rows
@@ -167,7 +167,7 @@ def check_part(header: Header, limit: int) -> None:
     if header.nbytes > limit or rows > limit or size + 8 * rows != header.nbytes:
         raise MalformedError("a part with lengths that do not agree, or too large")
     if header.num_rows is not None and header.shape[:1] != (rows,):
-        raise MalformedError("a part with as many rows as it has not")
+        raise MalformedError("a part with more rows than its tensor")
 
 
 def read_part(header: Header, payload: Tensor) -> TensorPart:

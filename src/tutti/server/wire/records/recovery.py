@@ -77,7 +77,8 @@ def _records(
             if open_end is not None:
                 raise _cut(open_end, path)
             if ended:
-                raise DamageError(path, found.offset, "it goes on after its end", found.position)
+                what = "the file continues after its last entry"
+                raise DamageError(path, found.offset, what, found.position)
             ended = NEXT in found.text
             if not ended:
                 yield record_of(found, path, segments)

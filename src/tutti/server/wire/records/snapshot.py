@@ -43,7 +43,9 @@ def restore(path: Path, number: int, ledger: Ledger, segments: Segments) -> None
     count, ended = 0, False
     for found in read_entries(path, number):
         if ended:
-            raise DamageError(path, found.offset, "it goes on after its end", found.position)
+            raise DamageError(
+                path, found.offset, "the file continues after its last entry", found.position
+            )
         if "end" in found.text:
             ended = found.text["end"] == count
             continue
