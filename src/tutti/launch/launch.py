@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tutti.environment import LAYOUT, RUN_DIR, check_seconds
-from tutti.launch import failures
+from tutti.launch import failures, lone_agent
 from tutti.launch.guard import Guard
 from tutti.launch.records import Lost, read_record
 from tutti.launch.run_dir import RunDir
@@ -67,7 +67,7 @@ class _Run:
 
     def play(self, words: Sequence[str], layout: str) -> int:
         """Run a script with its arguments; the exit code."""
-        config = _config(self._num_ranks, self._run_dir, self._logs_at)
+        config = _config(self._num_ranks, self._logs_at)
         command = [_escape(word) for word in ("-m", "tutti.launch.worker", *words)]
         environment = _worker_environment(self._num_ranks, self._run_dir, layout)
         try:
@@ -116,17 +116,14 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _config(num_ranks: int, run_dir: Path, logs_at: Path) -> LaunchConfig:
+def _config(num_ranks: int, logs_at: Path) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id="tutti",
         role="rank",
-        # The agent is its only node: a file suffices for its rendezvous, and no socket listens.
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(run_dir / "agent.store"),
-        rdzv_configs={"store_type": "file"},
+        rdzv_backend=lone_agent.BACKEND,
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
