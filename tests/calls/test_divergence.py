@@ -266,7 +266,7 @@ def apart(name: str) -> tuple[list[str], int]:
 
 @pytest.mark.parametrize("fault", [another_batch, another_lr, added_to])
 def test_between_hosts_it_is_told_at_the_next_call(fault: Any) -> None:
-    pool = Ranks()
+    pool = Ranks(timeout_seconds=8.0)
     try:
         found = pool.run(apart, fault.__name__, n=2)
     finally:

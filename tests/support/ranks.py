@@ -38,15 +38,16 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """Pools of ranks by size, each started at its first use."""
+    """Pools of ranks by size, each started at its first use; collectives wait `timeout_seconds` at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: float = 30.0) -> None:
         self._pools: dict[int, _Pool] = {}
+        self._timeout_seconds = timeout_seconds
 
     def run(self, function: Callable[..., Any], *args: Any, n: int = 4) -> list[Any]:
         """`function(*args)` on each of `n` ranks; the results in the order of ranks."""
         if n not in self._pools:
-            self._pools[n] = _Pool(n)
+            self._pools[n] = _Pool(n, self._timeout_seconds)
         try:
             return self._pools[n].run(function, args)
         except RankFailed:
@@ -80,14 +81,16 @@ def context() -> Any:
 
 
 class _Pool:
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, timeout_seconds: float) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(n):
             here, there = context().Pipe()
             process = context().Process(
-                target=_serve, args=(there, rank, n, self._dir.name), daemon=True
+                target=_serve,
+                args=(there, rank, n, self._dir.name, timeout_seconds),
+                daemon=True,
             )
             process.start()
             there.close()
@@ -122,14 +125,14 @@ class _Pool:
         self._dir.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, n: int, run_dir: str) -> None:
+def _serve(pipe: Connection, rank: int, n: int, run_dir: str, timeout_seconds: float) -> None:
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(n),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "TUTTI_TIMEOUT": "30",
+        "TUTTI_TIMEOUT": str(timeout_seconds),
         "TUTTI_RUN_DIR": run_dir,
     }
     sys.path.append(str(_ROOT))  # test modules are known as tests.comm.test_...

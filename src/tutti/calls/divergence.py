@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tutti.calls.sharded_batch import kind_of, shardings_of
 from tutti.calls.weight_samples import Samples, offset_sample
 from tutti.comm.collectives.bulletin import Bulletin
 from tutti.comm.collectives.exchange import exchange_texts
@@ -39,6 +40,7 @@ from tutti.comm.host.segment import SharedMemoryError, directory
 from tutti.comm.host.signals import WATCHES
 from tutti.errors import CommError
 from tutti.layout import Layout
+from tutti.torch_private.dtensors import local_part
 from tutti.user_lines import is_users
 
 WAIT_SECONDS = 10.0  # after which a rank reports the ranks that it waits for
@@ -68,6 +70,7 @@ class Divergence:
         self._number = 0  # of this step, the same on all ranks
         self._count = 0
         self._leaves: Sequence[Any] = ()
+        self._sharded: dict[int, frozenset[str]] = {}  # the axes that split a leaf
         self._given: Mapping[str, Any] = {}
         self._num_steps = 0
         self._forms: dict[Any, tuple[int, list[str]]] = {}
@@ -83,6 +86,8 @@ class Divergence:
     def given(self, leaves: Sequence[Any], given: Mapping[str, Any], num_steps: int) -> None:
         """Begin a call: the leaves of its batch, its numbers, and the number of earlier steps."""
         self._leaves, self._given, self._num_steps = leaves, given, num_steps
+        found = shardings_of(leaves, self._layout.mesh)
+        self._sharded = {k: sharding.axes for k, sharding in found.items()}
 
     def first(self) -> None:
         """At the first call of this step all ranks agree on a number for it."""
@@ -163,7 +168,9 @@ class Divergence:
     def _enter(self, call: int, program: int, samples: bytes) -> None:
         assert self._board is not None
         form, names = self._form()
-        values = () if program == 0 else tuple(map(self._value, self._leaves))
+        values = (
+            () if program == 0 else tuple(self._value(k, x) for k, x in enumerate(self._leaves))
+        )
         numbers = tuple(map(_as_float, self._given.values()))
         packed = struct.pack(f"<{len(values)}Q{len(numbers)}d", *values, *numbers)
         head = _HEAD.pack(program, self._num_steps, form, len(values), len(numbers))
@@ -188,8 +195,10 @@ class Divergence:
             found = self._forms[key] = zlib.crc32("\n".join(words).encode()), words
         return found
 
-    def _value(self, x: Any) -> int:
-        if not isinstance(x, Tensor) or isinstance(x, DTensor) or not x.is_cpu:
+    def _value(self, k: int, x: Any) -> int:
+        if isinstance(x, DTensor):
+            x = local_part(x) if k in self._sharded else None
+        if not isinstance(x, Tensor) or not x.is_cpu:
             return 0
         if x.layout is not torch.strided:
             return 0
@@ -227,9 +236,22 @@ class Divergence:
                 unseen.append(j)
             elif theirs != mine:
                 fixed = _num_fixed(mine)
-                if theirs[:fixed] != mine[:fixed] or self._unlike(j, call, mine, theirs):
+                here, there = mine[:fixed], theirs[:fixed]
+                if apart := self._apart(j):
+                    here, there = _without(apart, here), _without(apart, there)
+                if there != here or self._unlike(j, call, mine, theirs):
                     self._tell(j, call, mine, theirs)
         return unseen
+
+    def _apart(self, j: int) -> Sequence[int]:
+        """The positions of the leaves of which the rank at position j has other shards."""
+        if not self._sharded:
+            return ()
+        assert self._board is not None
+        mesh, ranks = self._layout.mesh, self._board.ranks
+        here, there = (mesh.coordinates(ranks[k]) for k in (self._position, j))
+        differ = {axis for axis in here if here[axis] != there[axis]}
+        return [k for k, axes in self._sharded.items() if axes & differ]
 
     def _look_around(self) -> None:
         """Compare with the ranks that have reached this call; check the calls of the others."""
@@ -373,8 +395,14 @@ class Divergence:
             if _HEAD.unpack_from(x)[3:] == (num_values, num_numbers)
         }
         a, b = every[self._position], every[j]
+        apart = self._apart(j)
         at = next(
-            (k for k in range(len(a)) if a[k] != b[k] and (a[k] == a[k] or b[k] == b[k])), None
+            (
+                k
+                for k in range(len(a))
+                if a[k] != b[k] and (a[k] == a[k] or b[k] == b[k]) and k not in apart
+            ),
+            None,
         )
         if at is None:
             return None
@@ -546,14 +574,23 @@ def _num_fixed(data: bytes) -> int:
 
 def _kind(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x.shape, x.dtype
+        return x.shape, x.dtype, kind_of(x)
     return float if isinstance(x, float) else (type(x), x)
 
 
 def _said(x: Any) -> str:
     if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+        sharded = f" in {'x'.join(map(str, x.placements))}" if isinstance(x, DTensor) else ""
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{sharded}"
     return "a float" if isinstance(x, float) else repr(x)[:100]
+
+
+def _without(leaves: Sequence[int], data: bytes) -> bytes:
+    """The data of a call with zeros for the values of some leaves."""
+    made = bytearray(data)
+    for k in leaves:
+        struct.pack_into("<Q", made, _HEAD.size + 8 * k, 0)
+    return bytes(made)
 
 
 def _as_float(x: Any) -> float:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.calls.hooks import Hooks
+from tutti.calls.sharded_batch import kind_of
 from tutti.calls.tables import are_same, values_of
 from tutti.errors import CaptureError
 from tutti.torch_private.module_tables import children_of, parameters_of
@@ -55,12 +56,12 @@ _is_there = partial(is_not, None)
 
 
 def _unsized(x: Any) -> Any:
-    return (x.ndim, x.dtype, x.device) if isinstance(x, Tensor) else _leaf(x)
+    return (x.ndim, x.dtype, x.device, kind_of(x)) if isinstance(x, Tensor) else _leaf(x)
 
 
 def _leaf(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return (tuple(x.shape), x.dtype, x.device)
+        return (tuple(x.shape), x.dtype, x.device, kind_of(x))
     if isinstance(x, float):
         return float  # an input of the graph
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,6 +10,7 @@ from itertools import repeat
 from operator import is_
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tutti.calls.first_call import first_call_undone, refuse_where_apart
@@ -17,6 +18,7 @@ from tutti.calls.guards import Guard, ReadGuard, guard_of, refuse_other_layouts
 from tutti.calls.holders import Holders
 from tutti.calls.outside_state import Outside
 from tutti.calls.running import Running
+from tutti.calls.sharded_batch import shard_of, shardings_of
 from tutti.calls.tables import are_same
 from tutti.calls.weight_samples import Samples
 from tutti.capture.python.python_state import Findings
@@ -29,6 +31,7 @@ from tutti.environment import STRICT
 from tutti.errors import ShardingError
 from tutti.execution.execute import Execution
 from tutti.job import Job
+from tutti.layout import Sharding
 from tutti.modes.compiled_program import Compiled
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.ready import in_time
@@ -52,6 +55,7 @@ from tutti.state.residence import (
 from tutti.state.shards import StateShard, unguarded
 from tutti.state.taken import take_over
 from tutti.torch_private.dtensors import local_parts
+from tutti.torch_private.pytrees import tree_flatten, tree_leaves, tree_unflatten
 from tutti.user_lines import quoted, user_line
 from tutti.verification.copies import copies_in_place
 from tutti.verification.verdict import compare
@@ -77,13 +81,29 @@ class Plain:
         """`made`: nothing else tells programs apart."""
         return made
 
-    def rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The program's rows of the tensors of a batch: all of them whole."""
-        return [whole_of(x) for x in tensors]
+    def shards(self, tensors: Sequence[Tensor]) -> dict[int, Sharding]:
+        """By position, the shardings of the tensors of a batch that arrive in shards of this program."""
+        found = shardings_of(tensors, self.job.layout.mesh)
+        own = set(self.job.layout.stage_mesh)
+        return {i: sharding for i, sharding in found.items() if sharding.axes <= own}
+
+    def rows(self, tensors: list[Tensor], shards: Mapping[int, Sharding]) -> list[Tensor]:
+        """The program's rows of the tensors of a batch: this rank's shards, and the others whole."""
+        return [shard_of(x) if i in shards else whole_of(x) for i, x in enumerate(tensors)]
+
+    def stand_ins(self, tensors: list[Tensor], shards: Mapping[int, Sharding]) -> list[Tensor]:
+        """The tensors for the capture, which reads no values: those in shards without values."""
+        return [
+            torch.empty(x.shape, dtype=x.dtype, device=x.device) if i in shards else whole_of(x)
+            for i, x in enumerate(tensors)
+        ]
 
     def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """The batch for the capture."""
-        return batch
+        leaves, form = tree_flatten(batch)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        made = iter(self.stand_ins(tensors, self.shards(tensors)))
+        return tree_unflatten([next(made) if isinstance(x, Tensor) else x for x in leaves], form)
 
     def refuse_first_step(self) -> None:
         """Raise the request for an eager call, if an optimizer's first step has another form."""
@@ -110,6 +130,7 @@ class Plain:
                 raise
             where = f"{quoted(user_line())}, {error.at}"
             raise ShardingError(error.what, at=where, why=error.why, fix=error.fix) from None
+        shards = self.shards([x for x in tree_leaves(batch) if isinstance(x, Tensor)])
         refuse_shared_memory(program.captured.state, program.captured.updated)
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
@@ -129,7 +150,7 @@ class Plain:
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
         self.start()
         samples = Samples.of_program(program, home.owners)
-        return OnRanks(program, execution, holds, reads, mode=self, samples=samples)
+        return OnRanks(program, execution, holds, reads, mode=self, samples=samples, shards=shards)
 
     def start(self) -> None:
         """Called after the layout of the state for a program."""
@@ -143,6 +164,8 @@ class Plain:
     ) -> tuple[Program, Guard]:
         """The partitioned program for a batch like this one, and the guard of its capture."""
         job, running = self.job, self.running
+        tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+        shards = {f"batch.{i}": sharding for i, sharding in self.shards(tensors).items()}
         batch = self.batch(batch)
         renewed = {i: new for i, (old, new) in home.renewed.items() if old() is not None}
 
@@ -165,7 +188,7 @@ class Plain:
         refuse_other_layouts(captured, job.layout)
         dims = job.dims(batch)
         guard, own = guard_of(captured), copied(captured)
-        made = plan(own, job.layout, job.place, known=home.compute, dims=dims)
+        made = plan(own, job.layout, job.place, known=home.compute, dims=dims, shards=shards)
         home.compute.update(made.compute)
         return partition(made, strict=STRICT.read()), guard
 
@@ -206,12 +229,14 @@ class OnRanks(Compiled[Execution]):
     Args:
         mode: gives each call its rows of the batch.
         samples: of the state, compared between ranks.
+        shards: the shardings of the tensors of a batch that arrive in shards, by position.
         holders, outside: the holders of the state; None before the first call.
         lie: a mask of the sharded state at the last call.
     """
 
     mode: Plain = field(kw_only=True)
     samples: Samples | None = field(default=None, kw_only=True)
+    shards: dict[int, Sharding] = field(default_factory=dict, kw_only=True)
     holders: Holders | None = field(default=None, kw_only=True)
     outside: Outside | None = field(default=None, kw_only=True)
     lie: list[bool] | None = field(default=None, kw_only=True)
@@ -230,7 +255,7 @@ class OnRanks(Compiled[Execution]):
         own: list[Any] = [*state]
         if self.lie is not None and any(self.lie):
             own = local_parts(state, self.lie)  # those outside are whole
-        inputs = [*own, *given.values(), *self.mode.rows(tensors)]
+        inputs = [*own, *given.values(), *self.mode.rows(tensors, self.shards)]
         run = execution.run_checked if checked else execution.run
         with running.divergence.watching(self.number, self.samples, own):
             returned, updates = run(inputs, running.num_steps)

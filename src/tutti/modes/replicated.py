@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from tutti.calls.first_call import refuse_where_apart
+from tutti.calls.sharded_batch import part_over, shard_of, shardings_of
 from tutti.job import Job
+from tutti.layout import Sharding
 from tutti.modes.plain import Plain
 from tutti.saving import replica_checkpoint
 from tutti.state.agreeing import Agreeing
 from tutti.state.residence import whole_of
-from tutti.torch_private.pytrees import tree_map_only
 from tutti.verification.verify_replicas import compare_replicas
 
 
@@ -29,13 +31,23 @@ class Replicated(Plain):
         """Run the rounds that are due."""
         self.agreeing.after(self.running.num_steps)
 
-    def rows(self, tensors: list[Tensor]) -> list[Tensor]:
-        """This replica's rows of the tensors of the global batch."""
-        return self.agreeing.rows([whole_of(x) for x in tensors])
+    def shards(self, tensors: Sequence[Tensor]) -> dict[int, Sharding]:
+        """By position, the shardings of this replica's rows of the tensors that arrive in shards."""
+        mesh, own = self.job.layout.mesh, set(self.job.layout.stage_mesh)
+        found = shardings_of(tensors, mesh).items()
+        parts = {i: part_over("replica", sharding, mesh) for i, sharding in found}
+        return {i: part for i, part in parts.items() if part is not None and part.axes <= own}
 
-    def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """This replica's rows of the global batch."""
-        return self.agreeing.batch(tree_map_only(Tensor, whole_of, batch))
+    def rows(self, tensors: list[Tensor], shards: Mapping[int, Sharding]) -> list[Tensor]:
+        """This replica's rows of the tensors of the global batch."""
+        cut = self.agreeing.rows(
+            [_sized(x) if i in shards else whole_of(x) for i, x in enumerate(tensors)]
+        )
+        return [shard_of(x) if i in shards else cut[i] for i, x in enumerate(tensors)]
+
+    def stand_ins(self, tensors: list[Tensor], shards: Mapping[int, Sharding]) -> list[Tensor]:
+        """This replica's rows for the capture; those in shards have no values."""
+        return self.agreeing.rows(super().stand_ins(tensors, shards))
 
     def refuse_first_step(self) -> None:
         """Raise `CaptureError`: no replica has the whole batch of a step of one device."""
@@ -46,3 +58,8 @@ class Replicated(Plain):
         if self.agreeing.team is None:
             self.agreeing.start()
             replica_checkpoint.resume(self.running)
+
+
+def _sized(x: Tensor) -> Tensor:
+    """A tensor of the global size of `x`, without memory."""
+    return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape)

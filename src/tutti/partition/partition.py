@@ -114,7 +114,8 @@ class _PartitionWriter:
             made.meta["val"] = val
             return
         name = self.names.get(node, "")
-        sharding = self.plan.storage.get(name) or Sharding.whole(val.shape)
+        known = self.plan.storage.get(name) or self.plan.shards.get(name)
+        sharding = known or Sharding.whole(val.shape)
         made.meta |= {"val": self.local.empty(val, sharding), "sharding": sharding}
         self.values.keep(node, sharding, made)
 

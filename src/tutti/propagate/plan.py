@@ -43,7 +43,8 @@ class ShardingPlan:
     """A captured graph with the wanted sharding of every value and the storage sharding of all state.
 
     `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held` are
-    values whose sharding the user asked for, `patterns` the entry of `place` by weight.
+    values whose sharding the user asked for, `patterns` the entry of `place` by weight. `shards` are the
+    shardings of batch tensors that arrive in shards; the others arrive whole.
     """
 
     captured: Captured
@@ -56,6 +57,7 @@ class ShardingPlan:
     held: set[fx.Node] = field(default_factory=set)
     patterns: dict[str, str] = field(default_factory=dict)
     unsplit: list[Unsplit] = field(default_factory=list)
+    shards: Mapping[str, Sharding] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -70,11 +72,13 @@ def plan(
     *,
     known: Mapping[str, Sharding] | None = None,
     dims: Dims | None = None,
+    shards: Mapping[str, Sharding] | None = None,
 ) -> ShardingPlan:
     """Plan the shardings of all values; rewrites `captured.graph` (boundaries, decompositions).
 
     `known` are compute shardings of an earlier step on the same model; they stay. `dims` gives the dim of
     samples of each tensor of the batch; the default searches for it, with a warning if that splits little.
+    `shards` are the shardings of tensors of the batch that arrive in shards.
 
     Raises `ShardingError` for a batch or a `place` that does not divide, and for patterns that match
     nothing.
@@ -88,6 +92,7 @@ def plan(
         made = _fullest(
             made, spare, ways, lambda one, dims: _planned(one, layout, place, known, dims)
         )
+    made.shards = shards or {}
     warn_of_uneven(made.unsplit)
     warn_of_micro(layout.micro, made.layout.micro)
     return made

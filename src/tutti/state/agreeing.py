@@ -45,10 +45,6 @@ class Agreeing:
         """This replica's rows of the global batch."""
         return replica_rows.rows(tensors, self.replica, self.layout.num_replicas)
 
-    def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The same for the tensors in a batch."""
-        return replica_rows.of_batch(batch, self.replica, self.layout.num_replicas)
-
     def start(self) -> None:
         """Begin the strategy after the layout of the state; all ranks call together."""
         names = [s.name for s in self._trained()]
