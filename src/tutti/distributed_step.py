@@ -247,13 +247,20 @@ class Step:
         return model_state(self.model, rank=rank)
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint directory, or the model alone if `path` ends in `.safetensors`."""
+        """Write a checkpoint directory, or the model alone if `path` ends in `.safetensors`.
+
+        A path that ends in `.safetensors.index.json` has several files, as Hugging Face divides them.
+        """
         with self.mode.state_here():
             if self.mode.writes():
                 step_checkpoint.save(self._running, Path(path), extra)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Load a checkpoint of `save`, under any layout; returns its `extra`."""
+        """Load a checkpoint of `save`, under any layout; returns its `extra`.
+
+        Or the model alone, from a `.safetensors` file, an index, or a directory of `save_pretrained`. Each
+        rank reads its part; a model on the meta device takes it at the first call.
+        """
         with self.mode.state_replaced():
             return step_checkpoint.load(self._running, Path(path))
 

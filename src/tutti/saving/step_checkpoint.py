@@ -24,7 +24,7 @@ from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
-from tutti.saving import model_file, replica_checkpoint, saved_values
+from tutti.saving import model_file, replica_checkpoint, saved_values, weight_files
 from tutti.saving.local_part import part_of
 from tutti.state.residence import adopt, is_here, local_of, refuse_open, set_local
 from tutti.state.shards import plain_dtensor, unguarded
@@ -105,7 +105,7 @@ def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
 
 
 def _save_among(running: Running, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
-    if path.suffix == ".safetensors":
+    if path.name.endswith((weight_files.SUFFIX, weight_files.INDEX_SUFFIX)):
         model_file.save(running, path, ranks)
     else:
         _save(running, path, extra, ranks)
@@ -170,8 +170,9 @@ def load(running: Running, path: Path) -> dict[str, Any]:
     """Read a checkpoint into the step; raises for any problem before any change."""
     ensure_process_group()
     ranks = ranks_of()
-    if path.suffix == ".safetensors":
-        model_file.load(running.job.model, path, ranks)
+    weights = weight_files.weights_at(path)
+    if weights is not None:
+        model_file.load(running, weights, ranks)
         _restart(running)
         return {}
     reading = Reading(path, ranks)

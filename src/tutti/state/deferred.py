@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,27 @@ def is_deferred(model: nn.Module) -> bool:
     return any(x.device.type == "meta" for x in tensors)
 
 
+class Stored(Protocol):
+    """The value of a tensor in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def whole(self) -> Tensor:
+        """All of it, in memory of its own."""
+        ...
+
+    def part(self, index: Sequence[Tensor | None]) -> Tensor:
+        """The elements at `index`, for each dim the indices or None for all."""
+        ...
+
+
 def initial_values(
-    model: nn.Module, seed: int, device: torch.device
+    model: nn.Module, seed: int, device: torch.device, known: Collection[int] = ()
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Each meta parameter and buffer with its whole initial value, one module's at a time.
+
+    Those with an id in `known` are left out.
 
     A module initializes itself: by the model's `_init_weights(module)` if it has one (Hugging Face),
     else by its own `reset_parameters()`. Random values depend only on `seed`, the order of modules and the
@@ -36,7 +53,7 @@ def initial_values(
         TuttiError: for a module that has neither.
     """
     randomness = OurRandomness(seed, INITIAL_STEP)
-    done: set[int] = set()
+    done: set[int] = set(known)
     for name, module in model.named_modules():
         tables: Any = (parameters_of(module), buffers_of(module))
         meta = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tutti.errors import CaptureError, LayoutError, TuttiError
 from tutti.graph.players.device import device_of
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.replicas.replica_rows import replica_here
-from tutti.state.deferred import initial_slots, initial_values, is_deferred
+from tutti.state.deferred import Stored, initial_slots, initial_values, is_deferred
 from tutti.state.onlookers import warn_of_onlookers
 from tutti.state.renewed import now_of, renew
 from tutti.state.replacing import put_in_place, replace_in_optimizer
@@ -60,7 +61,8 @@ class Residence:
     `owners` are the pipeline ranks that keep each state tensor; empty without such an axis.
     `renewed` holds, by the id of a replaced tensor, that tensor and the one in its place.
     `settled` are the unchanged tensors: a rank has all of each. `optimizers` are those of all steps.
-    `fetch` pulls the current weights from servers, if there are any.
+    `fetch` pulls the current weights from servers, if there are any. `stored` are the values in files, by
+    name, for tensors on the meta device.
     """
 
     layout: Layout
@@ -76,6 +78,7 @@ class Residence:
     block: WholeBlock | None = None
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     fetch: Callable[[], None] | None = None
+    stored: Mapping[str, Stored] = field(default_factory=dict)
 
     def keeps_whole(self, name: str) -> bool:
         """Whether every rank has all of a state tensor, which is then an ordinary one."""
@@ -275,8 +278,9 @@ def settle(
     state = state_of(model, optimizer)
     check_order([f"state {s.name}: {list(s.tensor.shape)} {s.tensor.dtype}" for s in state])
     replaced: dict[int, Tensor] = {}
-    for entry, whole in _deferred(model, optimizer, state, device, seed):
+    for entry, whole in _deferred(model, optimizer, state, device, seed, home.stored):
         replaced[id(entry.tensor)] = part_of(entry, whole, home, coordinates, device)
+    home.stored = {}
     new = [s.name for s in state if several and not home.has_settled(s.tensor)]
     warn_of_onlookers(state, [name for name in new if home.moves(name)])
     for entry in state:
@@ -336,31 +340,44 @@ def adopt(model: nn.Module, optimizer: Any) -> None:
 
 
 def _deferred(
-    model: nn.Module, optimizer: Any, state: list[StateTensor], device: torch.device, seed: int
-) -> Iterator[tuple[StateTensor, Tensor]]:
-    """Every state tensor on the meta device with its whole initial value."""
+    model: nn.Module,
+    optimizer: Any,
+    state: list[StateTensor],
+    device: torch.device,
+    seed: int,
+    stored: Mapping[str, Stored],
+) -> Iterator[tuple[StateTensor, Tensor | Stored]]:
+    """Every state tensor on the meta device with its whole initial value, in memory or in a file."""
     if not is_deferred(model):
         return
     entries = {id(s.tensor): s for s in state}
     slots: dict[str, list[StateTensor]] = {}
     for s in state:
         slots.setdefault(s.owner, []).append(s)
-    for x, whole in initial_values(model, seed, device):
+    known = {id(s.tensor): s.tensor for s in state if s.tensor.is_meta and s.name in stored}
+    values: Iterator[tuple[Tensor, Tensor | Stored]] = chain(
+        ((x, stored[entries[i].name]) for i, x in known.items()),
+        initial_values(model, seed, device, known),
+    )
+    for x, whole in values:
         entry = entries[id(x)]
         yield entry, whole
-        values = initial_slots(optimizer, x, device) if entry.name in slots else {}
-        yield from ((s, values[s.slot]) for s in slots.get(entry.name, ()))
+        made = initial_slots(optimizer, x, device) if entry.name in slots else {}
+        yield from ((s, made[s.slot]) for s in slots.get(entry.name, ()))
 
 
 def part_of(
     entry: StateTensor,
-    whole: Tensor,
+    whole: Tensor | Stored,
     home: Residence,
     coordinates: dict[str, int],
     device: torch.device,
 ) -> Tensor:
     """This rank's part of a state tensor, the replacement of the tensor in `entry`."""
+    dtype = entry.tensor.dtype
     if home.layout.num_ranks == 1 or home.keeps_whole(entry.name):
+        if not isinstance(whole, Tensor):
+            whole = whole.whole().to(device=device, dtype=dtype)
         parameter = isinstance(entry.tensor, nn.Parameter)
         return nn.Parameter(whole, entry.tensor.requires_grad) if parameter else whole
     sharding = home.storage[entry.name]
@@ -368,9 +385,17 @@ def part_of(
     keeper = home.keeper(entry.name, here)
     if keeper != here:
         # of a scalar too, as `from_local` takes the global shape of one from its local tensor
-        nothing = whole.new_empty((0,) if sharding.shape else ())
+        nothing = torch.empty((0,) if sharding.shape else (), dtype=dtype, device=device)
         return as_shard(nothing, sharding, home, device, entry.tensor, keeper)
-    local = sharding.cut(whole, home.layout.stage_mesh, coordinates)
+    mesh = home.layout.stage_mesh
+    if not isinstance(whole, Tensor):
+        index = [
+            sharding.index(d, mesh, coordinates) if any(s.axes for s in dim) else None
+            for d, dim in enumerate(sharding.dims)
+        ]
+        local = whole.part(index).to(device=device, dtype=dtype)
+        return as_shard(local, sharding, home, device, entry.tensor, keeper)
+    local = sharding.cut(whole, mesh, coordinates)
     if sharding.axes:
         local = local.clone(memory_format=torch.contiguous_format)
     return as_shard(local, sharding, home, device, entry.tensor, keeper)
