@@ -81,7 +81,7 @@ def context() -> Any:
 
 
 class _Pool:
-    def __init__(self, n: int, timeout_seconds: float) -> None:
+    def __init__(self, n: int, timeout_seconds: float = 30.0) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self._processes = []
