@@ -35,7 +35,7 @@ LAYERS = (
     ("report",),
     ("modes",),  # the ways to run a job
     ("distributed_step",),  # what a user calls
-    ("api",),
+    ("api", "resuming"),  # the calls of distribute; the checkpoints of a run
     ("__init__",),  # the public names
     ("cli",),
     ("__main__",),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,31 +87,43 @@ def _restart(running: Running) -> None:
 
 
 def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
-    """Save all of the state; it becomes visible, whole, by one rename.
+    """Save all of the state; it becomes visible, whole, by one rename."""
 
-    If a replica is lost meanwhile, the remaining ones begin again.
-    """
+    def act(ranks: Unanimous) -> None:
+        if path.name.endswith((weight_files.SUFFIX, weight_files.INDEX_SUFFIX)):
+            model_file.save(running, path, ranks)
+        else:
+            write_state(running, path, dict(extra or {}), ranks)
+
+    by_ranks_left(running, act)
+
+
+def by_ranks_left(running: Running, act: Callable[[Unanimous], None]) -> None:
+    """Do `act`, a save, on all ranks together; if a replica is lost in it, the remaining ones begin again."""
     ensure_process_group()
     while True:
         left = replica_checkpoint.replicas_left(running)
         try:
-            ranks = ranks_of(replica_checkpoint.group_of(running, left))
-            _save_among(running, path, dict(extra or {}), ranks)
-            return
+            return act(ranks_of(replica_checkpoint.group_of(running, left)))
         except CommError:
             if not replica_checkpoint.lost_since(running, left):
                 raise
             replica_checkpoint.drop_group(running)
 
 
-def _save_among(running: Running, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
-    if path.name.endswith((weight_files.SUFFIX, weight_files.INDEX_SUFFIX)):
-        model_file.save(running, path, ranks)
-    else:
-        _save(running, path, extra, ranks)
+def write_state(
+    running: Running,
+    path: Path,
+    extra: dict[str, Any],
+    ranks: Unanimous,
+    more: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write the checkpoint directory `path`.
 
-
-def _save(running: Running, path: Path, extra: dict[str, Any], ranks: Unanimous) -> None:
+    Args:
+        more: tensors that are no state of the step, under names that no state has. The first rank writes
+            plain ones, all ranks write their shards. The manifest does not list them.
+    """
     what = f"cannot write the checkpoint {path}"
     ranks.each(what, lambda: _json(extra))
     found = _state(running)
@@ -127,7 +139,7 @@ def _save(running: Running, path: Path, extra: dict[str, Any], ranks: Unanimous)
         files={},
         extra=extra,
     )
-    mine = replica_checkpoint.to_save(running, state)
+    mine = replica_checkpoint.to_save(running, state | dict(more or {}))
     if (
         not running.begun and not ranks.leads
     ):  # until the first call rank 0's values are those of the run
@@ -156,9 +168,14 @@ _MOST_LOCKS = 8
 _LOST_SECONDS = 15.0
 
 
-def _own(running: Running, path: Path) -> str:
+def open_for(running: Running, path: Path) -> OwnerLock:
+    """Make and lock a folder for saves; a lost replica gets time to release its lock."""
     seconds = _LOST_SECONDS if replica_checkpoint.give_up_lost(running) else 0.0
-    lock, locks = open_folder(path, seconds), _LOCKS.setdefault(running, {})
+    return open_folder(path, seconds)
+
+
+def _own(running: Running, path: Path) -> str:
+    lock, locks = open_for(running, path), _LOCKS.setdefault(running, {})
     locks.pop(path.resolve(), None)
     locks[path.resolve()] = lock
     while len(locks) > _MOST_LOCKS:
@@ -178,19 +195,28 @@ def load(running: Running, path: Path) -> dict[str, Any]:
     reading = Reading(path, ranks)
     for _ in range(_MOST_TRIES):
         try:
-            return _load(running, reading, ranks)
+            return read_state(running, reading, ranks)
         except CheckpointError:
             if not reading.is_replaced():
                 raise
             reading = Reading(path, ranks)
-    return _load(running, reading, ranks)
+    return read_state(running, reading, ranks)
 
 
-def _load(running: Running, reading: Reading, ranks: Unanimous) -> dict[str, Any]:
+def check_fit(running: Running, reading: Reading, ranks: Unanimous) -> None:
+    """Check names and shapes, without a change.
+
+    Raises:
+        CheckpointError: on every rank, the checkpoint is of another model or optimizer.
+    """
+    _check_fit(reading, ranks, _state(running, reading.manifest.tensors), running)
+
+
+def _check_fit(
+    reading: Reading, ranks: Unanimous, every: list[StateTensor], running: Running
+) -> None:
     saved, path = reading.manifest.tensors, str(reading.path)
-    every = _state(running, saved)
-    mine = _kept(every)
-    python = {n: form for n, form in saved.items() if n.startswith(saved_values.PREFIX)}
+    python = _python(reading)
 
     def check() -> str:
         shapes = {n: form.shape for n, form in saved.items() if n != COUNT and n not in python}
@@ -199,6 +225,18 @@ def _load(running: Running, reading: Reading, ranks: Unanimous) -> dict[str, Any
         return ""
 
     ranks.each(f"cannot read the checkpoint {path}", check)
+
+
+def _python(reading: Reading) -> dict[str, TensorForm]:
+    saved = reading.manifest.tensors
+    return {n: form for n, form in saved.items() if n.startswith(saved_values.PREFIX)}
+
+
+def read_state(running: Running, reading: Reading, ranks: Unanimous) -> dict[str, Any]:
+    """Take over a checkpoint, after all checks; returns its `extra`."""
+    every = _state(running, reading.manifest.tensors)
+    mine, python = _kept(every), _python(reading)
+    _check_fit(reading, ranks, every, running)
     fresh: dict[str, Any] = {n: torch.empty_like(plain_dtensor(t)) for n, t in mine.items()}
     fresh[COUNT] = torch.tensor(0)
     fresh |= {n: torch.empty(form.shape, dtype=form.dtype) for n, form in python.items()}

@@ -1,0 +1,69 @@
+"""The requests of ranks, on which all act before the same step."""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from tutti.calls.running import Running
+from tutti.comm.collectives.group import Group
+from tutti.comm.collectives.votes import NUM_BITS, NamedVotes, votes_of
+from tutti.errors import CommError
+from tutti.saving import replica_checkpoint
+
+NAME = "Checkpoints.tick"
+# Steps from vote to vote. Replicas may be so many steps apart; ranks of one program are at most one apart.
+REPLICA_STEPS = 8
+# Votes between hosts take some time of their own: with short steps they are fewer.
+SHORT_SECONDS, SHORT_STEPS = 0.05, 16
+_LONG = 1 << NUM_BITS - 1
+
+
+class Agreement:
+    """The union of all ranks' votes, one round after they were given; all ranks make it together.
+
+    A single rank acts at once. If a replica is lost, the remaining ones go on voting.
+    """
+
+    def __init__(self, running: Running) -> None:
+        self._running = running
+        self.leads = not dist.is_initialized() or dist.get_rank() == 0
+        self._left = replica_checkpoint.replicas_left(running)
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        self._votes = votes_of(Group.world(), NAME) if several else None
+        self._apart = running.agreeing is not None and running.job.layout.num_replicas > 1
+        self._period = REPLICA_STEPS if self._apart else 1
+        self._num_votes, self._num_ticks, self._since = 0, 0, time.monotonic()
+
+    def agreed(self, vote: int) -> int:
+        """Enter this rank's vote of this step; return the union on which all ranks act now."""
+        if self._votes is None:
+            return vote
+        self._num_ticks += 1
+        if self._num_ticks < self._period:
+            return 0
+        now = time.monotonic()
+        if (now - self._since) > SHORT_SECONDS * self._num_ticks:
+            vote |= _LONG
+        self._num_votes, self._num_ticks, self._since = self._num_votes + 1, 0, now
+        found = self._take(self._votes)
+        self._votes.give(vote & ~(found & ~_LONG))
+        if not self._apart and not self._votes.shared and self._num_votes > 2:
+            self._period = 1 if found & _LONG else SHORT_STEPS
+        return found & ~_LONG
+
+    def _take(self, votes: NamedVotes) -> int:
+        try:
+            return votes.take()
+        except CommError:
+            running = self._running
+            if not replica_checkpoint.lost_since(running, self._left):
+                raise
+            self._left = replica_checkpoint.replicas_left(running)
+            replica_checkpoint.drop_group(running)
+            group = replica_checkpoint.group_of(running, self._left)
+            assert group is not None
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._votes = votes_of(Group.of(group, ranks, dist.get_rank()), NAME)
+            return 0

@@ -1,0 +1,187 @@
+"""`Checkpoints`: saves a run while it trains, stops it well, and restores it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from tutti.checkpoint.unanimous import ranks_of
+from tutti.launch.ranks import ensure_process_group
+from tutti.resuming import restoring, run_folder
+from tutti.resuming.agreement import Agreement
+from tutti.resuming.due import Due
+from tutti.resuming.history import History
+from tutti.resuming.parts import RunParts
+from tutti.resuming.retention import Retention
+from tutti.resuming.saver import Saver
+from tutti.resuming.stop_signals import SIGNAL_BITS, SIGNALS, StopSignals, leave_as_told
+
+# The bit of a vote after those of the signals: the time of `every` is over.
+_TIME = 1 << len(SIGNALS)
+
+
+class Checkpoints:
+    """The checkpoints of a run: saved while it trains and when a signal ends it, restored in any layout.
+
+        run = tutti.Checkpoints("runs/gpt", every=100, step=step, loader=loader, schedule=schedule)
+        run.restore()
+        for tokens, targets in loader:
+            loss = step(tokens, targets)
+            schedule.step()
+            if run.tick(loss=loss):
+                break
+
+    Each checkpoint holds the state of all parts, the optimizers' hyper-parameters, the metrics, and the
+    states of the global random generators of Python, NumPy and torch (CPU) where all ranks have the same.
+    It becomes visible as a whole, in `folder/step-00000100`, which `step.load` reads, too. All ranks make
+    the same calls.
+
+    Args:
+        folder: of this run alone.
+        every: steps between saves, or a time such as "10 min"; None saves on signals and `save` only.
+        keep: how many of the newest checkpoints stay; None for all.
+        keep_best: a metric given to `tick`: the checkpoint with its least value stays, too; "-accuracy" for
+            the greatest.
+        parts: by name: one or several steps of `distribute`, the first of which counts the steps of the run,
+            and anything else with a state: objects with `state_dict` and `load_state_dict`, dicts,
+            `torch.Generator`s. Their states may hold numbers, texts, lists, tuples, dicts, sets, NumPy values
+            and tensors; rank 0's are saved.
+
+    Raises:
+        TuttiError: no step, a part without a state, or an argument that is not as above.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        every: int | str | None = None,
+        keep: int | None = 3,
+        keep_best: str | None = None,
+        **parts: Any,
+    ) -> None:
+        self._folder = Path(folder)
+        self._due, self._parts = Due(every), RunParts(parts)
+        self._retention = Retention(keep, keep_best or "")
+        self._saver = Saver(self._folder, self._parts, self._retention)
+        self._history, self._signals = History(), StopSignals()
+        self._agreement: Agreement | None = None
+        self._restored: int | None = None
+        self._saved: int | None = None
+        self._stop = 0  # the vote that ended the run
+        self._due.begin(self._parts.num_steps)
+
+    def restore(self, *, strict: bool = True) -> int | None:
+        """Go on from the newest whole checkpoint, under whatever layout it was saved.
+
+        A warning names each damaged checkpoint, and the next older one is taken. Afterwards the learning
+        rates, and other numbers of the optimizers' groups, are those of the save.
+
+        Args:
+            strict: whether checkpoint and run must have the same parts; else the common ones are restored.
+
+        Returns:
+            The number of steps that it holds; None if the folder has no checkpoint.
+
+        Raises:
+            CheckpointError: on every rank: all are damaged, or it does not fit this run. No step has changed.
+        """
+        ensure_process_group()
+        ranks = ranks_of()
+        saved = restoring.newest_whole(self._folder, ranks, self._saver.damaged)
+        if saved is None:
+            return None
+        self._history.load(restoring.restore(saved, self._parts, ranks, strict=strict))
+        self._restored = self._saved = saved.record.step
+        self._due.begin(self._parts.num_steps)
+        return self._restored
+
+    def tick(self, **metrics: Any) -> bool:
+        """Count one training step; save if it is time, or if SIGINT or SIGTERM has come.
+
+        Call it after each step. The first call locks the folder and takes over the two signals, in the main
+        thread. A signal is noted; all ranks save after the same step, at most one step later, and `tick`
+        returns True. If the script goes on nevertheless, the next call does what the signal would have done:
+        it raises `KeyboardInterrupt`, or `SystemExit` with code 143.
+
+        Args:
+            metrics: numbers, or tensors of one number, for `history`. Tensors on a GPU are read at the next
+                save: no step waits for them.
+
+        Returns:
+            Whether the script should end now.
+
+        Raises:
+            CheckpointError: on every rank: the save failed. The state and the last checkpoint are whole.
+        """
+        if self._stop:
+            leave_as_told(self._stop)
+        agreement = self._begun()
+        step = self._parts.num_steps
+        self._history.add(step, metrics)
+        due, vote = self._due.by_steps(step), self._signals.vote
+        if agreement.leads and self._due.by_time():
+            vote |= _TIME
+        agreed = agreement.agreed(vote)
+        self._stop = agreed & SIGNAL_BITS
+        try:
+            if due or agreed:
+                self.save()
+        finally:
+            if self._stop:
+                self._signals.restore()
+        return self.stopping
+
+    def save(self) -> Path:
+        """Save now, unless the checkpoint of this step is there; returns its path."""
+        self._begun()
+        step = self._parts.num_steps
+        if step != self._saved:
+            metrics = self._history.latest(self._saved if self._saved is not None else -1)
+            self._signals.saving = True
+            try:
+                self._saver.save(step, metrics, self._history.state())
+            finally:
+                self._signals.saving = False
+            self._saved = step
+            self._due.saved()
+        return run_folder.path_of(self._folder, step)
+
+    def close(self) -> None:
+        """Give the signals back; leaving a `with` block does so, too."""
+        self._signals.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal has ended the run: its state is saved, and the script should end."""
+        return bool(self._stop)
+
+    @property
+    def history(self) -> dict[str, list[Any]]:
+        """The metrics since the first step, a list for each; "step" has the numbers of the steps."""
+        return self._history.columns()
+
+    def steps(self) -> list[int]:
+        """The saved steps whose files are all there, in order."""
+        return [one.step for one in run_folder.whole_steps(self._folder)]
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest of them."""
+        steps = self.steps()
+        return run_folder.path_of(self._folder, steps[-1]) if steps else None
+
+    def _begun(self) -> Agreement:
+        """The agreement of the ranks; at first lock the folder and take over the signals."""
+        if self._agreement is None:
+            ensure_process_group()
+            self._saver.open(self._restored)
+            self._agreement = Agreement(self._parts.main.mode.running)
+            self._signals.install()
+        return self._agreement

@@ -1,0 +1,54 @@
+"""Chooses the saved steps that stay: the newest, and the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tutti.errors import TuttiError
+from tutti.resuming.run_folder import SavedStep
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many of the newest saved steps stay (None: all), and by which metric the best one.
+
+    `best` is a metric of which less is better, or with a "-" before it, more; "" for none.
+
+    Raises:
+        TuttiError: `keep` is no number of steps.
+    """
+
+    keep: int | None = 3
+    best: str = ""
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and (type(self.keep) is not int or self.keep < 1):
+            raise TuttiError(
+                f"keep={self.keep!r} is no number of checkpoints to keep",
+                fix="keep=3, or keep=None for all",
+            )
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric of the best."""
+        return self.best.removeprefix("-")
+
+    def best_of(self, whole: Sequence[SavedStep]) -> SavedStep | None:
+        """The best of these; the first of several."""
+        sign = -1.0 if self.best.startswith("-") else 1.0
+        values = {
+            one.step: sign * one.record.metrics.get(self.metric, math.nan)
+            for one in whole
+            if one.record is not None
+        }
+        known = [one for one in whole if not math.isnan(values.get(one.step, math.nan))]
+        return min(known, key=lambda one: values[one.step], default=None)
+
+    def superfluous(self, whole: Sequence[SavedStep]) -> list[SavedStep]:
+        """Those of the whole saved steps, in order, that need not stay; never the last."""
+        if self.keep is None:
+            return []
+        best = self.best_of(whole) if self.best else None
+        return [one for one in whole[: -self.keep] if one is not best]

@@ -1,0 +1,339 @@
+"""`Checkpoints`: everything comes back, in any layout, or is refused by name."""
+
+from __future__ import annotations
+
+import math
+import resource
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tutti
+from ranks import Ranks
+from resuming.small_run import SmallRun, losses_of
+from tutti.errors import CheckpointError, TuttiError
+
+STEPS, SAVED = 12, 8
+EVERY = {"every": SAVED}
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Any]:
+    """Makes runs in one folder, on one device, and closes them."""
+    made = []
+
+    def make(**options: Any) -> SmallRun:
+        made.append(SmallRun(tmp_path / "run", **options))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.checkpoints.close()
+
+
+def test_a_restored_run_has_the_losses_of_an_undisturbed_one_on_one_device(tmp_path: Path) -> None:
+    expected = losses_of(str(tmp_path / "a"), "", STEPS, EVERY)
+    assert losses_of(str(tmp_path / "b"), "", SAVED, EVERY) == expected[:SAVED]
+    torch.manual_seed(1)  # batches go on from the saved generator
+    assert losses_of(str(tmp_path / "b"), "", STEPS, EVERY) == expected[SAVED:]
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=3", "pipe=2 micro=2"])
+def test_a_restored_run_has_the_losses_of_an_undisturbed_one(
+    ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    """To the bit in the layout of the save, to rounding in another one."""
+    other = "tensor=2"
+    expected = ranks.run(losses_of, str(tmp_path / "a"), layout, STEPS, EVERY, n=2)[0]
+    for name in "bc":
+        found = ranks.run(losses_of, str(tmp_path / name), layout, SAVED, EVERY, n=2)
+        assert found == [expected[:SAVED]] * 2
+    assert (
+        ranks.run(losses_of, str(tmp_path / "b"), layout, STEPS, EVERY, n=2)
+        == [expected[SAVED:]] * 2
+    )
+    for found in ranks.run(losses_of, str(tmp_path / "c"), other, STEPS, EVERY, n=2):
+        np.testing.assert_allclose(found, expected[SAVED:], rtol=1e-6)
+
+
+def test_numbers_of_the_optimizer_come_back(alone: Any) -> None:
+    run = alone()
+    run.until(3)
+    group = run.optimizer.param_groups[0]
+    expected = {k: x for k, x in group.items() if k != "params"}
+    run.checkpoints.save()
+    again = alone()
+    assert again.optimizer.param_groups[0]["lr"] != expected["lr"]
+    assert again.checkpoints.restore() == 3
+    found = {k: x for k, x in again.optimizer.param_groups[0].items() if k != "params"}
+    assert found == expected and again.schedule.get_last_lr() == [expected["lr"]]
+
+
+def test_restore_of_no_checkpoint_changes_nothing(alone: Any) -> None:
+    run = alone()
+    assert run.checkpoints.restore() is None
+    assert run.checkpoints.steps() == [] and run.checkpoints.latest is None
+
+
+def test_several_steps_are_one_checkpoint(tmp_path: Path) -> None:
+    def made() -> tuple[tutti.Checkpoints, list[tutti.Step], torch.Generator]:
+        torch.manual_seed(0)
+        steps = []
+        for _ in range(2):
+            model = nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            steps.append(tutti.distribute(train_step, model, optimizer))
+        generator = torch.Generator().manual_seed(3)
+        made = tutti.Checkpoints(tmp_path, writer=steps[0], critic=steps[1], generator=generator)
+        return made, steps, generator
+
+    def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any) -> Any:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def play(steps: list[tutti.Step], generator: torch.Generator) -> list[float]:
+        x = torch.randn(4, 2, generator=generator)
+        return [step(x).item() for step in steps]
+
+    run, steps, generator = made()
+    play(steps, generator)
+    run.save()
+    expected = play(steps, generator)
+    again, steps, generator = made()
+    assert again.restore() == 1
+    assert play(steps, generator) == expected
+    assert (tmp_path / "step-00000001" / "part-critic" / "tutti.json").exists()
+    assert steps[1].load(tmp_path / "step-00000001" / "part-critic") == {}
+    run.close()
+
+
+def test_a_step_loads_the_checkpoint_of_a_run(alone: Any) -> None:
+    run = alone()
+    run.until(2)
+    path = run.checkpoints.save()
+    other = alone()
+    other.step.load(path)
+    assert other.step.num_steps == 2
+    for a, b in zip(run.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+# Retention
+
+
+def folders(run: SmallRun) -> list[int]:
+    names = [p.name for p in run.checkpoints._folder.iterdir() if p.name != "lock"]
+    return sorted(int(name.removeprefix("step-")) for name in names)
+
+
+def test_the_newest_stay(alone: Any) -> None:
+    run = alone(every=2, keep=2)
+    run.until(9)
+    assert folders(run) == run.checkpoints.steps() == [6, 8]
+    assert run.checkpoints.latest is not None and run.checkpoints.latest.name == "step-00000008"
+
+
+@pytest.mark.parametrize(("keep_best", "best"), [("score", 4), ("-score", 6)])
+def test_the_best_stays(alone: Any, keep_best: str, best: int) -> None:
+    run = alone(every=2, keep=1, keep_best=keep_best)
+    scores = {2: 0.5, 4: 0.1, 6: 0.9, 8: 0.5, 10: math.nan}
+    for count in range(1, 11):
+        run.step(torch.randn(12, 8), torch.randn(12, 4))
+        run.checkpoints.tick(**({"score": scores[count]} if count in scores else {}))
+    assert folders(run) == [best, 10]
+
+
+def test_what_others_have_made_stays(alone: Any) -> None:
+    run = alone(every=1, keep=1)
+    run.until(1)
+    folder = run.checkpoints._folder
+    for name in ("notes", "step-1", "step-00000000"):
+        (folder / name).mkdir()
+    run.step.save(folder / "step-00000001.mine")
+    run.until(4)
+    names = {p.name for p in folder.iterdir()}
+    assert {"notes", "step-1", "step-00000000", "step-00000001.mine", "step-00000004"} <= names
+    assert run.checkpoints.steps() == [4]
+
+
+def test_leftovers_of_killed_saves_are_removed(alone: Any) -> None:
+    run = alone()
+    folder = run.checkpoints._folder
+    for name in (".step-00000007.new", ".step-00000003.old", ".step-notes"):
+        (folder / name / "state").mkdir(parents=True)
+    run.until(1)
+    run.checkpoints.save()
+    assert {p.name for p in folder.iterdir()} == {"lock", ".step-notes", "step-00000001"}
+
+
+# Refusals
+
+
+class Stateless:
+    """No state."""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"every": "10 parsecs"}, "every='10 parsecs'"),
+        ({"keep": 0}, "keep=0"),
+        ({"loader": Stateless()}, 'the part "loader" has no state'),
+    ],
+)
+def test_arguments_are_checked(alone: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(TuttiError, match=said):
+        alone(**options)
+
+
+def test_parts_that_a_step_saves_are_refused(alone: Any) -> None:
+    run = alone()
+    for extra in (run.model, run.optimizer):
+        with pytest.raises(TuttiError, match='the part "more" would be saved twice'):
+            tutti.Checkpoints("folder", step=run.step, more=extra)
+    evaluate = tutti.distribute(lambda model, x: model(x), run.model)
+    with pytest.raises(TuttiError, match='the part "more" would be saved twice'):
+        tutti.Checkpoints("folder", step=run.step, more=evaluate)
+    with pytest.raises(TuttiError, match="needs the step"):
+        tutti.Checkpoints("folder", schedule=run.schedule)
+
+
+def test_a_state_that_cannot_be_saved_is_refused_by_its_keys_before_any_write(alone: Any) -> None:
+    run = alone(more={"a": [1, print]})
+    run.until(1)
+    with pytest.raises(CheckpointError, match=r"more\['a'\]\[1\] cannot be saved"):
+        run.checkpoints.save()
+    assert folders(run) == []
+
+
+def test_other_parts_are_refused_by_name(alone: Any) -> None:
+    run = alone(one={"a": 1}, two={"a": 2})
+    run.until(1)
+    run.checkpoints.save()
+    other = alone(two={"a": 0}, three={"a": 3})
+    with pytest.raises(CheckpointError) as caught:
+        other.checkpoints.restore()
+    assert 'it has "one", which this run lacks; it lacks "three"' in caught.value.why
+    assert "strict=False" in caught.value.fix and other.step.num_steps == 0
+    assert other.checkpoints.restore(strict=False) == 1
+    assert other.checkpoints._parts.others["two"] == {"a": 2}
+    assert other.checkpoints._parts.others["three"] == {"a": 3}
+
+
+def test_another_model_is_refused(alone: Any, tmp_path: Path) -> None:
+    run = alone()
+    run.until(1)
+    run.checkpoints.save()
+    model = nn.Linear(3, 3)
+    step = tutti.distribute(lambda model, x: model(x), model)
+    other = tutti.Checkpoints(tmp_path / "run", step=step)
+    with pytest.raises(CheckpointError, match="another model"):
+        other.restore(strict=False)
+
+
+def test_a_folder_with_later_steps_is_refused(alone: Any) -> None:
+    run = alone(every=2)
+    run.until(4)
+    anew = alone(every=2)
+    with pytest.raises(CheckpointError, match="holds step 4 of another run"):
+        anew.until(1)
+    assert folders(run) == [2, 4]
+    again = alone(every=2)
+    again.checkpoints.restore()
+    again.until(6)
+    assert folders(run) == [2, 4, 6]
+
+
+def test_a_metric_that_is_no_number_is_refused(alone: Any) -> None:
+    run = alone()
+    for bad in ({"loss": "1"}, {"loss": torch.ones(2)}, {"step": 1}, {"loss": None}):
+        with pytest.raises(TuttiError, match=f'the metric "{next(iter(bad))}" cannot be kept'):
+            run.checkpoints.tick(**bad)
+
+
+# Damage
+
+
+def damage(path: Path, how: str) -> None:
+    """Damage a checkpoint."""
+    (data,) = path.glob("state-*/*.distcp")
+    if how == "a bit":
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 1
+        data.write_bytes(content)
+    elif how == "truncated":
+        data.write_bytes(data.read_bytes()[:-10])
+    elif how == "no manifest":
+        (path / "tutti.json").unlink()
+    elif how == "the record":
+        text = (path / "tutti.json").read_text()
+        (path / "tutti.json").write_text(text.replace('"metrics"', '"metricz"'))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("a bit", "checksum"),
+        ("truncated", "truncated"),
+        ("no manifest", "no checkpoint|tutti.json"),
+        ("the record", "checksum"),
+    ],
+)
+def test_a_damaged_checkpoint_is_left_out(alone: Any, how: str, reason: str) -> None:
+    run = alone(every=2)
+    expected = run.until(7)
+    damage(run.checkpoints._folder / "step-00000006", how)
+    again = alone(every=2)
+    with pytest.warns(UserWarning, match=f"step-00000006 is left out: .*({reason})") as caught:
+        assert again.checkpoints.restore() == 4
+    assert len(caught) == 1
+    assert again.until(7) == expected[4:]  # and step 6 is saved anew
+    assert run.checkpoints.steps() == [2, 4, 6]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert alone().checkpoints.restore() == 6
+
+
+def test_damaged_checkpoints_alone_are_an_error(alone: Any) -> None:
+    run = alone(every=2)
+    run.until(4)
+    for step in (2, 4):
+        damage(run.checkpoints._folder / f"step-0000000{step}", "truncated")
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"),
+    ):
+        alone().checkpoints.restore()
+
+
+def test_a_full_disk_costs_a_save_and_nothing_else(alone: Any, tmp_path: Path) -> None:
+    expected = losses_of(str(tmp_path / "other"), "", 6, {})
+    run = alone(every=2)
+    losses = run.until(3)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*step-00000004"):
+            run.one()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert folders(run) == run.checkpoints.steps() == [2] and run.step.num_steps == 4
+    assert losses + [expected[3]] + run.until(6) == expected
+    assert folders(run) == [2, 6]
+
+
+def test_a_folder_that_cannot_be_made_is_an_error() -> None:
+    run = SmallRun("/proc/no/run")
+    with pytest.raises(CheckpointError, match="cannot save into /proc/no/run"):
+        run.one()
+    assert run.step.num_steps == 1

@@ -1,0 +1,226 @@
+"""A signal ends a run after one more step and one save, on all ranks after the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forked import Forked
+from resuming.small_run import SmallRun
+from tutti.launch.records import read_script
+from tutti.resuming import stop_signals
+
+SCRIPT = Path(__file__).parent / "small_run.py"
+STEPS = 24
+START_SECONDS, RUN_SECONDS = 120.0, 120.0
+
+
+def environment(directory: Path) -> dict[str, str]:
+    (directory / "tmp").mkdir(exist_ok=True)
+    return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")}
+
+
+def started(directory: Path, layout: str, seconds: float = 0.05, **more: str) -> Forked:
+    """A run in a process of its own, under the launcher if it has a layout."""
+    words = ["-m", "tutti", "run", "--layout", layout] if layout else []
+    words += [str(SCRIPT), str(directory / "run"), str(STEPS), str(seconds)]
+    return Forked(words, env=environment(directory) | more, cwd=directory)
+
+
+def losses(directory: Path, rank: int = 0) -> dict[int, str]:
+    """The losses of a rank by step, the last of each."""
+    path = directory / f"losses.{rank}"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(step): loss for step, loss in (line.split() for line in lines if line.count(" "))}
+
+
+def wait_for(directory: Path, step: int, process: Forked) -> None:
+    until = time.monotonic() + START_SECONDS
+    while max(losses(directory), default=0) < step and time.monotonic() < until:
+        assert process.poll() is None, process.communicate(timeout=10)
+        time.sleep(0.005)
+
+
+def saved(directory: Path) -> list[int]:
+    names = (directory / "run").glob("step-*")
+    return sorted(int(path.name.removeprefix("step-")) for path in names)
+
+
+def finished(directory: Path, layout: str) -> dict[int, str]:
+    """The losses of a run that ends by itself."""
+    process = started(directory, layout, 0.0)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == 0, out + err
+    return losses(directory)
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "code"),
+    [
+        ("data=2 zero=3", signal.SIGINT, 0),
+        ("data=2", signal.SIGTERM, 143),
+        ("replica=2 sync=diloco(every=4)", signal.SIGINT, 0),
+    ],
+)
+def test_a_run_that_is_told_to_end_goes_on_as_if_it_had_not(
+    tmp_path: Path, layout: str, number: int, code: int
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    expected = finished(tmp_path / "a", layout)
+    process = started(tmp_path / "b", layout)
+    wait_for(tmp_path / "b", 5, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == code, out + err
+    last = max(losses(tmp_path / "b"))
+    assert last == max(losses(tmp_path / "b", 1)) == saved(tmp_path / "b")[-1] < STEPS
+    found = finished(tmp_path / "b", layout)
+    assert found == expected
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143)])
+def test_a_script_that_goes_on_ends_as_the_signal_ends_it(
+    tmp_path: Path, number: int, code: int
+) -> None:
+    process = started(tmp_path, "", SMALL_RUN_GOES_ON="1")
+    wait_for(tmp_path, 5, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode in ((code, 130, 1) if number == signal.SIGINT else (code,)), out + err
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
+    assert saved(tmp_path)[-1] == max(losses(tmp_path)) < STEPS
+
+
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path: Path) -> None:
+    process = started(tmp_path, "data=2")
+    wait_for(tmp_path, 5, process)
+    (run_dir,) = (tmp_path / "tmp").glob("tutti-*")
+    pid = read_script(run_dir, 1)
+    assert pid is not None
+    for _ in range(3):
+        os.kill(pid, signal.SIGINT)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == 0, out + err
+    assert max(losses(tmp_path)) == max(losses(tmp_path, 1)) == saved(tmp_path)[-1] < STEPS
+
+
+# In this process
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SmallRun]:
+    made = SmallRun(tmp_path / "run", every=100)
+    yield made
+    made.checkpoints.close()
+
+
+def handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in stop_signals.SIGNALS]
+
+
+def test_signals_are_taken_at_the_first_tick_and_given_back(run: SmallRun) -> None:
+    before = handlers()
+    run.one()
+    assert not {*map(id, before)} & {*map(id, handlers())}
+    run.checkpoints.close()
+    assert handlers() == before
+
+
+@pytest.mark.parametrize("number", stop_signals.SIGNALS)
+def test_a_signal_is_one_save_and_true(run: SmallRun, number: int) -> None:
+    before = handlers()
+    run.one()
+    for _ in range(3):
+        os.kill(os.getpid(), number)
+    assert not run.checkpoints.stopping
+    assert run.one()[1] and run.checkpoints.stopping and run.checkpoints.steps() == [2]
+    assert handlers() == before
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit) as caught:
+        run.one()
+    assert getattr(caught.value, "code", 143) == 143 and run.checkpoints.steps() == [2]
+
+
+def test_signals_during_a_save_do_not_harm_it(
+    run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_signals, "AGAIN_SECONDS", 0.0)
+    run.one()
+    os.kill(os.getpid(), signal.SIGINT)
+    ended = threading.Event()
+
+    def disturb() -> None:
+        while not ended.is_set():
+            if run.checkpoints._signals.saving:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=disturb)
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    thread.start()
+    try:
+        assert run.one()[1]
+    finally:
+        ended.set()
+        thread.join()
+        signal.signal(signal.SIGUSR1, before)
+    assert run.checkpoints.steps() == [2]
+
+
+def test_a_late_second_ctrl_c_ends_at_once(run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_signals, "AGAIN_SECONDS", 0.0)
+    run.one()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.01)
+    run.checkpoints.close()
+
+
+def test_an_ignored_signal_stays_ignored(run: SmallRun) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        run.one()
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not run.one()[1]
+        run.checkpoints.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_thread_takes_no_signals(run: SmallRun) -> None:
+    before = handlers()
+    thread = threading.Thread(target=run.one)
+    thread.start()
+    thread.join()
+    assert run.step.num_steps == 1 and handlers() == before
+
+
+def test_a_forked_child_ends_at_sigterm_and_ignores_ctrl_c(run: SmallRun) -> None:
+    run.one()
+    pid = os.fork()
+    if not pid:
+        time.sleep(30)
+        os._exit(0)
+    time.sleep(0.1)
+    os.kill(pid, signal.SIGINT)
+    os.kill(pid, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
+
+
+def test_time_is_a_rhythm_too(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "run", every="0.2 s", keep=None)
+    with run.checkpoints:
+        run.until(2)
+        assert len(run.checkpoints.steps()) <= 1
+        time.sleep(0.25)
+        run.one()
+        assert run.checkpoints.steps()[-1] == 3
