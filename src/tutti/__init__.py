@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     )
     from tutti.graph.ops.boundary import shard_as
     from tutti.layout import Layout, Mesh, Sharding
-    from tutti.resuming.checkpoints import Checkpoints
+    from tutti.resuming.run_checkpoints import Checkpoints
     from tutti.rules import add_rule as rule
     from tutti.state.whole import whole
     from tutti.verification.verdict import Verdict
@@ -52,7 +52,7 @@ __all__ = [
 # The module of each public name, imported at the first use of the name: the launcher and other processes
 # without a capture start twice as fast.
 _HOMES = {
-    "Checkpoints": "tutti.resuming.checkpoints",
+    "Checkpoints": "tutti.resuming.run_checkpoints",
     "Step": "tutti.distributed_step",
     "Verdict": "tutti.verification.verdict",
     "distribute": "tutti.api",

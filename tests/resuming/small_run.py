@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import tutti
 
+MOST_STEPS = 1000
 PLACE = {"0.weight": "tensor, -", "3.weight": "-, tensor"}
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 
@@ -56,7 +57,9 @@ class SmallRun:
         layers = (nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 32), nn.Tanh())
         self.model = nn.Sequential(*layers, nn.Linear(32, 4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.01, total_steps=40)
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, 0.01, total_steps=MOST_STEPS
+        )
         place = PLACE if "tensor=" in (layout or os.environ.get("TUTTI_LAYOUT", "")) else None
         self.step = tutti.distribute(train_step, self.model, self.optimizer, layout, place=place)
         self.counted, self.notes = Counted(), {"epoch": 0}

@@ -8,6 +8,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from tutti.cli.checkpoints import checkpoints
 from tutti.cli.explain import explain
 from tutti.cli.run import run
 from tutti.cli.serve import serve
@@ -40,7 +41,8 @@ app = typer.Typer(
 )
 for _command in (run, serve, verify, explain):
     app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
-app.command()(simulate)
+for _command in (simulate, checkpoints):
+    app.command()(_command)
 
 
 @app.callback()

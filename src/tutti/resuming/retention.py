@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from tutti.errors import TuttiError
-from tutti.resuming.run_folder import SavedStep
+from tutti.checkpoint.owner_lock import lock_folder
+from tutti.errors import CheckpointError, TuttiError
+from tutti.resuming.run_folder import SavedStep, remove_leftovers, remove_step, whole_steps
 
 
 @dataclass(frozen=True)
@@ -52,3 +54,26 @@ class Retention:
             return []
         best = self.best_of(whole) if self.best else None
         return [one for one in whole[: -self.keep] if one is not best]
+
+
+def best_name(whole: Sequence[SavedStep]) -> str:
+    """The `best` with which the newest of these was saved."""
+    records = [one.record for one in whole if one.record is not None]
+    return records[-1].best if records else ""
+
+
+def prune_folder(folder: Path, keep: int) -> None:
+    """Remove all whole saved steps but the newest and the best, and leftovers.
+
+    Raises:
+        CheckpointError: a run saves into the folder, or it cannot be changed.
+    """
+    try:
+        held = lock_folder(folder)
+        remove_leftovers(folder)
+        whole = whole_steps(folder)
+        for one in Retention(keep, best_name(whole)).superfluous(whole):
+            remove_step(one)
+        del held
+    except OSError as error:
+        raise CheckpointError(f"cannot remove checkpoints in {folder}", why=str(error)) from error

@@ -1,0 +1,34 @@
+"""`tutti checkpoints`: the saved steps of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def checkpoints(
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="The folder of a run.")
+    ],
+    check: Annotated[
+        bool, typer.Option("--check", help="Read all files, compare checksums.")
+    ] = False,
+    prune: Annotated[
+        int | None,
+        typer.Option(min=1, help="Remove all but this many of the newest, and the best."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the checkpoints that tutti.Checkpoints has saved in FOLDER."""
+    from tutti.resuming import run_folder
+    from tutti.resuming.retention import prune_folder
+    from tutti.resuming.saved_table import saved_json, saved_table
+
+    if prune is not None:
+        prune_folder(folder, prune)
+    saved = [run_folder.look_at(folder, step, check=check) for step in run_folder.numbers(folder)]
+    text = saved_json if as_json else saved_table
+    print(text(saved, checked=check), flush=True)
+    raise typer.Exit(1 if any(one.damage for one in saved) else 0)
