@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +80,12 @@ class SmallRun:
         self.average.update_parameters(nn.Linear(2, 2))
         return loss.item(), self.checkpoints.tick(loss=loss)
 
+    def tell_history(self, lines: IO[str]) -> None:
+        """Write the losses of a restored run: a kill may come between a save and the line of its step."""
+        history = self.checkpoints.history
+        for step, loss in zip(history["step"], history.get("loss", []), strict=True):
+            print(step, loss.hex(), file=lines, flush=True)
+
     def until(self, last: int) -> list[float]:
         """The losses of the next steps, up to step `last`."""
         return [self.one()[0] for _ in range(self.step.num_steps, last)]
@@ -104,6 +110,7 @@ def main(folder: Path, last: int, seconds: float) -> None:
     name = f"losses.{os.environ.get('RANK', '0')}"
     with run.checkpoints as checkpoints, (folder.parent / name).open("a") as lines:
         checkpoints.restore()
+        run.tell_history(lines)
         while run.step.num_steps < last:
             loss, stop = run.one()
             print(run.step.num_steps, loss.hex(), file=lines, flush=True)

@@ -1,0 +1,93 @@
+"""Runs that are killed at random moments: a whole checkpoint remains, and the losses are those of no kill."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.processes import lives
+from resuming.small_run import MOST_STEPS, SmallRun
+from resuming.test_stops import RUN_SECONDS, finished, losses, saved, started, wait_for
+from tutti.launch.records import read_script
+from tutti.resuming.run_folder import look_at, numbers
+
+# `TUTTI_TEST_KILLS=200` for a longer look.
+NUM_KILLS = int(os.environ.get("TUTTI_TEST_KILLS", "6"))
+CHILD_SECONDS = 60.0
+
+
+def train(directory: Path, last: int) -> None:
+    """Go on to step `last`; a save after each step."""
+    run = SmallRun(directory / "run", every=1, keep=2)
+    run.checkpoints.restore()
+    with (directory / "losses.0").open("a") as lines:
+        run.tell_history(lines)
+        while run.step.num_steps < last:
+            loss, _ = run.one()
+            print(run.step.num_steps, loss.hex(), file=lines, flush=True)
+
+
+def forked(directory: Path, last: int) -> int:
+    """The process id of a copy of this one that trains."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            train(directory, last)
+            code = 0
+        finally:
+            os._exit(code)
+    return pid
+
+
+def newest(directory: Path) -> int:
+    return max(saved(directory), default=0) if (directory / "run").exists() else 0
+
+
+def test_killed_saves_leave_a_whole_checkpoint_and_the_same_losses(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    chance, last = random.Random(0), 0
+    for _ in range(NUM_KILLS):
+        pid = forked(tmp_path / "b", MOST_STEPS - 1)
+        until = time.monotonic() + CHILD_SECONDS
+        while newest(tmp_path / "b") <= last and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0.0, 0.1))  # a save takes a third of it
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        steps = numbers(tmp_path / "b" / "run")
+        found = [look_at(tmp_path / "b" / "run", step, check=True) for step in steps]
+        assert [one.damage for one in found] == [""] * len(found) and 1 <= len(found) <= 3
+        assert steps[-1] > last
+        last = steps[-1]
+    end = last + 3
+    for name in "ab":
+        os.waitpid(forked(tmp_path / name, end), 0)
+    assert losses(tmp_path / "b") == losses(tmp_path / "a")
+    assert [*losses(tmp_path / "b")] == [*range(1, end + 1)]
+    names = {path.name for path in (tmp_path / "b" / "run").iterdir()}
+    assert names == {"lock", f"step-{end - 1:08d}", f"step-{end:08d}"}
+
+
+@pytest.mark.parametrize("victim", ["rank 1", "launcher"])
+def test_a_killed_run_on_ranks_goes_on_with_the_same_losses(tmp_path: Path, victim: str) -> None:
+    layout = "data=2 zero=3"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    expected = finished(tmp_path / "a", layout)
+    process = started(tmp_path / "b", layout, 0.02)
+    wait_for(tmp_path / "b", random.randrange(5, 15), process)
+    (run_dir,) = (tmp_path / "b" / "tmp").glob("tutti-*")
+    pids = [pid for rank in range(2) if (pid := read_script(run_dir, rank))]
+    os.kill(process.pid if victim == "launcher" else pids[1], signal.SIGKILL)
+    process.communicate(timeout=RUN_SECONDS)
+    while any(map(lives, pids)):  # they die with the launcher, but not at once
+        time.sleep(0.05)
+    assert saved(tmp_path / "b") and process.returncode != 0
+    assert finished(tmp_path / "b", layout) == expected
