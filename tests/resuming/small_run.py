@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import tutti
 
-MOST_STEPS = 1000
+MOST_STEPS = 10_000
 PLACE = {"0.weight": "tensor, -", "3.weight": "-, tensor"}
 warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
 

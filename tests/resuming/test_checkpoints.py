@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import resource
 import warnings
 from collections.abc import Iterator
@@ -12,8 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+import runs
 import tutti
 from ranks import Ranks
 from resuming.small_run import SmallRun, losses_of
@@ -125,6 +129,70 @@ def test_a_step_loads_the_checkpoint_of_a_run(alone: Any) -> None:
     assert other.step.num_steps == 2
     for a, b in zip(run.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def with_shards(folder: str, layout: str, last: int) -> list[Any]:
+    """A run with an average of its sharded weights as a part; the average, whole, after step `last`."""
+    average: dict[str, Any] = {}
+    run = SmallRun(folder, layout, average_of_weights=average)
+    with run.checkpoints as checkpoints:
+        run.step(torch.ones(12, 8), torch.ones(12, 4))  # lays out the weights
+        if not checkpoints.restore():
+            run.until(last)
+            average.update({n: x.detach().clone() for n, x in run.model.named_parameters()})
+            checkpoints.save()
+    kinds = {isinstance(x, DTensor) for x in average.values()}
+    return [kinds, {n: runs.whole(x).numpy() for n, x in average.items()}]
+
+
+def test_shards_in_the_state_of_a_part(ranks: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "run")
+    (kinds, expected), _ = ranks.run(with_shards, path, "data=2 zero=3", 3, n=2)
+    assert kinds == {True}
+    for kinds, found in (
+        with_shards(path, "", 3),
+        *ranks.run(with_shards, path, "tensor=2", 3, n=2),
+    ):
+        assert kinds == {False}  # the new dict had no shards at the restore
+        for name, x in expected.items():
+            np.testing.assert_array_equal(found[name], x)
+
+
+def with_other_random_states(folder: str) -> list[bool]:
+    """Whether torch's and Python's generators are as after the save, on a restored rank."""
+    run = SmallRun(folder, "data=2")
+    with run.checkpoints as checkpoints:
+        run.one()
+        random.seed(dist.get_rank())  # a rank's own; torch's is common to all
+        checkpoints.save()
+        expected = torch.get_rng_state()
+        torch.manual_seed(7)
+        random.seed(8)
+        before = random.getstate()
+        checkpoints.restore()
+    return [torch.equal(torch.get_rng_state(), expected), random.getstate() == before]
+
+
+def test_random_states_come_back_if_all_ranks_have_the_same(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(with_other_random_states, str(tmp_path / "run"), n=2)
+    assert found == [[True, True]] * 2
+
+
+def restored(folder: str) -> tuple[int | None, list[str]]:
+    """The step that all ranks restore, and this rank's warnings."""
+    run = SmallRun(folder, "data=2")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = run.checkpoints.restore()
+    return found, [str(one.message) for one in caught if "left out" in str(one.message)]
+
+
+def test_ranks_agree_on_the_newest_whole_one(ranks: Ranks, alone: Any) -> None:
+    run = alone(every=2)
+    run.until(4)
+    damage(run.checkpoints._folder / "step-00000004", "a bit")
+    (first, said), (second, nothing) = ranks.run(restored, str(run.checkpoints._folder), n=2)
+    assert first == second == 2 and len(said) == 1 and not nothing
 
 
 # Retention

@@ -27,10 +27,12 @@ def environment(directory: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory / "tmp")}
 
 
-def started(directory: Path, layout: str, seconds: float = 0.05, **more: str) -> Forked:
+def started(
+    directory: Path, layout: str, seconds: float = 0.05, *, steps: int = STEPS, **more: str
+) -> Forked:
     """A run in a process of its own, under the launcher if it has a layout."""
     words = ["-m", "tutti", "run", "--layout", layout] if layout else []
-    words += [str(SCRIPT), str(directory / "run"), str(STEPS), str(seconds)]
+    words += [str(SCRIPT), str(directory / "run"), str(steps), str(seconds)]
     return Forked(words, env=environment(directory) | more, cwd=directory)
 
 
@@ -84,6 +86,30 @@ def test_a_run_that_is_told_to_end_goes_on_as_if_it_had_not(
     assert last == max(losses(tmp_path / "b", 1)) == saved(tmp_path / "b")[-1] < STEPS
     found = finished(tmp_path / "b", layout)
     assert found == expected
+
+
+@pytest.mark.parametrize("sync", ["step", "async"])
+def test_servers_serve_until_the_workers_have_saved(tmp_path: Path, sync: str) -> None:
+    process = started(tmp_path, f"replica=2 server=1 sync={sync}")
+    wait_for(tmp_path, 5, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == 130 and "Error" not in err, out + err
+    assert saved(tmp_path)[-1] == max(losses(tmp_path)) < STEPS
+
+
+def test_replicas_end_well_after_the_loss_of_one(tmp_path: Path) -> None:
+    process = started(tmp_path, "replica=2 sync=diloco(every=4)", TUTTI_LEASE="3", steps=200)
+    wait_for(tmp_path, 5, process)
+    (run_dir,) = (tmp_path / "tmp").glob("tutti-*")
+    pid = read_script(run_dir, 1)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_for(tmp_path, max(losses(tmp_path)) + 20, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert "CommError" not in err and "Traceback" not in err, out + err
+    assert saved(tmp_path)[-1] == max(losses(tmp_path)) < 200
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143)])

@@ -1,4 +1,4 @@
-"""The states of the global random generators of the CPU, where all ranks have the same."""
+"""The states of the global random generators, where all ranks have the same."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ _GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "numpy": (np.random.get_state, np.random.set_state),
     "torch": (torch.get_rng_state, torch.set_rng_state),
 }
+_OF_GPU = {"cuda": (torch.cuda.get_rng_state, torch.cuda.set_rng_state)}
 
 
 def states() -> dict[str, Any]:
-    """The state of each generator, by its module."""
-    return {name: get() for name, (get, _) in _GENERATORS.items()}
+    """The state of each generator, by its module; that of this rank's GPU, once the process uses one."""
+    every = _GENERATORS | (_OF_GPU if torch.cuda.is_initialized() else {})
+    return {name: get() for name, (get, _) in every.items()}
 
 
 def digests(found: dict[str, Any]) -> str:
@@ -32,14 +34,14 @@ def digests(found: dict[str, Any]) -> str:
 def common(texts: Sequence[str]) -> set[str]:
     """The generators whose states are equal in all `digests`."""
     said = [json.loads(text) for text in texts]
-    return {name for name in said[0] if len({one[name] for one in said}) == 1}
+    return {name for name in said[0] if len({one.get(name) for one in said}) == 1}
 
 
 def put(found: dict[str, Any]) -> None:
     """Set the states of generators."""
-    for name, state in found.items():
-        if name in _GENERATORS:
-            _GENERATORS[name][1](state)
+    every = _GENERATORS | (_OF_GPU if torch.cuda.is_available() else {})
+    for name in found.keys() & every.keys():
+        every[name][1](found[name])
 
 
 def _bytes(state: Any) -> bytes:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from tutti.checkpoint.unanimous import ranks_of
+from tutti.environment import ROLE
 from tutti.launch.ranks import ensure_process_group
+from tutti.launch.roles import SERVER, WORKER, Role
 from tutti.resuming import restoring, run_folder
 from tutti.resuming.agreement import Agreement
 from tutti.resuming.due import Due
@@ -32,7 +34,7 @@ class Checkpoints:
                 break
 
     Each checkpoint holds the state of all parts, the optimizers' hyper-parameters, the metrics, and the
-    states of the global random generators of Python, NumPy and torch (CPU) where all ranks have the same.
+    states of the global random generators of Python, NumPy and torch where all ranks have the same.
     It becomes visible as a whole, in `folder/step-00000100`, which `step.load` reads, too. All ranks make
     the same calls.
 
@@ -70,6 +72,8 @@ class Checkpoints:
         self._saved: int | None = None
         self._stop = 0  # the vote that ended the run
         self._due.begin(self._parts.num_steps)
+        if Role.parse(ROLE.read() or f"{WORKER} 0").kind == SERVER:
+            self._signals.install()  # it serves until the workers have saved and left
 
     def restore(self, *, strict: bool = True) -> int | None:
         """Go on from the newest whole checkpoint, under whatever layout it was saved.
