@@ -29,6 +29,7 @@ FIRST = (
     "launch/test_causes.py",
     "faults/test_faults.py",
     "launch/test_waits.py",
+    "resuming/test_stops.py",
     "calls/test_read_values.py",
     "launch/test_launch.py",
     "passes/test_remat.py",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import resource
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ import tutti
 from ranks import Ranks
 from resuming.small_run import SmallRun, losses_of
 from tutti.errors import CheckpointError, TuttiError
+from tutti.resuming.due import Due
 
 STEPS, SAVED = 12, 8
 EVERY = {"every": SAVED}
@@ -320,6 +323,36 @@ def test_a_folder_with_later_steps_is_refused(alone: Any) -> None:
     again.checkpoints.restore()
     again.until(6)
     assert folders(run) == [2, 4, 6]
+
+
+def test_a_second_run_in_the_folder_is_refused_with_the_first(alone: Any, tmp_path: Path) -> None:
+    run, told = alone(every=1), tmp_path / "told"
+    run.until(1)
+    pid = os.fork()
+    if not pid:
+        try:
+            alone(every=1).until(1)
+        except CheckpointError as error:
+            told.write_text(str(error))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert "another run saves into" in told.read_text()
+    assert f"process {os.getpid()} on" in told.read_text() and folders(run) == [1]
+
+
+def test_rhythms() -> None:
+    due = Due(10)
+    due.begin(3)
+    assert [k for k in range(4, 31) if due.by_steps(k)] == [10, 20, 30]
+    assert [k for k in (35, 41, 49, 62) if due.by_steps(k)] == [41, 62]
+    assert not due.by_time() and not Due(None).by_steps(10)
+    with pytest.raises(TuttiError, match="neither a number of steps nor a time"):
+        Due("1e-9")
+    due = Due("0.00001 min")
+    time.sleep(0.002)
+    assert due.by_time() and not due.by_steps(100)
+    assert not Due("2 h").by_time()
 
 
 def test_a_metric_that_is_no_number_is_refused(alone: Any) -> None:

@@ -88,6 +88,20 @@ def test_a_run_that_is_told_to_end_goes_on_as_if_it_had_not(
     assert found == expected
 
 
+@pytest.mark.parametrize("seconds", [0.002, 0.1])
+def test_ranks_without_shared_memory_end_after_the_same_step(
+    tmp_path: Path, seconds: float
+) -> None:
+    """As ranks of several hosts; with short steps they vote less often."""
+    process = started(tmp_path, "data=2", seconds, steps=5000, TUTTI_SHARED_MEMORY="off")
+    wait_for(tmp_path, 5, process)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=RUN_SECONDS)
+    assert process.returncode == 0, out + err
+    last = max(losses(tmp_path))
+    assert last == max(losses(tmp_path, 1)) == saved(tmp_path)[-1] < 5000
+
+
 @pytest.mark.parametrize("sync", ["step", "async"])
 def test_servers_serve_until_the_workers_have_saved(tmp_path: Path, sync: str) -> None:
     process = started(tmp_path, f"replica=2 server=1 sync={sync}")

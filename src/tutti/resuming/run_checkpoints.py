@@ -104,7 +104,7 @@ class Checkpoints:
         """Count one training step; save if it is time, or if SIGINT or SIGTERM has come.
 
         Call it after each step. The first call locks the folder and takes over the two signals, in the main
-        thread. A signal is noted; all ranks save after the same step, at most one step later, and `tick`
+        thread. A signal is noted; all ranks save after the same step, usually the next one, and `tick`
         returns True. If the script goes on nevertheless, the next call does what the signal would have done:
         it raises `KeyboardInterrupt`, or `SystemExit` with code 143.
 
