@@ -121,8 +121,8 @@ def write_state(
     """Write the checkpoint directory `path`.
 
     Args:
-        more: tensors that are no state of the step, under names that no state has. The first rank writes
-            plain ones, all ranks write their shards. The manifest does not list them.
+        more: what this rank writes of other tensors, under names that no state has: the first rank plain
+            ones, all ranks their shards. The manifest does not list them.
     """
     what = f"cannot write the checkpoint {path}"
     ranks.each(what, lambda: _json(extra))
