@@ -29,7 +29,7 @@ LAYERS = (
     ("comm",),
     ("replicas", "server", "checkpoint"),
     ("launch",),  # starts ranks, says how they ended
-    ("state",),  # where it lives between calls
+    ("state", "data"),  # where it lives between calls; batches and the position in a dataset
     ("calls", "execution"),  # what a trace depends on; generated code
     ("saving", "verification", "serving"),
     ("report",),

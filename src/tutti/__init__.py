@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tutti.api import distribute, verify
+    from tutti.api import distribute, loader, verify
+    from tutti.data.loader import Loader
     from tutti.distributed_step import Step
     from tutti.errors import (
         CaptureError,
@@ -33,6 +34,7 @@ __all__ = [
     "CommError",
     "Layout",
     "LayoutError",
+    "Loader",
     "Mesh",
     "PlanError",
     "ScheduleError",
@@ -43,6 +45,7 @@ __all__ = [
     "TuttiError",
     "Verdict",
     "distribute",
+    "loader",
     "rule",
     "shard_as",
     "verify",
@@ -53,9 +56,11 @@ __all__ = [
 # without a capture start twice as fast.
 _HOMES = {
     "Checkpoints": "tutti.resuming.run_checkpoints",
+    "Loader": "tutti.data.loader",
     "Step": "tutti.distributed_step",
     "Verdict": "tutti.verification.verdict",
     "distribute": "tutti.api",
+    "loader": "tutti.api",
     "rule": "tutti.rules",
     "shard_as": "tutti.graph.ops.boundary",
     "verify": "tutti.api",

@@ -1,4 +1,4 @@
-"""The public functions: `distribute` makes a `Step`, `verify` a `Verdict`."""
+"""The public functions: `distribute` makes a `Step`, `verify` a `Verdict`, `loader` a `Loader`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 
 from tutti.calls.first_call import refuse_where_apart
 from tutti.capture.batch import taken
+from tutti.data.arguments import checked_loader, refuse_others
+from tutti.data.loader import Loader
 from tutti.distributed_step import Step
 from tutti.environment import LAYOUT
 from tutti.execution.collector import rarely_collected
@@ -112,6 +114,86 @@ def verify(
     refuse_where_apart(optimizer, job.layout)
     with rarely_collected(), quickly_written(), OnlyUsersFrames():
         return kind_of(job.layout).compare(job, given, steps=steps, dtype=dtype)
+
+
+def loader(
+    dataset: Any,
+    batch_size: int = 1,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    num_workers: int = 0,
+    collate_fn: Callable[..., Any] | None = None,
+    collate_rows: bool = False,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+    persistent_workers: bool = False,
+    worker_init_fn: Callable[[int], None] | None = None,
+    timeout: float = 0,
+    multiprocessing_context: Any = None,
+    layout: str | Layout | None = None,
+    **others: Any,
+) -> Loader:
+    """Batches of a dataset, of which each rank reads its rows only; a position that any layout resumes.
+
+    The order is a function of seed, epoch and position alone. Ranks divide a batch along `replica` and
+    `data`, in blocks; its tensors are then `DTensor`s of the global shape. Every rank reads the whole of a
+    batch that does not divide, as plain tensors, and of every batch as a worker of servers. Global random
+    numbers (Python's, NumPy's, PyTorch's) are seeded for each sample by seed, epoch and position, so
+    random transforms give the same on any rank and worker; for all samples of a batch by the first, in a
+    dataset with `__getitems__`. PyTorch's `DataLoader` reads; its arguments have their meaning there.
+
+    Args:
+        dataset: with `__len__` and `__getitem__`; the same whole dataset on every rank.
+        batch_size: the number of samples of the global batch.
+        shuffle: another permutation each epoch; it takes no memory.
+        seed: of the order and of random transforms.
+        drop_last: leave out a last batch that is not full.
+        num_workers: processes that read, for each rank.
+        collate_fn: joins a list of samples. It may look at all samples (padding to the longest), so each
+            rank reads the whole batch and keeps its rows of every tensor with a row for each sample.
+            Without it samples are stacked, and each rank reads its rows only.
+        collate_rows: `collate_fn` makes each row from its sample alone, in every batch in one shape, and
+            draws no random numbers: each rank reads its rows only.
+        pin_memory: copy batches into page-locked memory.
+        prefetch_factor: batches that each worker reads ahead.
+        persistent_workers: keep the workers after an epoch.
+        worker_init_fn: called with the number of each worker when it starts.
+        timeout: seconds to wait for a batch of a worker; 0 waits for ever.
+        multiprocessing_context: how workers start, such as `"spawn"`.
+        layout: as in `distribute`; by default that of `tutti run --layout`, else data parallel over all
+            ranks.
+
+    Returns:
+        A `Loader`.
+
+    Raises:
+        LayoutError: for an invalid layout.
+        TuttiError: for arguments that do not fit each other, the dataset or the layout.
+        TypeError: for `sampler`, `batch_sampler` and `generator`, which give another order on each rank.
+    """
+    refuse_others(others)
+    workers: dict[str, Any] = {
+        "num_workers": num_workers,
+        "pin_memory": pin_memory,
+        "prefetch_factor": prefetch_factor,
+        "persistent_workers": persistent_workers,
+        "worker_init_fn": worker_init_fn,
+        "timeout": timeout,
+        "multiprocessing_context": multiprocessing_context,
+    }
+    return checked_loader(
+        dataset,
+        batch_size,
+        layout_now(layout),
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
+        collate_fn=collate_fn,
+        collate_rows=collate_rows,
+        workers=workers,
+    )
 
 
 def layout_now(text: str | Layout | None) -> Layout:

@@ -1,0 +1,132 @@
+"""The arguments of `tutti.loader`, checked before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from tutti.data.collation import Collate, Collation
+from tutti.data.loader import Loader
+from tutti.data.rank_rows import num_shares
+from tutti.data.reading import Reader
+from tutti.data.sample_errors import Whereabouts, dataset_name
+from tutti.data.sample_order import Order, SampleOrder
+from tutti.errors import TuttiError
+from tutti.layout import Layout
+
+# Arguments of PyTorch's `DataLoader` that a loader does not take, and the reasons.
+_REFUSED = {
+    "sampler": "the order is a function of seed, epoch and position, so that every layout resumes it; "
+    "shuffle=True, weights= or a dataset in another order",
+    "batch_sampler": "each rank reads its rows of batches of batch_size samples; batch_size=, shuffle=, "
+    "weights= or bucket_by_length=",
+    "generator": "the order is a function of seed, epoch and position; seed=",
+}
+
+
+def refuse_others(others: dict[str, Any]) -> None:
+    """Raise `TypeError` for arguments that a loader does not take."""
+    for name in others:
+        if name in _REFUSED:
+            raise TypeError(f"tutti.loader takes no {name}: {_REFUSED[name]} give what it is for")
+        raise TypeError(f"tutti.loader got an unexpected keyword argument {name!r}")
+
+
+def checked_loader(
+    dataset: Any,
+    batch_size: int,
+    layout: Layout,
+    *,
+    shuffle: bool,
+    seed: int,
+    drop_last: bool,
+    collate_fn: Collate | None,
+    collate_rows: bool,
+    workers: dict[str, Any],
+) -> Loader:
+    """The loader of these arguments; raises `TuttiError` for those that do not fit."""
+    _check_whole_number("batch_size", batch_size, 1)
+    _check_whole_number("num_workers", workers["num_workers"], 0)
+    _check_whole_number("seed", seed, None)
+    if collate_rows and collate_fn is None:
+        raise TuttiError(
+            "collate_rows=True says something of a collate_fn, but there is none",
+            fix="leave collate_rows out: without collate_fn each rank joins its own rows",
+        )
+    size = _length(dataset)
+    order = SampleOrder(size, batch_size, shuffle=bool(shuffle), seed=seed, drop_last=drop_last)
+    _check_batches(order, batch_size, layout, size, drop_last=drop_last)
+    whereabouts = Whereabouts(workers["num_workers"])
+    reader = Reader([dataset], Collation(collate_fn, by_rows=collate_rows), whereabouts)
+    identity = {
+        "kind": "dataset",
+        "length": size,
+        "seed": seed,
+        "batch_size": batch_size,
+        "shuffle": bool(shuffle),
+        "drop_last": bool(drop_last),
+    }
+    return Loader(reader, order, layout, seed=seed, identity=identity, workers=workers)
+
+
+def _check_whole_number(name: str, value: Any, least: int | None) -> None:
+    if type(value) is int and (least is None or value >= least):
+        return
+    above = "" if least is None else f" from {least}"
+    raise TuttiError(f"{name}={value!r} is no whole number{above}", fix=f"{name}={least or 0}")
+
+
+def _length(dataset: Any) -> int:
+    name = dataset_name(dataset)
+    if isinstance(dataset, IterableDataset):
+        raise TuttiError(f"{name} is an iterable dataset, which this version does not read")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        lacks = "__getitem__" if hasattr(dataset, "__len__") else "__len__"
+        raise TuttiError(
+            f"the dataset, a {name}, has no {lacks}",
+            why="a rank reads its rows by their numbers, in an order over all of them",
+            fix="a dataset with __len__ and __getitem__, such as torch.utils.data.Dataset",
+        )
+    return len(dataset)
+
+
+def _check_batches(
+    order: Order, batch_size: int, layout: Layout, size: int, *, drop_last: bool
+) -> None:
+    if size == 0:
+        raise TuttiError("the dataset has no samples", fix="a dataset of one sample at least")
+    if not order.num_batches():
+        raise TuttiError(
+            f"the dataset has {size} samples, fewer than batch_size={batch_size}",
+            why="drop_last=True leaves out a batch that is not full, so there is none",
+            fix=f"batch_size={size} or less, or drop_last=False",
+        )
+    shares = num_shares(layout)
+    if batch_size < shares and drop_last:
+        raise TuttiError(
+            f'batch_size={batch_size} gives some ranks of layout "{layout}" no sample',
+            why=f"replica and data divide a batch by {shares}",
+            fix=f"batch_size={shares} or a multiple",
+        )
+    if not layout.server and layout.num_replicas > 1:
+        _check_replicas(order, batch_size, layout)
+
+
+def _check_replicas(order: Order, batch_size: int, layout: Layout) -> None:
+    """Replicas cannot compute a batch together, so each batch must divide by them."""
+    num = layout.num_replicas
+    why = f'each replica of layout "{layout}" trains on its rows of every batch'
+    if batch_size % num:
+        raise TuttiError(
+            f"batch_size={batch_size} does not divide by replica={num}",
+            why=why,
+            fix=f"batch_size={-(-batch_size // num) * num}",
+        )
+    for odd in sorted(order.odd_sizes()):
+        if odd % num:
+            raise TuttiError(
+                f"the last batch has {odd} samples, which do not divide by replica={num}",
+                why=why,
+                fix="drop_last=True",
+            )

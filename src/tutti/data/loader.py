@@ -1,0 +1,295 @@
+"""Batches of a dataset, each rank's rows of them, and the position in the run: `Loader`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tutti.capture.forms import flattened
+from tutti.data.batch_shards import ShardedBatches, batch_mesh
+from tutti.data.cursor import Cursor, as_state, between_batches, of_state
+from tutti.data.fingerprint import NUM_SAMPLES, FirstSamples, row_of
+from tutti.data.permutation import key_of
+from tutti.data.rank_rows import is_split, num_shares, rows
+from tutti.data.reading import BatchRequest, Fingerprint, Reader
+from tutti.data.same_data import ONE_DEVICE, check_same, met
+from tutti.data.sample_errors import dataset_name, leaf_names, lost_worker
+from tutti.data.sample_order import BatchSpan, Order
+from tutti.data.sample_seeds import batch_seed, sample_seeds
+from tutti.errors import TuttiError
+from tutti.layout import Layout
+from tutti.torch_private.pytrees import tree_unflatten
+
+
+class Loader:
+    """Batches of a dataset; of each, every rank reads its rows. Made by `tutti.loader`.
+
+    A loop over it is one epoch, from the position on; the next loop goes on with the next epoch. A batch is
+    what one device would get: plain tensors, or `DTensor`s of the global shape where ranks divide it.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        order: Order,
+        layout: Layout,
+        *,
+        seed: int,
+        identity: Mapping[str, Any],
+        workers: Mapping[str, Any],
+    ) -> None:
+        self.layout, self.seed = layout, seed
+        self._reader, self._order, self._identity = reader, order, dict(identity)
+        self._workers = dict(workers)
+        self._cursor = Cursor()
+        self._loop = object()
+        self._here, self._rank = ONE_DEVICE, 0
+        self._met = False
+        self._sharded: ShardedBatches | None = None
+        self._requests = _Requests()
+        self._torch = self._data_loader(self._requests)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset; a list of several."""
+        found = self._reader.datasets
+        return found[0] if len(found) == 1 else list(found)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch; within a loop and just after its last batch, that of the loop."""
+        return self._cursor.epoch
+
+    def __len__(self) -> int:
+        """The number of batches of an epoch."""
+        return self._order.num_batches()
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches from the position on, to the end of the epoch.
+
+        Raises:
+            TuttiError: a sample that cannot be read or joined with the others, a worker that died, ranks
+                with different datasets or positions.
+        """
+        loop = self._loop = object()
+        self._begin()
+        sent = self._requests.begin(self._sent())
+        received = [iter(self._torch)]
+        while True:
+            if self._loop is not loop:
+                received.clear()
+                raise _overtaken()
+            answer = self._next(received)
+            if answer is None:
+                break
+            batch, self._cursor = self._taken(answer, *sent.popleft())
+            yield batch
+        self._cursor = Cursor(self._cursor.epoch + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: numbers, texts, lists and dicts, as JSON takes them; the same on every rank.
+
+        In a loop it is the position after the batch that the loop received last: a loader that loads it
+        goes on with the next one, under any layout and number of workers.
+        """
+        return as_state(self._cursor, self._known)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a position. Raises `CheckpointError` for that of another dataset, order or batch size."""
+        cursor = of_state(state, self._known)
+        try:
+            ended = self._order.span(cursor.epoch, cursor.sample) is None
+        except ValueError:
+            raise between_batches(cursor.sample, self._identity["batch_size"]) from None
+        self._loop = object()
+        self._cursor = Cursor(cursor.epoch + 1) if ended else cursor
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        """The identity of order and dataset, of which the first samples are read here."""
+        return self._identity | {"first_samples": self._seen.digest}
+
+    @cached_property
+    def _seen(self) -> FirstSamples:
+        """The first samples: read by a worker, if there are workers, since a dataset may open its files
+        at the first read, and workers must not inherit them."""
+        one = {k: v for k, v in self._workers.items() if k not in ("pin_memory", "prefetch_factor")}
+        one |= {"persistent_workers": False, "num_workers": min(1, one["num_workers"])}
+        loader = self._data_loader([Fingerprint(NUM_SAMPLES)], one)
+        answer = self._next([iter(loader)])
+        assert answer is not None
+        return answer["found"]
+
+    def _data_loader(self, requests: Any, workers: Mapping[str, Any] | None = None) -> DataLoader:
+        generator = torch.Generator().manual_seed(key_of("workers", self.seed))
+        return DataLoader(
+            self._reader,  # pyright: ignore[reportArgumentType]
+            batch_sampler=requests,
+            collate_fn=_unchanged,
+            generator=generator,
+            **(self._workers if workers is None else workers),
+        )
+
+    def _begin(self) -> None:
+        """Before a loop: begin the next epoch after the end of one, meet the other ranks."""
+        cursor = self._cursor
+        if self._order.span(cursor.epoch, cursor.sample) is None:
+            self._cursor = Cursor(cursor.epoch + 1)
+        self._here, self._rank = met(self.layout)
+        if self._here.num_ranks > 1 and (not self._met or self._here.num_replicas == 1):
+            # Replicas wait for each other once only: later one may be ahead, or lost.
+            check_same(self.state_dict(), dataset_name(self._reader.datasets[0]))
+            self._met = True
+        if num_shares(self._here) > 1 and self._sharded is None:
+            self._sharded = ShardedBatches(self._here)
+            batch_mesh(self._here)
+
+    def _sent(self) -> Iterator[tuple[BatchRequest, BatchSpan]]:
+        """The requests of a loop, each with its batch."""
+        epoch, position = self._cursor.epoch, self._cursor.sample
+        while (span := self._order.span(epoch, position)) is not None:
+            yield self._request(epoch, span), span
+            position = span.stop
+
+    def _request(self, epoch: int, span: BatchSpan) -> BatchRequest:
+        size = span.stop - span.start
+        own = rows(size, self._here, self._rank)
+        cuts = is_split(size, self._here) and not self._reader.collation.by_rows
+        read = range(size) if cuts else own
+        start, stop = span.start + read.start, span.start + read.stop
+        positions = torch.arange(start, stop).numpy()
+        return BatchRequest(
+            self._order.samples(epoch, start, stop),
+            sample_seeds(self.seed, epoch, positions),
+            batch_seed(self.seed, epoch, span.start),
+            bound=span.bound,
+            cuts=cuts,
+            first=own.start,
+            last=own.stop,
+        )
+
+    def _next(self, received: list[Any]) -> dict[str, Any] | None:
+        """The next answer of the readers; None at the end.
+
+        An error lets go of the iterator in `received`, so that its workers end now: one that a traceback
+        holds ends each of them 5 seconds after the collector has found it.
+        """
+        lost, answer = None, None
+        try:
+            answer = next(received[0], None)
+        except RuntimeError as error:
+            lost = lost_worker(error, self._reader.whereabouts, self._reader.name)
+            if lost is None:
+                raise
+        if lost is not None:
+            received.clear()
+            self._torch = self._data_loader(self._requests)  # persistent workers begin anew
+            raise lost from RuntimeError(lost.why)
+        if answer is not None and "failure" in answer:
+            received.clear()
+            answer["failure"].throw()
+        return answer
+
+    def _taken(
+        self, answer: dict[str, Any], request: BatchRequest, span: BatchSpan
+    ) -> tuple[Any, Cursor]:
+        """The batch of an answer, and the position after it."""
+        batch, size = answer["batch"], span.stop - span.start
+        if is_split(size, self._here):
+            batch = self._divided(batch, answer["marks"], request, size)
+        return batch, Cursor(self._cursor.epoch, span.stop)
+
+    def _divided(
+        self, batch: Any, marks: list[bool] | None, request: BatchRequest, num_rows: int
+    ) -> Any:
+        """The rows of this rank as `DTensor`s of the whole batch."""
+        assert self._sharded is not None
+        leaves, form = flattened(batch)
+        if marks is None:
+            self._check_rows(batch, leaves, request)
+        wrapped = [
+            self._sharded.of(x, num_rows) if marks is None or mark else x
+            for x, mark in zip(leaves, marks or leaves, strict=True)
+        ]
+        return tree_unflatten(wrapped, form)
+
+    def _check_rows(self, batch: Any, leaves: list[Any], request: BatchRequest) -> None:
+        """Refuse what may differ between ranks that read different rows."""
+        for i, x in enumerate(leaves):
+            if not isinstance(x, Tensor) or not x.ndim or len(x) != len(request.samples):
+                raise _not_by_rows(list(leaf_names(batch))[i], x, self._reader.collation.stacks)
+        known = self._seen.rows if self._reader.collation.stacks else None
+        if known is not None and (found := tuple(map(row_of, leaves))) != known:
+            pairs = zip(leaf_names(batch), found, known, strict=False)
+            name, ours, first = next((p for p in pairs if p[1] != p[2]), ("batch", found, known))
+            raise _another_shape(name, ours, first, self._reader, request)
+
+
+class _Requests:
+    """The batch sampler of PyTorch's `DataLoader`: the requests of the loop that began last."""
+
+    def __init__(self) -> None:
+        self._source: Iterator[Any] = iter(())
+        self._sent: deque[Any] = deque()
+
+    def begin(self, source: Iterator[Any]) -> deque[Any]:
+        """Give the requests of a new loop; the result holds those that were sent, with their batches."""
+        self._source, self._sent = source, deque()
+        return self._sent
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        sent = self._sent
+        for pair in self._source:
+            sent.append(pair)
+            yield pair[0]
+
+
+def _unchanged(answer: Any) -> Any:
+    return answer
+
+
+def _overtaken() -> TuttiError:
+    return TuttiError(
+        "this loop over the loader goes on after another one began, or a state was loaded",
+        why="a loader has one position",
+        fix="one loader for each loop",
+    )
+
+
+_BY_RANK = "each rank reads its own rows only, and {} would differ between ranks"
+_WHOLE = "collate_fn=torch.utils.data.default_collate, with which every rank reads the whole batch"
+
+
+def _not_by_rows(name: str, x: Any, stacks: bool) -> TuttiError:
+    if isinstance(x, Tensor):
+        kind = f"a tensor of shape {tuple(x.shape)}, without a row for each sample"
+    else:
+        kind = f"a {type(x).__name__}"
+    return TuttiError(
+        f"{name} is {kind}",
+        why=_BY_RANK.format("it"),
+        fix=f"leave it out, or {_WHOLE}" if stacks else "leave it out, or collate_rows=False",
+    )
+
+
+def _another_shape(
+    name: str, ours: Any, first: Any, reader: Reader, request: BatchRequest
+) -> TuttiError:
+    number = int(request.samples.numbers[0])
+    dataset = 0 if request.samples.datasets is None else int(request.samples.datasets[0])
+    return TuttiError(
+        f"{name} has rows {_row(ours)} from {reader.name(dataset, number)} on, "
+        f"but {_row(first)} from {reader.name(0, 0)}",
+        why=_BY_RANK.format("shapes") + "; without collate_fn the samples are stacked",
+        fix=f"samples of one shape and dtype, or {_WHOLE}",
+    )
+
+
+def _row(row: Any) -> str:
+    return f"of shape {row[0]} and {row[1]}" if row and isinstance(row[1], str) else f"of {row}"

@@ -1,0 +1,151 @@
+"""Reads the samples of one request and joins them; runs in a worker, or in the process of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Subset
+
+from tutti.data.collation import Collation, cut
+from tutti.data.fingerprint import FirstSamples, seen
+from tutti.data.sample_errors import (
+    ReadFailure,
+    Whereabouts,
+    dataset_name,
+    failed_collation,
+    failed_read,
+    worker_number,
+)
+from tutti.data.sample_order import SampleNumbers
+from tutti.data.sample_seeds import generators_kept, seed_generators
+from tutti.errors import TuttiError
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What one rank reads of one batch.
+
+    `samples` are the rows of this rank; or all rows, of which it keeps those from `first` to `last` once
+    they are joined, if it `cuts`. `seeds` are those of the samples, `seed` is that of the batch.
+    """
+
+    samples: SampleNumbers
+    seeds: Sequence[int]
+    seed: int
+    bound: int | None = None
+    cuts: bool = False
+    first: int = 0
+    last: int = 0
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """A request for the first samples, to recognize the dataset."""
+
+    num_samples: int
+
+
+class Reader:
+    """A map-style dataset, or several, as PyTorch's `DataLoader` reads it: one request, one joined batch."""
+
+    def __init__(
+        self, datasets: Sequence[Any], collation: Collation, whereabouts: Whereabouts
+    ) -> None:
+        self.datasets, self.collation, self.whereabouts = datasets, collation, whereabouts
+        self._last = ""
+
+    def __getitems__(self, request: BatchRequest | Fingerprint) -> dict[str, Any]:
+        """The batch, or the `ReadFailure` to read it; called by `DataLoader` with what its sampler gives."""
+        with generators_kept():
+            try:
+                if isinstance(request, Fingerprint):
+                    return {"found": self._first(request.num_samples)}
+                return self._batch(request)
+            except TuttiError as error:
+                return {"failure": ReadFailure(error, error.__cause__)}  # pyright: ignore[reportArgumentType]
+            finally:
+                self.whereabouts.idle()
+
+    def _batch(self, request: BatchRequest) -> dict[str, Any]:
+        samples = self._read(request)
+        names = _Names(self, request.samples)
+        seed_generators(request.seed)
+        try:
+            joined = self.collation(samples, names, request.bound)
+        except TuttiError:
+            raise
+        except Exception as error:
+            said = f"{names[0]} to {names[len(samples) - 1]}" if len(samples) > 1 else names[0]
+            raise failed_collation(error, said, worker_number()) from error
+        marks = None
+        if request.cuts:
+            joined, marks = cut(joined, len(samples), request.first, request.last)
+        return {"batch": joined, "marks": marks}
+
+    def _read(self, request: BatchRequest) -> list[Any]:
+        wanted = request.samples
+        if wanted.datasets is None and _reads_together(self.datasets[0]):
+            return self._read_together(request)
+        which = wanted.datasets.tolist() if wanted.datasets is not None else [0] * len(wanted)
+        return [
+            self._sample(k, i, seed)
+            for k, i, seed in zip(which, wanted.numbers.tolist(), request.seeds, strict=True)
+        ]
+
+    def _sample(self, dataset: int, number: int, seed: int) -> Any:
+        self.whereabouts.note(dataset, number)
+        seed_generators(seed)
+        try:
+            return self.datasets[dataset][number]
+        except Exception as error:
+            raise failed_read(error, self.name(dataset, number), worker_number()) from error
+
+    def _read_together(self, request: BatchRequest) -> list[Any]:
+        """As PyTorch does, by the dataset's own `__getitems__`, seeded by the first sample."""
+        numbers = request.samples.numbers.tolist()
+        self.whereabouts.note(0, numbers[0])
+        seed_generators(request.seeds[0])
+        try:
+            return list(self.datasets[0].__getitems__(numbers))
+        except Exception as error:
+            said = f"samples {numbers[0]} to {numbers[-1]} of {dataset_name(self.datasets[0])}"
+            raise failed_read(error, said, worker_number()) from error
+
+    def _first(self, num_samples: int) -> FirstSamples:
+        """The first samples of each dataset, read twice: those that change tell nothing of it."""
+        pairs = [
+            tuple(self._sample(k, i, i) for _ in range(2))
+            for k, dataset in enumerate(self.datasets)
+            for i in range(min(num_samples, len(dataset)))
+        ]
+        return seen(pairs, stacked=self.collation.stacks)
+
+    def name(self, dataset: int, number: int) -> str:
+        """The text of a sample in an error."""
+        several = dataset if len(self.datasets) > 1 else None
+        return f"sample {number} of {dataset_name(self.datasets[dataset], several)}"
+
+
+def _reads_together(dataset: Any) -> bool:
+    """Whether a dataset has a `__getitems__` of its own; that of PyTorch's `Subset` hides another's."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return hasattr(dataset, "__getitems__")
+
+
+class _Names(Sequence[str]):
+    """The names of samples, made when an error needs them."""
+
+    def __init__(self, reader: Reader, samples: SampleNumbers) -> None:
+        self._reader, self._samples = reader, samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        dataset = 0 if self._samples.datasets is None else int(self._samples.datasets[i])
+        return self._reader.name(dataset, int(self._samples.numbers[i]))

@@ -1,0 +1,159 @@
+"""Errors of samples and workers, with the sample's number, its dataset and the original traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from tutti.errors import TuttiError
+from tutti.torch_private.pytrees import tree_flatten
+from tutti.user_lines import is_users, quoted
+
+_IDLE = -1
+
+
+class WorkerTraceback(Exception):
+    """The cause of an error in a worker process: its traceback there, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def dataset_name(dataset: Any, number: int | None = None) -> str:
+    """The class of a dataset, with its number among several."""
+    name = type(dataset).__name__
+    return name if number is None else f"dataset {number} ({name})"
+
+
+def failed_read(error: Exception, sample: str, where: str) -> TuttiError:
+    """The error of a sample that its dataset cannot read."""
+    return TuttiError(
+        f"cannot read {sample}: {_said(error)}",
+        at=_users_line(error),
+        why=f"its dataset raised this {where}",
+        fix="repair the sample or its dataset; num_workers=0 raises it in this process",
+    )
+
+
+def failed_collation(error: Exception, samples: str, where: str) -> TuttiError:
+    """The error of samples that `collate_fn` cannot join."""
+    return TuttiError(
+        f"cannot collate {samples}: {_said(error)}",
+        at=_users_line(error),
+        why=f"collate_fn raised this {where}",
+        fix="a collate_fn that takes these samples",
+    )
+
+
+def worker_number() -> str:
+    """`in worker 1`, or `in this process`."""
+    info = get_worker_info()
+    return f"in worker {info.id}" if info else "in this process"
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _users_line(error: Exception) -> str:
+    """The innermost line of the user in a traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [f for f in frames if is_users(f.filename)]
+    return quoted(f"{users[-1].filename}:{users[-1].lineno}") if users else ""
+
+
+class ReadFailure:
+    """An error on its way from a worker to the process that reads the batch."""
+
+    def __init__(self, error: TuttiError, cause: Exception | None) -> None:
+        self.error, self.text, self.cause = error, "", cause
+        if cause is not None and get_worker_info() is not None:
+            lines = traceback.format_exception(cause)
+            self.text, self.cause = "".join(lines), None  # it may not pickle
+
+    def throw(self) -> None:
+        """Raise the error, with its cause."""
+        raise self.error from (WorkerTraceback(self.text) if self.text else self.cause)
+
+
+class Whereabouts:
+    """The sample that each worker is reading, in shared memory, for the report of a worker that dies."""
+
+    def __init__(self, num_workers: int) -> None:
+        import torch
+
+        self._shared = torch.full((num_workers, 3), _IDLE, dtype=torch.int64).share_memory_()
+        self._row: NDArray[np.int64] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_shared": self._shared, "_row": None}
+
+    def note(self, dataset: int, sample: int) -> None:
+        """This worker begins to read a sample."""
+        info = get_worker_info()
+        if info is None or info.id >= len(self._shared):
+            return
+        if self._row is None or self._row[0] != os.getpid():
+            self._row = self._shared[info.id].numpy()
+            self._row[0] = os.getpid()
+        self._row[1], self._row[2] = dataset, sample
+
+    def idle(self) -> None:
+        """This worker has read its batch."""
+        if self._row is not None:
+            self._row[2] = _IDLE
+
+    def read_by(self, pids: set[int]) -> list[tuple[int, int]]:
+        """Dataset and sample that the processes were reading; those of all workers without a match."""
+        busy = [r for r in self._shared.tolist() if r[2] != _IDLE]
+        return [(r[1], r[2]) for r in busy if r[0] in pids] or [(r[1], r[2]) for r in busy]
+
+
+def lost_worker(error: RuntimeError, whereabouts: Whereabouts, named: Any) -> TuttiError | None:
+    """The error of a worker that died or took too long; None for another error.
+
+    `named(dataset, sample)` is the text of a sample.
+    """
+    text = str(error)
+    late = text.startswith("DataLoader timed out")
+    if not late and not re.match(r"DataLoader worker \(pid", text):
+        return None
+    pids = {int(x) for part in re.findall(r"pid\D*([\d, ]+)", text) for x in part.split(",")}
+    reading = " and ".join(named(*found) for found in whereabouts.read_by(pids))
+    during = f" while it read {reading}" if reading else ""
+    return TuttiError(
+        f"a worker of the loader {'did not answer in time' if late else 'died'}{during}",
+        why=text.strip().splitlines()[0],
+        fix="a longer timeout="
+        if late
+        else "read that sample with num_workers=0; killed by signal 9 often means out of memory",
+    )
+
+
+def leaf_names(batch: Any, name: str = "batch") -> Iterator[str]:
+    """A name for each leaf, in the order of a flattened batch."""
+    if isinstance(batch, dict):
+        parts: Iterable[tuple[str, Any]] = ((f"{name}[{k!r}]", x) for k, x in batch.items())
+    elif isinstance(batch, list | tuple):
+        parts = ((f"{name}[{i}]", x) for i, x in enumerate(batch))
+    else:
+        leaves = tree_flatten(batch)[0]
+        yield from [name] if len(leaves) == 1 else [f"{name}: leaf {i}" for i in range(len(leaves))]
+        return
+    for inner, x in parts:
+        yield from leaf_names(x, inner)
+
+
+def shape_of(x: Any) -> str:
+    """A leaf of a sample in a few words."""
+    if isinstance(x, Tensor | np.ndarray):
+        return f"shape {tuple(x.shape)}"
+    return type(x).__name__
