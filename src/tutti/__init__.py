@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tutti.api import distribute, loader, verify
     from tutti.data.loader import Loader
+    from tutti.data.token_windows import tokens
     from tutti.distributed_step import Step
     from tutti.errors import (
         CaptureError,
@@ -48,6 +49,7 @@ __all__ = [
     "loader",
     "rule",
     "shard_as",
+    "tokens",
     "verify",
     "whole",
 ]
@@ -63,6 +65,7 @@ _HOMES = {
     "loader": "tutti.api",
     "rule": "tutti.rules",
     "shard_as": "tutti.graph.ops.boundary",
+    "tokens": "tutti.data.token_windows",
     "verify": "tutti.api",
     "whole": "tutti.state.whole",
 }
