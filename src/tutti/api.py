@@ -145,7 +145,9 @@ def loader(
     dataset with `__getitems__`. PyTorch's `DataLoader` reads; its arguments have their meaning there.
 
     Args:
-        dataset: with `__len__` and `__getitem__`; the same whole dataset on every rank.
+        dataset: with `__len__` and `__getitem__`; or an `IterableDataset`, which each rank reads whole, by
+            one worker at most, and which resumes by its `state_dict` or by counting. The same whole dataset
+            on every rank.
         batch_size: the number of samples of the global batch.
         shuffle: another permutation each epoch; it takes no memory.
         seed: of the order and of random transforms.

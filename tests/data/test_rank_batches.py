@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import tutti
 from ranks import Ranks
@@ -160,6 +161,22 @@ def read_on(layout: str, text: str, count: int) -> tuple[list[Any], str]:
                 [(x.full_tensor() if isinstance(x, DTensor) else x).tolist() for x in batch]
             )
     return found, json.dumps(loader.state_dict())
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(22.0).reshape(11, 2)
+
+
+def test_a_stream_on_ranks_is_the_stream_of_one_device(ranks: Ranks) -> None:
+    expected = [b.tolist() for b in tutti.loader(Stream(), 4, layout="")]
+    assert ranks.run(stream, "data=2 tensor=2", n=4) == [expected] * 4
+
+
+def stream(layout: str) -> list[Any]:
+    batches = list(tutti.loader(Stream(), 4, layout=layout))
+    assert [type(b) for b in batches] == [DTensor, DTensor, Tensor]
+    return [(b.full_tensor() if isinstance(b, DTensor) else b).tolist() for b in batches]
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,8 @@ def test_the_index_of_megatron_tells_the_dtype(tmp_path: Path, name: str, dtype:
 def test_documents_end_attention_and_loss(tmp_path: Path) -> None:
     # Documents of 3, 1, 6 and 3 tokens, 0 at the end of each; windows of 4.
     values = [7, 8, 0, 0, 1, 2, 3, 4, 5, 0, 6, 6, 0]
-    data = tutti.tokens(plain(tmp_path / "a.bin", values), 4, documents=np.int64(0))
+    end: Any = np.int64(0)
+    data = tutti.tokens(plain(tmp_path / "a.bin", values), 4, documents=end)
     found = [[x.tolist() for x in data[i]] for i in range(3)]
     assert found == [
         [[7, 8, 0, 0], [8, 0, -100, -100], [0, 1, 2, 0], [0, 0, 0, 1]],

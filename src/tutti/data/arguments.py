@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -12,6 +13,7 @@ from tutti.data.rank_rows import num_shares
 from tutti.data.reading import Reader
 from tutti.data.sample_errors import Whereabouts, dataset_name
 from tutti.data.sample_order import Order, SampleOrder
+from tutti.data.streams import StreamOrder, StreamReader
 from tutti.errors import TuttiError
 from tutti.layout import Layout
 
@@ -54,20 +56,67 @@ def checked_loader(
             "collate_rows=True says something of a collate_fn, but there is none",
             fix="leave collate_rows out: without collate_fn each rank joins its own rows",
         )
-    size = _length(dataset)
-    order = SampleOrder(size, batch_size, shuffle=bool(shuffle), seed=seed, drop_last=drop_last)
-    _check_batches(order, batch_size, layout, size, drop_last=drop_last)
-    whereabouts = Whereabouts(workers["num_workers"])
-    reader = Reader([dataset], Collation(collate_fn, by_rows=collate_rows), whereabouts)
+    collation = Collation(collate_fn, by_rows=collate_rows)
     identity = {
-        "kind": "dataset",
-        "length": size,
         "seed": seed,
         "batch_size": batch_size,
         "shuffle": bool(shuffle),
         "drop_last": bool(drop_last),
     }
+    if isinstance(dataset, IterableDataset):
+        _check_stream(dataset, layout, batch_size, shuffle=shuffle, drop_last=drop_last)
+        workers |= {"num_workers": _at_most_one(workers["num_workers"])}
+        reader, order = _streamed(dataset, collation, batch_size, workers, drop_last=drop_last)
+        identity |= {"kind": f"stream ({dataset_name(dataset)})", "length": None}
+    else:
+        size = _length(dataset)
+        order = SampleOrder(size, batch_size, shuffle=bool(shuffle), seed=seed, drop_last=drop_last)
+        _check_batches(order, batch_size, layout, size, drop_last=drop_last)
+        reader = Reader([dataset], collation, Whereabouts(workers["num_workers"]))
+        identity |= {"kind": "dataset", "length": size}
     return Loader(reader, order, layout, seed=seed, identity=identity, workers=workers)
+
+
+def _streamed(
+    stream: Any, collation: Collation, batch_size: int, workers: dict[str, Any], *, drop_last: bool
+) -> tuple[StreamReader, StreamOrder]:
+    whereabouts = Whereabouts(workers["num_workers"])
+    reader = StreamReader(
+        stream, collation, whereabouts, batch_size=batch_size, drop_last=drop_last
+    )
+    return reader, StreamOrder(batch_size)
+
+
+def _at_most_one(num_workers: int) -> int:
+    if num_workers > 1:
+        warnings.warn(
+            f"num_workers={num_workers}, but one worker reads an iterable dataset: several would "
+            "read it in another order",
+            stacklevel=4,
+        )
+    return min(1, num_workers)
+
+
+def _check_stream(
+    stream: Any, layout: Layout, batch_size: int, *, shuffle: bool, drop_last: bool
+) -> None:
+    name = dataset_name(stream)
+    if shuffle:
+        raise TuttiError(
+            f"shuffle=True, but {name} is an iterable dataset",
+            why="a stream has no samples by number, only its own order",
+            fix="a stream that shuffles itself, or a dataset with __len__ and __getitem__",
+        )
+    order = StreamOrder(batch_size)
+    _check_shares(batch_size, layout, drop_last=drop_last)
+    if not layout.server and layout.num_replicas > 1:
+        _check_replicas(order, batch_size, layout)
+        if not drop_last:
+            raise TuttiError(
+                f"the last batch of {name} may not divide by replica={layout.num_replicas}",
+                why="a stream does not tell its length",
+                fix="drop_last=True",
+            )
 
 
 def _check_whole_number(name: str, value: Any, least: int | None) -> None:
@@ -79,8 +128,6 @@ def _check_whole_number(name: str, value: Any, least: int | None) -> None:
 
 def _length(dataset: Any) -> int:
     name = dataset_name(dataset)
-    if isinstance(dataset, IterableDataset):
-        raise TuttiError(f"{name} is an iterable dataset, which this version does not read")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         lacks = "__getitem__" if hasattr(dataset, "__len__") else "__len__"
         raise TuttiError(
@@ -102,6 +149,12 @@ def _check_batches(
             why="drop_last=True leaves out a batch that is not full, so there is none",
             fix=f"batch_size={size} or less, or drop_last=False",
         )
+    _check_shares(batch_size, layout, drop_last=drop_last)
+    if not layout.server and layout.num_replicas > 1:
+        _check_replicas(order, batch_size, layout)
+
+
+def _check_shares(batch_size: int, layout: Layout, *, drop_last: bool) -> None:
     shares = num_shares(layout)
     if batch_size < shares and drop_last:
         raise TuttiError(
@@ -109,8 +162,6 @@ def _check_batches(
             why=f"replica and data divide a batch by {shares}",
             fix=f"batch_size={shares} or a multiple",
         )
-    if not layout.server and layout.num_replicas > 1:
-        _check_replicas(order, batch_size, layout)
 
 
 def _check_replicas(order: Order, batch_size: int, layout: Layout) -> None:

@@ -36,7 +36,7 @@ class Collation:
         try:
             return default_collate(samples)
         except Exception as error:
-            _refuse_unequal(samples, names, error)
+            refuse_unequal(samples, names, error)
             raise
 
 
@@ -47,7 +47,9 @@ def _takes(function: Collate, name: str) -> bool:
         return False
 
 
-def _refuse_unequal(samples: list[Any], names: Sequence[str], error: Exception) -> None:
+def refuse_unequal(
+    samples: list[Any], names: Sequence[str], error: Exception | None = None
+) -> None:
     """Raise if a sample has another shape than the first."""
     first, form = flattened(samples[0])
     said = [shape_of(x) for x in first]

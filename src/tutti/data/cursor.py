@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Cursor:
-    """The samples that a loop has received: whole epochs, samples of this epoch, the state of a stream."""
+    """What loops have received: whole epochs, samples of this one, all of it if it has `ended`; the state of
+    a stream."""
 
     epoch: int = 0
     sample: int = 0
+    ended: bool = False
     stream: Any = None
 
 
@@ -26,6 +29,7 @@ def as_state(cursor: Cursor, identity: Mapping[str, Any]) -> dict[str, Any]:
         "format": FORMAT,
         "epoch": cursor.epoch,
         "sample": cursor.sample,
+        "ended": cursor.ended,
         "stream": cursor.stream,
         **identity,
     }
@@ -40,7 +44,7 @@ def of_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Cursor:
             f"this state of a loader has format {state['format']}, not {FORMAT}",
             fix="the version of tutti that wrote it",
         )
-    missing = [k for k in ("epoch", "sample", "stream", *identity) if k not in state]
+    missing = [k for k in ("epoch", "sample", "ended", "stream", *identity) if k not in state]
     if missing:
         raise _refused(f'this state of a loader lacks "{missing[0]}"', fix="a complete state")
     for name, ours in identity.items():
@@ -51,7 +55,28 @@ def of_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Cursor:
             raise _refused(
                 f'"{name}" of this state is {state[name]!r}, no count', fix="a state unchanged"
             )
-    return Cursor(state["epoch"], state["sample"], state["stream"])
+    return Cursor(state["epoch"], state["sample"], bool(state["ended"]), state["stream"])
+
+
+def check_plain(state: Any, name: str) -> None:
+    """Raise `CheckpointError` for a stream's state that JSON cannot hold."""
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise _refused(
+            f"the state_dict of {name} cannot be saved: {error}",
+            why="a loader's state holds numbers, texts, lists and dicts only",
+            fix="a state_dict of these",
+        ) from None
+
+
+def refuse_stream(name: str) -> CheckpointError:
+    """The error of a stream that cannot take over the state of one that could."""
+    return _refused(
+        f"this state holds that of a stream, and {name} has no load_state_dict",
+        why=_DATASET,
+        fix="the dataset of the run that is resumed",
+    )
 
 
 def between_batches(sample: int, batch_size: int) -> CheckpointError:

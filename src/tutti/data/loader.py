@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader
 
 from tutti.capture.forms import flattened
 from tutti.data.batch_shards import ShardedBatches, batch_mesh
-from tutti.data.cursor import Cursor, as_state, between_batches, of_state
+from tutti.data.cursor import Cursor, as_state, between_batches, check_plain, of_state
 from tutti.data.fingerprint import NUM_SAMPLES, FirstSamples, row_of
 from tutti.data.permutation import key_of
-from tutti.data.rank_rows import is_split, num_shares, rows
-from tutti.data.reading import BatchRequest, Fingerprint, Reader
+from tutti.data.rank_rows import is_split, num_shares
+from tutti.data.reading import BatchRequest, Fingerprint, Here, Reader
 from tutti.data.same_data import ONE_DEVICE, check_same, met
 from tutti.data.sample_errors import dataset_name, leaf_names, lost_worker
 from tutti.data.sample_order import BatchSpan, Order
-from tutti.data.sample_seeds import batch_seed, sample_seeds
+from tutti.data.streams import StreamReader
 from tutti.errors import TuttiError
 from tutti.layout import Layout
 from tutti.torch_private.pytrees import tree_unflatten
@@ -36,7 +36,7 @@ class Loader:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: Reader | StreamReader,
         order: Order,
         layout: Layout,
         *,
@@ -79,13 +79,14 @@ class Loader:
         """
         loop = self._loop = object()
         self._begin()
-        sent = self._requests.begin(self._sent())
+        here = Here(self._here, self._rank, self.seed)
+        sent = self._requests.begin(self._reader.requests(self._order, self._cursor, here))
         received = [iter(self._torch)]
         while True:
             if self._loop is not loop:
                 received.clear()
                 raise _overtaken()
-            answer = self._next(received)
+            answer = None if self._cursor.ended else self._next(received)
             if answer is None:
                 break
             batch, self._cursor = self._taken(answer, *sent.popleft())
@@ -98,17 +99,19 @@ class Loader:
         In a loop it is the position after the batch that the loop received last: a loader that loads it
         goes on with the next one, under any layout and number of workers.
         """
+        if self._cursor.stream is not None:
+            check_plain(self._cursor.stream, dataset_name(self.dataset))
         return as_state(self._cursor, self._known)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on at a position. Raises `CheckpointError` for that of another dataset, order or batch size."""
         cursor = of_state(state, self._known)
-        try:
-            ended = self._order.span(cursor.epoch, cursor.sample) is None
-        except ValueError:
-            raise between_batches(cursor.sample, self._identity["batch_size"]) from None
+        if not self._order.allows(cursor.epoch, cursor.sample, ended=cursor.ended):
+            raise between_batches(cursor.sample, self._identity["batch_size"])
+        if cursor.stream is not None:
+            self._reader.check_state()
         self._loop = object()
-        self._cursor = Cursor(cursor.epoch + 1) if ended else cursor
+        self._cursor = Cursor(cursor.epoch + 1) if cursor.ended else cursor
 
     @cached_property
     def _known(self) -> dict[str, Any]:
@@ -119,6 +122,8 @@ class Loader:
     def _seen(self) -> FirstSamples:
         """The first samples: read by a worker, if there are workers, since a dataset may open its files
         at the first read, and workers must not inherit them."""
+        if self._reader.seen is not None:
+            return self._reader.seen
         one = {k: v for k, v in self._workers.items() if k not in ("pin_memory", "prefetch_factor")}
         one |= {"persistent_workers": False, "num_workers": min(1, one["num_workers"])}
         loader = self._data_loader([Fingerprint(NUM_SAMPLES)], one)
@@ -138,9 +143,8 @@ class Loader:
 
     def _begin(self) -> None:
         """Before a loop: begin the next epoch after the end of one, meet the other ranks."""
-        cursor = self._cursor
-        if self._order.span(cursor.epoch, cursor.sample) is None:
-            self._cursor = Cursor(cursor.epoch + 1)
+        if self._cursor.ended:
+            self._cursor = Cursor(self._cursor.epoch + 1)
         self._here, self._rank = met(self.layout)
         if self._here.num_ranks > 1 and (not self._met or self._here.num_replicas == 1):
             # Replicas wait for each other once only: later one may be ahead, or lost.
@@ -149,30 +153,6 @@ class Loader:
         if num_shares(self._here) > 1 and self._sharded is None:
             self._sharded = ShardedBatches(self._here)
             batch_mesh(self._here)
-
-    def _sent(self) -> Iterator[tuple[BatchRequest, BatchSpan]]:
-        """The requests of a loop, each with its batch."""
-        epoch, position = self._cursor.epoch, self._cursor.sample
-        while (span := self._order.span(epoch, position)) is not None:
-            yield self._request(epoch, span), span
-            position = span.stop
-
-    def _request(self, epoch: int, span: BatchSpan) -> BatchRequest:
-        size = span.stop - span.start
-        own = rows(size, self._here, self._rank)
-        cuts = is_split(size, self._here) and not self._reader.collation.by_rows
-        read = range(size) if cuts else own
-        start, stop = span.start + read.start, span.start + read.stop
-        positions = torch.arange(start, stop).numpy()
-        return BatchRequest(
-            self._order.samples(epoch, start, stop),
-            sample_seeds(self.seed, epoch, positions),
-            batch_seed(self.seed, epoch, span.start),
-            bound=span.bound,
-            cuts=cuts,
-            first=own.start,
-            last=own.stop,
-        )
 
     def _next(self, received: list[Any]) -> dict[str, Any] | None:
         """The next answer of the readers; None at the end.
@@ -200,29 +180,33 @@ class Loader:
         self, answer: dict[str, Any], request: BatchRequest, span: BatchSpan
     ) -> tuple[Any, Cursor]:
         """The batch of an answer, and the position after it."""
-        batch, size = answer["batch"], span.stop - span.start
+        epoch, batch = self._cursor.epoch, answer["batch"]
+        if "size" in answer:  # of a stream, which alone knows its end
+            size = answer["size"]
+            after = Cursor(epoch, span.start + size, answer["ended"], answer["stream"])
+        else:
+            size = span.stop - span.start
+            after = Cursor(epoch, span.stop, self._order.span(epoch, span.stop) is None)
         if is_split(size, self._here):
             batch = self._divided(batch, answer["marks"], request, size)
-        return batch, Cursor(self._cursor.epoch, span.stop)
+        return batch, after
 
-    def _divided(
-        self, batch: Any, marks: list[bool] | None, request: BatchRequest, num_rows: int
-    ) -> Any:
+    def _divided(self, batch: Any, marks: list[bool] | None, request: Any, num_rows: int) -> Any:
         """The rows of this rank as `DTensor`s of the whole batch."""
         assert self._sharded is not None
         leaves, form = flattened(batch)
         if marks is None:
-            self._check_rows(batch, leaves, request)
+            self._check_rows(batch, leaves, request, num_rows // num_shares(self._here))
         wrapped = [
             self._sharded.of(x, num_rows) if marks is None or mark else x
             for x, mark in zip(leaves, marks or leaves, strict=True)
         ]
         return tree_unflatten(wrapped, form)
 
-    def _check_rows(self, batch: Any, leaves: list[Any], request: BatchRequest) -> None:
+    def _check_rows(self, batch: Any, leaves: list[Any], request: Any, num_own: int) -> None:
         """Refuse what may differ between ranks that read different rows."""
         for i, x in enumerate(leaves):
-            if not isinstance(x, Tensor) or not x.ndim or len(x) != len(request.samples):
+            if not isinstance(x, Tensor) or not x.ndim or len(x) != num_own:
                 raise _not_by_rows(list(leaf_names(batch))[i], x, self._reader.collation.stacks)
         known = self._seen.rows if self._reader.collation.stacks else None
         if known is not None and (found := tuple(map(row_of, leaves))) != known:
@@ -279,7 +263,7 @@ def _not_by_rows(name: str, x: Any, stacks: bool) -> TuttiError:
 
 
 def _another_shape(
-    name: str, ours: Any, first: Any, reader: Reader, request: BatchRequest
+    name: str, ours: Any, first: Any, reader: Reader | StreamReader, request: BatchRequest
 ) -> TuttiError:
     number = int(request.samples.numbers[0])
     dataset = 0 if request.samples.datasets is None else int(request.samples.datasets[0])

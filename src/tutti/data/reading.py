@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import Subset
 
 from tutti.data.collation import Collation, cut
+from tutti.data.cursor import Cursor, refuse_stream
 from tutti.data.fingerprint import FirstSamples, seen
+from tutti.data.rank_rows import is_split, rows
 from tutti.data.sample_errors import (
     ReadFailure,
     Whereabouts,
@@ -18,9 +20,10 @@ from tutti.data.sample_errors import (
     failed_read,
     worker_number,
 )
-from tutti.data.sample_order import SampleNumbers
-from tutti.data.sample_seeds import generators_kept, seed_generators
+from tutti.data.sample_order import BatchSpan, Order, SampleNumbers
+from tutti.data.sample_seeds import batch_seed, generators_kept, sample_seeds, seed_generators
 from tutti.errors import TuttiError
+from tutti.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,15 @@ class BatchRequest:
 
 
 @dataclass(frozen=True)
+class Here:
+    """The layout that divides batches in this process, and its rank; the seed of the loader."""
+
+    layout: Layout
+    rank: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class Fingerprint:
     """A request for the first samples, to recognize the dataset."""
 
@@ -54,7 +66,36 @@ class Reader:
         self, datasets: Sequence[Any], collation: Collation, whereabouts: Whereabouts
     ) -> None:
         self.datasets, self.collation, self.whereabouts = datasets, collation, whereabouts
-        self._last = ""
+        self.seen: FirstSamples | None = None
+
+    def requests(
+        self, order: Order, cursor: Cursor, here: Here
+    ) -> Iterator[tuple[BatchRequest, BatchSpan]]:
+        """The requests from a position to the end of the epoch, each with its batch."""
+        position = cursor.sample
+        while (span := order.span(cursor.epoch, position)) is not None:
+            yield self._request(order, cursor.epoch, span, here), span
+            position = span.stop
+
+    def check_state(self) -> None:
+        """Raise `CheckpointError`: such a dataset has no state."""
+        raise refuse_stream(dataset_name(self.datasets[0]))
+
+    def _request(self, order: Order, epoch: int, span: BatchSpan, here: Here) -> BatchRequest:
+        size = span.stop - span.start
+        own = rows(size, here.layout, here.rank)
+        cuts = is_split(size, here.layout) and not self.collation.by_rows
+        read = range(size) if cuts else own
+        start, stop = span.start + read.start, span.start + read.stop
+        return BatchRequest(
+            order.samples(epoch, start, stop),
+            sample_seeds(here.seed, epoch, start, stop),
+            batch_seed(here.seed, epoch, span.start),
+            bound=span.bound,
+            cuts=cuts,
+            first=own.start,
+            last=own.stop,
+        )
 
     def __getitems__(self, request: BatchRequest | Fingerprint) -> dict[str, Any]:
         """The batch, or the `ReadFailure` to read it; called by `DataLoader` with what its sampler gives."""
@@ -71,18 +112,7 @@ class Reader:
     def _batch(self, request: BatchRequest) -> dict[str, Any]:
         samples = self._read(request)
         names = _Names(self, request.samples)
-        seed_generators(request.seed)
-        try:
-            joined = self.collation(samples, names, request.bound)
-        except TuttiError:
-            raise
-        except Exception as error:
-            said = f"{names[0]} to {names[len(samples) - 1]}" if len(samples) > 1 else names[0]
-            raise failed_collation(error, said, worker_number()) from error
-        marks = None
-        if request.cuts:
-            joined, marks = cut(joined, len(samples), request.first, request.last)
-        return {"batch": joined, "marks": marks}
+        return joined(self.collation, samples, names, request)
 
     def _read(self, request: BatchRequest) -> list[Any]:
         wanted = request.samples
@@ -133,6 +163,24 @@ def _reads_together(dataset: Any) -> bool:
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     return hasattr(dataset, "__getitems__")
+
+
+def joined(
+    collation: Collation, samples: list[Any], names: Sequence[str], request: BatchRequest
+) -> dict[str, Any]:
+    """The answer with the batch of some samples; `names` are theirs."""
+    seed_generators(request.seed)
+    try:
+        batch = collation(samples, names, request.bound)
+    except TuttiError:
+        raise
+    except Exception as error:
+        last = f" to {names[len(samples) - 1]}" if len(samples) > 1 else ""
+        raise failed_collation(error, names[0] + last, worker_number()) from error
+    marks = None
+    if request.cuts:
+        batch, marks = cut(batch, len(samples), request.first, request.last)
+    return {"batch": batch, "marks": marks}
 
 
 class _Names(Sequence[str]):

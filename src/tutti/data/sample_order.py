@@ -42,6 +42,13 @@ class Order(Protocol):
         """The batch that begins at a position; None at the end. Raises `ValueError` within a batch."""
         ...
 
+    def allows(self, epoch: int, position: int, *, ended: bool) -> bool:
+        """Whether a loop may be at a position: a batch begins there, or the epoch has ended."""
+        try:
+            return (self.span(epoch, position) is None) == ended
+        except ValueError:
+            return False
+
     def samples(self, epoch: int, start: int, stop: int) -> SampleNumbers:
         """The samples at some positions."""
         ...
@@ -62,7 +69,7 @@ def even_span(position: int, size: int, batch_size: int, *, drop_last: bool) -> 
     return BatchSpan(position, min(position + batch_size, size))
 
 
-class SampleOrder:
+class SampleOrder(Order):
     """The samples of one dataset, each once an epoch, in their own order or shuffled anew each epoch."""
 
     def __init__(

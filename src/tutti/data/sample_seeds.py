@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
 from tutti.data.permutation import key_of, mixed
@@ -16,14 +15,14 @@ from tutti.data.permutation import key_of, mixed
 _HALF_WORD = 0xFFFFFFFF
 
 
-def sample_seeds(seed: int, epoch: int, positions: NDArray[np.int64]) -> list[int]:
-    """A seed for the sample at each position of an epoch."""
+def sample_seeds(seed: int, epoch: int, start: int, stop: int) -> list[int]:
+    """A seed for the sample at each of some positions of an epoch."""
     key = np.uint64(key_of("sample", seed, epoch))
-    return mixed(mixed(positions.astype(np.uint64)) ^ key).tolist()
+    return mixed(mixed(np.arange(start, stop, dtype=np.uint64)) ^ key).tolist()
 
 
 def batch_seed(seed: int, epoch: int, start: int) -> int:
-    """The seed of a batch, by its first position: for its collation, and for all samples of a stream."""
+    """The seed of a batch, by its first position: for its collation."""
     return key_of("batch", seed, epoch, start)
 
 
