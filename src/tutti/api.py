@@ -132,6 +132,9 @@ def loader(
     worker_init_fn: Callable[[int], None] | None = None,
     timeout: float = 0,
     multiprocessing_context: Any = None,
+    weights: Sequence[float] | None = None,
+    bucket_by_length: Sequence[int] | None = None,
+    length: Callable[[int], int] | Sequence[int] | None = None,
     layout: str | Layout | None = None,
     **others: Any,
 ) -> Loader:
@@ -164,6 +167,12 @@ def loader(
         worker_init_fn: called with the number of each worker when it starts.
         timeout: seconds to wait for a batch of a worker; 0 waits for ever.
         multiprocessing_context: how workers start, such as `"spawn"`.
+        weights: `dataset` is a list of datasets, whose samples take turns by these shares: at no time has one
+            of them had a whole sample more or less than its share. An epoch has as many samples as all of
+            them together; each dataset goes on through its own passes.
+        bucket_by_length: bounds of lengths: each batch has samples of one bucket. What is left in the buckets
+            makes the last batches. A `collate_fn` with an argument `length` gets the bound, to pad to it.
+        length: of each sample, for the buckets: a function of its number, or a sequence.
         layout: as in `distribute`; by default that of `tutti run --layout`, else data parallel over all
             ranks.
 
@@ -194,6 +203,9 @@ def loader(
         drop_last=drop_last,
         collate_fn=collate_fn,
         collate_rows=collate_rows,
+        weights=weights,
+        bucket_by_length=bucket_by_length,
+        length=length,
         workers=workers,
     )
 

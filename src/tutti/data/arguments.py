@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from tutti.data.collation import Collate, Collation
+from tutti.data.length_buckets import LengthBuckets, checked_bounds, lengths_of
 from tutti.data.loader import Loader
+from tutti.data.mixture import Mixture, check_weights
 from tutti.data.rank_rows import num_shares
 from tutti.data.reading import Reader
 from tutti.data.sample_errors import Whereabouts, dataset_name
@@ -45,36 +48,80 @@ def checked_loader(
     drop_last: bool,
     collate_fn: Collate | None,
     collate_rows: bool,
+    weights: Sequence[float] | None,
+    bucket_by_length: Sequence[int] | None,
+    length: Any,
     workers: dict[str, Any],
 ) -> Loader:
     """The loader of these arguments; raises `TuttiError` for those that do not fit."""
     _check_whole_number("batch_size", batch_size, 1)
     _check_whole_number("num_workers", workers["num_workers"], 0)
     _check_whole_number("seed", seed, None)
+    if weights is not None:
+        check_weights(dataset, weights)
     if collate_rows and collate_fn is None:
         raise TuttiError(
             "collate_rows=True says something of a collate_fn, but there is none",
             fix="leave collate_rows out: without collate_fn each rank joins its own rows",
         )
-    collation = Collation(collate_fn, by_rows=collate_rows)
+    if length is not None and bucket_by_length is None:
+        raise TuttiError(
+            "length= is that of buckets", fix="bucket_by_length=[64, 128], or no length="
+        )
+    bounds = None if bucket_by_length is None else checked_bounds(bucket_by_length)
+    by_rows = collate_rows or (collate_fn is None and bounds is None)
+    collation = Collation(collate_fn, by_rows=by_rows)
     identity = {
         "seed": seed,
         "batch_size": batch_size,
         "shuffle": bool(shuffle),
         "drop_last": bool(drop_last),
+        "weights": None if weights is None else [float(w) for w in weights],
+        "bucket_by_length": bounds,
     }
+    how: dict[str, Any] = {"shuffle": bool(shuffle), "seed": seed, "drop_last": bool(drop_last)}
     if isinstance(dataset, IterableDataset):
-        _check_stream(dataset, layout, batch_size, shuffle=shuffle, drop_last=drop_last)
+        _check_stream(dataset, layout, batch_size, bounds, shuffle, drop_last)
         workers |= {"num_workers": _at_most_one(workers["num_workers"])}
         reader, order = _streamed(dataset, collation, batch_size, workers, drop_last=drop_last)
         identity |= {"kind": f"stream ({dataset_name(dataset)})", "length": None}
     else:
-        size = _length(dataset)
-        order = SampleOrder(size, batch_size, shuffle=bool(shuffle), seed=seed, drop_last=drop_last)
-        _check_batches(order, batch_size, layout, size, drop_last=drop_last)
-        reader = Reader([dataset], collation, Whereabouts(workers["num_workers"]))
-        identity |= {"kind": "dataset", "length": size}
+        datasets, sizes, order = _ordered(dataset, batch_size, weights, bounds, length, how)
+        _check_batches(order, batch_size, layout, sum(sizes), drop_last=drop_last)
+        reader = Reader(datasets, collation, Whereabouts(workers["num_workers"]))
+        kind = "dataset" if weights is None else f"mixture of {len(datasets)} datasets"
+        identity |= {"kind": kind, "length": sizes[0] if weights is None else sizes}
     return Loader(reader, order, layout, seed=seed, identity=identity, workers=workers)
+
+
+def _ordered(
+    dataset: Any,
+    batch_size: int,
+    weights: Sequence[float] | None,
+    bounds: list[int] | None,
+    length: Any,
+    how: dict[str, Any],
+) -> tuple[list[Any], list[int], Order]:
+    """The datasets, their lengths, and the order of their samples."""
+    if weights is None:
+        size = _length(dataset)
+        if bounds is None:
+            return [dataset], [size], SampleOrder(size, batch_size, **how)
+        lengths = lengths_of(length, size, bounds)
+        return [dataset], [size], LengthBuckets(lengths, bounds, batch_size, **how)
+    if bounds is not None:
+        raise TuttiError(
+            "bucket_by_length= and weights= do not go together",
+            why="a batch of one bucket would change the shares of the datasets",
+            fix="one of them",
+        )
+    sizes = [_length(x) for x in dataset]
+    if 0 in sizes:
+        raise TuttiError(
+            f"{dataset_name(dataset[sizes.index(0)], sizes.index(0))} has no samples",
+            fix="datasets of one sample at least",
+        )
+    return list(dataset), sizes, Mixture(sizes, weights, batch_size, **how)
 
 
 def _streamed(
@@ -98,9 +145,20 @@ def _at_most_one(num_workers: int) -> int:
 
 
 def _check_stream(
-    stream: Any, layout: Layout, batch_size: int, *, shuffle: bool, drop_last: bool
+    stream: Any,
+    layout: Layout,
+    batch_size: int,
+    bounds: Any,
+    shuffle: bool,
+    drop_last: bool,
 ) -> None:
     name = dataset_name(stream)
+    if bounds is not None:
+        raise TuttiError(
+            f"bucket_by_length=, but {name} is an iterable dataset",
+            why="a stream has no samples by number, only its own order",
+            fix="a stream of such batches with batch_size=1, or a dataset with __len__",
+        )
     if shuffle:
         raise TuttiError(
             f"shuffle=True, but {name} is an iterable dataset",
@@ -144,10 +202,11 @@ def _check_batches(
     if size == 0:
         raise TuttiError("the dataset has no samples", fix="a dataset of one sample at least")
     if not order.num_batches():
+        few = f"the dataset has {size} samples, fewer than batch_size={batch_size}"
         raise TuttiError(
-            f"the dataset has {size} samples, fewer than batch_size={batch_size}",
+            few if size < batch_size else f"no bucket has batch_size={batch_size} samples",
             why="drop_last=True leaves out a batch that is not full, so there is none",
-            fix=f"batch_size={size} or less, or drop_last=False",
+            fix=f"batch_size={min(size, batch_size - 1)} or less, or drop_last=False",
         )
     _check_shares(batch_size, layout, drop_last=drop_last)
     if not layout.server and layout.num_replicas > 1:

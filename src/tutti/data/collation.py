@@ -20,7 +20,7 @@ class Collation:
     """A user's `collate_fn`, or PyTorch's own; `by_rows`: a row of a batch depends on its sample alone."""
 
     def __init__(self, collate_fn: Collate | None, *, by_rows: bool) -> None:
-        self.collate_fn, self.by_rows = collate_fn, by_rows or collate_fn is None
+        self.collate_fn, self.by_rows = collate_fn, by_rows
         self.takes_length = collate_fn is not None and _takes(collate_fn, "length")
 
     @property
