@@ -229,3 +229,22 @@ def test_a_layout_of_many_ranks_in_one_process_reads_the_global_batch() -> None:
         for a, b in zip(ours, theirs, strict=True)
         for x, y in zip(a, b, strict=True)
     )
+
+
+def test_a_step_takes_the_rows_without_a_gather(ranks: Ranks) -> None:
+    expected = ranks.run(step_collectives, "data=2", False, n=2)
+    assert ranks.run(step_collectives, "data=2", True, n=2) == expected
+
+
+def step_collectives(layout: str, by_loader: bool) -> int:
+    """Those of the second step, whose batch is whole or this rank's rows."""
+    model = nn.Linear(6, 6).double()
+    step = tutti.distribute(train_step, model, torch.optim.SGD(model.parameters(), 0.1), layout)
+    batches = tutti.loader(dataset(24), 8, layout=layout if by_loader else "")
+    with Collectives() as called:
+        counts = []
+        for batch in batches:
+            before = called.count
+            step(*batch)
+            counts.append(called.count - before)
+    return counts[-1]
