@@ -244,6 +244,21 @@ def test_a_state_that_is_damaged(change: dict[str, Any], what: str) -> None:
         loader.load_state_dict(state)
 
 
+class Endless(Numbers):
+    """Samples that hold themselves."""
+
+    def __getitem__(self, i: int) -> list[object]:
+        sample: list[object] = [torch.tensor(i)]
+        sample.append(sample)
+        return sample
+
+
+def test_samples_that_cannot_be_recognized_are_read_all_the_same() -> None:
+    loader = tutti.loader(Endless(4), 2, collate_fn=lambda samples: [int(x[0]) for x in samples])
+    loader.load_state_dict(loader.state_dict())
+    assert list(loader) == [[0, 1], [2, 3]]
+
+
 def test_samples_that_change_at_each_read_are_no_other_dataset() -> None:
     state = tutti.loader(Changing(8), 2).state_dict()
     tutti.loader(Changing(8), 2).load_state_dict(state)

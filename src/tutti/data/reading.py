@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Subset
+from torch.utils.data import Subset, TensorDataset
 
 from tutti.data.collation import Collation, cut
 from tutti.data.cursor import Cursor, refuse_stream
@@ -22,6 +23,7 @@ from tutti.data.sample_errors import (
 )
 from tutti.data.sample_order import BatchSpan, Order, SampleNumbers
 from tutti.data.sample_seeds import batch_seed, generators_kept, sample_seeds, seed_generators
+from tutti.data.token_windows import TokenWindows
 from tutti.errors import TuttiError
 from tutti.layout import Layout
 
@@ -67,6 +69,7 @@ class Reader:
     ) -> None:
         self.datasets, self.collation, self.whereabouts = datasets, collation, whereabouts
         self.seen: FirstSamples | None = None
+        self._draws = [may_draw(x) for x in datasets]
 
     def requests(
         self, order: Order, cursor: Cursor, here: Here
@@ -99,7 +102,8 @@ class Reader:
 
     def __getitems__(self, request: BatchRequest | Fingerprint) -> dict[str, Any]:
         """The batch, or the `ReadFailure` to read it; called by `DataLoader` with what its sampler gives."""
-        with generators_kept():
+        drawn = any(self._draws) or not self.collation.stacks
+        with generators_kept() if drawn else nullcontext():
             try:
                 if isinstance(request, Fingerprint):
                     return {"found": self._first(request.num_samples)}
@@ -126,7 +130,8 @@ class Reader:
 
     def _sample(self, dataset: int, number: int, seed: int) -> Any:
         self.whereabouts.note(dataset, number)
-        seed_generators(seed)
+        if self._draws[dataset]:
+            seed_generators(seed)
         try:
             return self.datasets[dataset][number]
         except Exception as error:
@@ -158,18 +163,24 @@ class Reader:
         return f"sample {number} of {dataset_name(self.datasets[dataset], several)}"
 
 
-def _reads_together(dataset: Any) -> bool:
-    """Whether a dataset has a `__getitems__` of its own; that of PyTorch's `Subset` hides another's."""
+def _inner(dataset: Any) -> Any:
+    """The dataset of which others are a `Subset`."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    return hasattr(dataset, "__getitems__")
+    return dataset
+
+
+def _reads_together(dataset: Any) -> bool:
+    """Whether a dataset has a `__getitems__` of its own; that of PyTorch's `Subset` hides another's."""
+    return hasattr(_inner(dataset), "__getitems__")
 
 
 def joined(
     collation: Collation, samples: list[Any], names: Sequence[str], request: BatchRequest
 ) -> dict[str, Any]:
     """The answer with the batch of some samples; `names` are theirs."""
-    seed_generators(request.seed)
+    if not collation.stacks:
+        seed_generators(request.seed)
     try:
         batch = collation(samples, names, request.bound)
     except TuttiError:
@@ -181,6 +192,11 @@ def joined(
     if request.cuts:
         batch, marks = cut(batch, len(samples), request.first, request.last)
     return {"batch": batch, "marks": marks}
+
+
+def may_draw(dataset: Any) -> bool:
+    """Whether reading a sample may draw random numbers: not from these, which only hold their samples."""
+    return type(_inner(dataset)) not in (list, tuple, TensorDataset, TokenWindows)
 
 
 class _Names(Sequence[str]):
