@@ -42,6 +42,7 @@ from tutti.replicas.strategy import Weights
 from tutti.replicas.virtual_replicas import Replicas
 from tutti.server.protocol import consistency
 
+WINDOW = 128  # of the example
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt.py"
 OUT = Path(__file__).parent / "results" / "convergence"
 # Each with the learning rate that was best for it of those tried (docs/concepts/replicas.md, server.md).
@@ -109,6 +110,14 @@ def example() -> ModuleType:
     return module
 
 
+def batch_at(text: Tensor, step: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Windows at random places of the text, a function of seed and step, and those a byte later."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    start = torch.randint(len(text) - WINDOW, (size, 1), generator=generator)
+    window = text[start + torch.arange(WINDOW + 1)]
+    return window[:, :-1], window[:, 1:]
+
+
 class Replicated:
     """Replicas, each a model with its optimizer; one program where `sync` is ""."""
 
@@ -150,7 +159,7 @@ class Served:
 
     def __init__(self, gpt: ModuleType, model: torch.nn.Module, run: Run) -> None:
         optimizer, self.schedule = run.optimizer(model)
-        like = gpt.batch_at(torch.zeros(1000).long(), 0, run.batch * run.replicas, run.seed)
+        like = batch_at(torch.zeros(1000).long(), 0, run.batch * run.replicas, run.seed)
         self.run = Asynchronous(
             gpt.train_step,
             model,
@@ -183,7 +192,7 @@ def outcome(gpt: ModuleType, run: Run) -> Outcome:
     trained = (Served if run.by_servers else Replicated)(gpt, copy.deepcopy(model), run)
     found, age = [], 0.0
     for step in range(run.steps):
-        trained.step(step, list(gpt.batch_at(train_text, step, run.batch * run.replicas, run.seed)))
+        trained.step(step, list(batch_at(train_text, step, run.batch * run.replicas, run.seed)))
         age = trained.end() if step + 1 == run.steps else age
         if (step + 1) % LOOK == 0:
             found.append(_validation(gpt, model, trained.weights(), valid_text))
@@ -194,7 +203,7 @@ def _validation(gpt: ModuleType, model: torch.nn.Module, weights: Weights, text:
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(weights[name])
-    return gpt.validation_loss(lambda tokens: gpt.eval_step(model, tokens), text, 16, 20)
+    return gpt.mean_loss(lambda tokens: gpt.eval_step(model, tokens), text, 16, 20)
 
 
 class Results:

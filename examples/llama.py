@@ -7,8 +7,6 @@ torchrun --nproc-per-node 2 examples/llama.py
 tutti verify --layout "tensor=2" examples/llama.py               # show that they are the same
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time
@@ -25,29 +23,15 @@ RANK = int(os.environ.get("RANK", "0"))
 WINDOW, VOCABULARY = 128, 256  # tokens are bytes
 
 # Used when the layout has a "tensor" axis; without one it changes nothing.
-PLACE = {
-    "*.q_proj.weight": "tensor, -",
-    "*.k_proj.weight": "tensor, -",
-    "*.v_proj.weight": "tensor, -",
-    "*.o_proj.weight": "-, tensor",
-    "*.gate_proj.weight": "tensor, -",
-    "*.up_proj.weight": "tensor, -",
-    "*.down_proj.weight": "-, tensor",
-}
+SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+PLACE = {f"*.{name}.weight": "tensor, -" for name in SPLIT}
+PLACE |= {"*.o_proj.weight": "-, tensor", "*.down_proj.weight": "-, tensor"}
 
 
 def make_model(num_layers: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        max_position_embeddings=WINDOW,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"hidden_size": 128, "intermediate_size": 352, "max_position_embeddings": WINDOW}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": num_layers}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
 
 
 def train_step(model, optimizer, tokens):
@@ -64,8 +48,9 @@ def eval_step(model, tokens):
     return model(input_ids=tokens, labels=tokens).loss
 
 
-def windows(text: Tensor, start: Tensor) -> Tensor:
-    return text[start[:, None] + torch.arange(WINDOW)]
+def windows(text: Tensor, count: int) -> Tensor:
+    start = torch.linspace(0, len(text) - WINDOW, count).long()[:, None]  # spread evenly
+    return text[start + torch.arange(WINDOW)]
 
 
 def main() -> None:
@@ -76,8 +61,6 @@ def main() -> None:
 
     text = torch.tensor(list("\n\n".join(topics[name] for name in sorted(topics)).encode()))
     train_text, valid_text = text.tensor_split([len(text) * 9 // 10])
-    valid_start = torch.linspace(0, len(valid_text) - WINDOW, 4 * args.batch).long()
-
     torch.manual_seed(args.seed)
     model = make_model(args.layers)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -85,18 +68,18 @@ def main() -> None:
     step = tutti.distribute(train_step, model, optimizer, place=PLACE, seed=args.seed)
     evaluate = tutti.distribute(eval_step, model, place=PLACE)
 
+    samples = windows(train_text, args.steps * args.batch)
+    loader = tutti.loader(samples, args.batch, shuffle=True, seed=args.seed)
     began = time.perf_counter()
-    for index in range(args.steps):
-        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + index)
-        start = torch.randint(len(train_text) - WINDOW, (args.batch,), generator=generator)
-        loss = step(windows(train_text, start))
+    for tokens in loader:
+        loss = step(tokens)
         warmup.step()
-        if (index + 1) % 50 == 0 or index + 1 == args.steps:
-            losses = [evaluate(windows(valid_text, part)) for part in valid_start.split(args.batch)]
-            valid, seconds = torch.stack(losses).mean().item(), time.perf_counter() - began
+        if step.num_steps % 50 == 0 or step.num_steps == args.steps:
+            parts = windows(valid_text, 4 * args.batch).split(args.batch)
+            valid = torch.stack([evaluate(part) for part in parts]).mean()
             console.print(
-                f"step {index + 1:4}  loss {loss.item():.3f}  "
-                f"validation {valid:.3f} nats per byte  {seconds:.1f} s"
+                f"step {step.num_steps:4}  loss {loss:.3f}  validation {valid:.3f} nats per byte  "
+                f"{time.perf_counter() - began:.1f} s"
             )
 
 

@@ -12,6 +12,7 @@ from tutti.calls.first_call import refuse_where_apart
 from tutti.capture.batch import taken
 from tutti.data.arguments import checked_loader, refuse_others
 from tutti.data.loader import Loader
+from tutti.data.worker_start import WorkerStart
 from tutti.distributed_step import Step
 from tutti.environment import LAYOUT
 from tutti.execution.collector import rarely_collected
@@ -190,7 +191,7 @@ def loader(
         "pin_memory": pin_memory,
         "prefetch_factor": prefetch_factor,
         "persistent_workers": persistent_workers,
-        "worker_init_fn": worker_init_fn,
+        "worker_init_fn": WorkerStart(worker_init_fn),
         "timeout": timeout,
         "multiprocessing_context": multiprocessing_context,
     }

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -264,3 +267,22 @@ def test_time_is_a_rhythm_too(tmp_path: Path) -> None:
         time.sleep(0.25)
         run.one()
         assert run.checkpoints.steps()[-1] == 3
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_workers_of_a_loader(tmp_path: Path) -> None:
+    """It reaches all processes of the run at once."""
+    words = [sys.executable, str(SCRIPT.with_name("with_workers.py")), str(tmp_path / "run")]
+    # Tensors of workers pass through sockets in TMPDIR, whose names may not be long.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        words, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        os.killpg(process.pid, signal.SIGINT)
+        out, _ = process.communicate(timeout=RUN_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert (process.returncode, out) == (0, "ended True\n")
