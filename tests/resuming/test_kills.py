@@ -18,7 +18,7 @@ from tutti.launch.records import read_script
 from tutti.resuming.run_folder import look_at, numbers
 
 # `TUTTI_TEST_KILLS=200` for a longer look.
-NUM_KILLS = int(os.environ.get("TUTTI_TEST_KILLS", "20"))
+NUM_KILLS = int(os.environ.get("TUTTI_TEST_KILLS", "8"))
 CHILD_SECONDS, FIRST = 60.0, 2
 
 

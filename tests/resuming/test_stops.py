@@ -160,9 +160,12 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(tmp_path: Path) -> No
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[SmallRun]:
+    """A run in this process, where SIGINT raises: whoever starts the tests may ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     made = SmallRun(tmp_path / "run", every=100)
     yield made
     made.checkpoints.close()
+    signal.signal(signal.SIGINT, before)
 
 
 def handlers() -> list[Any]:
