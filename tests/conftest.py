@@ -44,6 +44,7 @@ FIRST = (
     "verification/test_servers.py",
 )
 _TESTS = Path(__file__).parent
+_SHARED: list[Ranks] = []  # of all tests
 
 # pytest listens to every logger, so PyTorch would describe each symbol to it: a twentieth of all.
 symbolic_shapes.trace_structured = lambda *_, **__: None  # type: ignore[attr-defined]
@@ -71,6 +72,8 @@ def pytest_collection_finish() -> None:
 def what_lasts() -> Iterator[None]:
     """Nor what the tests of a module leave for all others, such as the subjects that they captured."""
     yield
+    for pools in _SHARED:
+        pools.renew()
     if subjects := sys.modules.get("subjects"):
         subjects.program.cache_clear()  # these do not stay, and would never go once frozen
     gc.collect()
@@ -81,5 +84,7 @@ def what_lasts() -> Iterator[None]:
 def ranks() -> Iterator[Ranks]:
     """Ranks with a process group, shared by all tests (`ranks.run(function, *args, n=4)`)."""
     pool = Ranks()
+    _SHARED.append(pool)
     yield pool
+    _SHARED.remove(pool)
     pool.close()

@@ -27,6 +27,8 @@ from unittest import mock
 import torch
 
 CALL_SECONDS = 150.0
+# Every Gloo group that a call has made lasts, with a thread that wakes 100 times a second.
+MOST_THREADS = 60
 # Graphs are many small objects that stay: with Python's own 700 a fifth of a capture goes to the collector,
 # with 20,000 a tenth of a test.
 COLLECT_AFTER = (100_000, 20, 10)
@@ -53,6 +55,12 @@ class Ranks:
         except RankFailed:
             self._pools.pop(n).close()
             raise
+
+    def renew(self) -> None:
+        """End pools with many threads; their next call starts them anew."""
+        for n, pool in list(self._pools.items()):
+            if pool.num_threads > MOST_THREADS:
+                self._pools.pop(n).kill()
 
     def close(self) -> None:
         """End every rank."""
@@ -113,6 +121,17 @@ class _Pool:
             return self._pipes[rank].recv()
         except EOFError:
             return False, "the process ended"
+
+    @property
+    def num_threads(self) -> int:
+        """The number of threads of the first rank; 0 where the system does not say."""
+        tasks = Path(f"/proc/{self._processes[0].pid}/task")
+        return len(list(tasks.iterdir())) if tasks.exists() else 0
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        self.close()
 
     def close(self) -> None:
         for pipe in self._pipes:
