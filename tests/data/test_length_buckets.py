@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tutti
-from one_rank import as_rank
+from one_rank import as_rank, assert_one_run
 from small_datasets import Numbers
-from tutti.data.rank_rows import rows
-from tutti.layout import Layout
 
 BOUNDS = [4, 8, 12]
 
@@ -84,28 +80,7 @@ def test_any_stops_and_layouts_give_one_undisturbed_run(
     def made() -> tutti.Loader:
         return make(size, batch_size, shuffle=shuffle, collate_rows=not whole)
 
-    def read(loader: tutti.Loader, count: int) -> list[Any]:
-        found: list[Any] = []
-        while len(found) < count:
-            found += [b.tolist() for b in islice(loader, count - len(found))]
-        return found
-
-    expected = read(made(), sum(count for count, _ in legs))
-    done, state = 0, json.dumps(made().state_dict())
-    for count, text in legs:
-        layout, states = Layout.parse(text), set()
-        for rank in range(layout.num_ranks):
-            with as_rank(text, rank):
-                loader = made()
-                loader.load_state_dict(json.loads(state))
-                for batch, global_batch in zip(
-                    read(loader, count), expected[done : done + count], strict=True
-                ):
-                    own = rows(len(global_batch), layout, rank)
-                    assert batch == global_batch[own.start : own.stop]
-                states.add(json.dumps(loader.state_dict()))
-        (state,) = states
-        done += count
+    assert_one_run(made, legs)
 
 
 def test_lengths_may_be_a_sequence_and_collate_fn_need_not_take_a_bound() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tutti
-from one_rank import as_rank
+from one_rank import assert_one_run
 from small_datasets import Numbers
 from tutti.data.mixture import LONGEST_PERIOD, Mixture, period_counts, turns
-from tutti.data.rank_rows import rows
-from tutti.layout import Layout
 
 
 class Tens(Numbers):
@@ -120,28 +116,7 @@ def test_any_stops_and_layouts_give_one_undisturbed_run(
         how: Any = {"shuffle": shuffle, "drop_last": drop_last, "seed": seed, "weights": weights}
         return tutti.loader(data, batch_size, **how)
 
-    def read(loader: tutti.Loader, count: int) -> list[Any]:
-        found: list[Any] = []
-        while len(found) < count:
-            found += [b.tolist() for b in islice(loader, count - len(found))]
-        return found
-
-    expected = read(make(), sum(count for count, _ in legs))
-    done, state = 0, json.dumps(make().state_dict())
-    for count, text in legs:
-        layout, states = Layout.parse(text), set()
-        for rank in range(layout.num_ranks):
-            with as_rank(text, rank):
-                loader = make()
-                loader.load_state_dict(json.loads(state))
-                for batch, whole in zip(
-                    read(loader, count), expected[done : done + count], strict=True
-                ):
-                    own = rows(len(whole), layout, rank)
-                    assert batch == whole[own.start : own.stop]
-                states.add(json.dumps(loader.state_dict()))
-        (state,) = states
-        done += count
+    assert_one_run(make, legs)
 
 
 def test_workers_read_a_mixture() -> None:

@@ -6,7 +6,6 @@ import json
 import random
 import warnings
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
 import tutti
-from one_rank import as_rank
-from tutti.data.rank_rows import rows
-from tutti.layout import Layout
+from one_rank import as_rank, assert_one_run, next_batches
 
 
 class Counted(IterableDataset):
@@ -61,14 +58,6 @@ class Stateful(IterableDataset):
 KINDS = [Counted, Stateful]
 
 
-def read(loader: tutti.Loader, count: int) -> list[Any]:
-    """The next batches, over as many epochs as they take."""
-    found: list[Any] = []
-    while len(found) < count:
-        found += [b.tolist() for b in islice(loader, count - len(found))]
-    return found
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("size", [8, 9, 11])
@@ -103,28 +92,13 @@ def test_any_stops_and_layouts_give_one_undisturbed_run(
     def make() -> tutti.Loader:
         return tutti.loader(kind(size), batch_size, drop_last=drop_last)
 
-    expected = read(make(), sum(count for count, _ in legs))
-    done, state = 0, json.dumps(make().state_dict())
-    for count, text in legs:
-        layout, states = Layout.parse(text), set()
-        for rank in range(layout.num_ranks):
-            with as_rank(text, rank):
-                loader = make()
-                loader.load_state_dict(json.loads(state))
-                for batch, whole in zip(
-                    read(loader, count), expected[done : done + count], strict=True
-                ):
-                    own = rows(len(whole), layout, rank)
-                    assert batch == whole[own.start : own.stop]
-                states.add(json.dumps(loader.state_dict()))
-        (state,) = states
-        done += count
+    assert_one_run(make, legs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_worker_reads_ahead_and_the_state_does_not(kind: Any, persistent: bool) -> None:
-    expected = read(tutti.loader(kind(11), 2), 15)
+    expected = next_batches(tutti.loader(kind(11), 2), 15)
     found: list[Any] = []
     state = None
     for workers, count in [(1, 2), (0, 3), (1, 4), (1, 6)]:
@@ -132,19 +106,19 @@ def test_a_worker_reads_ahead_and_the_state_does_not(kind: Any, persistent: bool
         loader = tutti.loader(kind(11), 2, num_workers=workers, **again)
         if state is not None:
             loader.load_state_dict(state)
-        found += read(loader, count - 1)
-        found += read(loader, 1)  # a loop of its own
+        found += next_batches(loader, count - 1)
+        found += next_batches(loader, 1)  # a loop of its own
         state = json.loads(json.dumps(loader.state_dict()))
     assert found == expected
 
 
 def test_a_stream_with_a_state_is_not_read_again() -> None:
     loader = tutti.loader(Stateful(100), 4)
-    read(loader, 20)
+    next_batches(loader, 20)
     data = Stateful(100)
     resumed = tutti.loader(data, 4)
     resumed.load_state_dict(loader.state_dict())
-    read(resumed, 2)
+    next_batches(resumed, 2)
     assert data.reads <= 9
 
 
@@ -154,7 +128,7 @@ def test_the_state_after_the_last_batch_begins_the_next_epoch() -> None:
         states = [loader.state_dict() for _ in loader]
         resumed = tutti.loader(Stateful(size), 4)
         resumed.load_state_dict(states[-1])
-        assert resumed.epoch == 1 and read(resumed, 2) == read(loader, 2)
+        assert resumed.epoch == 1 and next_batches(resumed, 2) == next_batches(loader, 2)
 
 
 def test_several_workers_count_as_one() -> None:
@@ -162,7 +136,7 @@ def test_several_workers_count_as_one() -> None:
         loader = tutti.loader(Counted(10), 2, num_workers=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert read(loader, 5) == read(tutti.loader(Counted(10), 2), 5)
+        assert next_batches(loader, 5) == next_batches(tutti.loader(Counted(10), 2), 5)
 
 
 class Broken(IterableDataset):
@@ -216,7 +190,7 @@ def test_streams_that_are_too_short() -> None:
     with pytest.raises(tutti.TuttiError, match="has no samples"):
         list(tutti.loader(Counted(0), 4))
     loader = tutti.loader(Counted(20), 4)
-    read(loader, 3)
+    next_batches(loader, 3)
     for size in (10, 12):
         shorter = tutti.loader(Counted(size), 4)
         shorter.load_state_dict(loader.state_dict())
@@ -226,11 +200,11 @@ def test_streams_that_are_too_short() -> None:
 
 def test_states_that_do_not_fit() -> None:
     loader = tutti.loader(Stateful(20), 4)
-    read(loader, 1)
+    next_batches(loader, 1)
     with pytest.raises(tutti.CheckpointError, match=r"of a stream \(Stateful\), this loader reads"):
         tutti.loader(Counted(20), 4).load_state_dict(loader.state_dict())
     unsaved = tutti.loader(Unsaved(20), 4)
-    read(unsaved, 1)
+    next_batches(unsaved, 1)
     with pytest.raises(tutti.CheckpointError, match="state_dict of Unsaved cannot be saved"):
         unsaved.state_dict()
     state = loader.state_dict() | {"kind": "stream (Counted)"}
