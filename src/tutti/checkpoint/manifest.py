@@ -134,10 +134,9 @@ def _manifest(body: dict[str, Any], version: int) -> Manifest:
 
 
 def _form(shape: list[int], dtype: str) -> TensorForm:
-    found = getattr(torch, dtype)
-    if not isinstance(found, torch.dtype) or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"a tensor of shape {shape!r} and dtype {dtype!r}")
-    return TensorForm(tuple(shape), found)
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"a tensor of shape {shape!r}")
+    return TensorForm(tuple(shape), dtype_of(dtype))
 
 
 def _file(found: Any) -> FileDigest:
@@ -156,6 +155,14 @@ def _plain(name: str) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """Such as "float32"."""
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of such a name. Raises `AttributeError` or `ValueError` for another text."""
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"a tensor of dtype {name!r}")
+    return found
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tutti.checkpoint.manifest import dtype_name
+from tutti.checkpoint.manifest import dtype_name, dtype_of
 from tutti.torch_private.checkpoint_parts import StorageInfo
 
 
@@ -63,7 +63,7 @@ def _item_of(
     dtype: str,
 ) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    properties = TensorProperties(dtype=getattr(torch, dtype))
+    properties = TensorProperties(dtype=dtype_of(dtype))
     data = TensorWriteData(chunk, properties, torch.Size(size))
     where = MetadataIndex(name, offset, index)
     return WriteItem(where, WriteItemType[kind], tensor_data=data)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tutti.checkpoint.manifest import dtype_name
+from tutti.checkpoint.manifest import dtype_name, dtype_of
 from tutti.errors import CheckpointError
 from tutti.state.residence import is_here
 from tutti.state.shards import plain_dtensor
@@ -178,9 +178,7 @@ def forms_in(tree: Any) -> dict[str, Tensor]:
 
 def _find_forms(tree: Any, found: dict[str, Tensor]) -> None:
     if isinstance(tree, dict) and tree.get(KIND) == "tensor":
-        dtype = getattr(torch, tree["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a tensor of dtype {dtype!r}")
+        dtype = dtype_of(tree["dtype"])
         device = "cuda" if tree["device"] == "cuda" and torch.cuda.is_available() else "cpu"
         found[tree["name"]] = torch.empty(tree["shape"], dtype=dtype, device=device)
     elif isinstance(tree, dict | list):
@@ -223,19 +221,12 @@ def _refusal(path: str, why: str) -> CheckpointError:
     return CheckpointError(f"{path} cannot be saved", why=f"{why}; {_ALLOWED} can", fix=_FIX)
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype {name!r}")
-    return found
-
-
 _TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 # By type: its text, and the value of the text.
 _WORDS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     bytes: (lambda x: base64.b64encode(x).decode(), base64.b64decode),
     complex: (lambda x: [x.real.hex(), x.imag.hex()], lambda x: complex(*map(float.fromhex, x))),
-    torch.dtype: (dtype_name, _dtype),
+    torch.dtype: (dtype_name, dtype_of),
     torch.device: (str, torch.device),
     torch.Size: (list, torch.Size),
 }
