@@ -35,8 +35,7 @@ from tutti.comm.collectives.group import Group, collective_timeout
 from tutti.comm.collectives.payload import octets
 from tutti.comm.host.awake import AwakeClock
 from tutti.comm.host.board import DATA_NBYTES, TEXT_NBYTES, Board
-from tutti.comm.host.hosts import host_name
-from tutti.comm.host.segment import SharedMemoryError, directory
+from tutti.comm.host.segment import SharedMemoryError, memory_host
 from tutti.comm.host.signals import WATCHES
 from tutti.errors import CommError
 from tutti.layout import Layout
@@ -540,8 +539,8 @@ def _made(ranks: tuple[int, ...]) -> Board | Bulletin | None:
         return [said[rank] for rank in ranks]
 
     rank = dist.get_rank()
-    host = f"rank {rank}" if directory() is None else host_name()
-    said = [json.loads(x) for x in exchange_texts(json.dumps([host, os.getpid()]), Group.world())]
+    mine = json.dumps([memory_host(rank), os.getpid()])
+    said = [json.loads(x) for x in exchange_texts(mine, Group.world())]
     size = len(ranks)
     groups = [said[i : i + size] for i in range(0, len(said), size)]
     if size == 1:

@@ -14,8 +14,7 @@ from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group, collective_timeout
 from tutti.comm.collectives.hierarchical import Hierarchical
 from tutti.comm.collectives.transport import Distributed, Transport
-from tutti.comm.host.hosts import host_name
-from tutti.comm.host.segment import SharedMemoryError, directory
+from tutti.comm.host.segment import SharedMemoryError, memory_host
 from tutti.comm.host.shared_memory import SharedGroup
 from tutti.errors import LayoutError
 from tutti.graph.ops.matmul import is_faster
@@ -68,8 +67,7 @@ class Groups:
         )
         if self._world_size > 1:
             # A rank without shared memory counts as a separate host; all ranks must know that.
-            host = f"rank {self.rank}" if directory() is None else host_name()
-            said = exchange_texts(json.dumps([host, self._onednn]), Group.world())
+            said = exchange_texts(json.dumps([memory_host(self.rank), self._onednn]), Group.world())
             self._hosts = [json.loads(text)[0] for text in said]
             self._onednn = all(json.loads(text)[1] for text in said)
         self.add(used)

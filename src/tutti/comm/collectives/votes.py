@@ -20,8 +20,7 @@ from torch import Tensor
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.failure import comm_error
 from tutti.comm.collectives.group import Group, collective_timeout
-from tutti.comm.host.hosts import host_name
-from tutti.comm.host.segment import Exchange, SharedMemoryError, directory, make_segment
+from tutti.comm.host.segment import Exchange, SharedMemoryError, make_segment, memory_host
 from tutti.comm.host.signals import LINE, Signals
 from tutti.errors import CommError
 
@@ -148,8 +147,8 @@ def votes_of(group: Group, name: str) -> NamedVotes:
         return exchange_texts(text, group)
 
     rank = group.ranks[group.position]
-    host = f"rank {rank}" if directory() is None else host_name()
-    said = [json.loads(text) for text in exchange(json.dumps([host, os.getpid()]))]
+    mine = json.dumps([memory_host(rank), os.getpid()])
+    said = [json.loads(text) for text in exchange(mine)]
     if len({host for host, _ in said}) == 1:
         try:
             pids = [pid for _, pid in said]

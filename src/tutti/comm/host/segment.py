@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from tutti.comm.host.hosts import host_name
 from tutti.environment import SHARED_MEMORY
 from tutti.quantities import format_nbytes
 
@@ -38,6 +39,11 @@ def directory() -> Path | None:
     """The shared-memory filesystem; None if it is switched off."""
     name = SHARED_MEMORY.read()
     return None if name == "off" else Path(name)
+
+
+def memory_host(rank: int) -> str:
+    """A text that is equal on ranks that may share memory; that of a rank that shares none is its own."""
+    return f"rank {rank}" if directory() is None else host_name()
 
 
 def make_segment(
