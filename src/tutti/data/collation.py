@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from tutti.capture.forms import flattened
 from tutti.data.sample_errors import leaf_names, shape_of
 from tutti.errors import TuttiError
+from tutti.torch_private.pytrees import tree_unflatten
 
 Collate = Callable[..., Any]
 
@@ -53,7 +54,7 @@ def refuse_unequal(
     """Raise if a sample has another shape than the first."""
     first, form = flattened(samples[0])
     said = [shape_of(x) for x in first]
-    for sample, name in zip(samples[1:], names[1:], strict=True):
+    for number, sample in enumerate(samples[1:], 1):
         leaves, its_form = flattened(sample)
         if its_form != form:
             where, one, other = "", "one structure", "another"
@@ -65,7 +66,7 @@ def refuse_unequal(
             where = list(leaf_names(samples[0], "sample"))[i] + " has "
             one, other = said[i], shapes[i]
         raise TuttiError(
-            f"samples of a batch differ: {where}{one} in {names[0]}, {other} in {name}",
+            f"samples of a batch differ: {where}{one} in {names[0]}, {other} in {names[number]}",
             why="without collate_fn the samples of a batch are stacked, so they need one shape",
             fix="a collate_fn that pads the samples",
         ) from error
@@ -73,8 +74,6 @@ def refuse_unequal(
 
 def cut(batch: Any, num_samples: int, first: int, last: int) -> tuple[Any, list[bool]]:
     """Rows `first` to `last` of each tensor with `num_samples` rows; and which leaves are cut."""
-    from tutti.torch_private.pytrees import tree_unflatten
-
     leaves, form = flattened(batch)
     marks = [isinstance(x, Tensor) and x.ndim > 0 and len(x) == num_samples for x in leaves]
     parts = [x[first:last].clone() if m else x for x, m in zip(leaves, marks, strict=True)]

@@ -15,6 +15,7 @@ from tutti.data.fingerprint import FirstSamples, seen
 from tutti.data.rank_rows import is_split, rows
 from tutti.data.sample_errors import (
     ReadFailure,
+    SampleNames,
     Whereabouts,
     dataset_name,
     failed_collation,
@@ -115,7 +116,8 @@ class Reader:
 
     def _batch(self, request: BatchRequest) -> dict[str, Any]:
         samples = self._read(request)
-        names = _Names(self, request.samples)
+        wanted = request.samples
+        names = SampleNames(len(wanted), lambda i: self._name(wanted, i))
         return joined(self.collation, samples, names, request)
 
     def _read(self, request: BatchRequest) -> list[Any]:
@@ -157,6 +159,10 @@ class Reader:
         ]
         return seen(pairs, stacked=self.collation.stacks)
 
+    def _name(self, samples: SampleNumbers, i: int) -> str:
+        dataset = 0 if samples.datasets is None else int(samples.datasets[i])
+        return self.name(dataset, int(samples.numbers[i]))
+
     def name(self, dataset: int, number: int) -> str:
         """The text of a sample in an error."""
         several = dataset if len(self.datasets) > 1 else None
@@ -197,19 +203,3 @@ def joined(
 def may_draw(dataset: Any) -> bool:
     """Whether reading a sample may draw random numbers: not from these, which only hold their samples."""
     return type(_inner(dataset)) not in (list, tuple, TensorDataset, TokenWindows)
-
-
-class _Names(Sequence[str]):
-    """The names of samples, made when an error needs them."""
-
-    def __init__(self, reader: Reader, samples: SampleNumbers) -> None:
-        self._reader, self._samples = reader, samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, i: Any) -> Any:
-        if isinstance(i, slice):
-            return [self[j] for j in range(*i.indices(len(self)))]
-        dataset = 0 if self._samples.datasets is None else int(self._samples.datasets[i])
-        return self._reader.name(dataset, int(self._samples.numbers[i]))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -18,6 +19,24 @@ from tutti.torch_private.pytrees import tree_flatten
 from tutti.user_lines import is_users, quoted
 
 _IDLE = -1
+
+
+class SampleNames(Sequence[str]):
+    """The texts of some samples, each made when an error needs it.
+
+    Args:
+        count: of the samples.
+        name: the text of one, by its index.
+    """
+
+    def __init__(self, count: int, name: Callable[[int], str]) -> None:
+        self._count, self._name = count, name
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._name(range(self._count)[i])
 
 
 class WorkerTraceback(Exception):
@@ -35,32 +54,25 @@ def dataset_name(dataset: Any, number: int | None = None) -> str:
 
 def failed_read(error: Exception, sample: str, where: str) -> TuttiError:
     """The error of a sample that its dataset cannot read."""
-    return TuttiError(
-        f"cannot read {sample}: {_said(error)}",
-        at=_users_line(error),
-        why=f"its dataset raised this {where}",
-        fix="repair the sample or its dataset; num_workers=0 raises it in this process",
-    )
+    fix = "repair the sample or its dataset; num_workers=0 raises it in this process"
+    return _failed(f"cannot read {sample}", error, f"its dataset raised this {where}", fix)
 
 
 def failed_collation(error: Exception, samples: str, where: str) -> TuttiError:
     """The error of samples that `collate_fn` cannot join."""
-    return TuttiError(
-        f"cannot collate {samples}: {_said(error)}",
-        at=_users_line(error),
-        why=f"collate_fn raised this {where}",
-        fix="a collate_fn that takes these samples",
-    )
+    fix = "a collate_fn that takes these samples"
+    return _failed(f"cannot collate {samples}", error, f"collate_fn raised this {where}", fix)
+
+
+def _failed(what: str, error: Exception, why: str, fix: str) -> TuttiError:
+    said = f"{type(error).__name__}: {error}"
+    return TuttiError(f"{what}: {said}", at=_users_line(error), why=why, fix=fix)
 
 
 def worker_number() -> str:
     """`in worker 1`, or `in this process`."""
     info = get_worker_info()
     return f"in worker {info.id}" if info else "in this process"
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _users_line(error: Exception) -> str:
@@ -88,8 +100,6 @@ class Whereabouts:
     """The sample that each worker is reading, in shared memory, for the report of a worker that dies."""
 
     def __init__(self, num_workers: int) -> None:
-        import torch
-
         self._shared = torch.full((num_workers, 3), _IDLE, dtype=torch.int64).share_memory_()
         self._row: NDArray[np.int64] | None = None
 

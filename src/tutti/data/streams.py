@@ -17,6 +17,7 @@ from tutti.data.rank_rows import is_split, rows
 from tutti.data.reading import BatchRequest, Here, joined
 from tutti.data.sample_errors import (
     ReadFailure,
+    SampleNames,
     Whereabouts,
     dataset_name,
     failed_read,
@@ -130,11 +131,12 @@ class StreamReader:
         own = rows(size, here.layout, here.rank)
         by_rows = is_split(size, here.layout) and self.collation.by_rows
         cuts = is_split(size, here.layout) and not by_rows
-        names = [self.name(0, request.start + i) for i in (own if by_rows else range(size))]
+        names = SampleNames(size, lambda i: self.name(0, request.start + i))
         if by_rows:
             if self.collation.stacks:  # rows of the other ranks have the same shape
-                refuse_unequal(samples, [self.name(0, request.start + i) for i in range(size)])
+                refuse_unequal(samples, names)
             samples = samples[own.start : own.stop]
+            names = SampleNames(len(own), lambda i: self.name(0, request.start + own[i]))
         seed = batch_seed(here.seed, request.epoch, request.start)
         about = BatchRequest(_NO_SAMPLES, (), seed, cuts=cuts, first=own.start, last=own.stop)
         answer = joined(self.collation, samples, names, about)
