@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -55,7 +55,7 @@ from tutti.state.residence import (
 from tutti.state.shards import StateShard, unguarded
 from tutti.state.taken import take_over
 from tutti.torch_private.dtensors import local_parts
-from tutti.torch_private.pytrees import tree_flatten, tree_leaves, tree_unflatten
+from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import quoted, user_line
 from tutti.verification.copies import copies_in_place
 from tutti.verification.verdict import compare
@@ -87,23 +87,16 @@ class Plain:
         own = set(self.job.layout.stage_mesh)
         return {i: sharding for i, sharding in found.items() if sharding.axes <= own}
 
-    def rows(self, tensors: list[Tensor], shards: Mapping[int, Sharding]) -> list[Tensor]:
+    def rows(self, tensors: list[Tensor], shards: Collection[int]) -> list[Tensor]:
         """The program's rows of the tensors of a batch: this rank's shards, and the others whole."""
         return [shard_of(x) if i in shards else whole_of(x) for i, x in enumerate(tensors)]
 
-    def stand_ins(self, tensors: list[Tensor], shards: Mapping[int, Sharding]) -> list[Tensor]:
+    def stand_ins(self, tensors: list[Tensor], shards: Collection[int]) -> list[Tensor]:
         """The tensors for the capture, which reads no values: those in shards without values."""
         return [
             torch.empty(x.shape, dtype=x.dtype, device=x.device) if i in shards else whole_of(x)
             for i, x in enumerate(tensors)
         ]
-
-    def batch(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The batch for the capture."""
-        leaves, form = tree_flatten(batch)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        made = iter(self.stand_ins(tensors, self.shards(tensors)))
-        return tree_unflatten([next(made) if isinstance(x, Tensor) else x for x in leaves], form)
 
     def refuse_first_step(self) -> None:
         """Raise the request for an eager call, if an optimizer's first step has another form."""
@@ -130,7 +123,6 @@ class Plain:
                 raise
             where = f"{quoted(user_line())}, {error.at}"
             raise ShardingError(error.what, at=where, why=error.why, fix=error.fix) from None
-        shards = self.shards([x for x in tree_leaves(batch) if isinstance(x, Tensor)])
         refuse_shared_memory(program.captured.state, program.captured.updated)
         for name, sharding in program.storage.items():
             home.storage.setdefault(name, sharding)
@@ -150,7 +142,7 @@ class Plain:
         forget_values(program.captured.state)  # the whole tensors would outlive their shards
         self.start()
         samples = Samples.of_program(program, home.owners)
-        return OnRanks(program, execution, holds, reads, mode=self, samples=samples, shards=shards)
+        return OnRanks(program, execution, holds, reads, mode=self, samples=samples)
 
     def start(self) -> None:
         """Called after the layout of the state for a program."""
@@ -164,9 +156,12 @@ class Plain:
     ) -> tuple[Program, Guard]:
         """The partitioned program for a batch like this one, and the guard of its capture."""
         job, running = self.job, self.running
-        tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-        shards = {f"batch.{i}": sharding for i, sharding in self.shards(tensors).items()}
-        batch = self.batch(batch)
+        leaves, form = tree_flatten(batch)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        shards = self.shards(tensors)
+        named = {f"batch.{i}": sharding for i, sharding in shards.items()}
+        given = iter(self.stand_ins(tensors, shards))
+        batch = tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], form)
         renewed = {i: new for i, (old, new) in home.renewed.items() if old() is not None}
 
         def captured_with(free: FreeSizes | None, findings: Findings) -> Captured:
@@ -188,7 +183,7 @@ class Plain:
         refuse_other_layouts(captured, job.layout)
         dims = job.dims(batch)
         guard, own = guard_of(captured), copied(captured)
-        made = plan(own, job.layout, job.place, known=home.compute, dims=dims, shards=shards)
+        made = plan(own, job.layout, job.place, known=home.compute, dims=dims, shards=named)
         home.compute.update(made.compute)
         return partition(made, strict=STRICT.read()), guard
 
@@ -229,14 +224,12 @@ class OnRanks(Compiled[Execution]):
     Args:
         mode: gives each call its rows of the batch.
         samples: of the state, compared between ranks.
-        shards: the shardings of the tensors of a batch that arrive in shards, by position.
         holders, outside: the holders of the state; None before the first call.
         lie: a mask of the sharded state at the last call.
     """
 
     mode: Plain = field(kw_only=True)
     samples: Samples | None = field(default=None, kw_only=True)
-    shards: dict[int, Sharding] = field(default_factory=dict, kw_only=True)
     holders: Holders | None = field(default=None, kw_only=True)
     outside: Outside | None = field(default=None, kw_only=True)
     lie: list[bool] | None = field(default=None, kw_only=True)
@@ -246,6 +239,11 @@ class OnRanks(Compiled[Execution]):
         """The index of each updated tensor in the state."""
         places = {entry.name: k for k, entry in enumerate(self.program.captured.state)}
         return [places[name] for name in self.execution.program.captured.updated]
+
+    @cached_property
+    def shards(self) -> frozenset[int]:
+        """The positions of the tensors of a batch that arrive in shards."""
+        return frozenset(int(name.partition(".")[2]) for name in self.program.plan.shards)
 
     def play(
         self, given: Mapping[str, float], tensors: list[Tensor], *, checked: bool

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -38,14 +38,14 @@ class Replicated(Plain):
         parts = {i: part_over("replica", sharding, mesh) for i, sharding in found}
         return {i: part for i, part in parts.items() if part is not None and part.axes <= own}
 
-    def rows(self, tensors: list[Tensor], shards: Mapping[int, Sharding]) -> list[Tensor]:
+    def rows(self, tensors: list[Tensor], shards: Collection[int]) -> list[Tensor]:
         """This replica's rows of the tensors of the global batch."""
         cut = self.agreeing.rows(
             [_sized(x) if i in shards else whole_of(x) for i, x in enumerate(tensors)]
         )
         return [shard_of(x) if i in shards else cut[i] for i, x in enumerate(tensors)]
 
-    def stand_ins(self, tensors: list[Tensor], shards: Mapping[int, Sharding]) -> list[Tensor]:
+    def stand_ins(self, tensors: list[Tensor], shards: Collection[int]) -> list[Tensor]:
         """This replica's rows for the capture; those in shards have no values."""
         return self.agreeing.rows(super().stand_ins(tensors, shards))
 
