@@ -311,3 +311,41 @@ def suspended_in_a_wait() -> str:
 
 def test_a_suspension_in_a_wait_does_not_count(ranks: Ranks) -> None:
     assert ranks.run(suspended_in_a_wait, n=2) == ["", ""]
+
+
+def far_apart(late: int, options: dict[str, str]) -> list[str]:
+    """Two steps without a collective, in turn; rank `late` waits before some calls."""
+    with mock.patch.dict(os.environ, options):
+        model = nn.Linear(4, 4)
+
+        def evaluate(model: nn.Module, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return model(x).square().mean()
+
+        def score(model: nn.Module, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                return model(x).abs().sum()
+
+        first, second = (tutti.distribute(one, model, None, "data=2") for one in (evaluate, score))
+        x, waits = torch.ones(5, 4), dist.get_rank() == late
+        found = []
+        first(x), second(x)
+        try:
+            for k in range(40):
+                if waits and k in (5, 15, 25):
+                    time.sleep(0.15)
+                (first if k % 10 < 8 else second)(x)
+        except CommError as error:
+            found.append(str(error))
+        dist.barrier()
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:the 5 samples")
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"TUTTI_SHARED_MEMORY": "off"}])
+def test_ranks_many_calls_apart_are_in_no_other_step(
+    ranks: Ranks, late: int, options: dict[str, str]
+) -> None:
+    """A program that computes an uneven batch whole has no collective: nobody waits for anybody."""
+    assert ranks.run(far_apart, late, options, n=2) == [[], []]

@@ -280,10 +280,10 @@ class Divergence:
         board = self._board
         for j in self._unseen:
             other = board.now(j) or board.failed(j, self._began_ns)
-            if not other or other == self._call or board.has(board.position, other):
+            if not other or other == self._call or _has_reached(board, board.position, other):
                 continue
-            if not self._call & _FIRST and board.has(j, self._call):
-                continue  # it has just reached the call and left it
+            if not self._call & _FIRST and board.reached(j, self._call):
+                continue  # it has left the call: a program without a collective waits for nobody
             self._fail("another call")
             raise CommError(
                 "the ranks call different steps:\n"
@@ -619,6 +619,11 @@ def _loaded(text: str) -> dict[str, Any]:
         return json.loads(text or "{}")
     except ValueError:
         return {}
+
+
+def _has_reached(board: Board | Bulletin, j: int, call: int) -> bool:
+    """Whether the rank at position j has reached a call; first calls of steps have no order."""
+    return board.has(j, call) if call & _FIRST else board.reached(j, call)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

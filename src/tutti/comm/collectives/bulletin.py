@@ -32,6 +32,7 @@ class Bulletin:
         self.others = [j for j in range(len(ranks)) if j != position]
         self._found: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by position and call
         self._calls = [0] * len(self.ranks)
+        self._latest: dict[tuple[int, int], int] = {}  # by position and number of a step
         self._under_way: tuple[int, Any, list[Tensor], Tensor] | None = None
 
     def write(self, call: int, text: bytes, data: bytes) -> None:
@@ -64,6 +65,7 @@ class Bulletin:
     def _keep(self, j: int, call: int, text: bytes, data: bytes) -> None:
         self._found[j, call] = text, data
         self._calls[j] = call
+        self._latest[j, call >> 32] = call
         while len(self._found) > _NUM_KEPT * len(self.ranks):
             del self._found[next(iter(self._found))]
 
@@ -75,6 +77,10 @@ class Bulletin:
     def has(self, j: int, call: int) -> bool:
         """Whether the entry of the rank at position j for a call is here."""
         return self._entry(j, call) is not None
+
+    def reached(self, j: int, call: int) -> bool:
+        """Whether the rank at position j has reached a call, also long ago, as far as it is known here."""
+        return self._latest.get((j, call >> 32), 0) >= call
 
     def data(self, j: int, call: int) -> bytes | None:
         """The arguments of a call on the rank at position j; None until they have arrived."""

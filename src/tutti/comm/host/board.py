@@ -24,8 +24,11 @@ TEXT_NBYTES = 2**12
 _HEAD = struct.Struct("<QII")  # the call, and how many bytes of text and data there are
 _TEXT, _DATA = _HEAD.size, _HEAD.size + TEXT_NBYTES
 DATA_NBYTES = NBYTES - _DATA
-_NOW = 64  # bytes before a rank's entries: its current call, its failed call, and the time
+# Before a rank's entries: its current call, its failed call, the time; then the latest calls of its steps.
+_LATEST, NUM_STEPS = 64, 64
+_NOW = _LATEST + 8 * NUM_STEPS
 _RANK = _NOW + NUM_ENTRIES * NBYTES
+_COUNT = (1 << 32) - 1
 
 
 class Entry(NamedTuple):
@@ -37,6 +40,8 @@ class Entry(NamedTuple):
 
 class Board:
     """The entries of a group's ranks; a call is a number that is not 0, the same on all ranks.
+
+    The upper half of a call is the number of its step, the lower one counts: the calls of a step rise.
 
     Args:
         ranks: the group's ranks in its order.
@@ -60,6 +65,7 @@ class Board:
         self._lives = {j: Life.of(pids[j]) for j in self.others}
         self._texts = [b""] * NUM_ENTRIES
         self._turn = 0
+        self._slots: dict[int, int] = {}  # the latest call of a step, by its number
 
     def write(self, call: int, text: bytes, data: bytes) -> None:
         """Enter a call with its arguments."""
@@ -73,7 +79,8 @@ class Board:
             self._raw[at + _TEXT : at + _TEXT + len(text)] = text
         _HEAD.pack_into(self._raw, at, 0, len(text), len(data))
         full_fence()
-        self._words[at // 8] = self._words[self.position * _RANK // 8] = call
+        self._words[self._slot(call)] = self._words[at // 8] = call
+        self._words[self.position * _RANK // 8] = call
         full_fence()
 
     def leave(self) -> None:
@@ -99,6 +106,13 @@ class Board:
     def has(self, j: int, call: int) -> bool:
         """Whether the rank at position j has reached a call, as far as its entries go back."""
         return self._find(j, call) is not None
+
+    def reached(self, j: int, call: int) -> bool:
+        """Whether the rank at position j has reached a call, also long ago; False for a step of long ago."""
+        first = (j * _RANK + _LATEST) // 8
+        latest = self._words[first : first + NUM_STEPS].tolist()
+        step, count = call >> 32, call & _COUNT
+        return any(x >> 32 == step and x & _COUNT >= count for x in latest if x)
 
     def data(self, j: int, call: int) -> bytes | None:
         """The arguments of a call on the rank at position j; None until it has reached the call."""
@@ -127,6 +141,17 @@ class Board:
             if words[(first + turn * NBYTES) // 8] == call:
                 return first + turn * NBYTES
         return None
+
+    def _slot(self, call: int) -> int:
+        """The word of this rank for the latest call of a step; a new step takes the place of the oldest."""
+        step = call >> 32
+        slot = self._slots.get(step)
+        if slot is None:
+            slot = len(self._slots)
+            if slot == NUM_STEPS:
+                slot = self._slots.pop(next(iter(self._slots)))
+            self._slots[step] = slot
+        return (self.position * _RANK + _LATEST) // 8 + slot
 
     def _offset(self, j: int, turn: int) -> int:
         return j * _RANK + _NOW + turn * NBYTES
