@@ -11,6 +11,7 @@ from torch import Tensor
 from tutti.checkpoint.files import Reading, write_checkpoint
 from tutti.checkpoint.folder import open_folder
 from tutti.checkpoint.manifest import Manifest, TensorForm
+from tutti.checkpoint.share_plans import share_planner
 from tutti.checkpoint.unanimous import Unanimous
 
 ALONE = Unanimous(None)
@@ -35,7 +36,7 @@ def save(path: Path, number: int, ranks: Unanimous = ALONE) -> None:
     manifest = Manifest("", "", forms, "", {}, {"number": number, "losses": [0.25, 1.5]})
     lock = open_folder(path)
     try:
-        write_checkpoint(path, given, manifest, ranks)
+        write_checkpoint(path, share_planner(given), manifest, ranks)
     finally:
         lock.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ _MOST_TRIES = 3
 
 def write_checkpoint(
     path: Path,
-    state: Mapping[str, Any],
+    planner: DefaultSavePlanner,
     manifest: Manifest,
     ranks: Unanimous,
 ) -> None:
-    """Save `state`, tensors by name; the last checkpoint in `path` stays whole until this one is.
+    """Save the tensors of the ranks' planners; the last checkpoint stays whole until this one is.
 
     All ranks call together, the first one with the lock of the folder. `manifest` has all but the files.
 
@@ -42,7 +41,7 @@ def write_checkpoint(
     what = f"cannot write the checkpoint {path}"
     folder = ranks.lead(what, lambda: folders.new_state_folder(path))
     try:
-        writing = _Writing(path / folder, state, ranks, what)
+        writing = _Writing(path / folder, planner, ranks, what)
         results = writing.write()
         files = {n: FileDigest(*f) for n, f in _merged(writing.digests()).items()}
         ranks.lead(what, lambda: _finish(path, folder, writing, results, files, manifest))
@@ -57,12 +56,11 @@ class _Writing:
     """One save, from the plan of each rank to its files."""
 
     folder: Path
-    state: Mapping[str, Any]
+    planner: DefaultSavePlanner
     ranks: Unanimous
     what: str
 
     def __post_init__(self) -> None:
-        self._planner = DefaultSavePlanner()
         self._writer = FileSystemWriter(self.folder)
         self._own: list[WriteResult] = []
         self.metadata: Metadata | None = None
@@ -74,16 +72,15 @@ class _Writing:
         return [results_of(text) for text in found]
 
     def _plan(self) -> str:
-        self._planner.set_up_planner(dict(self.state), is_coordinator=self.ranks.leads)
         self._writer.set_up_storage_writer(self.ranks.leads)
-        return plan_text(self._planner.create_local_plan())
+        return plan_text(self.planner.create_local_plan())
 
     def _write(self, plans: list[Any]) -> str:
-        shared, self.metadata = self._planner.create_global_plan(plans)
+        shared, self.metadata = self.planner.create_global_plan(plans)
         mine = self._writer.prepare_global_plan(shared)[self.ranks.position]
-        mine = self._planner.finish_plan(mine)
+        mine = self.planner.finish_plan(mine)
         if mine.items:
-            self._own = self._writer.write_data(mine, self._planner).value()
+            self._own = self._writer.write_data(mine, self.planner).value()
         return results_text(self._own)
 
     def digests(self) -> list[str]:

@@ -55,6 +55,12 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        forms = self.tensors.values()
+        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in forms)
+
     def text(self) -> str:
         """The JSON of the file."""
         body = {

@@ -11,10 +11,13 @@ import warnings
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+from tutti.comm.host.life import state_of
 from tutti.errors import CheckpointError
 
 LOCK = "lock"
 _LOOK_SECONDS = 0.05
+# How long the lock of a killed run may outlive it: a process that writes its saves ends after it.
+_HEIR_SECONDS = 10.0
 
 
 class OwnerLock:
@@ -25,6 +28,11 @@ class OwnerLock:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+
+    @property
+    def fd(self) -> int:
+        """The descriptor: a process that has it, too, keeps the folder locked."""
+        return self._fd
 
     def __del__(self) -> None:
         self.close()
@@ -61,7 +69,7 @@ def lock_folder(folder: Path, seconds: float = 0.0) -> OwnerLock:
 def _locked(folder: Path, seconds: float) -> int:
     fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        _take(fd, seconds)
+        _take(fd, max(seconds, _HEIR_SECONDS if _has_ended(fd) else 0.0))
     except BlockingIOError as error:
         owner = os.pread(fd, 4096, 0).decode(errors="replace")
         os.close(fd)
@@ -93,6 +101,15 @@ def _take(fd: int, seconds: float) -> None:
             if time.monotonic() >= until:
                 raise
         time.sleep(_LOOK_SECONDS)
+
+
+def _has_ended(fd: int) -> bool:
+    """Whether the owner is a process of this host that has ended: one that writes its saves is about to."""
+    try:
+        found = json.loads(os.pread(fd, 4096, 0))
+        return found["host"] == socket.gethostname() and not state_of(found["pid"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _described(owner: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -50,11 +50,11 @@ class Unanimous:
             text = act()
         except (Exception, CheckpointException) as found:  # the latter is a BaseException
             error = found
-        said = None if error is None else _said(what, error)
+        said = None if error is None else error_parts(what, error)
         found = [json.loads(x) for x in self._exchange(json.dumps([text, said]), what)]
         for position, (_, parts) in enumerate(found):
             if parts is not None:
-                raise _error(parts, position if self.size > 1 else None) from error
+                raise error_of(parts, position if self.size > 1 else None) from error
         return [text for text, _ in found]
 
     def _exchange(self, text: str, what: str) -> list[str]:
@@ -86,7 +86,8 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> Unanimous:
     return Unanimous(Group.of(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank()))
 
 
-def _said(what: str, error: BaseException) -> list[str]:
+def error_parts(what: str, error: BaseException) -> list[str]:
+    """The parts of a `CheckpointError` for an error; `what` describes one without a description."""
     if isinstance(error, CheckpointError):
         return [getattr(error, part) for part in _PARTS]
     if isinstance(error, CheckpointException):
@@ -101,7 +102,8 @@ def _said(what: str, error: BaseException) -> list[str]:
     return [what, "", why, fix]
 
 
-def _error(parts: list[str], position: int | None) -> CheckpointError:
+def error_of(parts: Sequence[str], position: int | None = None) -> CheckpointError:
+    """The error with these parts, of the rank at `position` if it names no place."""
     what, at, why, fix = parts
     if position is not None and not at:
         at = f"rank {position}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,5 +46,8 @@ def put(found: dict[str, Any]) -> None:
 def _bytes(state: Any) -> bytes:
     if isinstance(state, torch.Tensor):
         return state.numpy().tobytes()
-    with np.printoptions(threshold=sys.maxsize):
-        return repr(state).encode()
+    if isinstance(state, np.ndarray):
+        return state.tobytes()
+    if isinstance(state, tuple) and any(isinstance(x, np.ndarray | tuple) for x in state):
+        return b"".join(map(_bytes, state))
+    return repr(state).encode()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from torch import Tensor
+
 from tutti.checkpoint.unanimous import ranks_of
 from tutti.environment import ROLE
+from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import SERVER, WORKER, Role
 from tutti.resuming import restoring, run_folder
@@ -18,8 +25,8 @@ from tutti.resuming.retention import Retention
 from tutti.resuming.saver import Saver
 from tutti.resuming.stop_signals import SIGNAL_BITS, SIGNALS, StopSignals, leave_as_told
 
-# The bit of a vote after those of the signals: the time of `every` is over.
-_TIME = 1 << len(SIGNALS)
+# The bits of a vote after those of the signals: the time of `every` is over; a background save has failed.
+_TIME, _FAILED = 1 << len(SIGNALS), 2 << len(SIGNALS)
 
 
 class Checkpoints:
@@ -44,6 +51,9 @@ class Checkpoints:
         keep: how many of the newest checkpoints stay; None for all.
         keep_best: a metric given to `tick`: the checkpoint with its least value stays, too; "-accuracy" for
             the greatest.
+        asynchronous: whether `tick` waits only for a copy of the state, in memory taken at its first call,
+            and a process beside each rank writes it. None: if the state has 16 MB or more. Replicas
+            and servers save at once.
         parts: by name: one or several steps of `distribute`, the first of which counts the steps of the run,
             and anything else with a state: objects with `state_dict` and `load_state_dict`, dicts,
             `torch.Generator`s. Their states may hold numbers, texts, lists, tuples, dicts, sets, NumPy values
@@ -60,6 +70,7 @@ class Checkpoints:
         every: int | str | None = None,
         keep: int | None = 3,
         keep_best: str | None = None,
+        asynchronous: bool | None = None,
         **parts: Any,
     ) -> None:
         self._folder = Path(folder)
@@ -68,8 +79,11 @@ class Checkpoints:
         self._saver = Saver(self._folder, self._parts, self._retention)
         self._history, self._signals = History(), StopSignals()
         self._agreement: Agreement | None = None
+        self._asynchronous = asynchronous if every is not None else False
         self._restored: int | None = None
         self._saved: int | None = None
+        self._saved_before: int | None = None  # while a background save is not known to be whole
+        self._end = weakref.finalize(self, _end, self._saver)
         self._stop = 0  # the vote that ended the run
         self._due.begin(self._parts.num_steps)
         if Role.parse(ROLE.read() or f"{WORKER} 0").kind == SERVER:
@@ -91,6 +105,7 @@ class Checkpoints:
             CheckpointError: on every rank: all are damaged, or it does not fit this run. No step has changed.
         """
         ensure_process_group()
+        self._saver.settle()
         ranks = ranks_of()
         saved = restoring.newest_whole(self._folder, ranks, self._saver.damaged)
         if saved is None:
@@ -116,50 +131,91 @@ class Checkpoints:
             Whether the script should end now.
 
         Raises:
-            CheckpointError: on every rank: the save failed. The state and the last checkpoint are whole.
+            CheckpointError: on every rank: this save failed, or the one written in the background. The state
+                and the last checkpoint are whole, and the next save begins anew.
         """
         if self._stop:
             leave_as_told(self._stop)
         agreement = self._begun()
+        self._saver.prepare(self._asynchronous)
         step = self._parts.num_steps
         self._history.add(step, metrics)
         due, vote = self._due.by_steps(step), self._signals.vote
         if agreement.leads and self._due.by_time():
             vote |= _TIME
+        if self._saver.failed():
+            vote |= _FAILED
         agreed = agreement.agreed(vote)
         self._stop = agreed & SIGNAL_BITS
         try:
-            if due or agreed:
-                self.save()
+            if self._stop:
+                self._save_last()
+            elif agreed & _FAILED:
+                self._settle()
+            elif due or agreed:
+                self._save(self._saver.save_soon)
         finally:
             if self._stop:
                 self._signals.restore()
         return self.stopping
 
     def save(self) -> Path:
-        """Save now, unless the checkpoint of this step is there; returns its path."""
+        """Save now, unless the checkpoint of this step is there; returns its path once it is visible."""
         self._begun()
+        self._settle()
+        self._save(self._saver.save)
+        return run_folder.path_of(self._folder, self._parts.num_steps)
+
+    def _save_last(self) -> None:
+        """Save before the end, also if the last save has failed."""
+        try:
+            self._settle()
+        except CheckpointError as error:
+            warnings.warn(f"an earlier save has failed: {error}", stacklevel=3)
+        self._save(self._saver.save)
+
+    def _save(self, save: Callable[[int, Mapping[str, float], Mapping[str, Tensor]], None]) -> None:
         step = self._parts.num_steps
-        if step != self._saved:
-            metrics = self._history.latest(self._saved if self._saved is not None else -1)
-            self._signals.saving = True
-            try:
-                self._saver.save(step, metrics, self._history.state())
-            finally:
-                self._signals.saving = False
-            self._saved = step
-            self._due.saved()
-        return run_folder.path_of(self._folder, step)
+        if step == self._saved:
+            return
+        metrics = self._history.latest(self._saved if self._saved is not None else -1)
+        self._signals.saving = True
+        try:
+            save(step, metrics, self._history.state())
+        finally:
+            self._signals.saving = False
+        self._saved_before, self._saved = self._saved, step
+        self._due.saved()
+
+    def _settle(self) -> None:
+        """Wait for a background save. Raises `CheckpointError` on every rank if it failed."""
+        try:
+            self._saver.settle()
+        except CheckpointError:
+            self._saved = self._saved_before
+            raise
 
     def close(self) -> None:
-        """Give the signals back; leaving a `with` block does so, too."""
+        """Wait for a background save, and give the signals back; leaving a `with` block does so, too.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
         self._signals.restore()
+        error = self._saver.close(wait=True)
+        if error is not None:
+            raise error
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, raised: object, _trace: object) -> None:
+        if raised is None:
+            return self.close()
+        self._signals.restore()
+        error = self._saver.close(wait=not isinstance(raised, CommError))
+        if error is not None:
+            warnings.warn(str(error), stacklevel=2)
 
     @property
     def stopping(self) -> bool:
@@ -189,3 +245,10 @@ class Checkpoints:
             self._agreement = Agreement(self._parts.main.mode.running)
             self._signals.install()
         return self._agreement
+
+
+def _end(saver: Saver) -> None:
+    """At the end of the script, or once it has forgotten its `Checkpoints`."""
+    error = saver.close(wait=not isinstance(getattr(sys, "last_value", None), CommError))
+    if error is not None:
+        warnings.warn(str(error), stacklevel=2)

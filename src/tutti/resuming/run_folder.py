@@ -46,10 +46,13 @@ class RunRecord:
     steps: tuple[str, ...]
     trees: Mapping[str, Any]
 
+    def values(self) -> dict[str, Any]:
+        """The fields, as JSON keeps them."""
+        return {**vars(self), "metrics": dict(self.metrics), "steps": list(self.steps)}
+
     def extra(self) -> dict[str, Any]:
         """The `extra` of the manifest."""
-        own = {**vars(self), "metrics": dict(self.metrics), "steps": list(self.steps)}
-        return {RUN: {"format": FORMAT, **own}}
+        return {RUN: {"format": FORMAT, **self.values()}}
 
     @classmethod
     def of(cls, manifest: Manifest, path: Path) -> RunRecord:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -18,27 +16,19 @@ from tutti.checkpoint.owner_lock import OwnerLock
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.errors import CheckpointError, CommError
 from tutti.resuming import random_states, run_folder
+from tutti.resuming.background_saves import BackgroundSaves, Made
 from tutti.resuming.parts import RunParts, groups_of
 from tutti.resuming.retention import Retention
 from tutti.resuming.run_folder import RunRecord
+from tutti.resuming.run_save import RunSave
 from tutti.resuming.state_trees import TreeWriter
-from tutti.saving.step_checkpoint import by_ranks_left, open_for, write_state
+from tutti.saving.state_share import StateShare
+from tutti.saving.step_checkpoint import by_ranks_left, open_for, state_share, write_state
 
 # The names of tensors beside those of the first step; no module has such a name.
 PREFIX = "run/"
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The states of all parts but the steps, encoded."""
-
-    trees: dict[str, Any]
-    tensors: Mapping[str, Tensor]
-    random: str  # checksums of the random states
-
-    def share(self, ranks: Unanimous) -> dict[str, Tensor]:
-        """The tensors that this rank writes."""
-        return {n: x for n, x in self.tensors.items() if ranks.leads or isinstance(x, DTensor)}
+# A smaller state, of all ranks together, is written in less time than its hand-over to a process takes.
+SMALL_NBYTES = 2**24
 
 
 class Saver:
@@ -51,6 +41,7 @@ class Saver:
     def __init__(self, folder: Path, parts: RunParts, retention: Retention) -> None:
         self._folder, self._parts, self._retention = folder, parts, retention
         self._lock: OwnerLock | None = None
+        self._background: BackgroundSaves | None = None
         self.damaged: set[int] = set()
 
     @property
@@ -86,6 +77,91 @@ class Saver:
     def _own(self) -> None:
         self._lock = open_for(self._parts.main.mode.running, self._folder)
 
+    def prepare(self, asynchronous: bool | None) -> None:
+        """Take memory for background saves, where the run can have them.
+
+        Args:
+            asynchronous: as that of `Checkpoints`.
+        """
+        if self._background is not None or asynchronous is False or not self._stays_as_it_is():
+            return
+        ranks = ranks_of()
+        shares = self._shares({}, ranks)
+        nbytes = sum(share.manifest.nbytes for share in shares.values())
+        if asynchronous is None and nbytes < SMALL_NBYTES:
+            return
+        made = BackgroundSaves(ranks, self._lock.fd if self._lock is not None else -1)
+
+        def reserve() -> str:
+            made.reserve(shares)
+            return ""
+
+        try:
+            ranks.each(f"cannot take memory for saves into {self._folder}", reserve)
+        except (CheckpointError, CommError):
+            made.close(wait=False)
+            raise
+        self._background = made
+
+    def _stays_as_it_is(self) -> bool:
+        """Whether each rank can take its share alone: no servers, no replicas, all state laid out."""
+        runnings = [one.mode.running for one in self._parts.steps.values()]
+        return self._parts.main.mode.served is None and all(
+            one.begun and one.job.layout.num_replicas == 1 for one in runnings
+        )
+
+    def _shares(self, more: Mapping[str, Tensor], ranks: Unanimous) -> dict[str, StateShare]:
+        """This rank's share of each step, where of equal ranks one saves a tensor."""
+        found: dict[str, StateShare] = {}
+        for name, step in self._parts.steps.items():
+            running = step.mode.running
+            mesh, stage = running.job.layout.mesh, running.job.layout.stage_mesh
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            position = mesh.index(stage, mesh.coordinates(rank))
+            share = state_share(running, {}, {}, leads=ranks.leads)
+            found[name] = share.spread(position, stage.num_ranks)
+        main = next(iter(found))
+        found[main] = found[main].with_more(share_of(more, ranks))
+        return found
+
+    def save_soon(
+        self, step: int, metrics: Mapping[str, float], history: Mapping[str, Tensor]
+    ) -> None:
+        """Save everything as the checkpoint of `step`, beside the training if `prepare` found that possible.
+
+        Then a failure is one of `failed`; else as `save`.
+        """
+        background = self._background
+        if background is None:
+            return self.save(step, metrics, history)
+        ranks = ranks_of()
+
+        def make() -> Made:
+            if ranks.leads:
+                self._own()
+            save, tensors = self._made(step, metrics, history)
+            return save, self._shares(tensors, ranks)
+
+        background.begin(self._what(step), make)
+        self.damaged.discard(step)
+
+    def failed(self) -> bool:
+        """Whether a background save of this rank has failed; the ranks `settle` then."""
+        return self._background is not None and self._background.failed()
+
+    def settle(self) -> None:
+        """Wait for the background save in progress. Raises as `save`."""
+        if self._background is not None:
+            self._background.settle()
+
+    def close(self, *, wait: bool) -> CheckpointError | None:
+        """End background saves; with `wait` that of this rank is written first. The error of a failed one."""
+        background, self._background = self._background, None
+        return None if background is None else background.close(wait=wait)
+
+    def _what(self, step: int) -> str:
+        return f"cannot write the checkpoint {run_folder.path_of(self._folder, step)}"
+
     def save(self, step: int, metrics: Mapping[str, float], history: Mapping[str, Tensor]) -> None:
         """Save everything as the checkpoint of `step`: durable, then visible, then remove older ones.
 
@@ -107,33 +183,29 @@ class Saver:
         history: Mapping[str, Tensor],
         ranks: Unanimous,
     ) -> None:
-        draft, steps = run_folder.draft_of(self._folder, step), tuple(self._parts.steps)
-        what = f"cannot write the checkpoint {run_folder.path_of(self._folder, step)}"
-        written: list[_Written] = []
+        steps = self._parts.steps
+        made: list[tuple[RunSave, Mapping[str, Tensor]]] = []
 
-        def encode() -> str:
-            written.append(self._encoded(history))
-            return written[-1].random
+        def make() -> str:
+            made.append(self._made(step, metrics, history))
+            return ""
 
-        same = random_states.common(ranks.each(what, encode))
-        (found,) = written
-        trees = {**found.trees, "random": {n: found.trees["random"][n] for n in sorted(same)}}
-        record = RunRecord(step, time.time(), self._retention.best, metrics, steps, trees)
-        ranks.lead(what, self._prepare)
-        try:
-            for name in reversed(steps):  # the first step's checkpoint has the record
-                main, path = name == steps[0], run_folder.part_path(draft, steps, name)
-                extra = record.extra() if main else {}
-                more = found.share(ranks) if main else {}
-                running = self._parts.steps[name].mode.running
-                write_state(running, path, extra, ranks, more)
-            ranks.lead(what, lambda: self._commit(step))
-        except (CheckpointError, CommError):
-            if ranks.leads:
-                shutil.rmtree(draft, ignore_errors=True)
-            raise
+        what = self._what(step)
+        ranks.each(what, make)
+        ((save, tensors),) = made
+        ranks.lead(what, self._owned)
 
-    def _encoded(self, history: Mapping[str, Tensor]) -> _Written:
+        def write_part(name: str, path: Path, extra: dict[str, Any]) -> None:
+            more = share_of(tensors, ranks) if self._parts.main is steps[name] else {}
+            write_state(steps[name].mode.running, path, extra, ranks, more)
+
+        save.write(write_part, ranks)
+        self.damaged.discard(step)
+
+    def _made(
+        self, step: int, metrics: Mapping[str, float], history: Mapping[str, Tensor]
+    ) -> tuple[RunSave, Mapping[str, Tensor]]:
+        """The save of now, and the tensors of all parts but the steps."""
         writer, parts = TreeWriter(PREFIX), self._parts
         random = random_states.states()
         trees = {
@@ -145,21 +217,16 @@ class Saver:
             "random": {n: writer.write(state, n) for n, state in random.items()},
             "history": writer.write(dict(history), "history"),
         }
-        return _Written(trees, writer.tensors, random_states.digests(random))
+        keep, best = self._retention.keep, self._retention.best
+        record = RunRecord(step, time.time(), best, metrics, tuple(parts.steps), trees)
+        digests, damaged = random_states.digests(random), frozenset(self.damaged)
+        return RunSave(self._folder, record, digests, keep, damaged), writer.tensors
 
-    def _prepare(self) -> str:
+    def _owned(self) -> str:
         self._own()
-        run_folder.remove_leftovers(self._folder)
         return ""
 
-    def _commit(self, step: int) -> str:
-        run_folder.commit_step(self._folder, step)
-        self.damaged.discard(step)
-        try:
-            run_folder.remove_leftovers(self._folder)
-            whole = run_folder.whole_steps(self._folder, without=self.damaged)
-            for one in self._retention.superfluous(whole):
-                run_folder.remove_step(one)
-        except OSError as error:
-            warnings.warn(f"older checkpoints in {self._folder} stay: {error}", stacklevel=2)
-        return ""
+
+def share_of(tensors: Mapping[str, Tensor], ranks: Unanimous) -> dict[str, Tensor]:
+    """Those of `tensors`, of all parts but the steps, that this rank writes."""
+    return {n: x for n, x in tensors.items() if ranks.leads or isinstance(x, DTensor)}

@@ -21,8 +21,10 @@ PREFIX = "python."
 
 def to_save(values: PythonValues) -> dict[str, Tensor]:
     """The Python values that the step changes, as tensors: numbers and switches without dims."""
-    values.walk()
     found: dict[str, Tensor] = {}
+    if not values.changed:
+        return found
+    values.walk()
     for name, entry in _entries(values).items():
         if name not in values.changed:
             continue

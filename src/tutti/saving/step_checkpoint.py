@@ -20,12 +20,14 @@ from tutti.checkpoint.files import Reading, write_checkpoint
 from tutti.checkpoint.folder import open_folder
 from tutti.checkpoint.manifest import Manifest, TensorForm
 from tutti.checkpoint.owner_lock import OwnerLock
+from tutti.checkpoint.share_plans import share_planner
 from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
 from tutti.saving import model_file, replica_checkpoint, saved_values, weight_files
 from tutti.saving.local_part import part_of
+from tutti.saving.state_share import StateShare
 from tutti.state.residence import adopt, is_here, local_of, refuse_open, set_local
 from tutti.state.shards import plain_dtensor, unguarded
 
@@ -126,9 +128,23 @@ def write_state(
     """
     what = f"cannot write the checkpoint {path}"
     ranks.each(what, lambda: _json(extra))
+    share = state_share(running, extra, more or {}, leads=ranks.leads)
+    ranks.lead(what, lambda: _own(running, path))
+    write_checkpoint(path, share_planner(share.tensors), share.manifest, ranks)
+
+
+def state_share(
+    running: Running, extra: dict[str, Any], more: Mapping[str, Tensor], *, leads: bool
+) -> StateShare:
+    """This rank's share of a save of the current state.
+
+    Args:
+        extra: of the manifest.
+        more: as in `write_state`.
+        leads: whether this is the first rank of the save.
+    """
     found = _state(running)
     state = _as_dict(running, found)
-    ranks.lead(what, lambda: _own(running, path))
     every = {s.name: s.tensor for s in found} | {COUNT: state[COUNT]}
     every |= {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
     manifest = Manifest(
@@ -139,12 +155,10 @@ def write_state(
         files={},
         extra=extra,
     )
-    mine = replica_checkpoint.to_save(running, state | dict(more or {}))
-    if (
-        not running.begun and not ranks.leads
-    ):  # until the first call rank 0's values are those of the run
+    mine = replica_checkpoint.to_save(running, state | dict(more))
+    if not running.begun and not leads:  # until the first call rank 0's values are those of the run
         mine = {n: x for n, x in mine.items() if isinstance(x, DTensor)}
-    write_checkpoint(path, mine, manifest, ranks)
+    return StateShare(mine, manifest)
 
 
 def _json(extra: dict[str, Any]) -> str:

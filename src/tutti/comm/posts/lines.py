@@ -75,12 +75,12 @@ def _listen(*, near: bool) -> socket.socket:
         listening.bind(f"\0tutti-{os.getpid()}-{secrets.token_hex(8)}")  # no file to remove
     else:
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listening.bind((_own_address(), 0))
+        listening.bind((own_address(), 0))
     listening.listen(64)
     return listening
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address of Gloo's configured interface, else of the one towards the rendezvous."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
