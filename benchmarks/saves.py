@@ -26,6 +26,7 @@ import tutti
 from benchmarks.command_line import parser
 from benchmarks.models import CASES, Case, optimizer
 from tutti.launch.ranks import ensure_process_group
+from tutti.resuming.background_saves import BUSY
 
 MODELS, LAYOUTS, NUM_ROUNDS = ("gpt-29.5M", "gpt-51M"), ("data=1", "data=2", "data=2 zero=3"), 7
 NUM_STEPS = 5
@@ -70,8 +71,8 @@ class Timed:
             self.step(*self.batch)
             seconds.append(time.perf_counter() - began)
             background = self.checkpoints._saver._background
-            busy = background is not None and not background.failed() and background._writer.writing
-            if not any_of(busy):
+            if not any_of(background is not None and background.state() == BUSY):
+                self.checkpoints._saver.is_settled()
                 return seconds
 
 

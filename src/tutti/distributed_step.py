@@ -26,6 +26,7 @@ from tutti.modes.programs import Programs
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.propagate.batch_dim import BatchDim
+from tutti.remote_paths import path_of
 from tutti.report.collective_records import Record, records
 from tutti.saving import step_checkpoint
 from tutti.state.residence import run_device
@@ -249,11 +250,12 @@ class Step:
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint directory, or the model alone if `path` ends in `.safetensors`.
 
-        A path that ends in `.safetensors.index.json` has several files, as Hugging Face divides them.
+        A path that ends in `.safetensors.index.json` has several files, as Hugging Face divides them. A
+        directory may be remote: a URL of fsspec, such as `"s3://bucket/run"`.
         """
         with self.mode.state_here():
             if self.mode.writes():
-                step_checkpoint.save(self._running, Path(path), extra)
+                step_checkpoint.save(self._running, path_of(path), extra)
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint of `save`, under any layout; returns its `extra`.
@@ -262,7 +264,7 @@ class Step:
         rank reads its part; a model on the meta device takes it at the first call.
         """
         with self.mode.state_replaced():
-            return step_checkpoint.load(self._running, Path(path))
+            return step_checkpoint.load(self._running, path_of(path))
 
 
 def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:

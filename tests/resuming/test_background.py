@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -166,41 +167,43 @@ def test_what_waits_for_a_save_in_progress(tmp_path: Path, wait: str) -> None:
     assert run.checkpoints.steps()[:2] == [2, 4]
 
 
-def failing(folder: str, layout: str, spoil: str, options: dict[str, Any]) -> list[tuple[int, str]]:
+def failing(
+    folder: str, layout: str, spoil: str, environment: dict[str, str]
+) -> list[tuple[int, str]]:
     """The steps after which a rank's `tick` raised, with the messages; a save fails in between."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    run = SmallRun(folder, layout, every=4, asynchronous=True, **options)
-    found = []
-    with forked_writers(), run.checkpoints:
-        run.until(5)
-        run.checkpoints.save()
-        draft = Path(folder) / ".step-00000008.new"
-        if spoil == "killed" and rank == 1:
-            os.kill(the_process(run), signal.SIGKILL)
-        elif spoil == "disk" and rank == 0:
-            draft.write_text("no folder")  # leftovers are folders
-        until = time.monotonic() + SECONDS
-        while not found and time.monotonic() < until:
-            try:
-                run.one()
-            except CheckpointError as error:
-                found.append((run.step.num_steps, str(error)))
-            time.sleep(0.01)
-        draft.unlink(missing_ok=True) if rank == 0 else None
-        if dist.is_initialized():
+    rank, found, begun = dist.get_rank(), [], time.monotonic()
+    with mock.patch.dict(os.environ, environment), forked_writers():
+        run = SmallRun(folder, layout, every=4, keep=None, asynchronous=True)
+        with run.checkpoints:
+            run.until(5)
+            run.checkpoints.save()
+            draft = Path(folder) / ".step-00000008.new"
+            if spoil == "killed" and rank == 1:
+                os.kill(the_process(run), signal.SIGKILL)
+            elif spoil == "disk" and rank == 0:
+                draft.write_text("no folder")  # leftovers are folders
+            while not found and time.monotonic() < begun + SECONDS:
+                try:
+                    run.one()
+                except CheckpointError as error:
+                    found.append((run.step.num_steps, str(error)))
+            if rank == 0:
+                draft.unlink(missing_ok=True)
             dist.barrier()
-        run.until(run.step.num_steps + 5)
+            run.until(run.step.num_steps + 5)
     return found
 
 
+@pytest.mark.parametrize("environment", [{}, {"TUTTI_SHARED_MEMORY": "off"}])
 @pytest.mark.parametrize("spoil", ["killed", "disk"])
 def test_all_ranks_raise_the_error_of_a_failed_save_after_the_same_step(
-    ranks: Ranks, tmp_path: Path, spoil: str
+    ranks: Ranks, tmp_path: Path, spoil: str, environment: dict[str, str]
 ) -> None:
+    """Also as ranks of several hosts."""
     folder = tmp_path / "run"
-    first, second = ranks.run(failing, str(folder), "data=2 zero=3", spoil, {"keep": None}, n=2)
-    assert first == second and len(first) == 1
-    step, message = first[0]
+    found = ranks.run(failing, str(folder), "data=2 zero=3", spoil, environment, n=2)
+    assert found[0] == found[1] and len(found[0]) == 1
+    step, message = found[0][0]
     assert step >= 8
     assert ("signal 9" if spoil == "killed" else "step-00000008") in message
     steps = numbers(folder)

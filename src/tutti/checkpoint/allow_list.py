@@ -26,7 +26,13 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from tutti.checkpoint.folder import INDEX
 from tutti.errors import CheckpointError
-from tutti.torch_private.checkpoint_parts import MEMORY_FORMATS, StorageInfo, layout_by_name
+from tutti.remote_paths import is_remote
+from tutti.torch_private.checkpoint_parts import (
+    MEMORY_FORMATS,
+    StorageInfo,
+    layout_by_name,
+    remote_files,
+)
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     (found.__module__, found.__qualname__): found
@@ -79,12 +85,15 @@ class CheckedReader(FileSystemReader):
     """
 
     def __init__(self, folder: Path, known: Collection[str]) -> None:
-        super().__init__(folder)
+        super().__init__(str(folder))
+        if is_remote(folder):
+            self.fs = remote_files()
+            self.path = self.fs.init_path(str(folder))
         self._folder, self._known = folder, frozenset(known)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index, from a pickle of which every name is on the list."""
-        with open(self._folder / INDEX, "rb") as file:
+        with (self._folder / INDEX).open("rb") as file:
             found = _unpickled(file)
         try:
             self._check(found)

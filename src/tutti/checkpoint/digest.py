@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tutti.remote_paths import is_remote
+
 SEGMENT_NBYTES = 2**26
 _READ_NBYTES = 2**20
 _MOST_THREADS = 4
@@ -62,7 +64,7 @@ def _each(function: Callable[[Path, int], str], places: Sequence[tuple[Path, int
 def _segment(file: Path, start: int) -> str:
     """The sha256 of one segment; hashing releases the GIL."""
     sha256, left = hashlib.sha256(), SEGMENT_NBYTES
-    with open(file, "rb", buffering=0) as stream:
+    with file.open("rb") if is_remote(file) else open(file, "rb", buffering=0) as stream:
         stream.seek(start)
         while left and (piece := stream.read(min(_READ_NBYTES, left))):
             sha256.update(piece)

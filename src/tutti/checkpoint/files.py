@@ -19,6 +19,8 @@ from tutti.checkpoint.manifest import USE_EARLIER, Manifest, parse_manifest, rea
 from tutti.checkpoint.plans import plan_of, plan_text, results_of, results_text, within
 from tutti.checkpoint.unanimous import Unanimous
 from tutti.errors import CheckpointError, CommError
+from tutti.remote_paths import is_remote
+from tutti.torch_private.checkpoint_parts import remote_writer
 
 # Another run may replace a checkpoint while this one reads it.
 _MOST_TRIES = 3
@@ -61,7 +63,7 @@ class _Writing:
     what: str
 
     def __post_init__(self) -> None:
-        self._writer = FileSystemWriter(self.folder)
+        self._writer = _storage(self.folder)
         self._own: list[WriteResult] = []
         self.metadata: Metadata | None = None
 
@@ -95,8 +97,12 @@ class _Writing:
     def index(self, results: list[list[WriteResult]], folder: Path) -> Path:
         """Write the index of the shards into `folder`."""
         assert self.metadata is not None
-        FileSystemWriter(folder).finish(self.metadata, results)
+        _storage(folder).finish(self.metadata, results)
         return folder / folders.INDEX
+
+
+def _storage(folder: Path) -> FileSystemWriter:
+    return remote_writer(str(folder)) if is_remote(folder) else FileSystemWriter(folder)
 
 
 def _finish(

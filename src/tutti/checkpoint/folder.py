@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import secrets
-import shutil
 from pathlib import Path
 
 from tutti.checkpoint.manifest import MANIFEST, STATE_FOLDER
 from tutti.checkpoint.owner_lock import OwnerLock, lock_folder
 from tutti.durable import sync_folder
 from tutti.errors import CheckpointError
+from tutti.remote_paths import is_remote, remove_tree
 
 INDEX = ".metadata"
 _NEW = ".new"
@@ -60,10 +59,14 @@ def commit(path: Path, folder: str, manifest: str, index: bytes) -> None:
     once nothing names them.
     """
     sync_folder(path / folder)
-    drafts = [_draft(path / MANIFEST, manifest.encode()), _draft(path / INDEX, index)]
-    for draft in drafts:  # a full disk has failed by now: a rename needs no room
-        draft.replace(draft.with_name(draft.name.removesuffix(_NEW)))
-        sync_folder(path)
+    if is_remote(path):  # a file appears whole
+        (path / MANIFEST).write_bytes(manifest.encode())
+        (path / INDEX).write_bytes(index)
+    else:
+        drafts = [_draft(path / MANIFEST, manifest.encode()), _draft(path / INDEX, index)]
+        for draft in drafts:  # a full disk has failed by now: a rename needs no room
+            draft.replace(draft.with_name(draft.name.removesuffix(_NEW)))
+            sync_folder(path)
     _remove_states(path, keep=folder)
     for file in path.iterdir():
         if _EARLIER.fullmatch(file.name):
@@ -76,7 +79,7 @@ def abandon(path: Path, folder: str) -> None:
     A save can fail after it is visible: by the loss of a rank before all have met again.
     """
     if _current(path) not in (None, folder):
-        shutil.rmtree(path / folder, ignore_errors=True)
+        remove_tree(path / folder)
 
 
 def _draft(file: Path, content: bytes) -> Path:
@@ -92,8 +95,7 @@ def _draft(file: Path, content: bytes) -> Path:
 def _remove_states(path: Path, *, keep: str | None) -> None:
     for folder in path.iterdir() if keep is not None else ():
         if STATE_FOLDER.fullmatch(folder.name) and folder.name != keep:
-            with contextlib.suppress(OSError):  # it only takes room
-                shutil.rmtree(folder)
+            remove_tree(folder)  # what stays only takes room
 
 
 def _current(path: Path) -> str | None:

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 from tutti.comm.host.life import state_of
 from tutti.errors import CheckpointError
+from tutti.remote_paths import is_remote
 
 LOCK = "lock"
 _LOOK_SECONDS = 0.05
@@ -54,10 +55,14 @@ class OwnerLock:
 def lock_folder(folder: Path, seconds: float = 0.0) -> OwnerLock:
     """Lock `folder`, which exists; waits up to `seconds` for another owner.
 
+    A remote folder has no lock: nothing hinders another run.
+
     Raises:
         CheckpointError: another process still holds it; names that process, its host and the time.
         OSError: the lock file cannot be made.
     """
+    if is_remote(folder):
+        return OwnerLock(-1)
     found = os.stat(folder)
     key = (found.st_dev, found.st_ino)
     held = _HELD.get(key)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 
 def checkpoints(
-    folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="The folder of a run.")
-    ],
+    folder: Annotated[str, typer.Argument(help="The folder of a run, or its URL.")],
     check: Annotated[
         bool, typer.Option("--check", help="Read all files, compare checksums.")
     ] = False,
@@ -22,13 +19,17 @@ def checkpoints(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """List the checkpoints that tutti.Checkpoints has saved in FOLDER."""
+    from tutti.remote_paths import path_of
     from tutti.resuming import run_folder
     from tutti.resuming.retention import prune_folder
     from tutti.resuming.saved_table import saved_json, saved_table
 
+    path = path_of(folder)
+    if not path.is_dir():
+        raise typer.BadParameter(f"{folder} is no directory", param_hint="FOLDER")
     if prune is not None:
-        prune_folder(folder, prune)
-    saved = [run_folder.look_at(folder, step, check=check) for step in run_folder.numbers(folder)]
+        prune_folder(path, prune)
+    saved = [run_folder.look_at(path, step, check=check) for step in run_folder.numbers(path)]
     text = saved_json if as_json else saved_table
     print(text(saved, checked=check), flush=True)
     raise typer.Exit(1 if any(one.damage for one in saved) else 0)

@@ -24,6 +24,9 @@ class Agreement:
     """The union of all ranks' votes, one round after they were given; all ranks make it together.
 
     A single rank acts at once. If a replica is lost, the remaining ones go on voting.
+
+    Attributes:
+        num_votes: how many rounds there were; the same on all ranks.
     """
 
     def __init__(self, running: Running) -> None:
@@ -34,22 +37,28 @@ class Agreement:
         self._votes = votes_of(Group.world(), NAME) if several else None
         self._apart = running.agreeing is not None and running.job.layout.num_replicas > 1
         self._period = REPLICA_STEPS if self._apart else 1
-        self._num_votes, self._num_ticks, self._since = 0, 0, time.monotonic()
+        self.num_votes, self._num_ticks, self._since = 0, 0, time.monotonic()
 
-    def agreed(self, vote: int) -> int:
-        """Enter this rank's vote of this step; return the union on which all ranks act now."""
+    def agreed(self, vote: int, state: int = 0) -> int:
+        """Enter this rank's vote of this step; return the union on which all ranks act now.
+
+        Args:
+            vote: requests: what is in the union now is not asked for again.
+            state: bits that hold now, whatever is in the union.
+        """
         if self._votes is None:
-            return vote
+            self.num_votes += 1
+            return vote | state
         self._num_ticks += 1
         if self._num_ticks < self._period:
             return 0
         now = time.monotonic()
         if (now - self._since) > SHORT_SECONDS * self._num_ticks:
             vote |= _LONG
-        self._num_votes, self._num_ticks, self._since = self._num_votes + 1, 0, now
+        self.num_votes, self._num_ticks, self._since = self.num_votes + 1, 0, now
         found = self._take(self._votes)
-        self._votes.give(vote & ~(found & ~_LONG))
-        if not self._apart and not self._votes.shared and self._num_votes > 2:
+        self._votes.give((vote & ~(found & ~_LONG)) | state)
+        if not self._apart and not self._votes.shared and self.num_votes > 2:
             self._period = 1 if found & _LONG else SHORT_STEPS
         return found & ~_LONG
 

@@ -24,7 +24,7 @@ from tutti.saving.state_share import StateShare
 _ASK_SECONDS = 0.2
 # A user hears of a longer wait of a step for the save before.
 _LONG_SECONDS = 1.0
-_DONE, _BUSY, _FAILED = "done", "busy", "failed"
+DONE, BUSY, FAILED = "done", "busy", "failed"
 
 # A save, and the shares of its steps by name.
 Made = tuple[RunSave, dict[str, StateShare]]
@@ -40,14 +40,14 @@ class _Planned:
 
 
 class BackgroundSaves:
-    """The background saves of one folder. All ranks call `begin`, `settle` and the constructor together.
+    """The background saves of one folder. All ranks call the constructor, `begin` and `settle` together.
 
     Args:
         ranks: all of them.
         lock: as for `BackgroundWriter`.
 
     Attributes:
-        is_open: whether a save has begun since the last `settle`; the same on all ranks.
+        is_open: whether a save has begun that is not known to have ended on all ranks; the same on all.
     """
 
     def __init__(self, ranks: Unanimous, lock: int) -> None:
@@ -72,17 +72,14 @@ class BackgroundSaves:
     def begin(self, what: str, make: Callable[[], Made]) -> None:
         """Copy what `make` returns, and have it written; a failure is one of this save.
 
-        Waits for the last save of this rank, and takes no part in this one if that has failed.
+        The last save has ended on all ranks.
 
         Args:
             what: a description of a failure.
         """
-        if self._writer.writing:
-            self._wait()
+        assert not self.is_open
         self._number += 1
         self._what, self.is_open = what, True
-        if self._error is not None:
-            return
         try:
             self._begin(*make())
         except TuttiError as error:
@@ -111,11 +108,13 @@ class BackgroundSaves:
             planned = self._plans[name] = _Planned(form, plan_text(plan), places)
         return planned, {place: share.part(place[0]) for place in planned.places}
 
-    def failed(self) -> bool:
-        """Whether a save of this rank has failed; a look, without waiting."""
+    def state(self) -> str:
+        """The state of this rank's save: `DONE`, `BUSY` or `FAILED`; a look, without waiting."""
         if self._error is None and self._writer.writing:
             self._hear(wait=False)
-        return self._error is not None
+        if self._error is not None:
+            return FAILED
+        return BUSY if self._writer.writing else DONE
 
     def settle(self) -> None:
         """Wait for the save in progress on all ranks.
@@ -125,13 +124,12 @@ class BackgroundSaves:
         """
         if not self.is_open:
             return
-        while True:
-            states = self._ranks.each(self._what, self._state)
-            if _FAILED in states:
-                self._writer.abort()
-                break
-            if _BUSY not in states:
-                break
+        since, states = time.monotonic(), [BUSY]
+        while BUSY in states and FAILED not in states:
+            states = self._ranks.each(self._what, self._state_soon)
+        if FAILED in states:
+            self._writer.abort()
+        self._warn(time.monotonic() - since)
         error, self._error, self.is_open = self._error, None, False
 
         def tell() -> str:
@@ -141,15 +139,11 @@ class BackgroundSaves:
 
         self._ranks.each(self._what, tell)
 
-    def _state(self) -> str:
+    def _state_soon(self) -> str:
         until = time.monotonic() + _ASK_SECONDS
-        while not self.failed():
-            if not self._writer.writing:
-                return _DONE
-            if time.monotonic() > until:
-                return _BUSY
+        while self.state() == BUSY and time.monotonic() < until:
             time.sleep(_ASK_SECONDS / 40)
-        return _FAILED
+        return self.state()
 
     def close(self, *, wait: bool) -> CheckpointError | None:
         """End the process; with `wait` this rank's save is written first. The error of a failed one."""
@@ -158,14 +152,11 @@ class BackgroundSaves:
         self._writer.close()
         return None if self._error is None else error_of(self._error)
 
-    def _wait(self) -> None:
-        since = time.monotonic()
-        self._hear(wait=True)
-        seconds = time.monotonic() - since
+    def _warn(self, seconds: float) -> None:
         if seconds > _LONG_SECONDS and self._ranks.leads and not self._warned:
             self._warned = True
-            text = f"a save waited {seconds:.1f} s until the one before it was written"
-            warnings.warn(f"{text}: `every` is shorter than a save takes", stacklevel=4)
+            text = f"a step waited {seconds:.1f} s until the last save was written"
+            warnings.warn(f"{text}: saves follow each other too soon", stacklevel=6)
 
     def _hear(self, *, wait: bool) -> None:
         try:

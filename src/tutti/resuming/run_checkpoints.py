@@ -16,8 +16,10 @@ from tutti.environment import ROLE
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import SERVER, WORKER, Role
+from tutti.remote_paths import path_of
 from tutti.resuming import restoring, run_folder
 from tutti.resuming.agreement import Agreement
+from tutti.resuming.background_saves import BUSY, FAILED
 from tutti.resuming.due import Due
 from tutti.resuming.history import History
 from tutti.resuming.parts import RunParts
@@ -25,8 +27,11 @@ from tutti.resuming.retention import Retention
 from tutti.resuming.saver import Saver
 from tutti.resuming.stop_signals import SIGNAL_BITS, SIGNALS, StopSignals, leave_as_told
 
-# The bits of a vote after those of the signals: the time of `every` is over; a background save has failed.
-_TIME, _FAILED = 1 << len(SIGNALS), 2 << len(SIGNALS)
+# The bits of a vote after those of the signals: the time of `every` is over; a background save has failed, or
+# is being written.
+_TIME, _FAILED, _BUSY = (1 << len(SIGNALS) + k for k in range(3))
+# A save begins after the vote of its round: the next votes tell of it, and are read in the round after.
+_ROUNDS_TO_KNOW = 2
 
 
 class Checkpoints:
@@ -46,7 +51,7 @@ class Checkpoints:
     the same calls.
 
     Args:
-        folder: of this run alone.
+        folder: of this run alone; a local path, or a URL of fsspec, such as "s3://bucket/run".
         every: steps between saves, or a time such as "10 min"; None saves on signals and `save` only.
         keep: how many of the newest checkpoints stay; None for all.
         keep_best: a metric given to `tick`: the checkpoint with its least value stays, too; "-accuracy" for
@@ -73,7 +78,7 @@ class Checkpoints:
         asynchronous: bool | None = None,
         **parts: Any,
     ) -> None:
-        self._folder = Path(folder)
+        self._folder = path_of(folder)
         self._due, self._parts = Due(every), RunParts(parts)
         self._retention = Retention(keep, keep_best or "")
         self._saver = Saver(self._folder, self._parts, self._retention)
@@ -85,6 +90,7 @@ class Checkpoints:
         self._saved_before: int | None = None  # while a background save is not known to be whole
         self._end = weakref.finalize(self, _end, self._saver)
         self._stop = 0  # the vote that ended the run
+        self._rounds_since_save = 0
         self._due.begin(self._parts.num_steps)
         if Role.parse(ROLE.read() or f"{WORKER} 0").kind == SERVER:
             self._signals.install()  # it serves until the workers have saved and left
@@ -143,17 +149,25 @@ class Checkpoints:
         due, vote = self._due.by_steps(step), self._signals.vote
         if agreement.leads and self._due.by_time():
             vote |= _TIME
-        if self._saver.failed():
+        background = self._saver.background_state()
+        if background == FAILED:
             vote |= _FAILED
-        agreed = agreement.agreed(vote)
+        rounds = agreement.num_votes
+        agreed = agreement.agreed(vote, _BUSY if background == BUSY else 0)
+        if agreement.num_votes > rounds:
+            self._rounds_since_save += 1
+            if self._rounds_since_save >= _ROUNDS_TO_KNOW and not agreed & (_BUSY | _FAILED):
+                self._saver.is_settled()
         self._stop = agreed & SIGNAL_BITS
         try:
             if self._stop:
                 self._save_last()
             elif agreed & _FAILED:
                 self._settle()
-            elif due or agreed:
+            elif due or agreed & _TIME:
+                self._settle()
                 self._save(self._saver.save_soon)
+                self._rounds_since_save = 0
         finally:
             if self._stop:
                 self._signals.restore()

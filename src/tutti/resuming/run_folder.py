@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tutti.checkpoint.digest import FileDigest, find_damage
-from tutti.checkpoint.manifest import Manifest, parse_manifest, read_manifest
+from tutti.checkpoint.manifest import (
+    MANIFEST,
+    STATE_FOLDER,
+    Manifest,
+    parse_manifest,
+    read_manifest,
+)
 from tutti.durable import sync_folder
 from tutti.errors import CheckpointError
+from tutti.remote_paths import is_remote, remove_tree
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(new|old)")
@@ -99,8 +105,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def draft_of(folder: Path, step: int) -> Path:
-    """Where a save writes that checkpoint."""
-    return folder / f".step-{step:08d}.new"
+    """Where a save writes that checkpoint; in a remote folder, where it stays: its manifest comes last."""
+    return path_of(folder, step) if is_remote(folder) else folder / f".step-{step:08d}.new"
 
 
 def part_path(path: Path, steps: tuple[str, ...], name: str) -> Path:
@@ -110,6 +116,8 @@ def part_path(path: Path, steps: tuple[str, ...], name: str) -> Path:
 
 def numbers(folder: Path) -> list[int]:
     """The saved steps, in order; none where there is no folder. Raises `OSError`."""
+    if is_remote(folder) and not folder.exists():
+        return []
     try:
         names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:
@@ -153,6 +161,8 @@ def whole_steps(
 def commit_step(folder: Path, step: int) -> None:
     """Make the draft of a step its checkpoint; a damaged one of that step makes room. Raises `OSError`."""
     final = path_of(folder, step)
+    if is_remote(folder):
+        return
     if final.exists():
         _set_aside(final)
     draft_of(folder, step).rename(final)
@@ -161,20 +171,32 @@ def commit_step(folder: Path, step: int) -> None:
 
 def remove_step(saved: SavedStep) -> None:
     """Remove a checkpoint: none of its parts is ever visible alone. Raises `OSError`."""
-    shutil.rmtree(_set_aside(saved.path), ignore_errors=True)  # the next save removes the rest
+    if is_remote(saved.path):
+        (saved.path / MANIFEST).unlink()
+        remove_tree(saved.path)
+    else:
+        remove_tree(_set_aside(saved.path))  # the next save removes the rest
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove unfinished saves and removals; only the owner of the lock calls this."""
     for path in folder.iterdir():
-        if _LEFTOVER.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+        if _LEFTOVER.fullmatch(path.name) or (is_remote(path) and _is_unfinished(path)):
+            remove_tree(path)
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Whether a remote step has files of a save, and no manifest."""
+    if not _STEP.fullmatch(path.name):
+        return False
+    names = {one.name for one in path.iterdir()}
+    return MANIFEST not in names and any(map(STATE_FOLDER.fullmatch, names))
 
 
 def _set_aside(path: Path) -> Path:
     aside = path.with_name(f".{path.name}.old")
     if aside.exists():
-        shutil.rmtree(aside)
+        remove_tree(aside)
     path.rename(aside)
     with contextlib.suppress(OSError):
         sync_folder(path.parent)

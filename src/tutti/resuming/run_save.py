@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from tutti.checkpoint.unanimous import Unanimous
 from tutti.errors import CheckpointError, CommError
+from tutti.remote_paths import path_of, remove_tree
 from tutti.resuming import random_states, run_folder
 from tutti.resuming.retention import Retention
 from tutti.resuming.run_folder import RunRecord
@@ -51,7 +51,7 @@ class RunSave:
         """Parse a text."""
         found = json.loads(text)
         record, damaged = RunRecord(**found.pop("record")), frozenset(found.pop("damaged"))
-        return cls(Path(found.pop("folder")), record, damaged=damaged, **found)
+        return cls(path_of(found.pop("folder")), record, damaged=damaged, **found)
 
     @property
     def what(self) -> str:
@@ -79,7 +79,7 @@ class RunSave:
             ranks.lead(self.what, self._commit)
         except (CheckpointError, CommError):
             if ranks.leads:
-                shutil.rmtree(draft, ignore_errors=True)
+                remove_tree(draft)
             raise
 
     def _prepare(self) -> str:

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from tutti.checkpoint.owner_lock import OwnerLock
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.errors import CheckpointError, CommError
+from tutti.remote_paths import is_of_one_process
 from tutti.resuming import random_states, run_folder
-from tutti.resuming.background_saves import BackgroundSaves, Made
+from tutti.resuming.background_saves import DONE, BackgroundSaves, Made
 from tutti.resuming.parts import RunParts, groups_of
 from tutti.resuming.retention import Retention
 from tutti.resuming.run_folder import RunRecord
@@ -104,11 +105,11 @@ class Saver:
         self._background = made
 
     def _stays_as_it_is(self) -> bool:
-        """Whether each rank can take its share alone: no servers, no replicas, all state laid out."""
+        """Whether a process can write each rank's share: no servers, no replicas, all state laid out."""
         runnings = [one.mode.running for one in self._parts.steps.values()]
-        return self._parts.main.mode.served is None and all(
-            one.begun and one.job.layout.num_replicas == 1 for one in runnings
-        )
+        if self._parts.main.mode.served is not None or is_of_one_process(self._folder):
+            return False
+        return all(one.begun and one.job.layout.num_replicas == 1 for one in runnings)
 
     def _shares(self, more: Mapping[str, Tensor], ranks: Unanimous) -> dict[str, StateShare]:
         """This rank's share of each step, where of equal ranks one saves a tensor."""
@@ -145,9 +146,14 @@ class Saver:
         background.begin(self._what(step), make)
         self.damaged.discard(step)
 
-    def failed(self) -> bool:
-        """Whether a background save of this rank has failed; the ranks `settle` then."""
-        return self._background is not None and self._background.failed()
+    def background_state(self) -> str:
+        """The state of this rank's background save: `DONE`, `BUSY`, or `FAILED`."""
+        return DONE if self._background is None else self._background.state()
+
+    def is_settled(self) -> None:
+        """Note that the background save is written on all ranks."""
+        if self._background is not None:
+            self._background.is_open = False
 
     def settle(self) -> None:
         """Wait for the background save in progress. Raises as `save`."""

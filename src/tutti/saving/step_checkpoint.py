@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +26,7 @@ from tutti.checkpoint.state_names import check_names
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
+from tutti.remote_paths import is_of_one_process, is_remote
 from tutti.saving import model_file, replica_checkpoint, saved_values, weight_files
 from tutti.saving.local_part import part_of
 from tutti.saving.state_share import StateShare
@@ -93,11 +95,22 @@ def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
 
     def act(ranks: Unanimous) -> None:
         if path.name.endswith((weight_files.SUFFIX, weight_files.INDEX_SUFFIX)):
+            refuse_remote(path)
             model_file.save(running, path, ranks)
         else:
             write_state(running, path, dict(extra or {}), ranks)
 
     by_ranks_left(running, act)
+
+
+def refuse_remote(path: Path) -> None:
+    """Raise `CheckpointError` for files of weights behind a URL."""
+    if is_remote(path):
+        raise CheckpointError(
+            f"{path} is a remote file of weights",
+            why="safetensors are mapped into memory, so they are local",
+            fix="a local path, and a copy: fsspec.filesystem(...).put or .get",
+        )
 
 
 def by_ranks_left(running: Running, act: Callable[[Unanimous], None]) -> None:
@@ -184,12 +197,20 @@ _LOST_SECONDS = 15.0
 
 def open_for(running: Running, path: Path) -> OwnerLock:
     """Make and lock a folder for saves; a lost replica gets time to release its lock."""
+    if is_of_one_process(path) and dist.is_initialized() and dist.get_world_size() > 1:
+        raise CheckpointError(
+            f"{path} is a folder of one process",
+            why="the other ranks write their shares elsewhere",
+            fix="a folder that all ranks see",
+        )
     seconds = _LOST_SECONDS if replica_checkpoint.give_up_lost(running) else 0.0
     return open_folder(path, seconds)
 
 
 def _own(running: Running, path: Path) -> str:
     lock, locks = open_for(running, path), _LOCKS.setdefault(running, {})
+    if is_remote(path):
+        return ""
     locks.pop(path.resolve(), None)
     locks[path.resolve()] = lock
     while len(locks) > _MOST_LOCKS:
@@ -201,7 +222,9 @@ def load(running: Running, path: Path) -> dict[str, Any]:
     """Read a checkpoint into the step; raises for any problem before any change."""
     ensure_process_group()
     ranks = ranks_of()
-    weights = weight_files.weights_at(path)
+    if path.name.endswith((weight_files.SUFFIX, weight_files.INDEX_SUFFIX)):
+        refuse_remote(path)
+    weights = None if is_remote(path) else weight_files.weights_at(path)
     if weights is not None:
         model_file.load(running, weights, ranks)
         _restart(running)
