@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -124,6 +125,67 @@ def test_we_read_theirs(ranks: Ranks, tmp_path: Path, name: str, layout: str, de
     for found, waits in ranks.run(read_and_step, name, layout, str(tmp_path), device, n=2):
         assert found == pytest.approx(losses, rel=1e-4)
         assert waits == (device == "meta")
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a low-rank addition (LoRA)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((2, base.in_features), 0.1))
+        self.up = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.t() @ self.up.t()
+
+
+def adapted_step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+    loss = (model(x) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def score(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(x).sum()
+
+
+def layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def adapted_losses(base: nn.Sequential, layout: str | None) -> list[float]:
+    model = nn.Sequential(*(Adapted(one) for one in base))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    x = torch.linspace(-1, 1, 24).view(4, 6)
+    play: Any = functools.partial(adapted_step, model, optimizer)
+    if layout is not None:
+        play = tutti.distribute(adapted_step, model, optimizer, layout)
+    return [float(play(x)) for _ in range(3)]
+
+
+def loaded_then_adapted(path: str, layout: str) -> list[float]:
+    with torch.device("meta"):
+        base = layers(0)
+    tutti.distribute(score, base, None, layout).load(path)
+    return adapted_losses(base, layout)
+
+
+@pytest.mark.parametrize("layout", ["", "data=2 zero=3"])
+def test_loaded_values_follow_their_tensors_into_another_model(
+    ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    """A model on the meta device is loaded, and adapted before any call of its own step."""
+    path = str(tmp_path / "model.safetensors")
+    tutti.distribute(score, layers(3), None, "").save(path)
+    wanted = adapted_losses(layers(3), None)
+    n = 2 if layout else 1
+    for found in ranks.run(loaded_then_adapted, path, layout, n=n):
+        assert found == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

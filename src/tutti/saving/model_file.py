@@ -36,6 +36,7 @@ from tutti.saving.weight_files import (
     stored_in,
     verify,
 )
+from tutti.state.deferred import STORED
 from tutti.state.residence import (
     Residence,
     is_here,
@@ -226,12 +227,12 @@ def load(running: Running, path: Path, ranks: Unanimous) -> None:
     found: dict[str, StoredTensor] = {}
     ranks.lead(what, lambda: _verified(path))
     ranks.each(what, lambda: _check(model, state, path, found))
-    later = {s.name for s in state if s.tensor.is_meta}
-    if later:
-        home = residence_of(model, running.job.layout)
-        home.stored = {n: one for n, one in found.items() if n in later}
+    for s in state:
+        STORED.pop(s.tensor, None)
+        if s.tensor.is_meta and s.name in found:
+            STORED[s.tensor] = found[s.name]
     parts: dict[str, Tensor] = {}
-    here = {s.name: s.tensor for s in state if s.name not in later and is_here(s.tensor)}
+    here = {s.name: s.tensor for s in state if not s.tensor.is_meta and is_here(s.tensor)}
 
     def read() -> str:
         parts.update({n: part_of(found[n].whole(), x) for n, x in here.items() if n in found})

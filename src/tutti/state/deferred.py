@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tutti.capture.second_trace.random_ops import OurRandomness
 from tutti.capture.state.lift import create_slots, optimizers_of
@@ -36,6 +37,10 @@ class Stored(Protocol):
     def part(self, index: Sequence[Tensor | None]) -> Tensor:
         """The elements at `index`, for each dim the indices or None for all."""
         ...
+
+
+# The values in files of tensors on the meta device, whichever model has them by the time they are laid out.
+STORED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def initial_values(

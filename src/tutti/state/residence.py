@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -23,7 +23,7 @@ from tutti.errors import CaptureError, LayoutError, TuttiError
 from tutti.graph.players.device import device_of
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.replicas.replica_rows import replica_here
-from tutti.state.deferred import Stored, initial_slots, initial_values, is_deferred
+from tutti.state.deferred import STORED, Stored, initial_slots, initial_values, is_deferred
 from tutti.state.onlookers import warn_of_onlookers
 from tutti.state.renewed import now_of, renew
 from tutti.state.replacing import put_in_place, replace_in_optimizer
@@ -61,8 +61,7 @@ class Residence:
     `owners` are the pipeline ranks that keep each state tensor; empty without such an axis.
     `renewed` holds, by the id of a replaced tensor, that tensor and the one in its place.
     `settled` are the unchanged tensors: a rank has all of each. `optimizers` are those of all steps.
-    `fetch` pulls the current weights from servers, if there are any. `stored` are the values in files, by
-    name, for tensors on the meta device.
+    `fetch` pulls the current weights from servers, if there are any.
     """
 
     layout: Layout
@@ -78,7 +77,6 @@ class Residence:
     block: WholeBlock | None = None
     optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     fetch: Callable[[], None] | None = None
-    stored: Mapping[str, Stored] = field(default_factory=dict)
 
     def keeps_whole(self, name: str) -> bool:
         """Whether every rank has all of a state tensor, which is then an ordinary one."""
@@ -278,9 +276,8 @@ def settle(
     state = state_of(model, optimizer)
     check_order([f"state {s.name}: {list(s.tensor.shape)} {s.tensor.dtype}" for s in state])
     replaced: dict[int, Tensor] = {}
-    for entry, whole in _deferred(model, optimizer, state, device, seed, home.stored):
+    for entry, whole in _deferred(model, optimizer, state, device, seed):
         replaced[id(entry.tensor)] = part_of(entry, whole, home, coordinates, device)
-    home.stored = {}
     new = [s.name for s in state if several and not home.has_settled(s.tensor)]
     warn_of_onlookers(state, [name for name in new if home.moves(name)])
     for entry in state:
@@ -345,7 +342,6 @@ def _deferred(
     state: list[StateTensor],
     device: torch.device,
     seed: int,
-    stored: Mapping[str, Stored],
 ) -> Iterator[tuple[StateTensor, Tensor | Stored]]:
     """Every state tensor on the meta device with its whole initial value, in memory or in a file."""
     if not is_deferred(model):
@@ -354,9 +350,9 @@ def _deferred(
     slots: dict[str, list[StateTensor]] = {}
     for s in state:
         slots.setdefault(s.owner, []).append(s)
-    known = {id(s.tensor): s.tensor for s in state if s.tensor.is_meta and s.name in stored}
+    known = {id(s.tensor): s.tensor for s in state if s.tensor.is_meta and s.tensor in STORED}
     values: Iterator[tuple[Tensor, Tensor | Stored]] = chain(
-        ((x, stored[entries[i].name]) for i, x in known.items()),
+        ((x, STORED[x]) for x in known.values()),
         initial_values(model, seed, device, known),
     )
     for x, whole in values:
