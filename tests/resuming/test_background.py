@@ -327,6 +327,16 @@ def test_small_states_and_runs_without_a_rhythm_are_saved_at_once(tmp_path: Path
             assert run.checkpoints.steps() == [2]
 
 
+def test_how_to_save_is_decided_once(tmp_path: Path) -> None:
+    """Later calls of `tick` do not look at the state."""
+    for options in ({}, {"asynchronous": True}, {"asynchronous": False}):
+        run = SmallRun(tmp_path / "run", every=100, **options)
+        with run.checkpoints:
+            run.one()
+            with mock.patch("tutti.resuming.saver.state_share", side_effect=AssertionError):
+                run.until(4)
+
+
 def test_replicas_save_at_once(ranks: Ranks, tmp_path: Path) -> None:
     options = {"every": 2, "asynchronous": True}
     layout = "replica=2 sync=diloco(every=2)"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tutti.calls.running import Running
 from tutti.checkpoint.owner_lock import OwnerLock
 from tutti.checkpoint.unanimous import Unanimous, ranks_of
 from tutti.errors import CheckpointError, CommError
@@ -43,6 +44,7 @@ class Saver:
         self._folder, self._parts, self._retention = folder, parts, retention
         self._lock: OwnerLock | None = None
         self._background: BackgroundSaves | None = None
+        self._prepared = False  # whether it is decided how to save
         self.damaged: set[int] = set()
 
     @property
@@ -79,18 +81,23 @@ class Saver:
         self._lock = open_for(self._parts.main.mode.running, self._folder)
 
     def prepare(self, asynchronous: bool | None) -> None:
-        """Take memory for background saves, where the run can have them.
+        """Take memory for background saves, where the run can have them: once all of its steps have begun.
 
         Args:
             asynchronous: as that of `Checkpoints`.
         """
-        if self._background is not None or asynchronous is False or not self._stays_as_it_is():
-            return
+        if not self._prepared and all(one.begun for one in self._runnings):
+            self._background = self._made_background(asynchronous)
+            self._prepared = True
+
+    def _made_background(self, asynchronous: bool | None) -> BackgroundSaves | None:
+        if asynchronous is False or not self._each_alone():
+            return None
         ranks = ranks_of()
         shares = self._shares({}, ranks)
         nbytes = sum(share.manifest.nbytes for share in shares.values())
         if asynchronous is None and nbytes < SMALL_NBYTES:
-            return
+            return None
         made = BackgroundSaves(ranks, self._lock.fd if self._lock is not None else -1)
 
         def reserve() -> str:
@@ -102,14 +109,17 @@ class Saver:
         except (CheckpointError, CommError):
             made.close(wait=False)
             raise
-        self._background = made
+        return made
 
-    def _stays_as_it_is(self) -> bool:
-        """Whether a process can write each rank's share: no servers, no replicas, all state laid out."""
-        runnings = [one.mode.running for one in self._parts.steps.values()]
+    @property
+    def _runnings(self) -> list[Running]:
+        return [one.mode.running for one in self._parts.steps.values()]
+
+    def _each_alone(self) -> bool:
+        """Whether a process can write the share of each rank: no servers, no replicas."""
         if self._parts.main.mode.served is not None or is_of_one_process(self._folder):
             return False
-        return all(one.begun and one.job.layout.num_replicas == 1 for one in runnings)
+        return all(one.job.layout.num_replicas == 1 for one in self._runnings)
 
     def _shares(self, more: Mapping[str, Tensor], ranks: Unanimous) -> dict[str, StateShare]:
         """This rank's share of each step, where of equal ranks one saves a tensor."""
@@ -130,7 +140,7 @@ class Saver:
     ) -> None:
         """Save everything as the checkpoint of `step`, beside the training if `prepare` found that possible.
 
-        Then a failure is one of `failed`; else as `save`.
+        Then a failure is one of `settle`; else as `save`.
         """
         background = self._background
         if background is None:
