@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.failure import comm_error, lost_peer
 from tutti.comm.collectives.group import Group
-from tutti.errors import CheckpointError, CommError
+from tutti.errors import CheckpointError, CommError, TuttiError
 
 _PARTS = ("what", "at", "why", "fix")
 
@@ -86,10 +86,15 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> Unanimous:
     return Unanimous(Group.of(group, tuple(dist.get_process_group_ranks(group)), dist.get_rank()))
 
 
+def parts_of(error: TuttiError) -> list[str]:
+    """The parts of the message of an error, for `error_of`."""
+    return [getattr(error, part) for part in _PARTS]
+
+
 def error_parts(what: str, error: BaseException) -> list[str]:
     """The parts of a `CheckpointError` for an error; `what` describes one without a description."""
     if isinstance(error, CheckpointError):
-        return [getattr(error, part) for part in _PARTS]
+        return parts_of(error)
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     fix = ""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tutti.checkpoint.plans import plan_text
 from tutti.checkpoint.share_plans import Place, place_of, share_planner
-from tutti.checkpoint.unanimous import Unanimous, error_of, error_parts
+from tutti.checkpoint.unanimous import Unanimous, error_of, error_parts, parts_of
 from tutti.errors import CheckpointError, TuttiError
 from tutti.resuming.background_writer import BackgroundWriter
 from tutti.resuming.rendezvous import arrange
@@ -52,7 +52,7 @@ class BackgroundSaves:
 
     def __init__(self, ranks: Unanimous, lock: int) -> None:
         self._ranks = ranks
-        rendezvous, self._store = arrange(ranks)
+        rendezvous, self._store = arrange(ranks)  # the store lives as long as this
         self._writer = BackgroundWriter(rendezvous, ranks.position, lock)
         self._number = 0
         self._error: Sequence[str] | None = None
@@ -83,7 +83,7 @@ class BackgroundSaves:
         try:
             self._begin(*make())
         except TuttiError as error:
-            self._error = [error.what, error.at, error.why, error.fix]
+            self._error = parts_of(error)
         except Exception as error:  # every rank raises it, at the next vote
             self._error = error_parts(what, error)
 
@@ -124,26 +124,25 @@ class BackgroundSaves:
         """
         if not self.is_open:
             return
-        since, states = time.monotonic(), [BUSY]
-        while BUSY in states and FAILED not in states:
-            states = self._ranks.each(self._what, self._state_soon)
-        if FAILED in states:
+        since = time.monotonic()
+        try:
+            while BUSY in self._ranks.each(self._what, self._state_soon):
+                pass
+        except CheckpointError:
             self._writer.abort()
+            self._error, self.is_open = None, False
+            raise
+        self.is_open = False
         self._warn(time.monotonic() - since)
-        error, self._error, self.is_open = self._error, None, False
-
-        def tell() -> str:
-            if error is not None:
-                raise error_of(error)
-            return ""
-
-        self._ranks.each(self._what, tell)
 
     def _state_soon(self) -> str:
+        """`DONE`, or `BUSY` after a while. Raises `CheckpointError`: the save of this rank has failed."""
         until = time.monotonic() + _ASK_SECONDS
-        while self.state() == BUSY and time.monotonic() < until:
+        while (found := self.state()) == BUSY and time.monotonic() < until:
             time.sleep(_ASK_SECONDS / 40)
-        return self.state()
+        if self._error is not None:
+            raise error_of(self._error)
+        return found
 
     def close(self, *, wait: bool) -> CheckpointError | None:
         """End the process; with `wait` this rank's save is written first. The error of a failed one."""
@@ -163,4 +162,4 @@ class BackgroundSaves:
             for text in self._writer.outcome(wait=wait) or ():
                 warnings.warn(text, stacklevel=2)
         except CheckpointError as error:
-            self._error = [error.what, error.at, error.why, error.fix]
+            self._error = parts_of(error)

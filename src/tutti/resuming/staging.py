@@ -79,7 +79,6 @@ class Staging:
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         os.ftruncate(self.fd, nbytes)
         self._map = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._map.madvise(mmap.MADV_DONTFORK)
         self._memory, self.nbytes = torch.frombuffer(self._map, dtype=torch.uint8), nbytes
 
     def copy(self, parts: Sequence[Tensor], copies: Sequence[Copy]) -> None:
@@ -110,11 +109,9 @@ class Staging:
 
 
 def _forget() -> None:
-    """A forked child has no use for the memory, which is not in its address space."""
+    """A forked child has no use for the memory."""
     for one in list(_OPEN):
-        os.close(one.fd)
-        one.fd = -1
-    _OPEN.clear()
+        one.close()
 
 
 _OPEN: weakref.WeakSet[Staging] = weakref.WeakSet()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tutti.checkpoint.store_ranks import StoreRanks
-from tutti.checkpoint.unanimous import error_parts
+from tutti.checkpoint.unanimous import error_parts, parts_of
 from tutti.errors import TuttiError
 from tutti.resuming.rendezvous import Rendezvous
 from tutti.resuming.staged_save import StagedSave
@@ -80,7 +80,7 @@ def _done(
             ranks = StoreRanks(store, str(number), position, rendezvous.size, rendezvous.seconds)
             found.write(given, ranks)
         except TuttiError as raised:
-            error = [raised.what, raised.at, raised.why, raised.fix]
+            error = parts_of(raised)
         except Exception as raised:  # the rank raises it
             error = error_parts(what, raised)
         if ranks is not None:

@@ -94,8 +94,7 @@ def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
     """Save all of the state; it becomes visible, whole, by one rename."""
 
     def act(ranks: Unanimous) -> None:
-        if path.name.endswith((weight_files.SUFFIX, weight_files.INDEX_SUFFIX)):
-            refuse_remote(path)
+        if _names_weights(path):
             model_file.save(running, path, ranks)
         else:
             write_state(running, path, dict(extra or {}), ranks)
@@ -103,14 +102,16 @@ def save(running: Running, path: Path, extra: Mapping[str, Any] | None) -> None:
     by_ranks_left(running, act)
 
 
-def refuse_remote(path: Path) -> None:
-    """Raise `CheckpointError` for files of weights behind a URL."""
-    if is_remote(path):
+def _names_weights(path: Path) -> bool:
+    """Whether it is a file of weights, or their index. Raises `CheckpointError` for one behind a URL."""
+    found = path.name.endswith((weight_files.SUFFIX, weight_files.INDEX_SUFFIX))
+    if found and is_remote(path):
         raise CheckpointError(
             f"{path} is a remote file of weights",
             why="safetensors are mapped into memory, so they are local",
             fix="a local path, and a copy: fsspec.filesystem(...).put or .get",
         )
+    return found
 
 
 def by_ranks_left(running: Running, act: Callable[[Unanimous], None]) -> None:
@@ -196,7 +197,11 @@ _LOST_SECONDS = 15.0
 
 
 def open_for(running: Running, path: Path) -> OwnerLock:
-    """Make and lock a folder for saves; a lost replica gets time to release its lock."""
+    """Make and lock a folder for saves; a lost replica gets time to release its lock.
+
+    Raises:
+        CheckpointError: another run saves there, or not all ranks can.
+    """
     if is_of_one_process(path) and dist.is_initialized() and dist.get_world_size() > 1:
         raise CheckpointError(
             f"{path} is a folder of one process",
@@ -222,9 +227,7 @@ def load(running: Running, path: Path) -> dict[str, Any]:
     """Read a checkpoint into the step; raises for any problem before any change."""
     ensure_process_group()
     ranks = ranks_of()
-    if path.name.endswith((weight_files.SUFFIX, weight_files.INDEX_SUFFIX)):
-        refuse_remote(path)
-    weights = None if is_remote(path) else weight_files.weights_at(path)
+    weights = weight_files.weights_at(path) if _names_weights(path) or not is_remote(path) else None
     if weights is not None:
         model_file.load(running, weights, ranks)
         _restart(running)

@@ -6,9 +6,6 @@ Why: an index is a pickle, read with a list of allowed names; and tutti writes o
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import (
-    FileSystemWriter,
-)
-from torch.distributed.checkpoint.filesystem import (
     _StorageInfo as StorageInfo,  # the file, offset and length of a part
 )
 from torch.distributed.checkpoint.metadata import (
@@ -31,7 +28,7 @@ def remote_files() -> Any:
     return FileSystem()
 
 
-def remote_writer(url: str) -> FileSystemWriter:
+def remote_writer(url: str) -> Any:
     """The writer of `torch.distributed.checkpoint` into a folder behind a URL.
 
     Why: as `remote_files`. Public: none.
