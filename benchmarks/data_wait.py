@@ -14,8 +14,6 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from itertools import chain, repeat
@@ -29,7 +27,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 import tutti
 from benchmarks.command_line import parser
-from benchmarks.models import CASES, Case, optimizer
+from benchmarks.models import CASES, Case, optimizer, plain_step
+from benchmarks.own_ranks import start_ranks
 from tutti.launch.ranks import ensure_process_group
 
 MODEL, LAYOUTS, NUM_ROUNDS, TURN = "gpt-3.7M", ("data=1", "data=2", "data=2 zero=3"), 12, 12
@@ -62,15 +61,8 @@ def endless(loader: Any) -> Iterator[Any]:
 def measure(case: Case, layout: str, num_rounds: int) -> None:
     """On a rank: waits and steps of both loaders."""
 
-    def train_step(model: Any, one: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = case.loss(model, inputs, targets)
-        one.zero_grad()
-        loss.backward()
-        one.step()
-        return loss
-
     model = case.model()
-    step = tutti.distribute(train_step, model, optimizer(model), layout)
+    step = tutti.distribute(plain_step(case), model, optimizer(model), layout)
     size = dist.get_world_size() if dist.is_initialized() else 1
     data: Any = Windows(case.units_per_sample)
     batch = case.batch(0, size)
@@ -113,12 +105,10 @@ def main() -> None:
         ensure_process_group()
         measure(CASES[args.models[0]], args.layouts[0], args.rounds)
         return
-    path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     for model in args.models:
         for layout in args.layouts:
-            ranks = [sys.executable, "-m", "tutti", "run", "-n", layout[5:6], "--layout", layout]
             words = ["--models", model, "--layouts", layout, "--rounds", str(args.rounds)]
-            subprocess.run([*ranks, __file__, *words], check=True, env=os.environ | path)
+            start_ranks(__file__, *words, layout=layout)
 
 
 if __name__ == "__main__":

@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 
 import tutti
 from benchmarks.command_line import parser
-from benchmarks.models import CASES, optimizer
+from benchmarks.models import CASES, optimizer, plain_step
+from benchmarks.own_ranks import start_ranks
 from tutti.calls.divergence import Divergence, _Watching
 
 CASE, LAYOUTS, NUM_ROUNDS = "gpt-29.5M", ("data=2", "data=2 zero=3", "tensor=2"), 24
@@ -47,22 +44,13 @@ class _Timed(_Watching):
         self.seconds[-1] += time.thread_time() - began
 
 
-def train_step(model: Any, one: Any, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """A step of the case."""
-    loss = CASES[CASE].loss(model, inputs, targets)
-    one.zero_grad()
-    loss.backward()
-    one.step()
-    return loss
-
-
 def measure(layout: str) -> None:
     """On a rank: the medians of both ways, and of what is timed."""
     case = CASES[CASE]
     model = case.model()
     place = {f"{n}.weight": "tensor, -" for n in case.columns}
     place |= {f"{n}.weight": "-, tensor" for n in case.rows}
-    step = tutti.distribute(train_step, model, optimizer(model), layout, place=place)
+    step = tutti.distribute(plain_step(case), model, optimizer(model), layout, place=place)
     batch = case.batch(0, 2)
     for _ in range(3):
         step(*batch)
@@ -95,9 +83,7 @@ def main() -> None:
         measure(*args.layouts)
         return
     for one in args.layouts:
-        ranks = [sys.executable, "-m", "tutti", "run", "-n", "2", "--layout", one, __file__]
-        path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-        subprocess.run([*ranks, "--layouts", one], check=True, env=os.environ | path)
+        start_ranks(__file__, "--layouts", one, layout=one)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 import tutti
 from benchmarks import machine
 from benchmarks.command_line import parser
-from benchmarks.models import Case, GPTCase, optimizer
+from benchmarks.models import Case, GPTCase, optimizer, plain_step
 from tutti.environment import CUDA_GRAPH
 from tutti.execution.cuda_graph import NUM_WARM_UP
 from tutti.planner.memory import predict
@@ -51,21 +51,6 @@ MODEL = TiedCase(
 )
 NUM_BATCHES = 4
 Way = Callable[[Tensor, Tensor], Tensor]
-
-
-def plain_step(case: Case) -> Callable[..., Tensor]:
-    """The step as everybody writes it."""
-
-    def train_step(
-        model: nn.Module, opt: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
-    ) -> Tensor:
-        loss = case.loss(model, inputs, targets)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
-        return loss
-
-    return train_step
 
 
 @contextmanager

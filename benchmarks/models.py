@@ -7,6 +7,7 @@ and which weights tensor parallelism splits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -246,6 +247,21 @@ def _gpt(
         per_rank=per_rank,
         in_micro=in_micro,
     )
+
+
+def plain_step(case: Case) -> Callable[..., Tensor]:
+    """The step of a case as everybody writes it."""
+
+    def train_step(
+        model: nn.Module, opt: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
+    ) -> Tensor:
+        loss = case.loss(model, inputs, targets)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        return loss
+
+    return train_step
 
 
 def module_names(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:

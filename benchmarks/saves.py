@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import tutti
 from benchmarks.command_line import parser
-from benchmarks.models import CASES, Case, optimizer
+from benchmarks.models import CASES, Case, optimizer, plain_step
+from benchmarks.own_ranks import start_ranks
 from tutti.launch.ranks import ensure_process_group
 from tutti.resuming.background_saves import BUSY
 
@@ -36,15 +34,8 @@ class Timed:
     """A run whose saves are begun from outside."""
 
     def __init__(self, case: Case, layout: str, folder: Path, *, asynchronous: bool) -> None:
-        def train_step(model: Any, one: Any, inputs: Any, targets: Any) -> torch.Tensor:
-            loss = case.loss(model, inputs, targets)
-            one.zero_grad()
-            loss.backward()
-            one.step()
-            return loss
-
         model = case.model()
-        self.step = tutti.distribute(train_step, model, optimizer(model), layout)
+        self.step = tutti.distribute(plain_step(case), model, optimizer(model), layout)
         self.batch = case.batch(0, dist.get_world_size() if dist.is_initialized() else 1)
         self.checkpoints = tutti.Checkpoints(
             folder, every="1 h", keep=1, step=self.step, asynchronous=asynchronous
@@ -126,23 +117,11 @@ def main() -> None:
         ensure_process_group()
         measure(args.models[0], args.layouts[0], args.rounds, args.out)
         return
-    path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     for model in args.models:
         for layout in args.layouts:
             with tempfile.TemporaryDirectory() as folder:
-                ranks = [
-                    sys.executable,
-                    "-m",
-                    "tutti",
-                    "run",
-                    "-n",
-                    layout[5:6],
-                    "--layout",
-                    layout,
-                ]
                 words = ["--models", model, "--layouts", layout, "--rounds", str(args.rounds)]
-                command = [*ranks, __file__, *words, "--out", folder]
-                subprocess.run(command, check=True, env=os.environ | path)
+                start_ranks(__file__, *words, "--out", folder, layout=layout)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 import tutti
 from benchmarks.command_line import parser
+from benchmarks.own_ranks import start_ranks
 
 LAYOUTS, STEPS = ("data=2 zero=3",), 5000
 NUM_LENGTHS, SHORTEST, VOCAB, WIDTH, BATCH = 60, 5, 256, 512, 8
@@ -167,13 +167,11 @@ def main() -> None:
     args = parser(__doc__, layouts=list(LAYOUTS), steps=STEPS, out=None).parse_args()
     if "RANK" in os.environ:
         sys.exit(not train(args.out, args.steps))
-    path = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     for layout in args.layouts:
         print(layout, flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            ranks = [sys.executable, "-m", "tutti", "run", "--layout", layout, __file__]
             words = ["--steps", str(args.steps), "--out", f"{folder}/run"]
-            subprocess.run([*ranks, *words], check=True, env=os.environ | path)
+            start_ranks(__file__, *words, layout=layout)
 
 
 if __name__ == "__main__":

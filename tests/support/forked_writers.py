@@ -3,7 +3,7 @@
     with forked_writers():
         run.until(4)
 
-A fresh interpreter takes 5 s of processor time until it has imported all it needs. These are processes with
+A fresh interpreter takes 2 s of processor time until it has imported all it needs. These are processes with
 a pid, an input and an output of their own, as `subprocess.Popen` makes them. Some tests start fresh ones.
 """
 
