@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_a_background_save(ranks: Ranks, tmp_path: Path) -> N
 def stopped(run: SmallRun) -> None:
     """Stop the process that writes: the save under way stays so."""
     run.one()  # starts it
-    the_writer(run).outcome(wait=True)
+    the_writer(run).outcome("a test", wait=True)
     os.kill(the_process(run), signal.SIGSTOP)
 
 
@@ -205,7 +205,7 @@ def test_all_ranks_raise_the_error_of_a_failed_save_after_the_same_step(
     assert found[0] == found[1] and len(found[0]) == 1
     step, message = found[0][0]
     assert step >= 8
-    assert ("signal 9" if spoil == "killed" else "step-00000008") in message
+    assert "step-00000008" in message and ("signal 9" in message) == (spoil == "killed")
     steps = numbers(folder)
     assert steps[:2] == [4, 5] and 8 not in steps and steps[-1] > step
     assert all(not look_at(folder, one, check=True).damage for one in steps)

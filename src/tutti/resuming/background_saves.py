@@ -159,7 +159,7 @@ class BackgroundSaves:
 
     def _hear(self, *, wait: bool) -> None:
         try:
-            for text in self._writer.outcome(wait=wait) or ():
+            for text in self._writer.outcome(self._what, wait=wait) or ():
                 warnings.warn(text, stacklevel=2)
         except CheckpointError as error:
             self._error = parts_of(error)

@@ -70,8 +70,11 @@ class BackgroundWriter:
             process.stdin.flush()
         self._heard, self.writing = b"", True
 
-    def outcome(self, *, wait: bool) -> Sequence[str] | None:
+    def outcome(self, what: str, *, wait: bool) -> Sequence[str] | None:
         """Whether the save in progress has ended: its warnings; None if not.
+
+        Args:
+            what: a description of a failure, if the process does not give one.
 
         Raises:
             CheckpointError: it failed. The next one begins anew.
@@ -87,9 +90,9 @@ class BackgroundWriter:
                 self.abort()
                 ended = f"signal {-code}" if code < 0 else f"exit code {code}"
                 raise CheckpointError(
-                    "a save was not written",
+                    what,
                     why=f"the process that writes saves ended ({ended})",
-                    fix="look for its own error above; a signal 9 is often a lack of memory",
+                    fix="read its own error above; a signal 9 is often a lack of memory",
                 )
             self._heard += piece
         self.writing = False
