@@ -80,6 +80,23 @@ def test_a_gather_starts_when_the_one_before_is_waited_for() -> None:
     assert names == ["start", "together", "start", "finish", "finish"]
 
 
+def test_a_scatter_ends_when_the_next_one_starts() -> None:
+    """One whole gradient is in progress while the next is made, however late the update reads them."""
+    b = Builder()
+    x = b.given("batch.0", 4, 4, kind="batch")
+    shards: list[fx.Node] = []
+    for k in range(4):
+        y = x
+        for _ in range(4):
+            y = b.call(aten.mul.Tensor, y, 2.0 + k)
+        shards.append(b.call(collectives.reduce_scatter, y, HERE, 0, 1, "sum", shape=(2, 4)))
+    graph = b.done([], [b.call(aten.neg.default, shard) for shard in shards])
+    assert overlap(graph, APART) == 4
+    graph.lint()
+    names = [n.target.__name__ for n in graph.nodes if n.target in collectives.PLAYED]
+    assert names == ["start", "finish"] * 4
+
+
 def _over_gloo(name: str, layout: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TUTTI_SHARED_MEMORY", "off")

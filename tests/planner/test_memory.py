@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.utils import skip_init
 
 import tutti
 import zoo
@@ -27,11 +28,15 @@ import zoo_steps
 from captured_once import captured_once
 from ranks import Ranks
 from subjects import program
+from tutti.capture.step import capture
 from tutti.comm.collectives import transport
 from tutti.execution.measure import peak_nbytes
-from tutti.partition.partition import Program
+from tutti.layout import Layout
+from tutti.partition.partition import Program, partition
+from tutti.passes.bucket import BUCKET_NBYTES
 from tutti.pipeline.ready import in_time
 from tutti.planner.memory import predict, predict_pipe_ranks
+from tutti.propagate.plan import plan
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 gpt: Any = importlib.import_module("gpt")
@@ -214,6 +219,29 @@ def test_the_kinds_add_up_and_state_is_what_the_layout_keeps() -> None:
         assert found.state_nbytes == sum(math.prod(kept[n]) * sizes[n] for n in kept)
         assert found.source and found.op and found.region
         assert all(a.nbytes >= b.nbytes for a, b in itertools.pairwise(found.largest))
+
+
+def _thin(depth: int) -> Program:
+    """`depth` weights of 4 MB under `zero=3`; a batch of few rows needs next to no other memory."""
+    model = nn.Sequential(*(skip_init(nn.Linear, 1024, 1024, bias=False) for _ in range(depth)))
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    captured = capture(step, model, optimizer, (torch.ones(8, 1024),))
+    return partition(plan(captured, Layout.parse("data=4 zero=3"), None))
+
+
+@pytest.mark.parametrize("depth", [24, 48])
+def test_whole_gradients_do_not_wait_for_the_update(depth: int) -> None:
+    """Beside a shard of each gradient until the update, whole ones are alive in two buckets at most."""
+    shard = 1024**2
+    assert predict(_thin(depth)).call_nbytes < depth * shard + 2 * BUCKET_NBYTES
 
 
 def hand_made() -> Program:

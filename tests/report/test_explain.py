@@ -5,14 +5,22 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import tutti
 import zoo
 from subjects import program
+from tutti.capture.step import capture
+from tutti.layout import Layout
+from tutti.partition.partition import partition
 from tutti.planner.memory import predict
+from tutti.propagate.plan import plan
 from tutti.quantities import format_nbytes
 from tutti.report.explanation import explain, records
 
+WHOLE = "7 samples do not divide by data=2: each rank computes all"
+SLICES = "does not divide a rank's samples"
 UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 
 
@@ -50,6 +58,36 @@ def test_the_state_table_has_a_line_a_tensor() -> None:
     assert columns == expected
     (slot,) = [x for x in lines if x.startswith("optim.blocks.0.up.weight.exp_avg ")]
     assert "tensor+data, -" in slot
+
+
+@pytest.mark.parametrize(
+    ("layout", "samples", "expected"),
+    [
+        ("", 8, ["batch.0", "f32", "[8, 4]", "whole", "-, -"]),
+        ("data=2", 8, ["batch.0", "f32", "[8, 4]", "whole", "data, -"]),
+        ("data=2 micro=2", 8, ["batch.0", "f32", "[8, 4]", "whole", "data+micro, -"]),
+        ("data=2", 7, ["batch.0", "f32", "[7, 4]", "whole", "-, -", WHOLE]),
+        (
+            "data=2 micro=4",
+            6,
+            ["batch.0", "f32", "[6, 4]", "whole", "data+micro, -", "micro=4 " + SLICES],
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*do(es)? not divide:UserWarning")
+def test_the_batch_table_says_which_rank_computes_which_samples(
+    layout: str, samples: int, expected: list[str]
+) -> None:
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    captured = capture(step, nn.Linear(4, 4), None, (torch.ones(samples, 4),))
+    text = explain(partition(plan(captured, Layout.parse(layout), None)))
+    (row,) = [line for line in text.splitlines() if line.startswith("batch.0 ")][:1]
+    assert re.split(r"  +", row) == expected
 
 
 @pytest.mark.parametrize(

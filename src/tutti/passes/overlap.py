@@ -5,9 +5,10 @@
     %20 = adamw([%w], [item(%8, 0)], ...)                   %19 = finish(%8, [%3, %6])
                                                             %20 = adamw([%w], [item(%19, 0)], ...)
 
-A reduction starts where its operands are ready and ends right before the first use of its result. A gather
-starts right before the end of the previous one, so that one is in progress while another is in use: at most
-two are alive at a time.
+A reduction starts where its operands are ready and ends right before the first use of its result. A
+reduce-scatter ends at the start of the next one at the latest, so whole gradients do not wait for the update:
+one bucket of them is in progress while the backward makes another. A gather starts right before the end of
+the previous one, so that one is in progress while another is in use: at most two are alive at a time.
 
 Ranks of one host that share memory have nothing to overlap: their own cores move the bytes.
 """
@@ -30,13 +31,15 @@ def overlap(graph: fx.Graph, target: Target) -> int:
     """Rewrite `graph`; returns the number of collectives that now run beside other work."""
     count = 0
     last_gather: dict[tuple[str, ...], fx.Node] = {}
+    last_scatter: dict[tuple[str, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if not is_kind(node, "all_gather", "reduce_scatter", "all_reduce"):
             continue
         axes = collectives.axes_of(node)
         if axes in target.shared or not node.users:
             continue
-        node, gathers = as_together(graph, node), is_kind(node, "all_gather")
+        gathers, scatters = is_kind(node, "all_gather"), is_kind(node, "reduce_scatter")
+        node = as_together(graph, node)
         begin = _begin(graph, node, last_gather.get(axes) if gathers else None)
         first_user = _first_user(graph, node)
         order = positions_of(graph)
@@ -45,7 +48,28 @@ def overlap(graph: fx.Graph, target: Target) -> int:
             count += 1
         if gathers:
             last_gather[axes] = node
+        if scatters:
+            if axes in last_scatter:
+                _end_before(graph, last_scatter[axes], _started(node))
+            last_scatter[axes] = node
     return count
+
+
+def _started(node: fx.Node) -> fx.Node:
+    """The start of a collective: itself, if it has no start of its own."""
+    if node.target is collectives.finish:
+        start = node.args[0]
+        assert isinstance(start, fx.Node), node
+        return start
+    return node
+
+
+def _end_before(graph: fx.Graph, node: fx.Node, later: fx.Node) -> None:
+    """Move the end of a collective and its results before `later`, if they come after it."""
+    order = positions_of(graph)
+    if node.target is collectives.finish and order[later] < order[node]:
+        for moved in (node, *sorted(node.users, key=order.__getitem__)):
+            later.prepend(moved)
 
 
 def _begin(graph: fx.Graph, node: fx.Node, earlier: fx.Node | None) -> fx.Node:

@@ -147,6 +147,11 @@ def dims_of(told: BatchDim, step: Callable[..., Any], batch: Sequence[Any], *, f
     return found
 
 
+def why_unsplit(unsplit: Unsplit) -> str:
+    """The reason in the table of `explain`."""
+    return f"{unsplit.size} samples do not divide by {unsplit.axis}={unsplit.ways}: each rank computes all"
+
+
 def warn_of_uneven(unsplit: Sequence[Unsplit]) -> None:
     """Warn, once for a shape, of the cost of a batch that does not divide."""
     for name, size, axis, ways in unsplit[:1]:

@@ -25,6 +25,7 @@ from tutti.propagate.batch_dim import (
     warn_of_uneven,
     warn_of_whole,
     whole_share,
+    why_unsplit,
 )
 from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
 from tutti.propagate.factors import axes_of
@@ -43,8 +44,9 @@ class ShardingPlan:
     """A captured graph with the wanted sharding of every value and the storage sharding of all state.
 
     `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held` are
-    values whose sharding the user asked for, `patterns` the entry of `place` by weight. `shards` are the
-    shardings of batch tensors that arrive in shards; the others arrive whole.
+    values whose sharding the user asked for, `patterns` the entry of `place` by weight. `samples` are the
+    shardings over which the step computes the tensors of the batch, `shards` those of the ones that arrive in
+    shards; the others arrive whole.
     """
 
     captured: Captured
@@ -57,6 +59,7 @@ class ShardingPlan:
     held: set[fx.Node] = field(default_factory=set)
     patterns: dict[str, str] = field(default_factory=dict)
     unsplit: list[Unsplit] = field(default_factory=list)
+    samples: dict[str, Sharding] = field(default_factory=dict)
     shards: Mapping[str, Sharding] = field(default_factory=dict)
 
     @property
@@ -129,13 +132,14 @@ def _planned(
     shapes = {
         n: captured.placeholder(n).meta["val"].shape for n, d in dims.items() if d is not None
     }
+    asked = layout.micro
     layout = micro_of(layout, [int(shapes[n][d]) for n, d in dims.items() if d is not None])
     boundaries = insert_boundaries(captured)
     made = ShardingPlan(captured, layout, Spread(layout.program_mesh), boundaries)
     _alias_weights(made)
     _seed_known(made, known or {})
     _seed_place(made, place or {})
-    _seed_batch(made, dims)
+    _seed_batch(made, dims, asked)
     made.spread.run(captured.graph)
     _seed_hints(made)
     made.spread.run(captured.graph)
@@ -247,8 +251,11 @@ def placed(text: str, shape: tuple[int, ...], mesh: Mesh, what: str) -> Sharding
     return Sharding(dims)
 
 
-def _seed_batch(made: ShardingPlan, dims: Dims) -> None:
-    """`data` splits the samples of the batch, `seq` the second dim of likely (batch, sequence) tensors."""
+def _seed_batch(made: ShardingPlan, dims: Dims, asked: int) -> None:
+    """`data` splits the samples of the batch, `seq` the second dim of likely (batch, sequence) tensors.
+
+    `asked` is the `micro` that the user asked for.
+    """
     mesh = made.mesh
     for name in (n for n, k in made.captured.kinds.items() if k == "batch"):
         node = made.captured.placeholder(name)
@@ -259,7 +266,11 @@ def _seed_batch(made: ShardingPlan, dims: Dims) -> None:
         dim = dims.get(name)
         if dim is not None:
             axes[dim], unsplit = split_of(name, val, dim, mesh, made.layout)
-            made.unsplit += [unsplit] if unsplit is not None else []
+            if unsplit is not None:
+                made.unsplit.append(unsplit)
+                made.reasons[name] = why_unsplit(unsplit)
+            elif made.layout.micro != asked:
+                made.reasons[name] = f"micro={asked} does not divide a rank's samples"
         sequence = val.ndim == 3 or (val.ndim == 2 and not val.is_floating_point())
         if "seq" in mesh and sequence and dim != 1:
             if val.shape[1] % mesh.size("seq") == 0:
@@ -267,7 +278,8 @@ def _seed_batch(made: ShardingPlan, dims: Dims) -> None:
             else:
                 made.reasons[name] = f"its sequence of {val.shape[1]} does not divide by seq"
         split = tuple((Segment(int(n), a),) for n, a in zip(val.shape, axes, strict=True))
-        made.spread.seed(node, Sharding(split), "the layout splits the batch", closed=True)
+        made.samples[name] = Sharding(split)
+        made.spread.seed(node, made.samples[name], "the layout splits the batch", closed=True)
 
 
 def _seed_hints(made: ShardingPlan) -> None:

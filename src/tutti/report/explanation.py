@@ -33,7 +33,7 @@ def explain(
     run: fx.Graph | None = None,
     made: Timed | None = None,
 ) -> str:
-    """The layout table, the memory, the stages and the collectives; with `tensor` (a name pattern) the
+    """The state, batch, memory, stages and collectives; with `tensor` (a name pattern) the
     provenance of its sharding, with `graph` the partitioned graph, of each pipeline rank.
 
     `measured`: measured bytes of a call. `run`: the executed graph here, `made`: the program split in time,
@@ -43,7 +43,9 @@ def explain(
         return "\n".join(_provenance(program, tensor))
     if made is None and program.layout.in_time:
         made = in_time(program)
-    parts = [_header(program), _layout_table(program, made), *_memory(program, measured, run, made)]
+    parts = [_header(program), _layout_table(program, made)]
+    parts += [_batch_table(program)] if program.plan.samples else []
+    parts += _memory(program, measured, run, made)
     if made is not None:
         parts.append(pipeline_text(made))
     parts.append(_collectives_table(program, made))
@@ -80,7 +82,8 @@ def _memory(
 
 def _header(program: Program) -> str:
     mesh = program.layout.mesh
-    return f'layout "{program.layout}": {mesh.num_ranks} ranks, mesh {mesh or "of one rank"}'
+    axes = str(mesh) or "of one rank"
+    return f'layout "{program.layout}": {mesh.num_ranks} ranks, mesh {axes}'
 
 
 def _layout_table(program: Program, made: Timed | None) -> str:
@@ -116,6 +119,24 @@ def _layout_table(program: Program, made: Timed | None) -> str:
         each = ", ".join(format_nbytes(n) for n in totals.values())
         last = f"in all {each} per rank of pipeline ranks 0 to {pipe_ranks[-1]}, of {format_nbytes(whole)}"
     return f"{columns(head, rows)}\n{last}"
+
+
+def _batch_table(program: Program) -> str:
+    """How ranks divide the tensors of the batch, and the reasons against a division."""
+    rows = []
+    for name, sharding in program.plan.samples.items():
+        val = program.captured.placeholder(name).meta["val"]
+        rows.append(
+            (
+                name,
+                dtype_text(val),
+                str(list(val.shape)),
+                "in shards" if name in program.plan.shards else "whole",
+                _short(sharding),
+                program.plan.reasons.get(name, ""),
+            )
+        )
+    return columns(("batch", "dtype", "shape", "given", "computed", ""), rows)
 
 
 def _short(sharding: Sharding) -> str:
