@@ -96,6 +96,7 @@ class Execution:
         self._loops = self._stage(self.timed, channels) if self.timed is not None else None
         keep_freed_memory()
         self._lodger: Lodger | None = None
+        self._moved: dict[int, Tensor] = {}
         self.graph: fx.Graph | None = None
         self._generated: Generated | None = None
         self._recorded: CudaGraph | None = None
@@ -184,7 +185,7 @@ class Execution:
                 return function(inputs, key)
             with _all_or_none(self.player.groups):
                 if self._lodger is not None:
-                    self._lodger.prepare(inputs)
+                    self._moved = self._lodger.prepare(inputs)
                 return function(inputs, key)
         except CommError as error:
             # With its traceback: the report reads the collective and the line from there.
@@ -192,6 +193,11 @@ class Execution:
             raise named.with_traceback(error.__traceback__) from None
         finally:
             set_grad_enabled(gradients)
+
+    def moved(self) -> dict[int, Tensor]:
+        """The inputs that the last `run` moved to shared memory, by index; once, as they hold memory."""
+        found, self._moved = self._moved, {}
+        return found
 
     def _line(self) -> str:
         """The user's line at which the generated code failed."""

@@ -29,6 +29,7 @@ from tutti.capture.state.lift import state_of
 from tutti.capture.step import Captured, capture, copied
 from tutti.environment import STRICT
 from tutti.errors import ShardingError
+from tutti.execution.allocator import give_back_now
 from tutti.execution.execute import Execution
 from tutti.job import Job
 from tutti.layout import Sharding
@@ -250,13 +251,16 @@ class OnRanks(Compiled[Execution]):
     ) -> list[Any]:
         """Play a call; its new state replaces the old one, if the call counts."""
         state, running, execution = self._state(), self.mode.running, self.execution
-        own: list[Any] = [*state]
-        if self.lie is not None and any(self.lie):
-            own = local_parts(state, self.lie)  # those outside are whole
+        own = self._here(state)
         inputs = [*own, *given.values(), *self.mode.rows(tensors, self.shards)]
         run = execution.run_checked if checked else execution.run
         with running.divergence.watching(self.number, self.samples, own):
             returned, updates = run(inputs, running.num_steps)
+        if moved := execution.moved():
+            for at, new in moved.items():
+                set_local(state[at], new)
+            own = self._here(state)  # frees the former tensors
+            give_back_now()
         if checked:  # node by node, on the graph before passes: values, not memory
             returned = [x.clone() if isinstance(x, Tensor) else x for x in returned]
         if self.reads is not None:
@@ -271,6 +275,12 @@ class OnRanks(Compiled[Execution]):
                 set_local(state[at], new)
         # A returned state tensor is no parameter for its reader.
         return [x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in returned]
+
+    def _here(self, state: list[Tensor]) -> list[Tensor]:
+        """This rank's parts of the state."""
+        if self.lie is None or not any(self.lie):
+            return [*state]
+        return local_parts(state, self.lie)  # those outside are whole
 
     def _state(self) -> list[Tensor]:
         """The current state tensors, in the captured order."""

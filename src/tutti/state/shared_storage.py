@@ -148,10 +148,13 @@ class Lodger:
         """The tensor of each input in shared memory after `prepare`, at every call."""
         return {name: self._home.lodgings[name].own for name in self._places}
 
-    def prepare(self, inputs: list[Any]) -> None:
-        """Move `inputs` to shared memory as far as the program needs them there."""
+    def prepare(self, inputs: list[Any]) -> dict[int, Tensor]:
+        """Move `inputs` to shared memory as far as the program needs them there; the moved ones, by index.
+
+        The caller puts them in the place of the tensors that hold the same values outside.
+        """
         if self._memory is None:
-            return
+            return {}
         moved = [
             (name, i)
             for name, i in self._places.items()
@@ -163,6 +166,7 @@ class Lodger:
             for name, i in moved:
                 inputs[i] = self._home.move_in(name, inputs[i])
         self._memory.hold({name: inputs[i] for name, i in self._copied.items()})
+        return {i: inputs[i] for _, i in moved}
 
 
 def _buffers(graph: fx.Graph) -> dict[Axes, int]:
