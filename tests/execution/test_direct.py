@@ -112,7 +112,7 @@ UNBOUND: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.arange.start, (1, 5), {"dtype": torch.float64, "device": torch.device("cpu")}),
     (aten.round.decimals, (square(),), {"decimals": 1}),
     (aten.cumsum.out, (square(), 1), {"out": torch.zeros(4, 4)}),
-    (torch.ops.tutti.product.default, (square(), square(1)), {}),
+    (torch.ops.tutti.onednn_matmul.default, (square(), square(1)), {}),
 ]  # fmt: skip
 
 

@@ -71,11 +71,11 @@ def test_before_and_after() -> None:
     graph.lint()
     assert lines(graph) == [
         "permute(%y, [1, 0])",
-        "product(%x, %5)",
-        "product(%x, %w)",
-        "product(%x, %5, %c)",
-        "product(%x, %w, %c)",
-        "product(%x, %5)",
+        "onednn_matmul(%x, %5)",
+        "onednn_matmul(%x, %w)",
+        "onednn_matmul(%x, %5, %c)",
+        "onednn_matmul(%x, %w, %c)",
+        "onednn_matmul(%x, %5)",
         "copy_(%out, %10)",
     ]
 
@@ -87,19 +87,19 @@ def test_no_transpose_is_left_over() -> None:
     turned = [b.call(aten.permute.default, w, [1, 0], shape=(256, 512)) for _ in range(2)]
     graph = b.done([b.call(aten.mm.default, x, t, shape=(256, 512)) for t in turned], [])
     assert onednn(graph, HERE) == 2
-    assert lines(graph) == ["product(%x, %w)", "product(%x, %w)"]
+    assert lines(graph) == ["onednn_matmul(%x, %w)", "onednn_matmul(%x, %w)"]
 
 
 def test_the_smaller_operand_is_laid_out_anew() -> None:
     graph = gradient(1024, 128, 512)
     assert onednn(graph, HERE) == 1
-    assert lines(graph) == ["permute(%g, [1, 0])", "permute(%x, [1, 0])", "product(%3, %4)"]
+    assert lines(graph) == ["permute(%g, [1, 0])", "permute(%x, [1, 0])", "onednn_matmul(%3, %4)"]
     graph = gradient(1024, 512, 128)
     assert onednn(graph, HERE) == 1
     assert lines(graph) == [
         "permute(%g, [1, 0])",
         "permute(%x, [1, 0])",
-        "product(%4, %3)",
+        "onednn_matmul(%4, %3)",
         "permute(%5, [1, 0])",
         "clone(%6, memory_format=torch.contiguous_format)",
     ]

@@ -1,6 +1,6 @@
 """Matmuls by oneDNN, on processors for which PyTorch's BLAS has no kernels of full width.
 
-    tutti::product(x, weight, bias=None) -> x @ weight.T + bias
+    tutti::onednn_matmul(x, weight, bias=None) -> x @ weight.T + bias
 
 with x (..., k), weight (n, k) and bias (n,). `torch.mm` in float32 calls MKL, which runs AVX2 kernels on
 processors that are not Intel's, whatever their instructions; oneDNN, also a part of PyTorch, chooses by the
@@ -20,7 +20,7 @@ from torch import Tensor
 from tutti.torch_private.op_tables import OpOverload
 
 _LIBRARY = torch.library.Library("tutti", "FRAGMENT")
-_LIBRARY.define("product(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
+_LIBRARY.define("onednn_matmul(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor")
 _ONEDNN: Any = torch.ops.mkldnn
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -37,11 +37,11 @@ def _fake_matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-_LIBRARY.impl("product", _matmul, "CompositeExplicitAutograd")
-torch.library.register_fake("tutti::product", _fake_matmul, lib=_LIBRARY)
+_LIBRARY.impl("onednn_matmul", _matmul, "CompositeExplicitAutograd")
+torch.library.register_fake("tutti::onednn_matmul", _fake_matmul, lib=_LIBRARY)
 
-# In the text of a graph the op's name is `product`, to differ from `aten.matmul`.
-matmul = torch.ops.tutti.product.default
+# Its own name in the text of a graph, to differ from `aten.matmul`.
+matmul = torch.ops.tutti.onednn_matmul.default
 
 
 def onednn_linear() -> OpOverload:
