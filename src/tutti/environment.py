@@ -123,6 +123,9 @@ MOST_PROGRAMS = Count(
     "how many programs a step keeps, one for each batch of other sizes",
     things="programs",
 )
+PROFILE = Text(
+    "TUTTI_PROFILE", "", "a folder for a trace of each rank: the times of every op of a few calls"
+)
 CUDA_GRAPH = Switch("TUTTI_CUDA_GRAPH", False, "record a step on one GPU as one CUDA graph")
 SHARED_MEMORY = Text(
     "TUTTI_SHARED_MEMORY",
@@ -153,7 +156,8 @@ VARIABLES: tuple[
     | EnvironmentVariable[float],
     ...,
 ] = (
-    *(LAYOUT, TIMEOUT, LEASE, LINGER, CHECK_NAN, STRICT, WITHOUT, MOST_PROGRAMS, CUDA_GRAPH),
+    *(LAYOUT, TIMEOUT, LEASE, LINGER, CHECK_NAN, STRICT, WITHOUT, MOST_PROGRAMS),
+    *(PROFILE, CUDA_GRAPH),
     *(SHARED_MEMORY, KEEP_MEMORY, SECRET, TLS, ROLE, SERVERS, LISTEN, RECORDS, REPAIR, RUN_DIR),
 )
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import forked
 from tutti.cli.main import app
+from tutti.environment import PROFILE
 from tutti.launch import launch
+
+PROFILED = """\
+import torch, tutti
+
+def train(model, optimizer, x):
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+model = torch.nn.Linear(8, 8)
+step = tutti.distribute(train, model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(5):
+    step(torch.ones(4, 8))
+"""
 
 
 @pytest.fixture
@@ -69,3 +87,26 @@ def test_an_odd_number_of_seconds_is_refused_by_name_before_anything_starts(
     assert f'LayoutError: {name}="nan" is not a number of seconds' in result.stderr
     assert f"fix  {name}=" in result.stderr
     assert not launched and not list(tmp_path.glob("tutti-*"))
+
+
+def test_a_profile_makes_its_folder_and_tells_the_ranks(
+    script: str, launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROFILE.name, "")  # put back afterwards
+    folder = tmp_path / "traces"
+    CliRunner().invoke(app, ["run", "--profile", str(folder), script])
+    assert launched and folder.is_dir() and PROFILE.read() == str(folder)
+    launched.clear()
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["run", "--profile", str(tmp_path / "file" / "x"), script])
+    assert result.exit_code == 2 and "no trace can be written" in result.stderr and not launched
+
+
+def test_a_profiled_run_ends_with_its_slowest_lines(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(PROFILED)
+    words = ["-m", "tutti", "run", "--profile", str(tmp_path / "traces"), str(path)]
+    done = forked.run(words, env=dict(os.environ), cwd=tmp_path, timeout=90)
+    assert done.returncode == 0, done.stderr
+    assert "profile: 3 calls of" in done.stderr and "on each of 1 rank, in" in done.stderr
+    assert "train.py:4 backward" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +28,13 @@ def run(
     log_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep each rank's output here.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            help="Write a trace per rank here: the times of all ops of a few steps.",
+        ),
+    ] = None,
     servers: Annotated[
         str, typer.Option(help="Servers on other hosts, host:port,...: start workers only.")
     ] = "",
@@ -40,6 +49,8 @@ def run(
     parsed = Layout.parse(layout)
     parsed.check_available()
     check_seconds()
+    if profile is not None:
+        _profile_to(profile)
     if servers:
         _run_workers(parsed, script, script_args or [], num_ranks, servers, first, log_dir)
     num_ranks = _check(num_ranks, layout, parsed)
@@ -48,10 +59,25 @@ def run(
         from tutti.launch.supervise import Supervisor
 
         command = [str(script), *(script_args or [])]
-        raise typer.Exit(Supervisor(parsed, roles_of(parsed), command, log_dir=log_dir).run())
-    from tutti.launch.launch import launch  # imports torch, after the check of the layout
+        code = Supervisor(parsed, roles_of(parsed), command, log_dir=log_dir).run()
+    else:
+        from tutti.launch.launch import launch  # imports torch, after the check of the layout
 
-    raise typer.Exit(launch(num_ranks, str(script), script_args or [], layout, log_dir=log_dir))
+        code = launch(num_ranks, str(script), script_args or [], layout, log_dir=log_dir)
+    if profile is not None and code == 0:
+        from tutti.report.trace_summary import trace_summary
+
+        print(trace_summary(profile), file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def _profile_to(folder: Path) -> None:
+    """Let the processes of the run write traces to `folder`."""
+    from tutti.environment import PROFILE
+    from tutti.execution.profiling import check_folder
+
+    check_folder(folder)
+    os.environ[PROFILE.name] = str(folder.resolve())
 
 
 def _run_workers(

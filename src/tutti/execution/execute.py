@@ -29,6 +29,7 @@ from tutti.execution.cuda_graph import CudaGraph, asked_for, obstacle, say_why
 from tutti.execution.edge_channels import Edge, EdgeMessages, edges_of, in_common
 from tutti.execution.generate import Generated, generate
 from tutti.execution.loops import Loops
+from tutti.execution.profiling import program_profile
 from tutti.graph.edits.quick import quickly_written
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import graphs_of
@@ -93,6 +94,7 @@ class Execution:
             )
         elif groups is not None:
             self.player = ProcessGroups(groups)
+        self._profile = program_profile()
         self._loops = self._stage(self.timed, channels) if self.timed is not None else None
         keep_freed_memory()
         self._lodger: Lodger | None = None
@@ -115,6 +117,7 @@ class Execution:
                     self._coordinates,
                     loops=self._loops,
                     lodged=self._lodger.lodged if self._lodger is not None else {},
+                    profile=self._profile,
                 )
             if self._gives_back:
                 give_back_now()
@@ -168,7 +171,8 @@ class Execution:
                 for stage in range(made.schedule.num_stages)
             }
         owner = program.captured.owner
-        return Loops(owner, self.player, program.mesh, self._coordinates, rank_of, channels)
+        given = (owner, self.player, program.mesh, self._coordinates, rank_of, channels)
+        return Loops(*given, self._profile)
 
     def run(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """(returned leaves, new local state values) for local `inputs`; `inputs` is emptied."""
@@ -181,6 +185,8 @@ class Execution:
         try:
             generated = self.generated
             function = self._recorded or generated.function
+            if self._profile is not None:
+                function = self._profile.timing(function, step)
             if self.player is None:
                 return function(inputs, key)
             with _all_or_none(self.player.groups):

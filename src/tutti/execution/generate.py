@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from tutti.execution.direct import direct, shorter
 from tutti.execution.fixed import Fixed
+from tutti.execution.profiling import ProgramProfile, now
 from tutti.graph.analysis.aliases import is_overwritten, itself
 from tutti.graph.analysis.liveness import last_uses
 from tutti.graph.ops import collectives
@@ -28,6 +29,7 @@ from tutti.layout import Mesh, Sharding
 # The arguments of the generated function from the run: `key(stream)` for this step's random numbers, the
 # index of the micro-batch, and the receiver of values before the function's end.
 KEY, MICRO, POST = "key", "micro", "post"
+MARK = "mark(now())"  # a line's end, for a profile
 # The most bytes of zeros on this rank to keep from step to step.
 MOST_ZEROS_NBYTES = 1 << 16
 INFIX = {
@@ -63,17 +65,19 @@ def generate(
     name: str = "step",
     loops: Loops | None = None,
     lodged: Mapping[str, Tensor] | None = None,
+    profile: ProgramProfile | None = None,
 ) -> Generated:
     """Write and compile the function of the rank at `coordinates`.
 
     If `mesh` has the axis `micro` and `coordinates` has not, this precomputes the values that differ between
     micro-batches for all of them. `loops` returns the function that plays a loop; `lodged` are inputs that
-    are the same tensor at every call.
+    are the same tensor at every call. The code tells `profile` when each op begins and ends.
     """
     memory = player.shared_memory if player is not None else None
     fixed = Fixed(memory, lodged or {})
     calls = _calls(player, memory)
-    return _CodeWriter(owner, calls, mesh, dict(coordinates), loops, fixed).write(graph, name)
+    writer = _CodeWriter(owner, calls, mesh, dict(coordinates), loops, fixed, profile)
+    return writer.write(graph, name)
 
 
 def _calls(player: Player | None, memory: SharedMemory | None) -> dict[Any, Callable[..., Any]]:
@@ -109,9 +113,10 @@ class _CodeWriter:
         coordinates: dict[str, int],
         loops: Loops | None,
         fixed: Fixed,
+        profile: ProgramProfile | None,
     ) -> None:
         self.owner, self.calls, self.mesh, self.loops = owner, calls, mesh, loops
-        self.fixed = fixed
+        self.fixed, self.profile = fixed, profile
         in_time = MICRO in mesh and MICRO not in coordinates
         self.moments = (
             [{**coordinates, MICRO: k} for k in range(mesh.size(MICRO))] if in_time else []
@@ -127,6 +132,7 @@ class _CodeWriter:
         self.zeros: dict[Any, Tensor] = {}
         self.body: list[str] = []
         self.lines: dict[int, str] = {}
+        self.written: list[fx.Node] = []  # the node of each line
 
     def write(self, graph: fx.Graph, name: str) -> Generated:
         looks = {node for node in graph.nodes if self.fixed.is_look(node)}
@@ -154,11 +160,17 @@ class _CodeWriter:
                 line += f"; del {', '.join(dead)}"
                 self.free += dead
             self.body.append(line)
+            self.written.append(node)
             self.lines[len(self.body) + 2] = node.meta.get("source", "")
         # Names of parameters come first among the locals: the first 256 take one instruction less.
         own = "".join(f", v{k}=None" for k in range(len(feeds), self.num_names))
         head = [f"def {name}(inputs, {KEY}, {MICRO}=0, {POST}=None{own}):"]
         head += [f"    [{', '.join(feeds)}] = inputs; inputs.clear()" if feeds else "    pass"]
+        if self.profile is not None:
+            self.globals |= {"now": now, "mark": self.profile.function(name, self.written).append}
+            head[1] += f"; {MARK}"
+            timed = len(self.written)
+            self.body = [f"{line}; {MARK}" for line in self.body[:timed]] + self.body[timed:]
         text = "\n".join(head + [f"    {line}" for line in self.body])
         self.globals["__tutti_lines__"] = self.lines
         exec(compile(text, f"<tutti {name}>", "exec"), self.globals)  # noqa: S102  # our own text, of the user's own graph

@@ -15,6 +15,7 @@ from tutti.comm.collectives.channel import Channel
 from tutti.comm.collectives.failure import Wait, waiting, with_line
 from tutti.errors import CommError
 from tutti.execution.generate import generate
+from tutti.execution.profiling import ProgramProfile, now
 from tutti.graph.ops.loop import SEND, Body, Do, LoopPart
 from tutti.graph.players.dim_segments import join
 from tutti.graph.players.player import Player
@@ -35,6 +36,7 @@ class Loops:
     Args:
         rank_of: the rank of this run that plays a stage, with this rank's other coordinates.
         channels: to and from those ranks, by (sending rank, receiving rank).
+        profile: of the program.
     """
 
     def __init__(
@@ -45,10 +47,12 @@ class Loops:
         coordinates: Mapping[str, int],
         rank_of: Mapping[int, int],
         channels: Mapping[tuple[int, int], Channel],
+        profile: ProgramProfile | None = None,
     ) -> None:
         self.owner, self.player, self.mesh, self.coordinates = owner, player, mesh, coordinates
         self.rank_of, self.channels = rank_of, channels
         self.lines: dict[str, dict[int, str]] = {}
+        self._profile = profile
 
     def __call__(self, body: Body) -> Callable[[list[Any], Key], list[Any]]:
         functions = {
@@ -62,11 +66,13 @@ class Loops:
 
     def play(self, row: Row, functions: Functions, values: list[Any], key: Key) -> list[Any]:
         """Play a row with `functions` for its parts, by the `id` of each and whether it adds."""
-        return play(row, values, RowEngine(row.body, functions, key, self.rank_of, self.channels))
+        given = (row.body, functions, key, self.rank_of, self.channels, self._profile)
+        return play(row, values, RowEngine(*given))
 
     def _written(self, key: tuple[int, str], graph: fx.Graph) -> Function:
         name = f"part_{key[0]}{key[1]}_{len(self.lines)}"
-        made = generate(graph, self.owner, self.player, self.mesh, self.coordinates, name=name)
+        given = (graph, self.owner, self.player, self.mesh, self.coordinates)
+        made = generate(*given, name=name, profile=self._profile)
         self.lines[f"<tutti {name}>"] = made.lines
         return made.function
 
@@ -85,8 +91,10 @@ class RowEngine:
         key: Key,
         rank_of: Mapping[int, int],
         channels: Mapping[tuple[int, int], Channel],
+        profile: ProgramProfile | None = None,
     ) -> None:
         self.body, self.functions, self.key = body, functions, key
+        self._profile = profile
         self.current: Wait | None = None
         self.line = ""
         self.rank_of, self.channels = rank_of, channels
@@ -100,7 +108,12 @@ class RowEngine:
         def post(x: Tensor, name: str) -> None:
             self._post(*self.keys[id(part)], micro, x, name)
 
-        return self.functions[id(part), adding](inputs, self.key, micro, post)
+        begin = now()
+        results = self.functions[id(part), adding](inputs, self.key, micro, post)
+        if self._profile is not None:
+            stage, kind = self.keys[id(part)]
+            self._profile.span(str(Do(kind, stage, micro)), "micro-batch", begin)
+        return results
 
     def _post(self, stage: int, kind: str, micro: int, x: Tensor, name: str) -> None:
         """Send `x` if it is the next value of a message; else the row's entry sends it later."""
@@ -137,8 +150,14 @@ class RowEngine:
         nbytes = sum(x.nbytes for x in values)
         self.line = self.body.source_of(source, do.kind, to)
         self.current = waiting("send" if sends else "recv", edge, nbytes)
+        begin = now()
         try:
             yield self.channels[edge]
         except CommError as error:
             raise with_line(error, self.line) from error
         self.current, self.line = None, ""
+        if self._profile is not None:
+            moved = f"{do.kind}{do.micro} " + (
+                f"to stage {to}" if sends else f"from stage {source}"
+            )
+            self._profile.span(f"{'send' if sends else 'receive'} {moved}", "collective", begin)

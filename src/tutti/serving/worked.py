@@ -15,6 +15,7 @@ from tutti.execution.allocator import give_back_now
 from tutti.execution.checked import Checked
 from tutti.execution.generate import generate
 from tutti.execution.loops import Loops
+from tutti.execution.profiling import ProgramProfile, program_profile
 from tutti.graph.players.player import Player
 from tutti.graph.randomness import random
 from tutti.job import Job
@@ -56,7 +57,13 @@ class Worked:
     @cached_property
     def _loops(self) -> Loops | None:
         owner, mesh = self.program.captured.owner, self.program.mesh
-        return Loops(owner, self.player, mesh, self.coordinates, {}, {}) if self.timed else None
+        if not self.timed:
+            return None
+        return Loops(owner, self.player, mesh, self.coordinates, {}, {}, self._profile)
+
+    @cached_property
+    def _profile(self) -> ProgramProfile | None:
+        return program_profile()
 
     @cached_property
     def graph(self) -> fx.Graph:
@@ -66,7 +73,8 @@ class Worked:
     @cached_property
     def _function(self) -> Callable[..., tuple[list[Any], list[Any]]]:
         owner, mesh = self.program.captured.owner, self.program.mesh
-        made = generate(self.graph, owner, self.player, mesh, self.coordinates, loops=self._loops)
+        given = (self.graph, owner, self.player, mesh, self.coordinates)
+        made = generate(*given, loops=self._loops, profile=self._profile)
         give_back_now()
         return made.function
 
@@ -79,8 +87,11 @@ class Worked:
         if checked:
             given = (self.player, self.coordinates, self._loops, seed, step)
             return Checked(self._local, *given).run(inputs)
+        function = self._function
+        if self._profile is not None:
+            function = self._profile.timing(function, step)
         with torch.no_grad():
-            return self._function(inputs, lambda stream: random.key(seed, stream, step))
+            return function(inputs, lambda stream: random.key(seed, stream, step))
 
 
 def parts_of(

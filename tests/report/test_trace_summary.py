@@ -1,0 +1,71 @@
+"""The summary of traces: means over calls and ranks, sums by op and line, the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tutti.errors import TuttiError
+from tutti.report.trace_summary import MOST_ROWS, trace_summary
+
+
+def event(
+    name: str, category: str, ts: float, dur: float, pid: int, **shown: Any
+) -> dict[str, Any]:
+    """One event of a trace, in microseconds."""
+    return {
+        "ph": "X", "name": name, "cat": category, "ts": ts, "dur": dur, "pid": pid, "tid": 0,
+        "args": shown,
+    }  # fmt: skip
+
+
+def write(folder: Path, pid: int, more: list[dict[str, Any]]) -> None:
+    """A rank with two calls of 1 ms: a matmul of 400 us, and a gather of 100 us on rank 0, 300 on rank 1."""
+    every = []
+    for k in range(2):
+        at = 5000.0 * k
+        gather = 100.0 if pid == 0 else 300.0
+        every += [
+            event(f"step {k}, program 1", "step", at, 1000.0, pid, step=k, program=1),
+            event("mm", "forward", at + 10, 400.0, pid, line="/x/model.py:7", region="forward"),
+            event("all_gather", "collective", at + 500, gather, pid, line="/x/model.py:9",
+                  region="backward", axes="data", nbytes=4000),
+        ]  # fmt: skip
+    (folder / f"rank-{pid}.json").write_text(json.dumps({"traceEvents": every + more}))
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of the table."""
+    return [re.split(r"  +", line) for line in text.splitlines()[-4:]]
+
+
+def test_means_over_calls_and_ranks(tmp_path: Path) -> None:
+    for pid in range(2):
+        write(tmp_path, pid, [event("mm", "forward", 4000.0, 500.0, pid, line="outside.py:1")])
+    text = trace_summary(tmp_path)
+    assert text.startswith("profile: 2 calls of 1 ms on each of 2 ranks")
+    assert rows(text) == [
+        ["ms", "share", "count", "op", "line"],
+        ["0.4", "40 %", "1", "mm", "model.py:7 forward"],
+        ["0.2", "20 %", "1", "all_gather over data, 4 kB", "model.py:9 backward"],
+        ["0.4", "40 %", "between ops"],
+    ]
+
+
+def test_many_ops_end_in_one_row(tmp_path: Path) -> None:
+    many = [event(f"op{k}", "update", 600.0 + k, 1.0, 0, line="a.py:1") for k in range(MOST_ROWS)]
+    write(tmp_path, 0, many)
+    text = trace_summary(tmp_path)
+    assert "others" in text and len(text.splitlines()) == 2 + MOST_ROWS + 2
+
+
+def test_a_folder_without_traces_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TuttiError, match="no trace in"):
+        trace_summary(tmp_path)
+    (tmp_path / "rank-0.json").write_text("[")
+    with pytest.raises(TuttiError, match="is no trace"):
+        trace_summary(tmp_path)
