@@ -91,6 +91,10 @@ class ReadFailure:
             lines = traceback.format_exception(cause)
             self.text, self.cause = "".join(lines), None  # it may not pickle
 
+    def traceback(self) -> str:
+        """That of the cause, as text."""
+        return self.text or "".join(traceback.format_exception(self.cause) if self.cause else ())
+
     def throw(self) -> None:
         """Raise the error, with its cause."""
         raise self.error from (WorkerTraceback(self.text) if self.text else self.cause)
