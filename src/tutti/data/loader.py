@@ -24,7 +24,7 @@ from tutti.data.rank_rows import is_split, num_shares
 from tutti.data.read_turns import Turn, turns
 from tutti.data.reading import BatchRequest, Fingerprint, Here, Reader
 from tutti.data.same_data import ONE_DEVICE, check_same, met
-from tutti.data.sample_errors import dataset_name, leaf_names
+from tutti.data.sample_errors import dataset_name, leaf_names, of_worker
 from tutti.data.sample_order import BatchSpan, Order
 from tutti.data.shared_reads import SharedReads, Terms, shared_reads, warn_apart
 from tutti.data.streams import StreamReader
@@ -194,22 +194,32 @@ class Loader:
         answer = None
         for read in turn.reads:
             answer = own.next()
-            if own.lost:
-                self._torch = self._data_loader(self._requests)  # persistent workers begin anew
+            self._renew(own)
             if read.group is not None:
                 assert self._shared is not None and answer is not None
                 self._shared.publish(read, answer)
         if turn.group is not None:
-            answer = self._given(turn)
+            answer = self._given(turn, own)
         return answer if answer is None or isinstance(answer, str) else _whole(answer)
 
-    def _given(self, turn: Turn) -> dict[str, Any] | str:
+    def _given(self, turn: Turn, own: OwnReads) -> dict[str, Any] | str:
         """The batch of a turn that ranks share."""
         assert self._shared is not None
-        try:
-            return self._shared.take(turn)
-        except (NotSendable, SharedMemoryError):  # this rank alone cannot take it
-            return self._alone(self._request(replace(turn, group=None)), pin=True)
+        while True:
+            try:
+                return self._shared.take(turn)
+            except (NotSendable, SharedMemoryError):  # this rank alone cannot take it
+                return self._alone(self._request(replace(turn, group=None)), pin=True)
+            except RuntimeError as error:
+                if not of_worker(error):
+                    raise
+                own.fail(error)  # all ranks learn of it at the turn of its batch
+                self._renew(own)
+
+    def _renew(self, own: OwnReads) -> None:
+        """Persistent workers begin anew after the loss of one."""
+        if own.lost:
+            self._torch = self._data_loader(self._requests)
 
     def _part(self, problem: str) -> None:
         """From now on this rank reads for itself, as all ranks do that shared the batch."""

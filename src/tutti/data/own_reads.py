@@ -51,16 +51,16 @@ class OwnReads:
         try:
             answer = next(self._source, None)
         except Exception as error:
-            answer = {"failure": self._failure(error)}
+            self.fail(error)
+            return self._failed
         if answer is not None and "failure" in answer:
             self._source, self._failed = None, answer
         return answer
 
-    def _failure(self, error: Exception) -> Unread:
-        found = None
-        if isinstance(error, RuntimeError):
-            found = lost_worker(error, self._reader.whereabouts, self._reader.name)
-        if found is None:
-            return OtherFailure(error)
-        self.lost = True
-        return ReadFailure(found, RuntimeError(found.why))
+    def fail(self, error: Exception) -> None:
+        """An error that PyTorch has raised: the next answer is its failure."""
+        found = lost_worker(error, self._reader.whereabouts, self._reader.name)
+        failure: Unread = OtherFailure(error)
+        if found is not None:
+            failure, self.lost = ReadFailure(found, RuntimeError(found.why)), True
+        self._source, self._failed = None, {"failure": failure}

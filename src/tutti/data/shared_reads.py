@@ -27,7 +27,7 @@ from tutti.data.rank_rows import SPLIT_AXES, is_split, num_shares, rows
 from tutti.data.read_cost import SampleCost, pays
 from tutti.data.read_turns import Turn
 from tutti.data.reading import Here
-from tutti.data.sample_errors import ReadFailure
+from tutti.data.sample_errors import ReadFailure, of_worker
 from tutti.data.sample_order import BatchSpan
 from tutti.errors import TuttiError
 from tutti.layout import Layout
@@ -78,7 +78,7 @@ class SharedReads:
     ) -> None:
         self._here, self._terms = here, terms
         self._of_rows, self._of_whole = of_rows, of_whole
-        self._own: dict[int, dict[str, Any] | str] = {}
+        self._own: dict[int, dict[str, Any] | str] = {}  # of each group
         self.current: Wait | None = None
 
     def begin(self, position: Mapping[str, Any]) -> None:
@@ -109,7 +109,7 @@ class SharedReads:
                 problem = f"ranks do not send {found} to each other"
                 said, parts = {"apart": problem}, []
         problem = turn.group.publish(json.dumps(said).encode(), parts) or problem
-        self._own[id(turn)] = problem or answer
+        self._own[id(turn.group)] = problem or answer
 
     def take(self, turn: Turn) -> dict[str, Any] | str:
         """The answer of a turn, whichever rank has read it; a text: why ranks cannot share it.
@@ -117,13 +117,14 @@ class SharedReads:
         Raises:
             CommError: the rank that reads it has gone, or does not come.
             NotSendable, SharedMemoryError: this rank alone cannot take it.
+            RuntimeError: PyTorch interrupts the wait, as a worker of this rank has died; call again.
         """
         group = turn.group
         assert group is not None
         size = turn.span.stop - turn.span.start
         cuts = is_split(size, self._here.layout) and not self._terms.by_rows
         if turn.own:
-            answer = self._own.pop(id(turn))
+            answer = self._own[id(group)]
             if isinstance(answer, str) or "failure" in answer or not cuts:
                 return answer
             return self._cut(answer["batch"], size)
@@ -150,9 +151,9 @@ class SharedReads:
         self.current = Wait(_WAIT, (), 0, now_seconds())
         try:
             yield
-        except SharedMemoryError:
-            raise
         except RuntimeError as error:
+            if isinstance(error, SharedMemoryError) or of_worker(error):
+                raise
             ranks = group.ranks
             here = Group.of(None, ranks, ranks[group.position])
             raise comm_error(error, _WAIT, (), 0, here) from error
