@@ -17,6 +17,7 @@ import torch
 from tutti.comm.host import publications as module
 from tutti.comm.host.life import Life
 from tutti.comm.host.publications import Publications
+from tutti.comm.host.segment import SharedMemoryError, new_file
 from tutti.comm.host.signals import PeerDiffers, PeerLate
 
 
@@ -40,12 +41,14 @@ def exchange_of(n: int) -> Callable[[int], Callable[[str], list[str]]]:
 def play(n: int, function: Callable[[Publications], Any], seconds: float = 30.0) -> list[Any]:
     """The result or the error of each of n threads, as ranks 10, 11, ..."""
     found: list[Any] = [None] * n
+    groups: list[Publications] = []  # they live until all have ended
     exchange = exchange_of(n)
 
     def run(k: int) -> None:
         made = Publications(
             list(range(10, 10 + n)), k, [os.getpid()] * n, exchange(k), seconds, n + 64
         )
+        groups.append(made)
         try:
             found[k] = function(made)
         except Exception as error:
@@ -133,6 +136,30 @@ def test_a_value_without_memory_is_published_as_none() -> None:
     with mock.patch.object(module, "new_file", side_effect=full):
         for problem, found in play(2, short):
             assert "has no room for" in problem and found is None
+
+
+def test_memory_that_its_rank_gave_back_is_not_mixed_up_with_another_file() -> None:
+    closed = threading.Event()
+    others: list[Any] = []
+
+    def leave(group: Publications) -> None:
+        group.begin(0)
+        if group.position == 0:
+            group.publish(b"a value")
+            fd = group._boxes[0].fd
+            group._boxes[0].close()
+            others.append(new_file(2**20))
+            assert others[0] == fd, "the number is free, and taken again"
+            closed.set()
+            return
+        closed.wait()
+        with pytest.raises(SharedMemoryError, match="Stale"):
+            group.take(0)
+
+    try:
+        assert play(2, leave) == [None, None]
+    finally:
+        os.close(others[0])
 
 
 def test_memory_grows_with_the_largest_value_alone() -> None:

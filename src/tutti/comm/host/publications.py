@@ -33,8 +33,8 @@ from tutti.comm.host.signals import LINE, Signals
 _NUM_BOXES = 2
 _WORDS = LINE // 8  # 64-bit words of a line
 _LEAST_NBYTES = 2**16
-# A box's words: its file's number, descriptor and size; the sizes of the text and of the value.
-_FILE, _FD, _SIZE, _TEXT, _NBYTES = range(5)
+# A box's words: its file's inode, descriptor and size; the sizes of the text and of the value.
+_INODE, _FD, _SIZE, _TEXT, _NBYTES = range(5)
 
 
 class Published(NamedTuple):
@@ -116,8 +116,8 @@ class Publications:
         _, problem = tried(lambda: box.hold(begin + nbytes), None, begin + nbytes)
         if not problem:
             box.write(text, [(begin + low, x) for low, x in parts])
-        heads = (box.number, box.fd if box.fd >= 0 else 0, box.nbytes, len(text), nbytes)
-        for k, word in enumerate(heads):
+        words = (box.inode, max(box.fd, 0), box.nbytes, len(text), nbytes)
+        for k, word in enumerate(words):
             self._words[line + k] = word
         if problem:
             self._words[line + _TEXT] = 0
@@ -130,22 +130,22 @@ class Publications:
 
         Raises:
             PeerLost, PeerLate: its rank does not publish it.
-            SharedMemoryError: this rank cannot map its memory.
+            SharedMemoryError: this rank cannot map its memory, or its rank has given it back.
         """
         j, number = self.owner(turn), turn // self.size
         self._signals.wait(self._base + number + 1, [j])
         line = self._line(j, number % 2)
-        file, fd, size, length, nbytes = self._words[line : line + _NBYTES + 1].tolist()
+        inode, fd, size, length, nbytes = self._words[line : line + _NBYTES + 1].tolist()
         if not length:
             return None
         known = self._seen.get((j, number % 2))
-        if known is None or known[0] != file:
+        if known is None or known[0] != inode:
             self._seen.pop((j, number % 2), None)
-            pid = self._pids[j]
-            found, problem = tried(lambda: map_file(pid, fd, size, at_once=True), None, size)
+            theirs = self._pids[j], fd, size, True, inode
+            found, problem = tried(lambda: map_file(*theirs), None, size)
             if found is None:
                 raise SharedMemoryError(problem)
-            known = self._seen[j, number % 2] = file, found
+            known = self._seen[j, number % 2] = inode, found
         begin, memory = _aligned(length), known[1]
         return Published(bytes(memory[:length].numpy()), memory[begin : begin + nbytes])
 
@@ -157,7 +157,7 @@ class _Box:
     """Memory of this rank for its values; a larger value takes the place of the memory, too."""
 
     def __init__(self) -> None:
-        self.fd, self.nbytes, self.number = -1, 0, 0
+        self.fd, self.nbytes, self.inode = -1, 0, 0
         self._memory: Tensor | None = None
 
     def hold(self, nbytes: int) -> None:
@@ -168,7 +168,7 @@ class _Box:
         self.close()
         self.fd = new_file(nbytes)
         self._memory = map_file(os.getpid(), self.fd, nbytes, at_once=True)
-        self.nbytes, self.number = nbytes, self.number + 1
+        self.nbytes, self.inode = nbytes, os.fstat(self.fd).st_ino
 
     def write(self, text: bytes, parts: Sequence[tuple[int, Tensor]]) -> None:
         """Write a value that it has room for."""
