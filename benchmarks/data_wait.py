@@ -9,9 +9,9 @@ file with a tenth of its tokens replaced at random, by Python. On one device the
 sampler; on ranks each has a `DistributedSampler`, and its step gets the whole batch of another loader: only
 the wait counts. Prints the seconds of a wait over those of a step, mean and median.
 
-With `--shared` there is no step: loops over `tutti.loader` alone with `share_reads=True`, `False` and `None`
-take turns of an epoch, in one run: of samples that cost a processor (512 x 512 pixels to decompress and scale),
-and of cheap ones. Prints the milliseconds of a batch, the median of epochs.
+With `--shared` there is no step: loops over `tutti.loader` with `share_reads=True`, `False` and `None` take
+turns of an epoch, in one run: of samples that cost a processor (768 x 768 pixels to decompress and scale), and
+of cheap ones. Prints the milliseconds of a batch, the median of epochs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Pictures(Dataset[Tensor]):
     """Compressed pixels, which a read decompresses and scales."""
 
     def __init__(self, count: int) -> None:
-        made = np.random.default_rng(0).integers(0, 64, (16, 512, 512), dtype=np.uint8)
+        made = np.random.default_rng(0).integers(0, 64, (16, 768, 768), dtype=np.uint8)
         self.found = [zlib.compress(np.cumsum(x, axis=1, dtype=np.uint8).tobytes()) for x in made]
         self.count = count
 
@@ -73,7 +73,7 @@ class Pictures(Dataset[Tensor]):
 
     def __getitem__(self, k: int) -> Tensor:
         octets = zlib.decompress(self.found[k % len(self.found)])
-        pixels = torch.frombuffer(bytearray(octets), dtype=torch.uint8).view(512, 512)
+        pixels = torch.frombuffer(bytearray(octets), dtype=torch.uint8).view(768, 768)
         return (pixels.float() / 255 - 0.5)[::4, ::4].contiguous()
 
 
@@ -93,8 +93,8 @@ def measure_sharing(layout: str, num_rounds: int) -> None:
         }
         times: dict[Any, list[float]] = {share: [] for share in loaders}
         for k in range(num_rounds + 1):
-            for share, loader in loaders.items():
-                batches = iter(loader)
+            for share in list(loaders)[:: 1 if k % 2 else -1]:
+                batches = iter(loaders[share])
                 next(batches)  # after the start of workers
                 dist.barrier()
                 began = time.perf_counter()
