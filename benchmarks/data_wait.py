@@ -10,8 +10,8 @@ sampler; on ranks each has a `DistributedSampler`, and its step gets the whole b
 the wait counts. Prints the seconds of a wait over those of a step, mean and median.
 
 With `--shared` there is no step: loops over `tutti.loader` with `share_reads=True`, `False` and `None` take
-turns of an epoch, in one run: of samples that cost a processor (768 x 768 pixels to decompress and scale), and
-of cheap ones. Prints the milliseconds of a batch, the median of epochs.
+turns of an epoch, in one run: of samples that cost a processor (768 x 768 pixels to decompress and scale),
+and of cheap ones. Prints the milliseconds of a batch, the median of epochs.
 """
 
 from __future__ import annotations
