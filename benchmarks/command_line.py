@@ -24,6 +24,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "sync": (str, "how workers agree"),
     "no_ranks": (bool, "start no other processes as ranks"),
     "no_moves": (bool, "leave the collectives out"),
+    "shared": (bool, "measure reads that ranks share, without a step"),
     # how much
     "rounds": (int, "how often each way takes its turn"),
     "turn_seconds": (float, "the length of a turn, about"),

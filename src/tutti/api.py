@@ -136,6 +136,7 @@ def loader(
     weights: Sequence[float] | None = None,
     bucket_by_length: Sequence[int] | None = None,
     length: Callable[[int], int] | Sequence[int] | None = None,
+    share_reads: bool | None = None,
     layout: str | Layout | None = None,
     **others: Any,
 ) -> Loader:
@@ -174,6 +175,10 @@ def loader(
         bucket_by_length: bounds of lengths: each batch has samples of one bucket. What is left in the buckets
             makes the last batches. A `collate_fn` with an argument `length` gets the bound, to pad to it.
         length: of each sample, for the buckets: a function of its number, or a sequence.
+        share_reads: ranks of one host that read the same samples take turns: one reads a batch, and the
+            others copy it from shared memory. The batches are the same. By default ranks share if there are
+            workers and a read takes much longer than the copy; True shares in any case, False never.
+            Iterable datasets are not shared.
         layout: as in `distribute`; by default that of `tutti run --layout`, else data parallel over all
             ranks.
 
@@ -207,6 +212,7 @@ def loader(
         weights=weights,
         bucket_by_length=bucket_by_length,
         length=length,
+        share_reads=share_reads,
         workers=workers,
     )
 

@@ -23,6 +23,7 @@ def as_rank(layout: str, rank: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(loader_file, "met", lambda _: (found, rank)))
         stack.enter_context(mock.patch.object(loader_file, "check_same", lambda *_: None))
+        stack.enter_context(mock.patch.object(loader_file, "shared_reads", lambda *_: None))
         stack.enter_context(mock.patch.object(loader_file, "batch_mesh", lambda *_: None))
         stack.enter_context(mock.patch.object(ShardedBatches, "of", lambda _, part, __: part))
         yield

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from tutti.data.collation import Collate, Collation
@@ -16,6 +17,7 @@ from tutti.data.rank_rows import num_shares
 from tutti.data.reading import Reader
 from tutti.data.sample_errors import Whereabouts, dataset_name
 from tutti.data.sample_order import Order, SampleOrder
+from tutti.data.shared_reads import Terms
 from tutti.data.streams import StreamOrder, StreamReader
 from tutti.errors import TuttiError
 from tutti.layout import Layout
@@ -51,6 +53,7 @@ def checked_loader(
     weights: Sequence[float] | None,
     bucket_by_length: Sequence[int] | None,
     length: Any,
+    share_reads: bool | None,
     workers: dict[str, Any],
 ) -> Loader:
     """The loader of these arguments; raises `TuttiError` for those that do not fit."""
@@ -68,6 +71,8 @@ def checked_loader(
         raise TuttiError(
             "length= is that of buckets", fix="bucket_by_length=[64, 128], or no length="
         )
+    if share_reads not in (None, True, False):
+        raise TuttiError(f"share_reads={share_reads!r} is no truth value", fix="share_reads=None")
     bounds = None if bucket_by_length is None else checked_bounds(bucket_by_length)
     by_rows = collate_rows or (collate_fn is None and bounds is None)
     collation = Collation(collate_fn, by_rows=by_rows)
@@ -82,6 +87,7 @@ def checked_loader(
     how: dict[str, Any] = {"shuffle": bool(shuffle), "seed": seed, "drop_last": bool(drop_last)}
     if isinstance(dataset, IterableDataset):
         _check_stream(dataset, layout, batch_size, bounds, shuffle, drop_last)
+        _check_unshared(dataset, share_reads)
         workers |= {"num_workers": _at_most_one(workers["num_workers"])}
         reader, order = _streamed(dataset, collation, batch_size, workers, drop_last=drop_last)
         identity |= {"kind": f"stream ({dataset_name(dataset)})", "length": None}
@@ -91,7 +97,16 @@ def checked_loader(
         reader = Reader(datasets, collation, Whereabouts(workers["num_workers"]))
         kind = "dataset" if weights is None else f"mixture of {len(datasets)} datasets"
         identity |= {"kind": kind, "length": sizes[0] if weights is None else sizes}
-    return Loader(reader, order, layout, seed=seed, identity=identity, workers=workers)
+    shares = num_shares(layout)
+    terms = Terms(
+        share_reads,
+        by_rows=by_rows,
+        batch_size=batch_size,
+        odd=any(size % shares for size in (batch_size, *order.odd_sizes())),
+        workers=workers["num_workers"] > 0,
+        pin=bool(workers["pin_memory"]) and torch.cuda.is_available(),
+    )
+    return Loader(reader, order, layout, seed=seed, identity=identity, workers=workers, terms=terms)
 
 
 def _ordered(
@@ -175,6 +190,15 @@ def _check_stream(
                 why="a stream does not tell its length",
                 fix="drop_last=True",
             )
+
+
+def _check_unshared(stream: Any, share_reads: bool | None) -> None:
+    if share_reads:
+        raise TuttiError(
+            f"share_reads=True, but {dataset_name(stream)} is an iterable dataset",
+            why="a rank that reads only some batches of a stream would still pass over all its samples",
+            fix="leave share_reads out, or a dataset with __len__ and __getitem__",
+        )
 
 
 def _check_whole_number(name: str, value: Any, least: int | None) -> None:

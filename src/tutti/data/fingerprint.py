@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from tutti.capture.forms import flattened
+from tutti.data.read_cost import SampleCost, sample_cost
 
 NUM_SAMPLES = 2  # of each dataset
 _MOST_NBYTES = 2**20
@@ -24,14 +25,18 @@ Row = tuple[tuple[int, ...], str] | None
 
 @dataclass(frozen=True)
 class FirstSamples:
-    """What the first samples tell: their hash, and the leaves of a batch of samples like the first."""
+    """What the first samples tell: their hash, the leaves of a batch of them, and their cost."""
 
     digest: str
     rows: tuple[Row, ...] | None
+    cost: SampleCost | None = None
 
 
-def seen(pairs: Sequence[Sequence[Any]], *, stacked: bool) -> FirstSamples:
-    """From each of some samples, read twice; one that changes counts without its values."""
+def seen(pairs: Sequence[Sequence[Any]], seconds: float, *, stacked: bool) -> FirstSamples:
+    """From each of some samples, read twice; one that changes counts without its values.
+
+    `seconds` is the mean time of a second read.
+    """
     total = hashlib.blake2b(digest_size=16)
     for one, other in pairs:
         try:
@@ -39,7 +44,9 @@ def seen(pairs: Sequence[Sequence[Any]], *, stacked: bool) -> FirstSamples:
         except Exception:  # of an object of the user, or a tensor without values
             first, second = b"", b"unknown"
         total.update(first if first == second else b"changes")
-    return FirstSamples(total.hexdigest(), _rows(pairs[0][0]) if stacked and pairs else None)
+    rows = _rows(pairs[0][0]) if stacked and pairs else None
+    cost = sample_cost(pairs[0][0], seconds, stacked=stacked) if pairs else None
+    return FirstSamples(total.hexdigest(), rows, cost)
 
 
 def row_of(x: Any) -> Row:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import tee
 from typing import Any
 
 import torch
@@ -12,15 +13,20 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from tutti.capture.forms import flattened
+from tutti.comm.host.segment import SharedMemoryError
+from tutti.data.batch_frames import NotSendable
 from tutti.data.batch_shards import ShardedBatches, batch_mesh
 from tutti.data.cursor import Cursor, as_state, between_batches, check_plain, of_state
 from tutti.data.fingerprint import NUM_SAMPLES, FirstSamples, row_of
+from tutti.data.own_reads import OwnReads
 from tutti.data.permutation import key_of
 from tutti.data.rank_rows import is_split, num_shares
+from tutti.data.read_turns import Turn, turns
 from tutti.data.reading import BatchRequest, Fingerprint, Here, Reader
 from tutti.data.same_data import ONE_DEVICE, check_same, met
-from tutti.data.sample_errors import dataset_name, leaf_names, lost_worker
+from tutti.data.sample_errors import dataset_name, leaf_names, of_worker
 from tutti.data.sample_order import BatchSpan, Order
+from tutti.data.shared_reads import SharedReads, Terms, shared_reads, warn_apart
 from tutti.data.streams import StreamReader
 from tutti.errors import TuttiError
 from tutti.layout import Layout
@@ -43,15 +49,17 @@ class Loader:
         seed: int,
         identity: Mapping[str, Any],
         workers: Mapping[str, Any],
+        terms: Terms,
     ) -> None:
         self.layout, self.seed = layout, seed
         self._reader, self._order, self._identity = reader, order, dict(identity)
-        self._workers = dict(workers)
+        self._workers, self._terms = dict(workers), terms
         self._cursor = Cursor()
         self._loop = object()
         self._here, self._rank = ONE_DEVICE, 0
         self._met = False
         self._sharded: ShardedBatches | None = None
+        self._shared: SharedReads | None = None
         self._requests = _Requests()
         self._torch = self._data_loader(self._requests)
 
@@ -79,17 +87,20 @@ class Loader:
         """
         loop = self._loop = object()
         self._begin()
-        here = Here(self._here, self._rank, self.seed)
-        sent = self._requests.begin(self._reader.requests(self._order, self._cursor, here))
-        received = [iter(self._torch)]
+        left, own = self._planned()
         while True:
             if self._loop is not loop:
-                received.clear()
+                del own
                 raise _overtaken()
-            answer = None if self._cursor.ended else self._next(received)
-            if answer is None:
+            turn = None if self._cursor.ended else next(left, None)
+            answer = None if turn is None else self._answer(turn, own)
+            if turn is None or answer is None:
                 break
-            batch, self._cursor = self._taken(answer, *sent.popleft())
+            if isinstance(answer, str):
+                self._part(answer)
+                left, own = self._planned()
+                continue
+            batch, self._cursor = self._taken(answer, turn.span)
             yield batch
         self._cursor = Cursor(self._cursor.epoch + 1)
 
@@ -124,12 +135,16 @@ class Loader:
         at the first read, and workers must not inherit them."""
         if self._reader.seen is not None:
             return self._reader.seen
-        one = {k: v for k, v in self._workers.items() if k not in ("pin_memory", "prefetch_factor")}
+        return self._alone(Fingerprint(NUM_SAMPLES), pin=False)["found"]
+
+    def _alone(self, request: Any, *, pin: bool) -> dict[str, Any]:
+        """The answer to one request, by a worker that ends after it, if there are workers."""
+        one = {k: v for k, v in self._workers.items() if k != "prefetch_factor"}
         one |= {"persistent_workers": False, "num_workers": min(1, one["num_workers"])}
-        loader = self._data_loader([Fingerprint(NUM_SAMPLES)], one)
-        answer = self._next([iter(loader)])
+        one["pin_memory"] &= pin
+        answer = OwnReads(iter(self._data_loader([request], one)), self._reader).next()
         assert answer is not None
-        return answer["found"]
+        return _whole(answer)
 
     def _data_loader(self, requests: Any, workers: Mapping[str, Any] | None = None) -> DataLoader:
         generator = torch.Generator().manual_seed(key_of("workers", self.seed))
@@ -149,36 +164,70 @@ class Loader:
         if self._here.num_ranks > 1 and (not self._met or self._here.num_replicas == 1):
             # Replicas wait for each other once only: later one may be ahead, or lost.
             check_same(self.state_dict(), dataset_name(self._reader.datasets[0]))
+            if not self._met:
+                here = Here(self._here, self._rank, self.seed)
+                self._shared = shared_reads(here, self._terms, self._seen.cost)
             self._met = True
         if num_shares(self._here) > 1 and self._sharded is None:
             self._sharded = ShardedBatches(self._here)
             batch_mesh(self._here)
+        if self._shared is not None:
+            self._shared.begin({"epoch": self._cursor.epoch, "sample": self._cursor.sample})
 
-    def _next(self, received: list[Any]) -> dict[str, Any] | None:
-        """The next answer of the readers; None at the end.
+    def _planned(self) -> tuple[Iterator[Turn], OwnReads]:
+        """The turns from the position on, and this rank's reads for them, in their order."""
+        begin, here = self._cursor, Here(self._here, self._rank, self.seed)
+        spans = self._order.spans(begin.epoch, begin.sample)
+        group_of = _no_group if self._shared is None else self._shared.group
+        ours, readers = tee(turns(spans, group_of))
+        self._request = partial(self._request_of, begin, here)
+        self._requests.begin(self._request(x) for turn in readers for x in turn.reads)
+        return ours, OwnReads(iter(self._torch), self._reader)
 
-        An error lets go of the iterator in `received`, so that its workers end now: one that a traceback
-        holds ends each of them 5 seconds after the collector has found it.
-        """
-        lost, answer = None, None
-        try:
-            answer = next(received[0], None)
-        except RuntimeError as error:
-            lost = lost_worker(error, self._reader.whereabouts, self._reader.name)
-            if lost is None:
-                raise
-        if lost is not None:
-            received.clear()
-            self._torch = self._data_loader(self._requests)  # persistent workers begin anew
-            raise lost from RuntimeError(lost.why)
-        if answer is not None and "failure" in answer:
-            received.clear()
-            answer["failure"].throw()
-        return answer
+    def _request_of(self, begin: Cursor, here: Here, turn: Turn) -> Any:
+        request: Any = self._reader.request(self._order, begin, turn.span, here)
+        # A batch that other ranks cut, too, goes to them whole.
+        return request if turn.group is None else replace(request, cuts=False)
 
-    def _taken(
-        self, answer: dict[str, Any], request: BatchRequest, span: BatchSpan
-    ) -> tuple[Any, Cursor]:
+    def _answer(self, turn: Turn, own: OwnReads) -> dict[str, Any] | str | None:
+        """The batch of a turn; None at the end, or why ranks cannot share the batch."""
+        answer = None
+        for read in turn.reads:
+            answer = own.next()
+            self._renew(own)
+            if read.group is not None:
+                assert self._shared is not None and answer is not None
+                self._shared.publish(read, answer)
+        if turn.group is not None:
+            answer = self._given(turn, own)
+        return answer if answer is None or isinstance(answer, str) else _whole(answer)
+
+    def _given(self, turn: Turn, own: OwnReads) -> dict[str, Any] | str:
+        """The batch of a turn that ranks share."""
+        assert self._shared is not None
+        while True:
+            try:
+                return self._shared.take(turn)
+            except (NotSendable, SharedMemoryError):  # this rank alone cannot take it
+                return self._alone(self._request(replace(turn, group=None)), pin=True)
+            except RuntimeError as error:
+                if not of_worker(error):
+                    raise
+                own.fail(error)  # all ranks learn of it at the turn of its batch
+                self._renew(own)
+
+    def _renew(self, own: OwnReads) -> None:
+        """Persistent workers begin anew after the loss of one."""
+        if own.lost:
+            self._torch = self._data_loader(self._requests)
+
+    def _part(self, problem: str) -> None:
+        """From now on this rank reads for itself, as all ranks do that shared the batch."""
+        if self._terms.share:
+            warn_apart(problem)
+        self._shared = None
+
+    def _taken(self, answer: dict[str, Any], span: BatchSpan) -> tuple[Any, Cursor]:
         """The batch of an answer, and the position after it."""
         epoch, batch = self._cursor.epoch, answer["batch"]
         if "size" in answer:  # of a stream, which alone knows its end
@@ -188,23 +237,25 @@ class Loader:
             size = span.stop - span.start
             after = Cursor(epoch, span.stop, self._order.span(epoch, span.stop) is None)
         if is_split(size, self._here):
-            batch = self._divided(batch, answer["marks"], request, size)
+            batch = self._divided(batch, answer["marks"], span)
         return batch, after
 
-    def _divided(self, batch: Any, marks: list[bool] | None, request: Any, num_rows: int) -> Any:
+    def _divided(self, batch: Any, marks: list[bool] | None, span: BatchSpan) -> Any:
         """The rows of this rank as `DTensor`s of the whole batch."""
         assert self._sharded is not None
         leaves, form = flattened(batch)
+        num_rows = span.stop - span.start
         if marks is None:
-            self._check_rows(batch, leaves, request, num_rows // num_shares(self._here))
+            self._check_rows(batch, leaves, span)
         wrapped = [
             self._sharded.of(x, num_rows) if marks is None or mark else x
             for x, mark in zip(leaves, marks or leaves, strict=True)
         ]
         return tree_unflatten(wrapped, form)
 
-    def _check_rows(self, batch: Any, leaves: list[Any], request: Any, num_own: int) -> None:
+    def _check_rows(self, batch: Any, leaves: list[Any], span: BatchSpan) -> None:
         """Refuse what may differ between ranks that read different rows."""
+        num_own = (span.stop - span.start) // num_shares(self._here)
         for i, x in enumerate(leaves):
             if not isinstance(x, Tensor) or not x.ndim or len(x) != num_own:
                 raise _not_by_rows(list(leaf_names(batch))[i], x, self._reader.collation.stacks)
@@ -212,6 +263,7 @@ class Loader:
         if known is not None and (found := tuple(map(row_of, leaves))) != known:
             pairs = zip(leaf_names(batch), found, known, strict=False)
             name, ours, first = next((p for p in pairs if p[1] != p[2]), ("batch", found, known))
+            request = self._request(Turn(span))
             raise _another_shape(name, ours, first, self._reader, request)
 
 
@@ -220,18 +272,24 @@ class _Requests:
 
     def __init__(self) -> None:
         self._source: Iterator[Any] = iter(())
-        self._sent: deque[Any] = deque()
 
-    def begin(self, source: Iterator[Any]) -> deque[Any]:
-        """Give the requests of a new loop; the result holds those that were sent, with their batches."""
-        self._source, self._sent = source, deque()
-        return self._sent
+    def begin(self, source: Iterator[Any]) -> None:
+        """Give the requests of a new loop."""
+        self._source = source
 
-    def __iter__(self) -> Iterator[BatchRequest]:
-        sent = self._sent
-        for pair in self._source:
-            sent.append(pair)
-            yield pair[0]
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._source
+
+
+def _no_group(_span: BatchSpan) -> None:
+    return None
+
+
+def _whole(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer with a batch; raises the error of one without."""
+    if "failure" in answer:
+        answer["failure"].throw()
+    return answer
 
 
 def _unchanged(answer: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -72,21 +73,13 @@ class Reader:
         self.seen: FirstSamples | None = None
         self._draws = [may_draw(x) for x in datasets]
 
-    def requests(
-        self, order: Order, cursor: Cursor, here: Here
-    ) -> Iterator[tuple[BatchRequest, BatchSpan]]:
-        """The requests from a position to the end of the epoch, each with its batch."""
-        position = cursor.sample
-        while (span := order.span(cursor.epoch, position)) is not None:
-            yield self._request(order, cursor.epoch, span, here), span
-            position = span.stop
-
     def check_state(self) -> None:
         """Raise `CheckpointError`: such a dataset has no state."""
         raise refuse_stream(dataset_name(self.datasets[0]))
 
-    def _request(self, order: Order, epoch: int, span: BatchSpan, here: Here) -> BatchRequest:
-        size = span.stop - span.start
+    def request(self, order: Order, begin: Cursor, span: BatchSpan, here: Here) -> BatchRequest:
+        """The request for a batch of the loop that began at a position."""
+        epoch, size = begin.epoch, span.stop - span.start
         own = rows(size, here.layout, here.rank)
         cuts = is_split(size, here.layout) and not self.collation.by_rows
         read = range(size) if cuts else own
@@ -152,12 +145,14 @@ class Reader:
 
     def _first(self, num_samples: int) -> FirstSamples:
         """The first samples of each dataset, read twice: those that change tell nothing of it."""
-        pairs = [
-            tuple(self._sample(k, i, i) for _ in range(2))
-            for k, dataset in enumerate(self.datasets)
-            for i in range(min(num_samples, len(dataset)))
-        ]
-        return seen(pairs, stacked=self.collation.stacks)
+        pairs, seconds = [], 0.0
+        for k, dataset in enumerate(self.datasets):
+            for i in range(min(num_samples, len(dataset))):
+                first = self._sample(k, i, i)
+                began = time.perf_counter()
+                pairs.append((first, self._sample(k, i, i)))
+                seconds += time.perf_counter() - began
+        return seen(pairs, seconds / max(len(pairs), 1), stacked=self.collation.stacks)
 
     def _name(self, samples: SampleNumbers, i: int) -> str:
         dataset = 0 if samples.datasets is None else int(samples.datasets[i])

@@ -91,6 +91,10 @@ class ReadFailure:
             lines = traceback.format_exception(cause)
             self.text, self.cause = "".join(lines), None  # it may not pickle
 
+    def traceback(self) -> str:
+        """That of the cause, as text."""
+        return self.text or "".join(traceback.format_exception(self.cause) if self.cause else ())
+
     def throw(self) -> None:
         """Raise the error, with its cause."""
         raise self.error from (WorkerTraceback(self.text) if self.text else self.cause)
@@ -127,14 +131,21 @@ class Whereabouts:
         return [(r[1], r[2]) for r in busy if r[0] in pids] or [(r[1], r[2]) for r in busy]
 
 
-def lost_worker(error: RuntimeError, whereabouts: Whereabouts, named: Any) -> TuttiError | None:
+def of_worker(error: Exception) -> bool:
+    """Whether PyTorch's `DataLoader` says that a worker died or took too long."""
+    text = str(error)
+    late = text.startswith("DataLoader timed out")
+    return type(error) is RuntimeError and (late or text.startswith("DataLoader worker (pid"))
+
+
+def lost_worker(error: Exception, whereabouts: Whereabouts, named: Any) -> TuttiError | None:
     """The error of a worker that died or took too long; None for another error.
 
     `named(dataset, sample)` is the text of a sample.
     """
     text = str(error)
     late = text.startswith("DataLoader timed out")
-    if not late and not re.match(r"DataLoader worker \(pid", text):
+    if not of_worker(error):
         return None
     pids = {int(x) for part in re.findall(r"pid\D*([\d, ]+)", text) for x in part.split(",")}
     reading = " and ".join(named(*found) for found in whereabouts.read_by(pids))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,12 @@ class Order(Protocol):
     def span(self, epoch: int, position: int) -> BatchSpan | None:
         """The batch that begins at a position; None at the end. Raises `ValueError` within a batch."""
         ...
+
+    def spans(self, epoch: int, position: int) -> Iterator[BatchSpan]:
+        """The batches from a position to the end of the epoch; a stream has no known end."""
+        while (span := self.span(epoch, position)) is not None:
+            yield span
+            position = span.stop
 
     def allows(self, epoch: int, position: int, *, ended: bool) -> bool:
         """Whether a loop may be at a position: a batch begins there, or the epoch has ended."""

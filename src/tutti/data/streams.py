@@ -86,15 +86,11 @@ class StreamReader:
         self.seen = FirstSamples("", None)  # a read would move the stream
         self._stream = _Stream(stream, self, batch_size)
 
-    def requests(
-        self, order: Order, cursor: Cursor, here: Here
-    ) -> Iterator[tuple[StreamRequest, BatchSpan]]:
-        """Requests without an end: the answers tell it."""
-        position, begins = cursor.sample, True
-        while (span := order.span(cursor.epoch, position)) is not None:
-            state = cursor.stream if begins else None
-            yield StreamRequest(cursor.epoch, position, here, begins, state), span
-            position, begins = span.stop, False
+    def request(self, order: Order, begin: Cursor, span: BatchSpan, here: Here) -> StreamRequest:
+        """The request for a batch of the loop that began at a position."""
+        begins = span.start == begin.sample
+        state = begin.stream if begins else None
+        return StreamRequest(begin.epoch, span.start, here, begins, state)
 
     def check_state(self) -> None:
         """Raise `CheckpointError` if the stream cannot take over a state."""

@@ -95,15 +95,25 @@ def new_file(nbytes: int) -> int:
     return fd
 
 
-def map_file(pid: int, fd: int, nbytes: int, at_once: bool = False) -> Tensor:
+def map_file(pid: int, fd: int, nbytes: int, at_once: bool = False, inode: int = 0) -> Tensor:
     """The file that process `pid` has open as `fd`, as bytes (uint8, 1-D); see `make_segment`.
 
+    Args:
+        pid: the process.
+        fd: its descriptor.
+        nbytes: the file's size.
+        at_once: map every page here.
+        inode: the file's, if the process may have closed it and opened another one.
+
     Raises:
-        OSError: the process has gone, is another user's, or there is no memory for page tables.
+        OSError: the process has gone, is another user's, has closed the file, or there is no memory for
+            page tables.
     """
     own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if at_once else 0)
     try:
+        if inode and os.fstat(own).st_ino != inode:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         if sys.version_info >= (3, 13):  # else a descriptor stays open as long as the memory
             found = mmap.mmap(own, nbytes, flags=flags, trackfd=False)
         else:
