@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -150,3 +152,18 @@ def test_a_billion_samples_are_shuffled_at_once() -> None:
     loader = tutti.loader(Numbers(10**9), 64, shuffle=True)
     batches = [b.flatten().tolist() for b in islice(loader, 3)]
     assert len({x for b in batches for x in b}) == 192
+
+
+def test_a_loader_that_a_program_drops_is_freed_at_once() -> None:
+    """In a loop or after it: its workers would live until a collection, and delay the end of the process."""
+    gc.disable()
+    try:
+        for num_batches in (1, 3):
+            loader = tutti.loader(list(range(12)), batch_size=4)
+            loop, dropped = iter(loader), weakref.ref(loader)
+            for _ in range(num_batches):
+                next(loop)
+            del loop, loader
+            assert dropped() is None
+    finally:
+        gc.enable()

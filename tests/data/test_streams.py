@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -84,6 +84,7 @@ def test_batches_follow_the_stream(kind: Any, drop_last: bool, size: int) -> Non
         max_size=4,
     ),
 )
+@example(kind=Counted, size=2, batch_size=4, drop_last=False, legs=[(1, "data=2")])
 def test_any_stops_and_layouts_give_one_undisturbed_run(
     kind: Any, size: int, batch_size: int, drop_last: bool, legs: list[Any]
 ) -> None:

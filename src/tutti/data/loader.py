@@ -180,14 +180,10 @@ class Loader:
         spans = self._order.spans(begin.epoch, begin.sample)
         group_of = _no_group if self._shared is None else self._shared.group
         ours, readers = tee(turns(spans, group_of))
-        self._request = partial(self._request_of, begin, here)
-        self._requests.begin(self._request(x) for turn in readers for x in turn.reads)
+        # No cycle: a loader that a program drops ends its workers then, not at the next collection.
+        request = self._request = partial(_request_of, self._reader, self._order, begin, here)
+        self._requests.begin(request(x) for turn in readers for x in turn.reads)
         return ours, OwnReads(iter(self._torch), self._reader)
-
-    def _request_of(self, begin: Cursor, here: Here, turn: Turn) -> Any:
-        request: Any = self._reader.request(self._order, begin, turn.span, here)
-        # A batch that other ranks cut, too, goes to them whole.
-        return request if turn.group is None else replace(request, cuts=False)
 
     def _answer(self, turn: Turn, own: OwnReads) -> dict[str, Any] | str | None:
         """The batch of a turn; None at the end, or why ranks cannot share the batch."""
@@ -237,25 +233,23 @@ class Loader:
             size = span.stop - span.start
             after = Cursor(epoch, span.stop, self._order.span(epoch, span.stop) is None)
         if is_split(size, self._here):
-            batch = self._divided(batch, answer["marks"], span)
+            batch = self._divided(batch, answer["marks"], span, size)
         return batch, after
 
-    def _divided(self, batch: Any, marks: list[bool] | None, span: BatchSpan) -> Any:
-        """The rows of this rank as `DTensor`s of the whole batch."""
+    def _divided(self, batch: Any, marks: list[bool] | None, span: BatchSpan, num_rows: int) -> Any:
+        """The rows of this rank as `DTensor`s of the whole batch of `num_rows`: a stream's last is short."""
         assert self._sharded is not None
         leaves, form = flattened(batch)
-        num_rows = span.stop - span.start
         if marks is None:
-            self._check_rows(batch, leaves, span)
+            self._check_rows(batch, leaves, span, num_rows // num_shares(self._here))
         wrapped = [
             self._sharded.of(x, num_rows) if marks is None or mark else x
             for x, mark in zip(leaves, marks or leaves, strict=True)
         ]
         return tree_unflatten(wrapped, form)
 
-    def _check_rows(self, batch: Any, leaves: list[Any], span: BatchSpan) -> None:
+    def _check_rows(self, batch: Any, leaves: list[Any], span: BatchSpan, num_own: int) -> None:
         """Refuse what may differ between ranks that read different rows."""
-        num_own = (span.stop - span.start) // num_shares(self._here)
         for i, x in enumerate(leaves):
             if not isinstance(x, Tensor) or not x.ndim or len(x) != num_own:
                 raise _not_by_rows(list(leaf_names(batch))[i], x, self._reader.collation.stacks)
@@ -279,6 +273,13 @@ class _Requests:
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._source
+
+
+def _request_of(reader: Any, order: Order, begin: Cursor, here: Here, turn: Turn) -> Any:
+    """The request for the batch of a turn, in a loop that began at a position."""
+    request: Any = reader.request(order, begin, turn.span, here)
+    # A batch that other ranks cut, too, goes to them whole.
+    return request if turn.group is None else replace(request, cuts=False)
 
 
 def _no_group(_span: BatchSpan) -> None:
