@@ -24,6 +24,9 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "sync": (str, "how workers agree"),
     "no_ranks": (bool, "start no other processes as ranks"),
     "no_moves": (bool, "leave the collectives out"),
+    "fit": (bool, "fit the constants of the hardware files again, and print them"),
+    "held_out": (bool, "count only rows that fit no constant"),
+    "rows": (bool, "print every row, too"),
     # how much
     "rounds": (int, "how often each way takes its turn"),
     "turn_seconds": (float, "the length of a turn, about"),
