@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.gpt_pieces import GptShape, Pieces, pieces_of
+from benchmarks.gpt_pieces import GptShape, pieces_of
 from benchmarks.published_iterations import Iteration
 from tutti.pipeline.schedule.schedules import schedule
 from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds, message_seconds
@@ -33,16 +33,19 @@ class Runtime:
 
     recomputes: each layer's forward runs again before its backward.
     pads: the vocabulary is a multiple of 128 for each tensor rank, as Megatron pads it.
+    fuses_residual: bias, dropout and residual sum are one kernel.
     """
 
     recomputes: bool
     pads: bool
+    fuses_residual: bool
 
 
-# Rows of one host are sums over the profile of one layer, whose model has 50257 // tensor rows of embeddings
-# and keeps its activations; see results/measured-clusters.md. Rows of several hosts are Megatron-DeepSpeed's.
-ONE_HOST = Runtime(recomputes=False, pads=False)
-SEVERAL_HOSTS = Runtime(recomputes=True, pads=True)
+# Rows of one host are sums over the profile of one layer, which keeps its activations, has 50257 // tensor
+# rows of embeddings, and runs in torch 2.0, whose fuser has no dropout; see measured_clusters.md. Rows of
+# several hosts are Megatron-DeepSpeed's.
+ONE_HOST = Runtime(recomputes=False, pads=False, fuses_residual=False)
+SEVERAL_HOSTS = Runtime(recomputes=True, pads=True, fuses_residual=True)
 
 
 @dataclass(frozen=True)
@@ -53,19 +56,23 @@ class Prediction:
     terms: dict[str, float]
 
 
-def predict_iteration(row: Iteration, device: Device, topology: Topology) -> Prediction:
-    """The time of a row's iteration on a device and topology.
+def predict_iteration(
+    row: Iteration, device: Device, topology: Topology, runtime: Runtime | None = None
+) -> Prediction:
+    """The time of a row's iteration on a device and topology; `runtime` is that of its publication.
 
     Raises:
         PlanError: the device has no peak of float16.
     """
-    return _IterationModel(row, device, topology).predict()
+    default = ONE_HOST if row.on_one_host else SEVERAL_HOSTS
+    return _IterationModel(row, device, topology, runtime or default).predict()
 
 
 class _IterationModel:
-    def __init__(self, row: Iteration, device: Device, topology: Topology) -> None:
-        self.row, self.device, self.topology = row, device, topology
-        self.runtime = ONE_HOST if row.on_one_host else SEVERAL_HOSTS
+    def __init__(
+        self, row: Iteration, device: Device, topology: Topology, runtime: Runtime
+    ) -> None:
+        self.row, self.device, self.topology, self.runtime = row, device, topology, runtime
         self.pieces = pieces_of(
             GptShape(
                 row.width,
@@ -74,6 +81,7 @@ class _IterationModel:
                 _vocabulary(row.tensor, self.runtime.pads),
                 row.micro_batch,
                 row.tensor,
+                self.runtime.fuses_residual,
             )
         )
 
@@ -163,6 +171,3 @@ def _ends(stage: int, pipe: int) -> list[str]:
 def _vocabulary(tensor: int, pads: bool) -> int:
     multiple = 128 * tensor
     return -(-VOCABULARY // multiple) * multiple if pads else VOCABULARY // tensor * tensor
-
-
-__all__ = ["Pieces", "Prediction", "Runtime", "predict_iteration"]

@@ -36,6 +36,7 @@ class GptShape:
     vocabulary: int
     micro_batch: int
     tensor: int
+    fuses_residual: bool
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def pieces_of(shape: GptShape) -> Pieces:
     layout = Layout.parse(f"tensor={shape.tensor}" if shape.tensor > 1 else "data=1")
     graph = partition(plan(copied(captured), layout, PLACE)).graph
     sum_in_half(graph)
-    work = work_of(graph, fused=lambda node: fused or not _module(node).endswith("softmax"))
+    work = work_of(graph, fused=lambda node: not _is_alone(node, shape.fuses_residual, fused))
     of = _piece_by_node(graph)
     regions = ("forward", "backward")
     return Pieces(
@@ -92,6 +93,15 @@ def sum_in_half(graph: fx.Graph) -> None:
             graph.erase_node(narrow)
             if not wide.users:
                 graph.erase_node(wide)
+
+
+def _is_alone(node: fx.Node, fuses_residual: bool, fuses_softmax: bool) -> bool:
+    """Whether an op is a kernel of its own."""
+    if _module(node).endswith("softmax"):
+        return not fuses_softmax
+    return (
+        _module(node).endswith("residual") and node.target is aten.add.Tensor and not fuses_residual
+    )
 
 
 def _module(node: fx.Node) -> str:

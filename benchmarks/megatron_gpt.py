@@ -41,6 +41,18 @@ def has_fused_softmax(micro_batch: int, heads: int) -> bool:
     return micro_batch * heads % 4 == 0
 
 
+class Residual(nn.Module):
+    """The bias of a linear layer, dropout, and the sum with the block's input: one fused kernel, or three."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """`x` and the linear layer's `y` (sequence, batch, width)."""
+        return x + F.dropout(y + self.bias, DROPOUT)
+
+
 class Block(nn.Module):
     """One layer: attention with masked softmax and dropout, then a perceptron of four times the width."""
 
@@ -48,8 +60,10 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.projection = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.qkv, self.up = nn.Linear(width, 3 * width), nn.Linear(width, 4 * width)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.attention_residual, self.perceptron_residual = Residual(width), Residual(width)
         self.softmax = FusedSoftmax() if fused_softmax else Softmax()
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -62,9 +76,9 @@ class Block(nn.Module):
         shares = self.softmax(scores, 1 / math.sqrt(of_head), mask)
         shares = F.dropout(shares, DROPOUT).view(b * self.heads, s, s)
         mixed = torch.bmm(shares, v).transpose(0, 1).reshape(s, b, w)
-        x = x + F.dropout(self.projection(mixed), DROPOUT)
+        x = self.attention_residual(x, self.projection(mixed))
         hidden = F.gelu(self.up(self.perceptron_norm(x)), approximate="tanh")
-        return x + F.dropout(self.down(hidden), DROPOUT)
+        return self.perceptron_residual(x, self.down(hidden))
 
 
 class Gpt(nn.Module):

@@ -1,6 +1,9 @@
 """The time of a graph: its kernels and its collectives.
 
-    seconds of a graph = sum over its kernels (kernel_seconds) + sum over its collectives (collective_seconds)
+    seconds of a graph = sum over its kernels (kernel_seconds)
+                       + sum over its collectives (host + collective_seconds)
+
+An eager runtime launches a collective from the host, after the kernel before and ahead of the next.
 
 `work_of` reads a graph once; its work is then costed on any device and topology.
 """
@@ -74,8 +77,11 @@ def work_seconds(
         PlanError: a dtype without a peak, a collective without a cost.
     """
     computing = sum(kernel_seconds(k, device, eager=eager) for k in work.kernels)
+    host = device.host_seconds.value if eager else 0.0
     return computing + sum(
-        collective_seconds(t.kind, t.nbytes, groups[t.axes], topology) for t in work.calls
+        host + collective_seconds(c.kind, c.nbytes, groups[c.axes], topology)
+        for c in work.calls
+        if groups[c.axes].size > 1
     )
 
 

@@ -24,8 +24,8 @@ def kernel_seconds(kernel: DeviceKernel, device: Device, *, eager: bool = True) 
     Raises:
         PlanError: the device has no peak of the matmul's dtype.
     """
-    busy = device.kernel_seconds.value + _busy_seconds(kernel, device)
-    return max(device.host_seconds.value, busy) if eager else busy
+    busy = kernel.num_launches * device.kernel_seconds.value + _busy_seconds(kernel, device)
+    return max(kernel.num_launches * device.host_seconds.value, busy) if eager else busy
 
 
 def _busy_seconds(kernel: DeviceKernel, device: Device) -> float:

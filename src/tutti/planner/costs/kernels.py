@@ -32,6 +32,8 @@ aten = torch.ops.aten
 # Ops that move or compute nothing at run time: names, indices known beforehand.
 _FREE = (operator.getitem, collectives.positions, collectives.partialize)
 _MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, matmul.overloadpacket)
+# Ops of several kernels, each of which reads the operands: gradients of a norm's input, and of its weights.
+_NUM_LAUNCHES = {"native_layer_norm_backward": 2, "native_group_norm_backward": 2}
 # Reductions along a dim that read their operand as a stream: pointwise producers join them.
 _ROW_OPS = ("_softmax", "_log_softmax", "native_layer_norm", "amax", "sum", "exp", "mean")
 
@@ -61,6 +63,7 @@ class DeviceKernel:
     """One kernel: its nodes, the bytes that it reads and writes, and the shape of its matmul, if any.
 
     flops: of convolutions and attention, whose `matmul` is None, in `dtype`.
+    num_launches: kernels that one op needs; each reads the operands.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -69,6 +72,7 @@ class DeviceKernel:
     matmul: MatmulShape | None
     flops: float
     dtype: torch.dtype
+    num_launches: int = 1
 
     @property
     def node(self) -> fx.Node:
@@ -177,8 +181,11 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _takes_producers(node: fx.Node) -> bool:
-    packet = getattr(node.target, "overloadpacket", None)
-    return getattr(packet, "__name__", "") in _ROW_OPS
+    return _op_of(node) in _ROW_OPS
+
+
+def _op_of(node: fx.Node) -> str:
+    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
 
 
 def _numel(node: fx.Node) -> int:
@@ -192,13 +199,15 @@ def _kernel(nodes: list[fx.Node]) -> DeviceKernel:
     written = [n for n in nodes if any(r not in inside for r in _readers(n))] or nodes[-1:]
     heavy = next((n for n in nodes if not _is_pointwise(n)), nodes[-1])
     shape = matmul_shape(heavy)
+    launches = _NUM_LAUNCHES.get(_op_of(heavy), 1)
     return DeviceKernel(
         nodes=tuple(nodes),
-        read_nbytes=sum(_nbytes_read(s, heavy) for s in read),
+        read_nbytes=launches * sum(_nbytes_read(s, heavy) for s in read),
         written_nbytes=sum(map(_nbytes, written)),
         matmul=shape,
         flops=flops_of(heavy) if shape is None else shape.flops,
         dtype=_dtype(heavy),
+        num_launches=launches,
     )
 
 
