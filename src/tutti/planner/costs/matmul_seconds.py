@@ -5,9 +5,9 @@
     tile   =  k max(2 a b / rate, (a + b) bytes / cache)  +  a b bytes / memory      its sums, its writes
     matmul =  the fastest tile size:  max(waves tile, bytes of operands and result / memory)
 
-`rate`, `cache` and `memory` are one processor's share of what the device reaches. A long k may be split over
-several tiles, which then are added up in float32. Source: NVIDIA, Matrix Multiplication Background User
-Guide, sections 2.3, 3.1 and 3.2.
+`rate` and `cache` are one processor's share of what the device reaches, `memory` the share of one of the
+tiles of a wave. A long k may be split over several tiles, which then are added up in float32. Source: NVIDIA,
+Matrix Multiplication Background User Guide, sections 2.3, 3.1 and 3.2.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _seconds(shape: MatmulShape, of: _Reached) -> float:
     for a, b in of.tiles:
         num = shape.batch * -(-shape.m // a) * -(-shape.n // b)
         step = of.processors * max(2.0 * a * b / of.rate, (a + b) * itemsize / of.cache)
-        write = of.processors * a * b * itemsize / of.memory
+        write = min(num, of.processors) * a * b * itemsize / of.memory
         for split in _SPLITS:
             if split > 1 and shape.k < split * _SHORTEST_K:
                 continue
