@@ -34,11 +34,13 @@ class Runtime:
     recomputes: each layer's forward runs again before its backward.
     pads: the vocabulary is a multiple of 128 for each tensor rank, as Megatron pads it.
     fuses_residual: bias, dropout and residual sum are one kernel.
+    chunks: stages of a pipeline rank; more than one are interleaved.
     """
 
     recomputes: bool
     pads: bool
     fuses_residual: bool
+    chunks: int = 1
 
 
 # Rows of one host are sums over the profile of one layer, which keeps its activations, has 50257 // tensor
@@ -88,10 +90,11 @@ class _IterationModel:
     def predict(self) -> Prediction:
         """Sum of the terms."""
         row = self.row
-        stages = [self._stage(s) for s in range(row.pipe)]
+        stages = [self._stage(s) for s in range(row.pipe * self.runtime.chunks)]
         computed = self._played(stages)
+        busy = [sum(map(sum, stages[rank :: row.pipe])) for rank in range(row.pipe)]
         terms = {
-            "micro-batches": row.num_micro * max(f + b for f, b in stages),
+            "micro-batches": row.num_micro * max(busy),
             "gradients": self._gradients(),
             "tied": self._tied(),
             "update": self._update(),
@@ -109,18 +112,19 @@ class _IterationModel:
 
     def _stage(self, stage: int) -> tuple[float, float]:
         """Forward and backward of a micro-batch."""
-        layers = self.row.layers / self.row.pipe
+        num_stages = self.row.pipe * self.runtime.chunks
+        layers = self.row.layers / num_stages
         forward = layers * self._seconds("layer", "forward")
         backward = layers * self._seconds("layer", "backward")
         if self.runtime.recomputes:
             backward += forward
-        for piece in _ends(stage, self.row.pipe):
+        for piece in _ends(stage, num_stages):
             forward += self._seconds(piece, "forward")
             backward += self._seconds(piece, "backward")
         return forward, backward
 
     def _played(self, stages: list[tuple[float, float]]) -> float:
-        """1F1B on a clock."""
+        """1F1B on a clock, interleaved with more than one stage of a rank."""
         if len(stages) == 1:
             return self.row.num_micro * sum(stages[0])
         costs = {
@@ -128,7 +132,9 @@ class _IterationModel:
             for s, both in enumerate(stages)
             for kind, x in zip("FB", both, strict=True)
         }
-        played = schedule("1f1b", len(stages), self.row.num_micro)
+        chunks = self.runtime.chunks
+        name = "interleaved" if chunks > 1 else "1f1b"
+        played = schedule(name, self.row.pipe, self.row.num_micro, chunks)
         return simulate(played, costs, transfer_seconds=self._message()).seconds
 
     def _message(self) -> float:

@@ -12,6 +12,7 @@ from benchmarks import gpt_iteration, measured_clusters
 from benchmarks.gpt_iteration import ONE_HOST, predict_iteration
 from benchmarks.gpt_pieces import GptShape, pieces_of
 from benchmarks.measured_clusters import Hardware, fit, mean_error, predicted, regrets, score
+from benchmarks.megatron_steps import STEPS, predict_step
 from benchmarks.published_iterations import Iteration, groups_of, read_iterations
 
 # Every sixtieth row of the iterations published with vTrain (MICRO 2024, MIT license).
@@ -127,6 +128,28 @@ def test_a_pipeline_of_equal_stages_has_the_bubble_of_1f1b() -> None:
     assert terms["micro-batches"] == pytest.approx(row.num_micro * sum(stages[3]))
     fill = sum(map(sum, stages[:3]))
     assert terms["bubble"] == pytest.approx(fill, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["22B", "175B"])
+def test_the_published_steps_of_megatron(name: str) -> None:
+    """Within 6 %; no constant is fitted to them."""
+    seconds = predict_step(name).seconds
+    assert seconds == pytest.approx(STEPS[name][0].milliseconds / 1e3, rel=0.06)
+
+
+def test_interleaved_stages_shorten_the_bubble() -> None:
+    """The bubble of v stages a rank is that of one over v; the work is the same."""
+    hardware = Hardware.published()
+    row = replace(ROW, data=1, pipe=4, micro_batch=2)
+    one, three = (
+        predict_iteration(
+            row, hardware.device, hardware.topology, replace(ONE_HOST, chunks=c)
+        ).terms
+        for c in (1, 3)
+    )
+    assert three["micro-batches"] == pytest.approx(one["micro-batches"])
+    # The ends, embeddings and logits, are not cut: they stay in the first and in the last of the stages.
+    assert one["bubble"] / 3 < three["bubble"] < 0.75 * one["bubble"]
 
 
 def test_recomputing_adds_a_forward() -> None:
