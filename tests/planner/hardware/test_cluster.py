@@ -17,6 +17,7 @@ from tutti.planner.hardware.cluster import Cluster
         ("64x h100", 64, 8),
         (" 1 x h100 ", 1, 1),
         ("h100", 1, 1),
+        ("16 x H100", 16, 2),
         ("12 x a100-80gb", 12, 2),
         ("144 x gb200", 144, 2),
     ],

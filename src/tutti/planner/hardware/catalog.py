@@ -24,7 +24,7 @@ def names_of(kind: str) -> list[str]:
 
 @cache
 def device(name: str) -> Device:
-    """A device by name, `h100`, or by the path of a TOML file.
+    """A device by name, `h100` or `H100`, or by the path of a TOML file.
 
     Raises:
         PlanError: an unknown name; a file with a figure that cannot be right, or with a sparse peak.
@@ -65,8 +65,8 @@ def topology(name: str) -> Topology:
 
 def _path(kind: str, name: str) -> Path:
     known = names_of(kind)
-    if name in known:
-        return _FOLDER / kind / f"{name}.toml"
+    if name.lower() in known:
+        return _FOLDER / kind / f"{name.lower()}.toml"
     if name.endswith(".toml"):
         return Path(name)
     near = difflib.get_close_matches(name.lower(), known, n=1)
