@@ -132,6 +132,7 @@ ROOMS = {
         **{"schedule": (), "micro_batches": (), "stages": ("micro_batches",)},
         **{"ranks": ("micro_batches", "schedule", "stages")},
     },
+    "planner": {"hardware": (), "costs": ("hardware",)},
     "rules": {"families": (), "samples": ("families",)},
 }
 

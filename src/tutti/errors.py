@@ -35,7 +35,7 @@ class ScheduleError(TuttiError):
 
 
 class PlanError(TuttiError):
-    """No layout fits the given devices."""
+    """No layout fits the given devices, or a device is unknown or has a figure that cannot be right."""
 
 
 class CommError(TuttiError):

@@ -1,0 +1,1 @@
+"""The time of ops and collectives on devices and links that are data."""

@@ -1,0 +1,100 @@
+"""The time of a graph: its kernels and its collectives.
+
+    seconds of a graph = sum over its kernels (kernel_seconds)
+                       + sum over its collectives (host + collective_seconds)
+
+An eager runtime launches a collective from the host, after the kernel before and ahead of the next.
+
+`work_of` reads a graph once; its work is then costed on any device and topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from tutti.graph.ops import collectives
+from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds
+from tutti.planner.costs.kernel_seconds import kernel_seconds
+from tutti.planner.costs.kernels import DeviceKernel, kernels_of
+from tutti.planner.hardware.accelerator import Device
+from tutti.planner.hardware.topology import Topology
+from tutti.torch_private.pytrees import tree_leaves
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A collective of a graph: its kind, the bytes of the whole value, its axes."""
+
+    node: fx.Node
+    kind: str
+    nbytes: int
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GraphWork:
+    """What a device does for a graph."""
+
+    kernels: tuple[DeviceKernel, ...]
+    calls: tuple[CollectiveCall, ...]
+
+    def where(self, wanted: Callable[[fx.Node], bool]) -> GraphWork:
+        """The part of it whose nodes are wanted."""
+        return GraphWork(
+            tuple(k for k in self.kernels if wanted(k.node)),
+            tuple(t for t in self.calls if wanted(t.node)),
+        )
+
+
+def work_of(graph: fx.Graph, *, fused: bool | Callable[[fx.Node], bool] = True) -> GraphWork:
+    """The kernels and collectives of a partitioned graph; `fused` as in `kernels_of`."""
+    calls = tuple(made for node in graph.nodes if (made := _collective_call(node)))
+    return GraphWork(tuple(kernels_of(graph, fused=fused)), calls)
+
+
+def work_seconds(
+    work: GraphWork,
+    device: Device,
+    topology: Topology,
+    groups: Mapping[tuple[str, ...], RankGroup],
+    *,
+    eager: bool = True,
+) -> float:
+    """Seconds of all work, one after the other.
+
+    Args:
+        work: of a graph or of a part of it.
+        device: computes it.
+        topology: links its ranks.
+        groups: the ranks of each collective's axes.
+        eager: as in `kernel_seconds`.
+
+    Raises:
+        PlanError: a dtype without a peak, a collective without a cost.
+    """
+    computing = sum(kernel_seconds(k, device, eager=eager) for k in work.kernels)
+    host = device.host_seconds.value if eager else 0.0
+    return computing + sum(
+        host + collective_seconds(c.kind, c.nbytes, groups[c.axes], topology)
+        for c in work.calls
+        if groups[c.axes].size > 1
+    )
+
+
+def _collective_call(node: fx.Node) -> CollectiveCall | None:
+    if node.op != "call_function":
+        return None
+    if node.target in collectives.COLLECTIVES:
+        kind, axes, values = node.target.__name__, node.args[1], [node.args[0]]  # type: ignore[union-attr]
+    elif node.target in (collectives.together, collectives.together_, collectives.start):
+        kind, values, axes = node.args[0], node.args[1], node.args[2]
+    else:
+        return None
+    grows = kind == "all_gather"
+    moved: Iterable[Any] = [node] if grows else values  # type: ignore[assignment]
+    tensors = [x for v in moved for x in tree_leaves(v.meta.get("val")) if isinstance(x, Tensor)]
+    return CollectiveCall(node, str(kind), sum(x.nbytes for x in tensors), tuple(axes))  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+"""The hardware files: those of tutti by name, a user's own by path."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from pathlib import Path
+
+from tutti.errors import PlanError
+from tutti.planner.hardware.accelerator import Device, device_of
+from tutti.planner.hardware.figures import CALIBRATE, read_table
+from tutti.planner.hardware.link import Link, link_of
+from tutti.planner.hardware.topology import Topology, topology_of
+
+_FOLDER = Path(__file__).parent
+# Data sheets round their figures.
+_TOLERANCE = 0.01
+
+
+def names_of(kind: str) -> list[str]:
+    """The names that tutti knows; `kind` is devices, links or topologies."""
+    return sorted(path.stem for path in (_FOLDER / kind).glob("*.toml"))
+
+
+@cache
+def device(name: str) -> Device:
+    """A device by name, `h100` or `H100`, or by the path of a TOML file.
+
+    Raises:
+        PlanError: an unknown name; a file with a figure that cannot be right, or with a sparse peak.
+    """
+    path = _path("devices", name)
+    made = device_of(read_table(path), path)
+    if path.parent != _FOLDER / "devices":
+        _refuse_sparse(made, path)
+    return made
+
+
+@cache
+def link(name: str) -> Link:
+    """A link by name, `nvlink4`, or by the path of a TOML file.
+
+    Raises:
+        PlanError: an unknown name; a file with a figure that cannot be right.
+    """
+    path = _path("links", name)
+    return link_of(read_table(path), path)
+
+
+@cache
+def topology(name: str) -> Topology:
+    """A topology by name, `dgx-h100`, or by the path of a TOML file.
+
+    Raises:
+        PlanError: an unknown name; a file with a figure that cannot be right.
+    """
+    path = _path("topologies", name)
+
+    def link_beside(other: str) -> Link:
+        beside = path.parent / other
+        return link(str(beside) if other.endswith(".toml") and beside.exists() else other)
+
+    return topology_of(read_table(path), path, link_beside)
+
+
+def _path(kind: str, name: str) -> Path:
+    known = names_of(kind)
+    if name.lower() in known:
+        return _FOLDER / kind / f"{name.lower()}.toml"
+    if name.endswith(".toml"):
+        return Path(name)
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    one = {"devices": "device", "links": "link", "topologies": "topology"}[kind]
+    raise PlanError(
+        f'unknown {one} "{name}"',
+        why=f"the {kind} are {', '.join(known)}",
+        fix=(f"did you mean {near[0]}? Otherwise " if near else "") + CALIBRATE,
+    )
+
+
+def _refuse_sparse(made: Device, path: Path) -> None:
+    """Refuse a peak that is the sparse figure of a known device."""
+    for other in map(device, names_of("devices")):
+        for dtype, figure in other.peak.items():
+            given = made.peak.get(dtype)
+            sparse = other.sparsity.value * figure.value if other.sparsity else 0.0
+            if given and abs(given.value - sparse) < _TOLERANCE * given.value:
+                raise PlanError(
+                    f"{dtype} = {given.value:g} is a sparse peak, not a dense one",
+                    at=f"{path} [peak]",
+                    why=f"the dense peak of {other.name} is {figure.value:g}; its data sheet prints the "
+                    "figure with structured sparsity, which training does not use",
+                    fix=f"{dtype} = {figure.value:g}, if it is this device",
+                )

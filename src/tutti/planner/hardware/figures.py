@@ -1,0 +1,150 @@
+"""Figures of hardware files: a number with its source, checked against what is possible.
+
+bandwidth = { value = 2.039e12, source = "NVIDIA A100 data sheet" }
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tutti.errors import PlanError
+
+CALIBRATE = (
+    "copy the file of a similar one, replace its figures by your data sheet's dense ones and by your own "
+    "measurements (a large matmul, a copy in memory, nccl-tests), and give the path of the copy"
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number and where it is from; `fitted` says that it was fitted to published iterations."""
+
+    value: float
+    source: str
+    fitted: bool = False
+
+
+class Bounds(NamedTuple):
+    """The possible values of a figure, their unit, and a hint for a value outside."""
+
+    low: float
+    high: float
+    unit: str
+    hint: str = ""
+
+
+SHARE = Bounds(0.01, 1.0, "a share of the peak, 0.01 to 1")
+SECONDS = Bounds(0.0, 0.1, "seconds", "a figure in microseconds needs e-6")
+RATE = Bounds(1e8, 5e13, "bytes per second", "a figure in GB/s needs e9")
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        PlanError: the file cannot be read, or is no TOML.
+    """
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise PlanError("cannot read the hardware file", at=str(path), why=str(error)) from None
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError("the hardware file is not TOML", at=str(path), why=str(error)) from None
+
+
+class FigureTable:
+    """One table of a hardware file; every key must be asked for, and every figure has a source."""
+
+    def __init__(self, values: Any, at: str) -> None:
+        if not isinstance(values, Mapping):
+            raise PlanError(f"{at} is not a table", at=at, fix="[table] with a figure a line")
+        self.values, self.at = values, at
+
+    def only(self, known: Iterable[str]) -> None:
+        """Refuse keys that are not `known`.
+
+        Raises:
+            PlanError: an unknown key.
+        """
+        names = list(known)
+        for key in self.values:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1)
+                raise PlanError(
+                    f'unknown key "{key}"',
+                    at=self.at,
+                    why=f"the keys are {', '.join(names)}",
+                    fix=f"did you mean {near[0]}?" if near else "remove it",
+                )
+
+    def table(self, key: str) -> FigureTable:
+        """A table inside."""
+        return FigureTable(self._required(key), f"{self.at} [{key}]")
+
+    def text(self, key: str) -> str:
+        """A name."""
+        value = self._required(key)
+        if not isinstance(value, str) or not value.strip():
+            raise PlanError(f"{key} must be a name in quotes", at=self.at)
+        return value
+
+    def figure(self, key: str, bounds: Bounds) -> Figure:
+        """A figure within bounds.
+
+        Raises:
+            PlanError: it is missing, has no source, is no number, or cannot be right.
+        """
+        found = self._figure_table(key)
+        value = found.values["value"]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise PlanError(f"{key} is not a number: {value!r}", at=self.at)
+        if not bounds.low <= value <= bounds.high:
+            what = "is negative" if value < 0 else "cannot be right"
+            raise PlanError(
+                f"{key} = {value:g} {what}",
+                at=self.at,
+                why=f"it is in {bounds.unit}, from {bounds.low:g} to {bounds.high:g}",
+                fix=bounds.hint or "the figure of a data sheet or of a measurement, in this unit",
+            )
+        fitted = found.values.get("fitted", False)
+        return Figure(float(value), found.text("source"), bool(fitted))
+
+    def optional(self, key: str, bounds: Bounds) -> Figure | None:
+        """As `figure`; None without the key."""
+        return self.figure(key, bounds) if key in self.values else None
+
+    def pairs(self, key: str) -> tuple[tuple[int, int], ...]:
+        """Pairs of positive numbers: sizes of tiles."""
+        value = self._figure_table(key).values["value"]
+        try:
+            made = tuple((int(a), int(b)) for a, b in value)
+        except (TypeError, ValueError):
+            made = ()
+        if not made or min(min(pair) for pair in made) < 1:
+            raise PlanError(f"{key} must be a list of pairs such as [[256, 128]]", at=self.at)
+        return made
+
+    def _figure_table(self, key: str) -> FigureTable:
+        found = self._required(key)
+        if not isinstance(found, Mapping):
+            raise PlanError(
+                f"{key} has no source",
+                at=self.at,
+                fix=f'{key} = {{ value = {found}, source = "..." }}',
+            )
+        table = FigureTable(found, f"{self.at} {key}")
+        table.only(("value", "source", "fitted"))
+        table._required("value")
+        table.text("source")
+        return table
+
+    def _required(self, key: str) -> Any:
+        if key not in self.values:
+            raise PlanError(f"{key} is missing", at=self.at, fix=CALIBRATE)
+        return self.values[key]

@@ -1,0 +1,154 @@
+"""Kernels and collectives of captured and partitioned steps, counted and costed by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tutti.capture.step import capture, copied
+from tutti.layout import Layout
+from tutti.partition.partition import partition
+from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds
+from tutti.planner.costs.graph_seconds import GraphWork, work_of, work_seconds
+from tutti.planner.costs.kernel_seconds import kernel_seconds
+from tutti.planner.costs.kernels import DeviceKernel
+from tutti.planner.hardware import catalog
+from tutti.planner.hardware.figures import Figure
+from tutti.propagate.plan import plan
+
+A100 = catalog.device("a100-80gb")
+TOPOLOGY = catalog.topology("dgx-a100")
+MEMORY = A100.bandwidth.value * A100.memory_efficiency.value
+
+
+class Perceptron(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        return x + 2 * torch.sigmoid(
+            self.down(hidden * torch.tanh(hidden)).view(-1, x.shape[-1]) + 1
+        )
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def work(
+    layout: str = "data=1", *, fused: bool = True, width: int = 64, rows: int = 32
+) -> GraphWork:
+    with torch.device("meta"):
+        model = Perceptron(width)
+        x = torch.empty(rows, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    captured = capture(train_step, model, optimizer, (x, x))
+    planned = plan(copied(captured), Layout.parse(layout), {"up.weight": "tensor, -"})
+    return work_of(partition(planned).graph, fused=fused)
+
+
+def forward_of(found: GraphWork) -> list[DeviceKernel]:
+    return [k for k in found.kernels if k.node.meta.get("region") == "forward"]
+
+
+def name_of(kernel: DeviceKernel) -> str:
+    return kernel.node.target.overloadpacket.__name__  # type: ignore[union-attr]
+
+
+def test_the_kernels_of_a_forward() -> None:
+    """A norm, two matmuls, one kernel for `h * tanh(h)`, one for the rest, with the loss."""
+    kernels = forward_of(work())
+    assert [name_of(k) for k in kernels][:3] == ["native_layer_norm", "addmm", "mul"]
+    assert [(m.m, m.n, m.k) for k in kernels if (m := k.matmul)] == [(32, 128, 64), (32, 64, 128)]
+    product = kernels[2]
+    assert len(product.nodes) == 2  # tanh and the product
+    x = 32 * 128 * 4
+    # Reads h; writes tanh(h) for the backward, and the product.
+    assert (product.read_nbytes, product.written_nbytes) == (x, 2 * x)
+
+
+def test_without_fusion_each_op_is_a_kernel() -> None:
+    apart = forward_of(work(fused=False))
+    assert all(len(k.nodes) == 1 for k in apart)
+    together = forward_of(work())
+    assert sum(len(k.nodes) for k in together) == len(apart) > len(together)
+    assert sum(k.nbytes for k in together) < sum(k.nbytes for k in apart)
+    assert [k.matmul for k in together if k.matmul] == [k.matmul for k in apart if k.matmul]
+
+
+def test_the_backward_of_a_norm_reads_twice() -> None:
+    (norm,) = [k for k in work().kernels if "native_layer_norm_backward" in str(k.node.target)]
+    assert norm.num_launches == 2
+    values = sum(s.meta["val"].nbytes for s in norm.node.all_input_nodes)
+    assert norm.read_nbytes == 2 * values
+
+
+def test_matmuls_have_the_flops_of_the_step() -> None:
+    """2 m n k for each of 2 matmuls forward; twice that backward."""
+    total = sum(k.matmul.flops for k in work().kernels if k.matmul)
+    assert total == 3 * 2 * (2 * 32 * 64 * 128)
+
+
+def test_tensor_ranks_share_the_matmuls_and_sum() -> None:
+    found = work("tensor=4")
+    total = sum(k.matmul.flops for k in found.kernels if k.matmul)
+    assert total == 3 * 2 * (2 * 32 * 64 * 128) / 4
+    large = [c for c in found.calls if c.nbytes == 32 * 64 * 4]
+    assert [(c.kind, c.axes) for c in large] == [
+        ("all_reduce", ("tensor",))
+    ] * 2  # forward, backward
+
+
+def test_the_time_of_a_graph_is_the_sum() -> None:
+    found = work("tensor=4")
+    groups = {("tensor",): RankGroup(4, 4)}
+    kernels = [kernel_seconds(k, A100) for k in found.kernels]
+    calls = [collective_seconds(c.kind, c.nbytes, RankGroup(4, 4), TOPOLOGY) for c in found.calls]
+    expected = sum(kernels) + sum(calls) + len(calls) * A100.host_seconds.value
+    assert work_seconds(found, A100, TOPOLOGY, groups) == pytest.approx(expected)
+    alone = work_seconds(found, A100, TOPOLOGY, {("tensor",): RankGroup(1, 1)})
+    assert alone == pytest.approx(sum(kernels))
+
+
+def test_small_kernels_wait_for_the_host_large_ones_do_not() -> None:
+    small, large = forward_of(work())[2], forward_of(work(width=4096, rows=8192))[2]
+    assert kernel_seconds(small, A100) == A100.host_seconds.value
+    assert kernel_seconds(small, A100, eager=False) == pytest.approx(5e-6 + small.nbytes / MEMORY)
+    assert kernel_seconds(large, A100) == kernel_seconds(large, A100, eager=False)
+    assert kernel_seconds(large, A100) == pytest.approx(5e-6 + large.nbytes / MEMORY)
+
+
+def test_a_graph_without_launches_is_as_fast_as_its_parts() -> None:
+    found = work()
+    eager = work_seconds(found, A100, TOPOLOGY, {})
+    assert eager == pytest.approx(
+        sum(k.num_launches for k in found.kernels) * A100.host_seconds.value
+    )
+    slower = replace(A100, host_seconds=Figure(2 * A100.host_seconds.value, "of this test"))
+    assert work_seconds(found, slower, TOPOLOGY, {}) == pytest.approx(2 * eager)
+    assert work_seconds(found, A100, TOPOLOGY, {}, eager=False) < eager
+
+
+def test_rows_that_no_load_divides() -> None:
+    """A result of 33 half-precision columns: rows of 66 bytes."""
+    shapes = {}
+    for columns in (32, 33):
+        with torch.device("meta"):
+            model = nn.Linear(16, columns, bias=False).half()
+            x, y = torch.empty(8, 16).half(), torch.empty(8, columns).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        captured = capture(train_step, model, optimizer, (x, y))
+        kernels = forward_of(work_of(captured.graph))
+        shapes[columns] = next(k.matmul for k in kernels if k.matmul)
+    assert shapes[32].aligned_nbytes == 16 and shapes[33].aligned_nbytes == 2

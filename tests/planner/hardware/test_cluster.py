@@ -1,0 +1,41 @@
+"""Devices as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from tutti.errors import PlanError
+from tutti.planner.hardware.cluster import Cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "hosts"),
+    [
+        ("64 x h100", 64, 8),
+        ("64 × h100", 64, 8),
+        ("64 * h100", 64, 8),
+        ("64x h100", 64, 8),
+        (" 1 x h100 ", 1, 1),
+        ("h100", 1, 1),
+        ("16 x H100", 16, 2),
+        ("12 x a100-80gb", 12, 2),
+        ("144 x gb200", 144, 2),
+    ],
+)
+def test_texts(text: str, count: int, hosts: int) -> None:
+    cluster = Cluster.parse(text)
+    assert (cluster.count, cluster.num_hosts) == (count, hosts)
+
+
+def test_hosts_have_eight_devices_unless_the_topology_says_more() -> None:
+    assert Cluster.parse("64 x h100").topology.host_size == 8
+    assert Cluster.parse("64 x gb200").topology.host_size == 72
+    assert Cluster.parse("64 x a100-80gb", "hgx-a100-4-hdr").topology.adapters.value == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", "cannot read"), ("0 x h100", "cannot read"), ("8 x", "unknown")]
+)
+def test_other_texts_are_refused(text: str, expected: str) -> None:
+    with pytest.raises(PlanError, match=expected):
+        Cluster.parse(text)
