@@ -28,6 +28,7 @@ from tutti.data.sample_errors import dataset_name, leaf_names, of_worker
 from tutti.data.sample_order import BatchSpan, Order
 from tutti.data.shared_reads import SharedReads, Terms, shared_reads, warn_apart
 from tutti.data.streams import StreamReader
+from tutti.data.worker_deaths import started, told_of_deaths
 from tutti.errors import TuttiError
 from tutti.layout import Layout
 from tutti.torch_private.pytrees import tree_unflatten
@@ -142,7 +143,7 @@ class Loader:
         one = {k: v for k, v in self._workers.items() if k != "prefetch_factor"}
         one |= {"persistent_workers": False, "num_workers": min(1, one["num_workers"])}
         one["pin_memory"] &= pin
-        answer = OwnReads(iter(self._data_loader([request], one)), self._reader).next()
+        answer = OwnReads(started(self._data_loader([request], one)), self._reader).next()
         assert answer is not None
         return _whole(answer)
 
@@ -183,7 +184,7 @@ class Loader:
         # No cycle: a loader that a program drops ends its workers then, not at the next collection.
         request = self._request = partial(_request_of, self._reader, self._order, begin, here)
         self._requests.begin(request(x) for turn in readers for x in turn.reads)
-        return ours, OwnReads(iter(self._torch), self._reader)
+        return ours, OwnReads(started(self._torch), self._reader)
 
     def _answer(self, turn: Turn, own: OwnReads) -> dict[str, Any] | str | None:
         """The batch of a turn; None at the end, or why ranks cannot share the batch."""
@@ -203,7 +204,8 @@ class Loader:
         assert self._shared is not None
         while True:
             try:
-                return self._shared.take(turn)
+                with told_of_deaths():
+                    return self._shared.take(turn)
             except (NotSendable, SharedMemoryError):  # this rank alone cannot take it
                 return self._alone(self._request(replace(turn, group=None)), pin=True)
             except RuntimeError as error:

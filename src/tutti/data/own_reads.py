@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from tutti.data.sample_errors import ReadFailure, lost_worker
+from tutti.data.worker_deaths import told_of_deaths
 
 
 class Unread(Protocol):
@@ -49,7 +50,8 @@ class OwnReads:
         if self._source is None:
             return self._failed
         try:
-            answer = next(self._source, None)
+            with told_of_deaths():
+                answer = next(self._source, None)
         except Exception as error:
             self.fail(error)
             return self._failed
