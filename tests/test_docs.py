@@ -60,6 +60,8 @@ def test_every_page_is_linked_from_the_index() -> None:
 def test_every_page_is_on_the_site() -> None:
     names = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     pages = [p.relative_to(ROOT / "docs") for p in (ROOT / "docs").rglob("*.md")]
+    records = (ROOT / "benchmarks").glob("*.md")
+    pages += [p.relative_to(ROOT) for p in records if p.name != "README.md"]
     assert [str(p) for p in pages if str(p) not in names] == []
 
 
