@@ -102,6 +102,23 @@ def test_a_profile_makes_its_folder_and_tells_the_ranks(
     assert result.exit_code == 2 and "no trace can be written" in result.stderr and not launched
 
 
+def test_a_run_that_is_refused_keeps_earlier_traces(script: str, tmp_path: Path) -> None:
+    (tmp_path / "rank-0.json").touch()
+    words = ["--profile", str(tmp_path), "-n", "3", "--layout", "data=2", script]
+    assert CliRunner().invoke(app, ["run", *words]).exit_code == 2
+    assert (tmp_path / "rank-0.json").exists()
+
+
+def test_a_run_too_short_for_a_profile_ends_well_and_says_so(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PROFILE.name, "")  # put back afterwards
+    monkeypatch.setattr(launch, "launch", lambda *_, **__: 0)
+    result = CliRunner().invoke(app, ["run", "--profile", str(tmp_path / "traces"), script])
+    assert result.exit_code == 0
+    assert "no trace in" in result.stderr and "at least three steps" in result.stderr
+
+
 def test_a_profiled_run_ends_with_its_slowest_lines(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(PROFILED)

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tutti.errors import LayoutError
+from tutti.errors import LayoutError, TuttiError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tutti.launch.supervise import Supervisor
     from tutti.layout.layout import Layout
 
 
@@ -49,26 +52,33 @@ def run(
     parsed = Layout.parse(layout)
     parsed.check_available()
     check_seconds()
-    if profile is not None:
-        _profile_to(profile)
+    words = [str(script), *(script_args or [])]
     if servers:
-        _run_workers(parsed, script, script_args or [], num_ranks, servers, first, log_dir)
-    num_ranks = _check(num_ranks, layout, parsed)
-    if parsed.server:
+        start = _workers(parsed, words, num_ranks, servers, first, log_dir).run
+    else:
+        num_ranks = _check(num_ranks, layout, parsed)
+        start = _started_here(parsed, words, num_ranks, layout, log_dir)
+    if profile is None:
+        raise typer.Exit(start())
+    _profile_to(profile)
+    code = start()
+    if code == 0:
+        _summarize(profile)
+    raise typer.Exit(code)
+
+
+def _started_here(
+    layout: Layout, words: list[str], num_ranks: int, text: str, log_dir: Path | None
+) -> Callable[[], int]:
+    """The start of all processes of a run on this host."""
+    if layout.server:
         from tutti.launch.roles import roles_of
         from tutti.launch.supervise import Supervisor
 
-        command = [str(script), *(script_args or [])]
-        code = Supervisor(parsed, roles_of(parsed), command, log_dir=log_dir).run()
-    else:
-        from tutti.launch.launch import launch  # imports torch, after the check of the layout
+        return Supervisor(layout, roles_of(layout), words, log_dir=log_dir).run
+    from tutti.launch.launch import launch  # imports torch, after the check of the layout
 
-        code = launch(num_ranks, str(script), script_args or [], layout, log_dir=log_dir)
-    if profile is not None and code == 0:
-        from tutti.report.trace_summary import trace_summary
-
-        print(trace_summary(profile), file=sys.stderr)
-    raise typer.Exit(code)
+    return lambda: launch(num_ranks, words[0], words[1:], text, log_dir=log_dir)
 
 
 def _profile_to(folder: Path) -> None:
@@ -80,15 +90,24 @@ def _profile_to(folder: Path) -> None:
     os.environ[PROFILE.name] = str(folder.resolve())
 
 
-def _run_workers(
+def _summarize(folder: Path) -> None:
+    """Print what the traces say, or why there is none: the run has ended well in any case."""
+    from tutti.report.trace_summary import trace_summary
+
+    try:
+        print(trace_summary(folder), file=sys.stderr)
+    except TuttiError as error:
+        print(error, file=sys.stderr)
+
+
+def _workers(
     layout: Layout,
-    script: Path,
-    arguments: list[str],
+    words: list[str],
     num_ranks: int | None,
     servers: str,
     first: int,
     log_dir: Path | None,
-) -> None:
+) -> Supervisor:
     """The workers of this host; the servers are elsewhere."""
     if not layout.server:
         raise LayoutError(
@@ -108,10 +127,7 @@ def _run_workers(
 
     checked_secret()
     roles = worker_roles(layout, range(first, last))
-    command, environment = [str(script), *arguments], {SERVERS.name: servers}
-    raise typer.Exit(
-        Supervisor(layout, roles, command, environment=environment, log_dir=log_dir).run()
-    )
+    return Supervisor(layout, roles, words, environment={SERVERS.name: servers}, log_dir=log_dir)
 
 
 def _check(num_ranks: int | None, text: str, layout: Layout) -> int:

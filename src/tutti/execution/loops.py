@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from tutti.comm.collectives.channel import Channel
 from tutti.comm.collectives.failure import Wait, waiting, with_line
 from tutti.errors import CommError
 from tutti.execution.generate import generate
-from tutti.execution.profiling import ProgramProfile, now
+from tutti.execution.profiling import ProgramProfile
 from tutti.graph.ops.loop import SEND, Body, Do, LoopPart
 from tutti.graph.players.dim_segments import join
 from tutti.graph.players.player import Player
@@ -108,12 +108,12 @@ class RowEngine:
         def post(x: Tensor, name: str) -> None:
             self._post(*self.keys[id(part)], micro, x, name)
 
-        begin = now()
-        results = self.functions[id(part), adding](inputs, self.key, micro, post)
-        if self._profile is not None:
-            stage, kind = self.keys[id(part)]
-            self._profile.span(str(Do(kind, stage, micro)), "micro-batch", begin)
-        return results
+        function = self.functions[id(part), adding]
+        if self._profile is None:
+            return function(inputs, self.key, micro, post)
+        stage, kind = self.keys[id(part)]
+        with self._profile.span(str(Do(kind, stage, micro)), "micro-batch"):
+            return function(inputs, self.key, micro, post)
 
     def _post(self, stage: int, kind: str, micro: int, x: Tensor, name: str) -> None:
         """Send `x` if it is the next value of a message; else the row's entry sends it later."""
@@ -150,14 +150,20 @@ class RowEngine:
         nbytes = sum(x.nbytes for x in values)
         self.line = self.body.source_of(source, do.kind, to)
         self.current = waiting("send" if sends else "recv", edge, nbytes)
-        begin = now()
         try:
-            yield self.channels[edge]
+            with self._span_of(do):
+                yield self.channels[edge]
         except CommError as error:
             raise with_line(error, self.line) from error
         self.current, self.line = None, ""
-        if self._profile is not None:
-            moved = f"{do.kind}{do.micro} " + (
-                f"to stage {to}" if sends else f"from stage {source}"
-            )
-            self._profile.span(f"{'send' if sends else 'receive'} {moved}", "collective", begin)
+
+    def _span_of(self, do: Do) -> AbstractContextManager[None]:
+        """The span of a message in the profile, if there is one."""
+        if self._profile is None:
+            return nullcontext()
+        way = (
+            f"send {do.kind}{do.micro} to"
+            if do.way == SEND
+            else f"receive {do.kind}{do.micro} from"
+        )
+        return self._profile.span(f"{way} stage {do.other}", "collective")

@@ -19,6 +19,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -49,7 +50,15 @@ _COMMUNICATES = (
 
 @dataclass(frozen=True)
 class OpNote:
-    """One op in words: its name, its category, its details; the position of the op that it ends, if any."""
+    """One op in words.
+
+    Args:
+        name: of the op.
+        category: the region, or the kind of an op that is none of the model's.
+        shown: its details.
+        ends: the position of the op that it ends, if any.
+        hidden: leave it out.
+    """
 
     name: str
     category: str
@@ -150,8 +159,11 @@ class ProgramProfile:
 
         return timed
 
-    def span(self, name: str, category: str, begin: int) -> None:
-        """Note what the program did from `begin` until now, beside its ops."""
+    @contextmanager
+    def span(self, name: str, category: str) -> Iterator[None]:
+        """Context of what the program does beside its ops."""
+        begin = now()
+        yield
         self._spans.append((name, category, begin, now()))
 
     def _keep(self, begin: int, end: int, step: int) -> None:
@@ -231,9 +243,10 @@ def _note(node: fx.Node, at: dict[fx.Node, int]) -> OpNote:
     if isinstance(node.meta.get("val"), Tensor):
         shown["result"] = type_text(node.meta["val"], node.meta.get("sharding"))
     if node.target not in _COMMUNICATES:
-        name = "micro-batches" if node.target is loop else op_name(node)
+        if node.target is loop:
+            return OpNote("micro-batches", "loop", shown)
         category = str(node.meta.get("region") or "op")
-        return OpNote(name, category, shown, hidden=node.target is operator.getitem)
+        return OpNote(op_name(node), category, shown, hidden=node.target is operator.getitem)
     if node.target is collectives.finish:
         began: Any = node.args[0]
         return OpNote(f"wait for {began.args[0]}", "collective", shown, at.get(began))

@@ -13,8 +13,8 @@ from tutti.quantities import format_nbytes
 from tutti.report.text_table import columns
 
 MOST_ROWS = 12
-# Rows that hold other rows: a call, and a micro-batch of it.
-_OUTER = ("step", "micro-batch")
+# Categories of events that hold other events: a call, its loop, a micro-batch.
+_OUTER = ("step", "loop", "micro-batch")
 
 
 def trace_summary(folder: Path) -> str:
@@ -77,15 +77,15 @@ def _rows(
         nbytes[key] += shown.get("nbytes", 0)
     each = len(calls)
     rows: list[tuple[str, ...]] = []
-    for key in sorted(times, key=lambda k: -times[k])[:MOST_ROWS]:
+    by_time = sorted(times, key=lambda k: -times[k])
+    for key in by_time[:MOST_ROWS]:
         name, line, region = key
         moved = f", {format_nbytes(nbytes[key] / each)}" if nbytes[key] else ""
         where = f"{Path(line).name} {region}".strip()
         rows.append(
             (*_share(times[key] / each, mean), f"{counts[key] / each:g}", name + moved, where)
         )
-    rest = sorted(times, key=lambda k: -times[k])[MOST_ROWS:]
-    if rest:
+    if rest := by_time[MOST_ROWS:]:
         spent = sum(times[k] for k in rest) / each
         rows.append(
             (*_share(spent, mean), f"{sum(counts[k] for k in rest) / each:g}", "others", "")
@@ -108,8 +108,6 @@ def _inside(
         spans[call["pid"]].append((call["ts"], call["ts"] + call["dur"]))
     found = []
     for e in events:
-        if e["cat"] in _OUTER or e["name"] == "micro-batches":
-            continue
-        if any(begin <= e["ts"] < end for begin, end in spans[e["pid"]]):
+        if e["cat"] not in _OUTER and any(begin <= e["ts"] < end for begin, end in spans[e["pid"]]):
             found.append(e)
     return found
