@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 import tutti
 from benchmarks.command_line import chosen, parser
-from benchmarks.contenders.tutti_step import train_step
-from benchmarks.models import CASES, Case, LlamaCase, optimizer
+from benchmarks.models import CASES, Case, LlamaCase, optimizer, plain_step
 from tutti.execution import loops
 from tutti.graph.ops.loop import LoopPart
 from tutti.graph.players.playing import Row, play
@@ -98,7 +97,7 @@ def _run(case: Case, schedule: str) -> None:
     clock = Clock()
     layout = f"pipe=2 micro={NUM_MICRO} schedule={schedule}"
     model = case.model()
-    step = tutti.distribute(train_step(case), model, optimizer(model), layout)
+    step = tutti.distribute(plain_step(case), model, optimizer(model), layout)
     batch = case.batch(0, 1)
     with (
         mock.patch.object(loops.RowEngine, "call", lambda *a, **k: clock.call(*a, **k)),

@@ -51,13 +51,12 @@ def measure(way: Way) -> dict[str, Any]:
     import torch.distributed as dist
 
     import tutti
-    from benchmarks.contenders.tutti_step import train_step
-    from benchmarks.models import CASES, optimizer
+    from benchmarks.models import CASES, optimizer, plain_step
 
     torch.set_num_threads(1)
     case = CASES[CASE]
     model = case.model()
-    step = tutti.distribute(train_step(case), model, optimizer(model), way.layout)
+    step = tutti.distribute(plain_step(case), model, optimizer(model), way.layout)
     batches = [case.batch(i, 2) for i in range(8)]
     step(*batches[0])
     dist.barrier()

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 import tutti
 from benchmarks.contenders import eager
 from benchmarks.contenders.contender import Batches, Contender, Place
-from benchmarks.models import Case, optimizer
+from benchmarks.models import Case, optimizer, plain_step
 from tutti.launch.ranks import ensure_process_group
 
 
@@ -33,21 +29,6 @@ def prepare(place: Place) -> None:
     ensure_process_group()
 
 
-def train_step(case: Case) -> Callable[..., Tensor]:
-    """The step of a case, for one device."""
-
-    def train_step(
-        model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor
-    ) -> Tensor:
-        loss = case.loss(model, inputs, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return train_step
-
-
 def place_of(case: Case) -> dict[str, str]:
     """The compute shardings of the weights that tensor parallelism splits, both ends by the vocabulary."""
     ends = [name for name in (case.embedding, case.head) if name]
@@ -58,7 +39,7 @@ def place_of(case: Case) -> dict[str, str]:
 def build(case: Case, _place: Place, *, layout: str, num_shares: int) -> Contender:
     """The step under `layout`."""
     model = case.model()
-    step = tutti.distribute(train_step(case), model, optimizer(model), layout, place=place_of(case))
+    step = tutti.distribute(plain_step(case), model, optimizer(model), layout, place=place_of(case))
     return Distributed(step, Batches(case, num_shares))
 
 

@@ -14,28 +14,12 @@ from unittest import mock
 import pytest
 import torch
 
+from thread_exchange import exchange_of
 from tutti.comm.host import publications as module
 from tutti.comm.host.life import Life
 from tutti.comm.host.publications import Publications
 from tutti.comm.host.segment import SharedMemoryError, new_file
 from tutti.comm.host.signals import PeerDiffers, PeerLate
-
-
-def exchange_of(n: int) -> Callable[[int], Callable[[str], list[str]]]:
-    """An exchange between threads, for each position."""
-    texts, barrier = [""] * n, threading.Barrier(n)
-
-    def at(position: int) -> Callable[[str], list[str]]:
-        def exchange(text: str) -> list[str]:
-            texts[position] = text
-            barrier.wait()
-            found = list(texts)
-            barrier.wait()
-            return found
-
-        return exchange
-
-    return at
 
 
 def play(n: int, function: Callable[[Publications], Any], seconds: float = 30.0) -> list[Any]:
@@ -46,7 +30,7 @@ def play(n: int, function: Callable[[Publications], Any], seconds: float = 30.0)
 
     def run(k: int) -> None:
         made = Publications(
-            list(range(10, 10 + n)), k, [os.getpid()] * n, exchange(k), seconds, n + 64
+            list(range(10, 10 + n)), k, [os.getpid()] * n, exchange[k], seconds, n + 64
         )
         groups.append(made)
         try:

@@ -13,28 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from thread_exchange import exchange_of
 from tutti.comm.host import segment
 from tutti.comm.host.segment import SharedMemoryError, directory, make_segment, map_file, new_file
 from tutti.environment import SHARED_MEMORY
 
 FDS = Path("/proc/self/fd")
-
-
-def exchange_of(n: int) -> list[Callable[[str], list[str]]]:
-    """Between threads of this process, which stand for ranks."""
-    barrier, texts = threading.Barrier(n, timeout=20), [""] * n
-
-    def of(position: int) -> Callable[[str], list[str]]:
-        def exchange(text: str) -> list[str]:
-            texts[position] = text
-            barrier.wait()
-            found = list(texts)
-            barrier.wait()
-            return found
-
-        return exchange
-
-    return [of(position) for position in range(n)]
 
 
 def made(n: int, nbytes: int) -> list[Tensor | SharedMemoryError]:
