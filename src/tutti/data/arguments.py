@@ -72,7 +72,10 @@ def checked_loader(
             "length= is that of buckets", fix="bucket_by_length=[64, 128], or no length="
         )
     if share_reads not in (None, True, False):
-        raise TuttiError(f"share_reads={share_reads!r} is no truth value", fix="share_reads=None")
+        raise TuttiError(
+            f"share_reads={share_reads!r} is no truth value",
+            fix="True or False, or None: the measured cost decides",
+        )
     bounds = None if bucket_by_length is None else checked_bounds(bucket_by_length)
     by_rows = collate_rows or (collate_fn is None and bounds is None)
     collation = Collation(collate_fn, by_rows=by_rows)

@@ -213,7 +213,9 @@ def check_folder(folder: Path) -> None:
                 file.unlink()
     except OSError as error:
         raise TuttiError(
-            f"no trace can be written to {folder}", why=str(error), fix="a folder of yours"
+            f"no trace can be written to {folder}",
+            why=str(error),
+            fix="a folder that you may write to",
         ) from error
 
 
