@@ -16,7 +16,7 @@ LAYERS = (
     ("errors",),
     ("remote_paths",),  # paths behind a URL
     # The variables that users set; which lines are theirs; bytes and seconds as text; names kept on disk.
-    ("durable", "environment", "quantities", "user_lines"),
+    ("durable", "environment", "quantities", "user_lines", "version"),
     ("torch_private",),  # the private names of PyTorch
     ("layout",),  # mesh, sharding, layout, shards, topology
     ("graph",),  # text form, grammar, virtual ranks
@@ -35,8 +35,10 @@ LAYERS = (
     ("saving", "verification", "serving"),
     ("report",),
     ("modes",),  # the ways to run a job
+    ("planning",),  # the plan of a user's step
     ("distributed_step",),  # what a user calls
     ("api", "resuming"),  # the calls of distribute; the checkpoints of a run
+    ("calibration",),  # measures this machine
     ("__init__",),  # the public names
     ("cli",),
     ("__main__",),
@@ -132,7 +134,10 @@ ROOMS = {
         **{"schedule": (), "micro_batches": (), "stages": ("micro_batches",)},
         **{"ranks": ("micro_batches", "schedule", "stages")},
     },
-    "planner": {"hardware": (), "costs": ("hardware",)},
+    "planner": {
+        **{"hardware": (), "costs": ("hardware",), "estimates": ("costs", "hardware")},
+        **{"depth": ("costs", "estimates"), "search": ("estimates",)},
+    },
     "rules": {"families": (), "samples": ("families",)},
 }
 

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tutti.version import VERSION
+
 if TYPE_CHECKING:
     from tutti.api import distribute, loader, verify
     from tutti.data.loader import Loader
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from tutti.state.whole import whole
     from tutti.verification.verdict import Verdict
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "CaptureError",

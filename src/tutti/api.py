@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from tutti.calls.first_call import refuse_where_apart
 from tutti.capture.batch import taken
+from tutti.capture.state.models import as_one_module
 from tutti.data.arguments import checked_loader, refuse_others
 from tutti.data.loader import Loader
 from tutti.data.worker_start import WorkerStart
 from tutti.distributed_step import Step
-from tutti.environment import LAYOUT
+from tutti.environment import LAYOUT, PLAN
 from tutti.execution.collector import rarely_collected
 from tutti.graph.edits.quick import quickly_written
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.modes.choice import kind_of
+from tutti.planning.plan_file import Plan
 from tutti.propagate.batch_dim import BatchDim
 from tutti.replicas import strategies
 from tutti.server.protocol import consistency
 from tutti.user_lines import OnlyUsersFrames
 from tutti.verification.verdict import Verdict
+from tutti.version import VERSION
 
 
 def distribute(
@@ -48,7 +52,8 @@ def distribute(
             `Step.whole` makes them whole for a block.
         optimizer: a `torch.optim.Optimizer`, a list, tuple or dict of them, or None.
         layout: such as `"data=2 tensor=2 zero=1"`; by default that of `tutti run --layout`, else data
-            parallel over all ranks.
+            parallel over all ranks. `"auto"`, perhaps with fixed words: the first call chooses the fastest
+            that is predicted to fit these ranks.
         place: compute shardings by parameter-name pattern, one entry per dim:
             `{"*.q_proj.weight": "tensor, -"}`; a pattern of module names shards their outputs, as
             `tutti.shard_as` does. Axes that the layout lacks have no effect.
@@ -70,16 +75,35 @@ def distribute(
         CaptureError, ShardingError: at the first call, for a step or a batch that does not fit, such as a
             batch without samples.
     """
+    if layout is None and optimizer is not None and (path := PLAN.read()):
+        place = _planned(Path(path), model, place)
+    if (given := _automatic(layout)) is not None:
+        layout = ""
     return Step(
         train_step,
         model,
         optimizer,
         layout_now(layout),
+        automatic=given,
         place=place,
         cut=cut,
         batch_dim=batch_dim,
         seed=seed,
     )
+
+
+def _planned(path: Path, model: Any, place: Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """The placement of the run's plan, which must be for this model."""
+    plan = Plan.read(path)
+    _, module = as_one_module(lambda *_: None, model)
+    plan.check(module, VERSION, int(os.environ.get("WORLD_SIZE", "1")), at=str(path))
+    return plan.place if place is None else place
+
+
+def _automatic(layout: str | Layout | None) -> str | None:
+    """The words beside `auto` of a layout; None if it has no such word."""
+    words = layout.split() if isinstance(layout, str) else []
+    return " ".join(word for word in words if word != "auto") if "auto" in words else None
 
 
 def verify(

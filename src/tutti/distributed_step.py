@@ -25,6 +25,7 @@ from tutti.modes.compiled_program import Compiled
 from tutti.modes.programs import Programs
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
+from tutti.planning.chosen_layout import chosen
 from tutti.propagate.batch_dim import BatchDim
 from tutti.remote_paths import path_of
 from tutti.report.collective_records import Record, records
@@ -54,13 +55,19 @@ class Step:
         optimizer: Any,
         layout: Layout,
         *,
+        automatic: str | None = None,
         place: Mapping[str, str] | None = None,
         cut: str | Sequence[str] = (),
         batch_dim: BatchDim = None,
         seed: int = 0,
     ) -> None:
         options: Any = {"place": place, "cut": cut, "batch_dim": batch_dim, "seed": seed}
-        self.mode = mode_of(Job.of(train_step, model, optimizer, layout, **options))
+        self._automatic = automatic  # the fixed words of a layout that the first call chooses
+        self._bind(Job.of(train_step, model, optimizer, layout, **options))
+
+    def _bind(self, job: Job) -> None:
+        """Run `job` from now on."""
+        self.mode = mode_of(job)
         self._running = running = self.mode.running
         job = running.job
         self.train_step, self.model, self.optimizer = job.trained
@@ -79,6 +86,9 @@ class Step:
         look = LOOK.get()
         if look is not None:
             return look(self, batch)
+        if self._automatic is not None:
+            given, self._automatic = self._automatic, None
+            self._bind(chosen(self._running.job, batch, given))
         mode, running, programs = self.mode, self._running, self._programs
         mode.before(batch)
         leaves, form = _flattened(batch)

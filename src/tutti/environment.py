@@ -126,6 +126,10 @@ MOST_PROGRAMS = Count(
 PROFILE = Text(
     "TUTTI_PROFILE", "", "a folder for a trace of each rank: the times of every op of a few calls"
 )
+HARDWARE = Text(
+    "TUTTI_HARDWARE", "", "the folder of this machine's hardware files; else in the user's cache"
+)
+PLAN = Text("TUTTI_PLAN", "", "the plan that the run follows", own=True)
 CUDA_GRAPH = Switch("TUTTI_CUDA_GRAPH", False, "record a step on one GPU as one CUDA graph")
 SHARED_MEMORY = Text(
     "TUTTI_SHARED_MEMORY",
@@ -157,7 +161,7 @@ VARIABLES: tuple[
     ...,
 ] = (
     *(LAYOUT, TIMEOUT, LEASE, LINGER, CHECK_NAN, STRICT, WITHOUT, MOST_PROGRAMS),
-    *(PROFILE, CUDA_GRAPH),
+    *(PROFILE, HARDWARE, PLAN, CUDA_GRAPH),
     *(SHARED_MEMORY, KEEP_MEMORY, SECRET, TLS, ROLE, SERVERS, LISTEN, RECORDS, REPAIR, RUN_DIR),
 )
 

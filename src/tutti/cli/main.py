@@ -8,8 +8,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from tutti.cli.calibrate import calibrate
 from tutti.cli.checkpoints import checkpoints
 from tutti.cli.explain import explain
+from tutti.cli.plan_layouts import plan
 from tutti.cli.run import run
 from tutti.cli.serve import serve
 from tutti.cli.simulate import simulate
@@ -39,9 +41,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (run, serve, verify, explain):
+for _command in (run, serve, verify, explain, plan):
     app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
-for _command in (simulate, checkpoints):
+for _command in (simulate, checkpoints, calibrate):
     app.command()(_command)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from tutti.launch.supervise import Supervisor
     from tutti.layout.layout import Layout
+    from tutti.planning.plan_file import Plan
 
 
 def run(
@@ -27,7 +30,14 @@ def run(
         int | None,
         typer.Option("-n", min=1, help="Ranks to start; by default what the layout needs."),
     ] = None,
-    layout: Annotated[str, typer.Option(help='Such as "data=2 tensor=2 zero=1".')] = "",
+    layout: Annotated[
+        str,
+        typer.Option(help='Such as "data=2 tensor=2 zero=1"; "auto" plans one for this machine.'),
+    ] = "",
+    plan: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Run a plan of tutti plan --save."),
+    ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep each rank's output here.")
     ] = None,
@@ -49,10 +59,12 @@ def run(
     from tutti.environment import check_seconds
     from tutti.layout.layout import Layout
 
-    parsed = Layout.parse(layout)
-    parsed.check_available()
     check_seconds()
     words = [str(script), *(script_args or [])]
+    if plan is not None or "auto" in layout.split():
+        layout, num_ranks = _planned(plan, layout, num_ranks, words)
+    parsed = Layout.parse(layout)
+    parsed.check_available()
     if servers:
         start = _workers(parsed, words, num_ranks, servers, first, log_dir).run
     else:
@@ -65,6 +77,51 @@ def run(
     if code == 0:
         _summarize(profile)
     raise typer.Exit(code)
+
+
+def _planned(
+    path: Path | None, layout: str, num_ranks: int | None, words: list[str]
+) -> tuple[str, int]:
+    """The layout of a plan and its ranks; with "auto" the plan is made first, in a process of its own."""
+    from tutti.environment import PLAN
+    from tutti.planning.plan_file import Plan
+    from tutti.quantities import format_nbytes, format_seconds
+
+    if path is not None:
+        if layout:
+            raise LayoutError(f'--plan {path} and --layout "{layout}"', fix="one of them")
+        made = Plan.read(path)
+        os.environ[PLAN.name] = str(path.resolve())
+    else:
+        made = _made_here(layout, num_ranks, words)
+        print(
+            f'layout "{made.layout or "one device"}": predicted {format_seconds(made.seconds)} a step, '
+            f"{format_nbytes(made.peak_nbytes)} on a device",
+            file=sys.stderr,
+            flush=True,
+        )
+    if num_ranks not in (None, made.num_ranks):
+        raise LayoutError(
+            f"the plan is for {made.num_ranks} ranks, -n gives {num_ranks}",
+            fix=f"-n {made.num_ranks}, or another plan",
+        )
+    return made.layout, made.num_ranks
+
+
+def _made_here(layout: str, num_ranks: int | None, words: list[str]) -> Plan:
+    """The best layout for this machine, which keeps the other words of `layout`."""
+    from tutti.planning.plan_file import Plan
+
+    given = " ".join(word for word in layout.split() if word != "auto")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "tutti", "plan", "--save", str(file), "--layout", given]
+        command += ["-n", str(num_ranks)] if num_ranks else []
+        # A list without a shell, of this interpreter.
+        ended = subprocess.run([*command, *words], stdout=subprocess.DEVNULL, check=False)  # noqa: S603
+        if ended.returncode:
+            raise typer.Exit(ended.returncode)
+        return Plan.read(file)
 
 
 def _started_here(

@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tutti.errors import ScheduleError
@@ -22,7 +23,7 @@ from tutti.pipeline.schedule.edges import Pairs
 from tutti.pipeline.schedule.live import peak_held
 from tutti.pipeline.schedule.progress import playing_order
 from tutti.pipeline.schedule.schedule import Schedule
-from tutti.pipeline.schedule.validate import validate
+from tutti.pipeline.schedule.validate import Report, validate
 
 # Seconds by kind (str), by (stage, kind), or by `Action`; keys may be mixed, and no mapping type allows
 # that together with a plain dict[str, float].
@@ -88,9 +89,9 @@ def simulate(
     Raises:
         ScheduleError: the schedule cannot be played, or a cost is missing, negative or not finite.
     """
-    report = validate(schedule, edges)
+    report, order = _prepared(schedule, tuple(edges) if edges is not None else None)
     clock = _Clock(report.schedule, costs, transfer_seconds)
-    for rank, action in playing_order(report.schedule):
+    for rank, action in order:
         clock.play(rank, action)
     kept, freed = nbytes or {}, freed_nbytes or {}
     seconds = max(clock.now)
@@ -108,6 +109,16 @@ def simulate(
             for row in report.schedule.rows
         ),
     )
+
+
+@lru_cache(maxsize=64)
+def _prepared(
+    schedule: Schedule, edges: tuple[tuple[int, int], ...] | None
+) -> tuple[Report, tuple[tuple[int, Action], ...]]:
+    """The valid schedule with its transfers, and an order in which its actions can be played; a plan plays
+    one schedule with many costs."""
+    report = validate(schedule, edges)
+    return report, tuple(playing_order(report.schedule))
 
 
 class _Clock:

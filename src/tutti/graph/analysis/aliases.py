@@ -42,6 +42,11 @@ def aliased(node: fx.Node) -> fx.Node | None:
     return first if isinstance(first, fx.Node) and _is_view(node.target) else None
 
 
+def viewed(node: fx.Node) -> fx.Node | None:
+    """The operand of which `node` is a view that computes nothing; None for an op in place, too."""
+    return None if written(node) else aliased(node)
+
+
 def itself(node: fx.Node) -> fx.Node | None:
     """The operand that `node` returns, the same tensor object; None for a new tensor.
 

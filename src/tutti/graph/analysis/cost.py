@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from tutti.graph.analysis.aliases import aliased
+from tutti.graph.analysis.aliases import viewed
 from tutti.graph.edits.edit import value_of
 from tutti.graph.ops.matmul import matmul
 from tutti.torch_private.pytrees import tree_leaves
@@ -43,6 +43,11 @@ CACHE_NBYTES = 2**20
 _EXPONENTIALS = ("softmax", "exp", "log", "gelu", "silu", "tanh", "sigmoid", "erf")
 # `x @ weight.T`, which PyTorch's table lacks.
 _ROWS = (torch.ops.aten.linear, matmul.overloadpacket)
+# Sums over micro-batches in place: the same arithmetic as the op that returns a new value.
+_IN_PLACE: dict[Any, Any] = {
+    torch.ops.aten.addmm_: torch.ops.aten.addmm,
+    torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
+}
 # An op that makes a view of its operand, or runs ahead of the step.
 _FREE = ("getitem", "positions")
 
@@ -52,7 +57,7 @@ def seconds_of(node: fx.Node) -> float:
     if node.op != "call_function" or getattr(node.target, "__name__", "") in _FREE:
         return 0.0
     made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    if not made or aliased(node) is not None:
+    if not made or viewed(node) is not None:
         return 0.0
     rates = RATES.get(made[0].device.type, RATES["cpu"])
     read = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
@@ -72,6 +77,7 @@ def flops_of_call(
 ) -> float | None:
     """As `flops_of`, for a call with these values; None for ops of other kinds."""
     packet = getattr(target, "overloadpacket", None)
+    packet = _IN_PLACE.get(packet, packet)
     if "attention" in str(packet):
         return _attention(str(packet), args)
     if packet in _ROWS:

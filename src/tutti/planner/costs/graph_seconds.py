@@ -52,7 +52,7 @@ class GraphWork:
 
 def work_of(graph: fx.Graph, *, fused: bool | Callable[[fx.Node], bool] = True) -> GraphWork:
     """The kernels and collectives of a partitioned graph; `fused` as in `kernels_of`."""
-    calls = tuple(made for node in graph.nodes if (made := _collective_call(node)))
+    calls = tuple(made for node in graph.nodes if (made := collective_call(node)))
     return GraphWork(tuple(kernels_of(graph, fused=fused)), calls)
 
 
@@ -85,16 +85,32 @@ def work_seconds(
     )
 
 
-def _collective_call(node: fx.Node) -> CollectiveCall | None:
-    if node.op != "call_function":
+def collective_call(node: fx.Node) -> CollectiveCall | None:
+    """The collective that a node begins or carries out; None for other nodes, and for the end of one."""
+    if node.target not in (*collectives.COLLECTIVES, *collectives.JOINED):
         return None
-    if node.target in collectives.COLLECTIVES:
-        kind, axes, values = node.target.__name__, node.args[1], [node.args[0]]  # type: ignore[union-attr]
-    elif node.target in (collectives.together, collectives.together_, collectives.start):
-        kind, values, axes = node.args[0], node.args[1], node.args[2]
-    else:
-        return None
-    grows = kind == "all_gather"
-    moved: Iterable[Any] = [node] if grows else values  # type: ignore[assignment]
-    tensors = [x for v in moved for x in tree_leaves(v.meta.get("val")) if isinstance(x, Tensor)]
-    return CollectiveCall(node, str(kind), sum(x.nbytes for x in tensors), tuple(axes))  # type: ignore[arg-type]
+    kind, axes, values = (
+        getattr(node.target, "__name__", ""),
+        collectives.axes_of(node),
+        node.args[:1],
+    )
+    if node.target in _SEVERAL:
+        kind, values = node.args[0], node.args[1]
+    elif node.target is collectives.gather_into:
+        kind, values = "all_gather", node.args[1]
+    elif node.target is collectives.meet:
+        return CollectiveCall(node, "all_reduce", 0, axes)
+    kind = "reduce_scatter" if kind == "reduce_part" else str(kind)
+    whole: Iterable[Any] = _results(node) if kind == "all_gather" else values  # type: ignore[arg-type]
+    tensors = [x for v in whole for x in tree_leaves(v.meta.get("val")) if isinstance(x, Tensor)]
+    return CollectiveCall(node, kind, sum(x.nbytes for x in tensors), tuple(axes))
+
+
+_SEVERAL = (collectives.together, collectives.together_, collectives.start)
+
+
+def _results(node: fx.Node) -> Iterable[fx.Node]:
+    """The nodes with the gathered values: those of a start are at its end."""
+    if node.target is collectives.start:
+        return [user for user in node.users if user.target is collectives.finish]
+    return [node]

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.analysis.aliases import aliased
+from tutti.graph.analysis.aliases import viewed
 from tutti.graph.analysis.cost import flops_of
 from tutti.graph.ops import collectives
 from tutti.graph.ops.matmul import matmul
@@ -31,7 +31,13 @@ aten = torch.ops.aten
 
 # Ops that move or compute nothing at run time: names, indices known beforehand.
 _FREE = (operator.getitem, collectives.positions, collectives.partialize)
-_MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear, matmul.overloadpacket)
+_ADDING = (
+    aten.addmm,
+    aten.addmm_,
+    aten.baddbmm,
+    aten.baddbmm_,
+)  # take a summand before the operands
+_MATMULS = (aten.mm, aten.bmm, *_ADDING, aten.linear, matmul.overloadpacket)
 # Ops of several kernels, each of which reads the operands: gradients of a norm's input, and of its weights.
 _NUM_LAUNCHES = {"native_layer_norm_backward": 2, "native_group_norm_backward": 2}
 # Reductions along a dim that read their operand as a stream: pointwise producers join them.
@@ -139,14 +145,14 @@ def _is_read_once(source: fx.Node, node: fx.Node) -> bool:
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     for user in node.users:
-        if user.op == "call_function" and (aliased(user) is not None or user.target in _FREE):
+        if user.op == "call_function" and (viewed(user) is not None or user.target in _FREE):
             yield from _readers(user)
         else:
             yield user
 
 
 def _through_views(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and (source := aliased(node)) is not None:
+    while node.op == "call_function" and (source := viewed(node)) is not None:
         node = source
     return node
 
@@ -155,12 +161,12 @@ def _is_work(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target in _FREE or is_collective(node):
         return False
     made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
-    return bool(made) and (aliased(node) is None or _copies(node))
+    return bool(made) and (viewed(node) is None or _copies(node))
 
 
 def _copies(node: fx.Node) -> bool:
     """Whether an op that may return a view of its operand cannot: a reshape of a transposed value."""
-    source, made = aliased(node), node.meta["val"]
+    source, made = viewed(node), node.meta["val"]
     if node.target is not aten.reshape.default or source is None or made.numel() == 0:
         return False
     try:
@@ -237,7 +243,7 @@ def matmul_shape(node: fx.Node) -> MatmulShape | None:
     if packet not in _MATMULS:
         return None
     operands: list[Any] = list(node.args)
-    a, b = operands[1:3] if packet in (aten.addmm, aten.baddbmm) else operands[:2]
+    a, b = operands[1:3] if packet in _ADDING else operands[:2]
     left, right, made = a.meta["val"], b.meta["val"], node.meta["val"]
     transposed = packet in (aten.linear, matmul.overloadpacket)
     k = left.shape[-1]

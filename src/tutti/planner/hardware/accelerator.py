@@ -25,7 +25,7 @@ DTYPES = {
 _PEAK = Bounds(1e10, 2e16, "FLOP/s", "a figure in TFLOP/s needs e12")
 _MATMUL = ("efficiency", "processors", "tiles", "cache_bandwidth", "misaligned")
 _MEMORY = ("capacity", "bandwidth", "efficiency")
-_LAUNCH = ("kernel", "host")
+_LAUNCH = ("kernel", "host", "call")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Device:
     memory_efficiency: the share of the bandwidth that kernels reach.
     kernel_seconds: from the end of a kernel to the start of the next in a full queue.
     host_seconds: an eager runtime's time on the host for each op.
+    call_seconds: of a call of a step, beside its ops; measured on this machine only.
     topology: the name of the usual topology.
     """
 
@@ -59,6 +60,7 @@ class Device:
     memory_efficiency: Figure
     kernel_seconds: Figure
     host_seconds: Figure
+    call_seconds: Figure | None
     topology: str
 
     def peak_of(self, dtype: torch.dtype) -> float:
@@ -104,5 +106,6 @@ def device_of(values: Mapping[str, Any], path: Path) -> Device:
         memory_efficiency=memory.figure("efficiency", SHARE),
         kernel_seconds=launch.figure("kernel", SECONDS),
         host_seconds=launch.figure("host", SECONDS),
+        call_seconds=launch.optional("call", SECONDS),
         topology=table.text("topology"),
     )

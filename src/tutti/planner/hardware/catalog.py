@@ -56,11 +56,13 @@ def topology(name: str) -> Topology:
     """
     path = _path("topologies", name)
 
-    def link_beside(other: str) -> Link:
-        beside = path.parent / other
-        return link(str(beside) if other.endswith(".toml") and beside.exists() else other)
+    return topology_of(read_table(path), path, lambda other: link(beside(other, str(path))))
 
-    return topology_of(read_table(path), path, link_beside)
+
+def beside(name: str, path: str) -> str:
+    """The path of a file that another one at `path` names, if it is in the same folder; else the name."""
+    file = Path(path).parent / name
+    return str(file) if name.endswith(".toml") and file.exists() else name
 
 
 def _path(kind: str, name: str) -> Path:

@@ -35,7 +35,8 @@ class Cluster:
                 f'cannot read the devices "{text}"', fix='a count and a name, such as "64 x h100"'
             )
         device = catalog.device(match["name"])
-        return Cluster(count, device, catalog.topology(topology or device.topology))
+        beside = catalog.beside(device.topology, match["name"])
+        return Cluster(count, device, catalog.topology(topology or beside))
 
     @property
     def num_hosts(self) -> int:

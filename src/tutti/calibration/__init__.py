@@ -1,0 +1,1 @@
+"""Measures this machine for plans and predictions: `tutti calibrate`."""

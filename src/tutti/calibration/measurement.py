@@ -1,0 +1,223 @@
+"""Measures this machine: `tutti calibrate`.
+
+One process for each device measures at the same time as the others, since ranks share memory and processors:
+matmuls, a copy, an op that does nothing, a step's call, collectives of a few bytes and of many. The slowest
+rank counts. It takes less than a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.api import distribute
+from tutti.comm.collectives.groups import Groups
+from tutti.comm.collectives.transport import Distributed
+from tutti.errors import PlanError
+from tutti.launch.launch import launch
+from tutti.launch.ranks import ensure_process_group
+from tutti.planning.hardware_files import Measured
+
+AXES = ("data",)
+_MATMULS = ((1024, 1024, 1024), (2048, 1024, 1024), (512, 2048, 512))
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_MEMORY_NBYTES = 1 << 28
+_LARGE_NBYTES, _SMALL_NBYTES = 1 << 25, 64
+SECONDS = 1.0  # of one measurement, about
+
+
+def measured(num_devices: int | None = None, seconds: float = SECONDS) -> Measured:
+    """Start the processes, and return what they found.
+
+    Args:
+        num_devices: processes to start; by default one for each GPU, or for each processor.
+        seconds: of each of a dozen measurements, about.
+
+    Raises:
+        PlanError: the processes failed.
+    """
+    count = num_devices or torch.cuda.device_count() or os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as found:
+        code = launch(count, __file__, [found, str(seconds)], f"data={count}" if count > 1 else "")
+        ranks = [json.loads(path.read_text()) for path in sorted(Path(found).glob("*.json"))]
+    if code or len(ranks) != count:
+        raise PlanError("the calibration failed", why=f"its processes ended with {code}")
+    return _slowest(ranks, count)
+
+
+def _slowest(ranks: list[dict[str, float]], count: int) -> Measured:
+    def least(name: str) -> float:
+        return min(rank[name] for rank in ranks)
+
+    def most(name: str) -> float:
+        return max(rank[name] for rank in ranks)
+
+    peaks = {name: least(name) for name in _DTYPES if name in ranks[0]}
+    return Measured(
+        name=f"{_processor()}, {count} devices",
+        num_devices=count,
+        peaks=peaks,
+        memory=least("memory"),
+        bandwidth=least("bandwidth"),
+        launch=most("launch"),
+        call=most("call"),
+        start=most("start"),
+        rate=least("rate"),
+        message=least("message"),
+    )
+
+
+def _processor() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+class _RankMeasurement:
+    """What one process measures, in step with the others."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        ensure_process_group()
+        self.count = int(os.environ.get("WORLD_SIZE", "1"))
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(self.device)
+        self.groups = Groups({"data": self.count}, [AXES] if self.count > 1 else [])
+
+    def found(self) -> dict[str, float]:
+        """Every figure by name."""
+        figures = {name: self._matmul(dtype) for name, dtype in _DTYPES.items()}
+        figures |= {"memory": self._memory(), "bandwidth": self._bandwidth()}
+        figures |= {"launch": self._launch(), "call": self._call()}
+        return figures | self._collectives()
+
+    def _meet(self) -> None:
+        if self.count > 1:
+            torch.distributed.barrier()
+
+    def _median(self, call: Callable[[], object], share: float = 1.0, *, repeats: int = 0) -> float:
+        """Median seconds of a call, while the other processes make it, too.
+
+        Calls that exchange values are made `repeats` times, equally often on every rank.
+        """
+        self._meet()
+        call()
+        self._wait()
+        times: list[float] = []
+        least = 0.0 if repeats else share * self.seconds
+        while len(times) < repeats or (sum(times) < least and len(times) < 2000):
+            begin = time.perf_counter()
+            call()
+            self._wait()
+            times.append(time.perf_counter() - begin)
+        self._meet()
+        return statistics.median(times)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _matmul(self, dtype: torch.dtype) -> float:
+        """FLOP/s of the fastest of some matmuls."""
+        best = 0.0
+        for m, n, k in _MATMULS:
+            x, y = self._random((m, k), dtype), self._random((n, k), dtype)
+            seconds = self._median(lambda x=x, y=y: torch.nn.functional.linear(x, y), 0.25)
+            best = max(best, 2.0 * m * n * k / seconds)
+        return best
+
+    def _random(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def _memory(self) -> float:
+        if self.device.type == "cuda":
+            return float(torch.cuda.get_device_properties(self.device).total_memory)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / self.count
+
+    def _bandwidth(self) -> float:
+        """Bytes read and written a second by a sum of values that no cache holds."""
+        x, out = self._random((_MEMORY_NBYTES // 4,)), self._random((_MEMORY_NBYTES // 4,))
+        return 2 * _MEMORY_NBYTES / self._median(lambda: torch.add(x, 1.0, out=out))
+
+    def _launch(self) -> float:
+        """Seconds of an op on a few values."""
+        x = self._random((4,))
+
+        def several() -> None:
+            for _ in range(100):
+                torch.add(x, 1.0)
+
+        return self._median(several, 0.25) / 100
+
+    def _call(self) -> float:
+        """Seconds of a call of the smallest step, beside its ops."""
+        model = torch.nn.Linear(2, 2, bias=False).to(self.device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        def train_step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+            loss = model(x).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = (
+            distribute(train_step, model, optimizer, "", seed=0)
+            if self.count == 1
+            else (distribute(train_step, model, optimizer, f"data={self.count}"))
+        )
+        x = self._random((2 * self.count, 2))
+        torch.distributed.broadcast(x, 0) if self.count > 1 else None
+        for _ in range(3):
+            step(x)
+        ops = len([n for n in step.graph.nodes if n.op == "call_function"]) * 1e-6
+        return max(0.0, self._median(lambda: step(x), repeats=300) - ops)
+
+    def _collectives(self) -> dict[str, float]:
+        """Start and rate of all-reduces, rate of messages; of one device the rate of its memory."""
+        if self.count == 1:
+            rate = self._bandwidth()
+            return {"start": 0.0, "rate": rate, "message": rate}
+        small, large = self._all_reduce(_SMALL_NBYTES), self._all_reduce(_LARGE_NBYTES)
+        passed = 2 * (self.count - 1) / self.count * _LARGE_NBYTES
+        rate = passed / max(1e-9, large - small)
+        return {"start": small, "rate": rate, "message": min(rate, self._message())}
+
+    def _all_reduce(self, nbytes: int) -> float:
+        repeats, shared = 300 if nbytes < 1e6 else 30, self.groups.shared(AXES)
+        if shared is None:
+            x, group = self._random((nbytes // 4,)), Distributed(self.groups[AXES])
+            return self._median(lambda: group.all_reduce(x, "max"), repeats=repeats)
+        lying = shared.empty((nbytes // 4,), torch.float32)
+        lying.fill_(1.0)
+        return self._median(lambda: shared.all_reduce_([lying], "max"), repeats=repeats)
+
+    def _message(self) -> float:
+        """Bytes a second of a copy between two processes: written by one, read by the other."""
+        if self.device.type == "cuda":
+            return math.inf
+        x = self._random((_LARGE_NBYTES // 4,))
+        return _LARGE_NBYTES / (2 * self._median(lambda: x.clone(), 0.5))
+
+
+if __name__ == "__main__":
+    made = _RankMeasurement(float(sys.argv[2]))
+    rank = os.environ.get("RANK", "0")
+    (Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps(made.found()))

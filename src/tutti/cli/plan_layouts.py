@@ -1,0 +1,134 @@
+"""`tutti plan`: which layout is the fastest that fits, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tutti.errors import PlanError
+
+if TYPE_CHECKING:
+    from tutti.distributed_step import Step
+    from tutti.planning.layout_plan import PlanAnswer, PlanQuestion
+
+
+def plan(
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python script.")],
+    script_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
+    ] = None,
+    devices: Annotated[
+        str, typer.Option(help='Such as "64 x h100", or a hardware file; by default this machine.')
+    ] = "",
+    topology: Annotated[
+        str, typer.Option(help="Links and hosts: a name or a file; by default those of the device.")
+    ] = "",
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a step; by default those of the script's.")
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help='Words that every layout has, such as "precision=bf16 zero=1".')
+    ] = "",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "-n", min=1, help="Layouts of so many ranks; by default of all devices, or one."
+        ),
+    ] = None,
+    memory: Annotated[
+        str, typer.Option(help='Memory of a device for a step, such as "70GB".')
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Every layout as JSON.")] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="Compare the best layout with the runner-up.")
+    ] = False,
+    diff: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Compare two layouts.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the best layout as a plan that runs.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 15,
+) -> None:
+    """Rank every layout of SCRIPT's first training step by predicted time; runs nothing."""
+    from tutti.cli.look import look
+    from tutti.planning.layout_plan import answer
+    from tutti.planning.plan_file import as_records
+
+    question = _question(devices, topology, global_batch, layout, memory, ranks)
+    found: list[PlanAnswer] = []
+
+    def seen(step: Step, batch: tuple[Any, ...]) -> None:
+        found.append(answer(step.mode.running.job, batch, question, seen=_progress))
+
+    look(script, script_args or [], "", seen)
+    made = found[0]
+    _progress(0, 0)
+    if save is not None:
+        from tutti.version import VERSION
+
+        made.plan(VERSION, devices or "this machine").write(save)
+    if as_json:
+        print(json.dumps(as_records(made.ranking), indent=1), flush=True)
+    else:
+        print(_text(made, why, diff, top), flush=True)
+    _ = made.ranking.best  # an error, if none fits
+
+
+def _question(
+    devices: str, topology: str, rows: int | None, layout: str, memory: str, ranks: int | None
+) -> PlanQuestion:
+    from tutti.planner.hardware.cluster import Cluster
+    from tutti.planner.search.layout_choices import partial_layout
+    from tutti.planning.layout_plan import PlanQuestion
+    from tutti.planning.plan_file import parse_nbytes
+
+    given = partial_layout(layout)
+    if given.num_replicas > 1 or given.server:
+        raise PlanError(
+            f'"{layout}" has replicas, which compute another step than one device',
+            why="a plan compares layouts of the same step",
+            fix="leave replica, sync and server out",
+        )
+    options: dict[str, Any] = {
+        "given": layout,
+        "rows": rows,
+        "capacity": parse_nbytes(memory) if memory else None,
+        "num_ranks": ranks,
+    }
+    if devices:
+        return PlanQuestion.of(Cluster.parse(devices, topology or None), **options)
+    from tutti.planning.this_machine import question_here
+
+    return question_here(**options)
+
+
+def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -> str:
+    from tutti.report.plan_table import Scale, compared, plan_table
+
+    ranking = made.ranking
+    if diff is not None:
+        return compared(ranking.row(diff[0]), ranking.row(diff[1]))
+    scale = Scale(made.rows, made.tokens, made.flops, made.peak)
+    text = [plan_table(ranking, scale, top)]
+    if why and len(ranking.rows) > 1:
+        text.append(compared(ranking.rows[0], ranking.rows[1]))
+    text.append(
+        f"{made.rows} samples a step. MFU: operations of the model, attention over all pairs of tokens, "
+        f"nothing recomputed, of the dense peak, {made.peak:.3g} FLOP/s a device."
+    )
+    if ranking.refused:
+        layout, reason = ranking.refused[0]
+        text.append(f'{len(ranking.refused)} layouts are refused, such as "{layout}": {reason}')
+    return "\n\n".join(text)
+
+
+def _progress(done: int, total: int) -> None:
+    """A line on a terminal, overwritten; nothing elsewhere."""
+    if sys.stderr.isatty():
+        text = f"layout {done + 1} of {total}" if total else ""
+        print(f"\r{text:<30}\r", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,353 @@
+"""The work of a deep model by pieces, from the program of a shallow one.
+
+    first     everything before the repeated layers        embeddings
+    layers    one unit of each run
+    last      everything behind them                       norm, logits, loss
+
+The program is that of one micro-batch on the ranks of the model's axes (`tensor`, `seq`, `expert`): `data`,
+`pipe`, `zero` and the number of micro-batches only compose pieces (`composed.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from torch import Tensor, fx
+
+from tutti.graph.analysis.aliases import roots_of
+from tutti.graph.analysis.liveness import held
+from tutti.graph.analysis.state import is_state
+from tutti.graph.analysis.storage import Storages
+from tutti.graph.edits.edit import RECOMPUTED
+from tutti.graph.ops import collectives
+from tutti.partition.partition import Program
+from tutti.passes.pass_table import optimized
+from tutti.passes.target import Target
+from tutti.planner.costs.collective_seconds import collective_seconds
+from tutti.planner.costs.graph_seconds import collective_call
+from tutti.planner.depth.repeated_layers import Run
+from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.rank_groups import RankGroups
+from tutti.torch_private.pytrees import tree_leaves
+
+# Axes whose collectives belong to a piece; those over `data` belong to the whole step.
+MODEL_AXES = frozenset({"tensor", "seq", "expert"})
+# Passes that join ops of several layers, which would belong to no piece.
+_JOINS = ("foreach", "bucket", "early_update", "fused_update", "overlap")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one piece needs of a rank, under `zero=0`.
+
+    forward, backward: seconds of a micro-batch, collectives over the model's axes included; `exchange` is
+    their part of collectives. update: seconds. kept: bytes of a micro-batch from forward to backward.
+    cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
+    state; slots with buffers. gradients: bytes that the update reads. sent: bytes over the model's axes.
+    once: bytes of results of collectives in the forward, which no backward recomputes.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    exchange: float = 0.0
+    update: float = 0.0
+    kept: float = 0.0
+    cast: float = 0.0
+    parameters: float = 0.0
+    slots: float = 0.0
+    gradients: float = 0.0
+    sent: float = 0.0
+    once: float = 0.0
+
+    def __add__(self, other: Piece) -> Piece:
+        return Piece(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def times(self, factor: float) -> Piece:
+        """Each number times `factor`."""
+        return Piece(*(factor * getattr(self, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The pieces of a step.
+
+    first, last: pieces. layers: (piece of one layer, number of layers) for each run, in order.
+    transient: bytes above those kept, within a forward or a backward; `within_layers` those in layers alone.
+    message: bytes of a value between two layers.
+    """
+
+    first: Piece
+    layers: tuple[tuple[Piece, int], ...]
+    last: Piece
+    transient: float
+    within_layers: float
+    message: float
+
+    @property
+    def num_layers(self) -> int:
+        """Of all runs."""
+        return sum(count for _, count in self.layers)
+
+    def sequence(self) -> Iterator[Piece]:
+        """The piece of every layer, in order."""
+        for piece, count in self.layers:
+            for _ in range(count):
+                yield piece
+
+
+def blocks_of(
+    program: Program, machine: PricedMachine, runs: Sequence[Run], repeats: Mapping[Run, int]
+) -> Blocks:
+    """Read the pieces off the program of a model with `repeats` units of each run."""
+    return _BlockReader(program, machine, runs, repeats).read()
+
+
+class _BlockReader:
+    def __init__(
+        self,
+        program: Program,
+        machine: PricedMachine,
+        runs: Sequence[Run],
+        repeats: Mapping[Run, int],
+    ) -> None:
+        self.program, self.machine, self.runs, self.repeats = program, machine, runs, repeats
+        self.groups = RankGroups(program.layout.mesh, machine.topology.host_size)
+        donated = frozenset(program.captured.updated)
+        self.graph = optimized(program, Target(donated=donated), without=_JOINS)
+        self.sums: dict[tuple[str, str], float] = {}
+
+    def read(self) -> Blocks:
+        self._times()
+        self._kept()
+        self._state()
+        last, layers = self._piece("last"), []
+        for i, run in enumerate(self.runs):
+            units = [self._piece(f"run {i}.{k}") for k in range(self.repeats[run])]
+            layers.append((units[0].times(1 / run.unit), run.num_layers))
+            for unit in units[1:]:  # the last of all layers recomputes nothing, and keeps more
+                last += unit + units[0].times(-1)
+        ends = self._piece("first"), tuple(layers), last
+        return Blocks(*ends, *self._transients(last.kept), self._message())
+
+    def _piece(self, name: str) -> Piece:
+        found = {f.name: self.sums.get((name, f.name), 0.0) for f in fields(Piece)}
+        return replace(Piece(), **found)
+
+    def _add(self, node: fx.Node, what: str, amount: float) -> None:
+        key = self._piece_of(node), what
+        self.sums[key] = self.sums.get(key, 0.0) + amount
+
+    def _times(self) -> None:
+        kernels = self.machine.kernels(self.graph)
+        device = self.machine.cluster.device
+        memory = device.bandwidth.value * device.memory_efficiency.value
+        for node in self.graph.nodes:
+            region = node.meta.get("region")
+            if node in kernels and region in ("forward", "backward"):
+                self._add(node, region, kernels[node])
+            elif node in kernels and region == "update":
+                self._add(node, "update", _moved_nbytes(node) / memory)
+            elif region in ("forward", "backward"):
+                self._exchange(node, region)
+
+    def _exchange(self, node: fx.Node, region: str) -> None:
+        call = collective_call(node)
+        if call is None or not MODEL_AXES & set(call.axes):
+            return
+        group = self.groups[tuple(a for a in call.axes if a in MODEL_AXES)]
+        if group.size == 1:
+            return
+        seconds = collective_seconds(call.kind, call.nbytes, group, self.machine.topology)
+        seconds += self.machine.launch_seconds
+        passes = 2 if call.kind == "all_reduce" else 1
+        self._add(node, region, seconds)
+        self._add(node, "exchange", seconds)
+        if region == "forward":
+            self._add(node, "once", _nbytes(node))
+        self._add(node, "sent", passes * (group.size - 1) / group.size * call.nbytes)
+
+    def _kept(self) -> None:
+        """Bytes of values from the forward that the backward reads: of the batch, or of weights alone."""
+        roots, of_batch = roots_of(self.graph), self._of_batch
+        counted: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            root = roots.get(node) or node
+            later = any(
+                u.meta.get("region") == "backward" or RECOMPUTED in u.meta for u in node.users
+            )
+            if node.meta.get("region") != "forward" or not later or root in counted:
+                continue
+            if root.op != "call_function" or RECOMPUTED in node.meta:
+                continue
+            counted.add(root)
+            self._add(root, "kept" if root in of_batch else "cast", _nbytes(root))
+
+    @cached_property
+    def _of_batch(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            given = node.op == "placeholder" and not is_state(node)
+            if given or any(x in found for x in node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _state(self) -> None:
+        entries = {s.name: s for s in self.program.captured.state}
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and is_state(node):
+                entry = entries.get(node.meta["name"])
+                kind = "parameters" if entry is not None and entry.kind == "parameter" else "slots"
+                self._add_state(entry.owner or entry.name if entry else "", kind, _nbytes(node))
+        roots = roots_of(self.graph)
+        counted: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            into_update = any(u.meta.get("region") == "update" for u in node.users)
+            root = roots.get(node) or node
+            if node.meta.get("region") == "backward" and into_update and root not in counted:
+                counted.add(root)
+                self._add(root, "gradients", _nbytes(root))
+
+    def _add_state(self, name: str, what: str, amount: float) -> None:
+        key = self._piece_of_name(name, "first" if name in self._first_state else "last"), what
+        self.sums[key] = self.sums.get(key, 0.0) + amount
+
+    @cached_property
+    def _first_state(self) -> set[str]:
+        """State that is read before the layers begin."""
+        return {
+            node.meta["name"]
+            for node in self.graph.nodes
+            if node.op == "placeholder"
+            and is_state(node)
+            and any(
+                u.meta.get("region") == "forward" and self._side_at(self._position[u]) == "first"
+                for u in node.users
+            )
+        }
+
+    @cached_property
+    def _position(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    @cached_property
+    def _bounds(self) -> tuple[int, int]:
+        """The positions of the first node of a layer's forward, and of the last of a layer's backward."""
+        inside = {
+            region: [
+                self._position[n]
+                for n in self.graph.nodes
+                if n.meta.get("region") == region
+                and self._unit_of(n.meta.get("module") or "") is not None
+            ]
+            for region in ("forward", "backward")
+        }
+        return min(inside["forward"], default=0), max(inside["backward"], default=-1)
+
+    def _side_at(self, position: int) -> str:
+        begin, end = self._bounds
+        return "first" if position < begin or position > end >= 0 else "last"
+
+    def _piece_of(self, node: fx.Node) -> str:
+        """By its module; in the update by the state or the gradient that it reads; otherwise by its position.
+
+        A collective belongs to its operand's piece.
+        """
+        if node.meta.get("region") == "update":
+            return self._updated.get(node, "last")
+        name = node.meta.get("module") or ""
+        if not name and node.target in collectives.COLLECTIVES and node.all_input_nodes:
+            name = node.all_input_nodes[0].meta.get("module") or ""
+        return self._piece_of_name(name, self._side_at(self._position[node]))
+
+    @cached_property
+    def _updated(self) -> dict[fx.Node, str]:
+        """The piece of each node of the update, from its operands on."""
+        found: dict[fx.Node, str] = {}
+        owners = {s.name: s.owner or s.name for s in self.program.captured.state}
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and is_state(node):
+                name = owners.get(node.meta["name"], "")
+                found[node] = self._piece_of_name(
+                    name, "first" if name in self._first_state else "last"
+                )
+            elif node.meta.get("region") == "backward" and not isinstance(
+                node.meta.get("val"), list
+            ):
+                found[node] = self._piece_of(node)
+            elif node.meta.get("region") == "update":
+                pieces = [found[x] for x in node.all_input_nodes if x in found]
+                runs = [p for p in pieces if p.startswith("run")]
+                found[node] = (runs or pieces or ["last"])[0]
+        return found
+
+    def _piece_of_name(self, name: str, otherwise: str) -> str:
+        unit = self._unit_of(name)
+        return otherwise if unit is None else f"run {unit[0]}.{unit[1]}"
+
+    def _unit_of(self, name: str) -> tuple[int, int] | None:
+        """The run and the unit of a name of a module or of a parameter."""
+        for i, run in enumerate(self.runs):
+            head = f"{run.path}." if run.path else ""
+            if not name.startswith(head):
+                continue
+            number = name[len(head) :].partition(".")[0]
+            begin, end = self._numbers[i]
+            if number.isdecimal() and begin <= int(number) < end:
+                return i, (int(number) - begin) // run.unit
+        return None
+
+    @cached_property
+    def _numbers(self) -> list[tuple[int, int]]:
+        """The numbers of the layers of each run in the short model."""
+        found, gone = [], dict[str, int]()
+        for run in self.runs:
+            short = run.unit * self.repeats[run]
+            start = run.start - gone.get(run.path, 0)
+            gone[run.path] = gone.get(run.path, 0) + run.num_layers - short
+            found.append((start, start + short))
+        return found
+
+    def _transients(self, last_kept: float) -> tuple[float, float]:
+        """The most bytes above those at the border of forward and backward: anywhere, and in layers, whose
+        backward begins without those that the last piece had kept."""
+        graph, border, peak, inside = self.graph, 0, 0, 0.0
+        for node, nbytes in held(graph, Storages(graph, self.program.captured.mode)):
+            region = node.meta.get("region")
+            if region == "forward" and RECOMPUTED not in node.meta:
+                border = nbytes
+            if region in ("forward", "backward"):
+                peak = max(peak, nbytes)
+            if region == "backward" and self._unit_of(node.meta.get("module") or "") is not None:
+                inside = max(inside, nbytes + last_kept)
+        return max(0.0, peak - border), max(0.0, inside - border)
+
+    def _message(self) -> float:
+        """Bytes of the largest value of the batch that crosses from one layer to a later one."""
+        best = 0.0
+        for node in self.graph.nodes:
+            if node.meta.get("region") != "forward" or node not in self._of_batch:
+                continue
+            own = _layer(node.meta.get("module") or "")
+            readers = [u for u in node.users if u.meta.get("region") == "forward"]
+            others = {_layer(u.meta.get("module") or "") for u in readers}
+            if own and any(o and o != own for o in others):
+                best = max(best, _nbytes(node))
+        return best
+
+
+def _layer(name: str) -> str:
+    """`model.layers.3.mlp` -> `model.layers.3`."""
+    words = name.split(".")
+    at = next((i for i, word in enumerate(words) if word.isdecimal()), None)
+    return "" if at is None else ".".join(words[: at + 1])
+
+
+def _nbytes(node: fx.Node) -> int:
+    leaves = tree_leaves(node.meta.get("val"))
+    return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+
+
+def _moved_nbytes(node: fx.Node) -> int:
+    return _nbytes(node) + sum(map(_nbytes, node.all_input_nodes))

@@ -1,0 +1,340 @@
+"""The estimate of a layout for a deep model, composed of its pieces.
+
+stage      the layers that balance its time, first and last pieces at the ends
+step       the schedule on a clock + sums of gradients + update + gathers of new weights
+zero=3     gathers of weights beside the layers' work
+peak       the fullest of: the border of forward and backward, the end of the backward, the update
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import cached_property, lru_cache
+
+from tutti.errors import LayoutError
+from tutti.layout import Layout
+from tutti.pipeline.ready import schedule_of
+from tutti.planner.costs.collective_seconds import collective_seconds, message_seconds
+from tutti.planner.depth.block_work import Blocks, Piece
+from tutti.planner.estimates.graph_clock import (
+    COLLECTIVES,
+    COMPUTE,
+    IDLE,
+    MESSAGES,
+    OVERLAP_SLOWDOWN,
+)
+from tutti.planner.estimates.layout_estimate import Estimate
+from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.rank_groups import RankGroups
+from tutti.planner.simulator import Timeline, simulate
+
+# The share of a backward that makes gradients of inputs, in a schedule that has them apart.
+_INPUT_SHARE = 0.5
+
+
+def composed(
+    blocks: Blocks, layout: Layout, machine: PricedMachine, *, played: bool = True
+) -> Estimate:
+    """The estimate of `layout`.
+
+    Args:
+        blocks: of the layout's model axes and rows of a micro-batch.
+        layout: to estimate.
+        machine: its hardware.
+        played: play a pipeline's schedule on a clock; otherwise closed forms stand for it, which are much
+            cheaper and a few percent off where stages differ.
+
+    Raises:
+        LayoutError: a budget of `remat`; only none and full are known.
+        ScheduleError: there is no such schedule for these pipeline ranks and micro-batches.
+    """
+    if layout.remat not in ("none", "full"):
+        raise LayoutError(
+            f"remat={layout.remat} of a deep model has no estimate", fix="remat=none or remat=full"
+        )
+    return _Composition(blocks, layout, machine, played).make()
+
+
+class _Composition:
+    def __init__(
+        self, blocks: Blocks, layout: Layout, machine: PricedMachine, played: bool
+    ) -> None:
+        self.blocks, self.layout, self.machine = blocks, layout, machine
+        self.plays = played
+        self.groups = RankGroups(layout.mesh, machine.topology.host_size)
+        self.data = layout.axes.get("data", 1)
+        self.pipe = layout.axes.get("pipe", 1)
+
+    def make(self) -> Estimate:
+        timeline = self._played if self.pipe > 1 and self.plays else None
+        kinds: Counter[str] = Counter()
+        hidden = 0.0
+        ranks = self._rank_pieces
+        busiest = max(ranks, key=lambda p: p.forward + p.backward)
+        micro = self.layout.micro
+        computing = micro * (busiest.forward + busiest.backward - busiest.exchange)
+        kinds[COLLECTIVES] += micro * busiest.exchange  # type: ignore[assignment]
+        if self.pipe == 1:
+            computing, hidden, exposed = self._alone(busiest, computing)
+            seconds = computing + kinds[COLLECTIVES] + exposed
+            kinds[COLLECTIVES] += exposed  # type: ignore[assignment]
+        else:
+            seconds = timeline.seconds if timeline else self._closed_form
+            kinds[IDLE] += max(0.0, seconds - computing - kinds[COLLECTIVES])  # type: ignore[assignment]
+            exposed = max(self._gathered(p) + self._reduced(p) for p in ranks)
+            seconds += exposed
+            kinds[COLLECTIVES] += exposed  # type: ignore[assignment]
+            kinds[MESSAGES] += 0.0  # type: ignore[assignment]
+        update = max(p.update for p in ranks) / (self.data if self.layout.zero else 1)
+        renewed = max(self._renewed(p) for p in ranks)
+        kinds[COMPUTE] += computing + update  # type: ignore[assignment]
+        kinds[COLLECTIVES] += renewed  # type: ignore[assignment]
+        return Estimate(
+            layout=self.layout,
+            seconds=seconds + update + renewed,
+            kinds={k: x for k, x in kinds.items() if x > 0},
+            hidden_seconds=hidden,
+            nbytes=self._sent(busiest),
+            peak_nbytes=int(max(self._peak(i) for i in range(self.pipe))),
+            timeline=timeline,
+        )
+
+    def _alone(self, piece: Piece, computing: float) -> tuple[float, float, float]:
+        """Without a pipeline: seconds of compute, of collectives beside it, and of those it waits for."""
+        micro, zero = self.layout.micro, self.layout.zero
+        each = 2 * self._gathered(piece) if zero == 3 else 0.0
+        reduced = self._reduced(piece)
+        within = micro * each + (micro * reduced if zero >= 2 or micro == 1 else 0.0)
+        after = 0.0 if zero >= 2 or micro == 1 else reduced
+        hidden = min(within, computing)
+        ends = (each + reduced) / max(1, self.blocks.num_layers) if within else 0.0
+        slower = hidden * (1 - 1 / OVERLAP_SLOWDOWN)
+        return computing + slower, hidden, max(0.0, within - computing) + ends + after
+
+    def _gathered(self, piece: Piece) -> float:
+        """Seconds to gather the weights of a piece over `data`, in the dtype of the forward."""
+        if self.layout.zero < 3:
+            return 0.0
+        return self._over_data("all_gather", piece.cast or piece.parameters)
+
+    def _reduced(self, piece: Piece) -> float:
+        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
+        return self._over_data(kind, piece.gradients)
+
+    def _renewed(self, piece: Piece) -> float:
+        """Seconds to gather the weights that each rank has updated a part of."""
+        if self.layout.zero not in (1, 2):
+            return 0.0
+        return self._over_data("all_gather", piece.parameters)
+
+    def _over_data(self, kind: str, nbytes: float) -> float:
+        if self.data == 1 or not nbytes:
+            return 0.0
+        return collective_seconds(kind, nbytes, self.groups[("data",)], self.machine.topology)
+
+    def _recomputing(self, pieces: list[Piece]) -> Piece:
+        """A stage of these pieces; with `remat=full` its backward recomputes one segment at a time.
+
+        With n layers that keep K bytes each, and m bytes between layers, the cuts are those of
+        `passes.remat_segments`: s segments, which keep `s m` and hold `n K / s` while one is recomputed.
+        """
+        whole = sum(pieces, Piece())
+        if self.layout.remat != "full" or not whole.kept:
+            return whole
+        between = max(1.0, self.blocks.message)
+        segments = min(len(pieces), max(1.0, math.sqrt(whole.kept / between)))
+        again = (whole.forward - whole.exchange / 3) * (1 - 1 / segments)
+        kept = min(whole.kept, segments * between + whole.once)
+        return replace(whole, backward=whole.backward + again, kept=kept, cast=0.0)
+
+    def _segment(self, pieces: list[Piece]) -> float:
+        """Bytes of one segment while it is recomputed, its weights in the dtype of the forward included."""
+        if self.layout.remat != "full":
+            return 0.0
+        whole = sum(pieces, Piece())
+        between = max(1.0, self.blocks.message)
+        segments = min(len(pieces), max(1.0, math.sqrt(whole.kept / between)))
+        return (whole.kept + whole.cast) / segments
+
+    @property
+    def _pipeline(self) -> Layout:
+        """The words on which the schedule depends."""
+        micro, schedule = self.layout.micro, self.layout.schedule
+        return Layout(axes={"pipe": self.pipe}, micro=micro, schedule=schedule)
+
+    @property
+    def _chunks(self) -> int:
+        """Stages of a pipeline rank."""
+        name, _, chunks = self.layout.schedule.rstrip(")").partition("(")
+        return int(chunks or 2) if name == "interleaved" else 2 if name == "zbv" else 1
+
+    def _rank_of(self, stage: int) -> int:
+        if self.layout.schedule == "zbv":  # there and back
+            return min(stage, 2 * self.pipe - 1 - stage)
+        return stage % self.pipe
+
+    @cached_property
+    def _closed_form(self) -> float:
+        """Every micro-batch takes the time of the slowest rank; the first also passes the others.
+
+        1F1B: `sum + (K - 1) max`; interleaved chunks divide the sum of the others; apart gradients of weights
+        fill a third of it (Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 1).
+        """
+        times = [p.forward + p.backward for p in self._rank_pieces]
+        longest = max(times)
+        name = self.layout.schedule.partition("(")[0]
+        share = {"interleaved": 1 / self._chunks, "zb": 1 / 3, "zbv": 0.0}.get(name, 1.0)
+        return self.layout.micro * longest + share * (sum(times) - longest)
+
+    def _live(self, rank: int) -> float:
+        """Micro-batches that a rank holds at most, of all its stages."""
+        micro, left = self.layout.micro, self.pipe - rank
+        name = self.layout.schedule.partition("(")[0]
+        if name == "gpipe":
+            return micro
+        if name == "interleaved":
+            chunks = self._chunks
+            return min(micro * chunks, 2 * (left - 1) + (chunks - 1) * self.pipe + 1) / chunks
+        return min(micro, self.pipe if name == "zbv" else left)
+
+    @cached_property
+    def _stage_pieces(self) -> list[Piece]:
+        """The pieces of each stage: contiguous layers, balanced by their time."""
+        return [self._recomputing(pieces) for pieces in self._cut]
+
+    @cached_property
+    def _cut(self) -> list[list[Piece]]:
+        whole = [self.blocks.first, *self.blocks.sequence(), self.blocks.last]
+        count = self.pipe * self._chunks
+        stages: list[list[Piece]] = [[] for _ in range(count)]
+        stage_of = _balanced([p.forward + p.backward for p in whole], count)
+        for piece, stage in zip(whole, stage_of, strict=True):
+            stages[stage].append(piece)
+        return stages
+
+    @cached_property
+    def _rank_pieces(self) -> list[Piece]:
+        if self.pipe == 1:
+            return self._stage_pieces
+        ranks = [Piece() for _ in range(self.pipe)]
+        for stage, piece in enumerate(self._stage_pieces):
+            ranks[self._rank_of(stage)] += piece
+        return ranks
+
+    @cached_property
+    def _played(self) -> Timeline:
+        costs: list[tuple[tuple[int, str], float]] = []
+        for stage, piece in enumerate(self._stage_pieces):
+            inputs = _INPUT_SHARE * piece.backward
+            parts = {
+                "F": piece.forward,
+                "B": piece.backward,
+                "I": inputs,
+                "W": piece.backward - inputs,
+            }
+            costs += [((stage, kind), seconds) for kind, seconds in parts.items()]
+        across = self.groups.crosses_hosts("pipe")
+        moving = message_seconds(self.blocks.message, self.machine.topology, across_hosts=across)
+        kept = tuple(int(piece.kept) for piece in self._stage_pieces)
+        return _simulated(self._pipeline, tuple(costs), moving, kept)
+
+    def _kept(self, rank: int) -> float:
+        """Bytes of the most micro-batches that a rank holds."""
+        if self.pipe == 1:
+            return self._rank_pieces[0].kept
+        if self.plays:
+            return self._played.peak_nbytes[rank]
+        return self._live(rank) * self._rank_pieces[rank].kept
+
+    def _peak(self, rank: int) -> float:
+        piece, zero, data, micro = (
+            self._rank_pieces[rank],
+            self.layout.zero,
+            self.data,
+            self.layout.micro,
+        )
+        parameters = piece.parameters / (data if zero == 3 else 1)
+        state = parameters + piece.slots / (data if zero else 1)
+        split = zero >= 2 or (zero == 1 and micro == 1)
+        gradients = piece.gradients / (data if split else 1)
+        one_layer = max((p.cast or p.parameters for p, _ in self.blocks.layers), default=0.0)
+        cast = 2 * one_layer if zero == 3 else piece.cast
+        summed = gradients if self.layout.in_time else 0.0
+        last = self._has_last[rank]
+        transient = self.blocks.transient if last else self.blocks.within_layers
+        own = [p for s, p in enumerate(self._cut) if self._rank_of(s) == rank]
+        transient += max(map(self._segment, own))
+        border = state + cast + self._kept(rank) + transient + summed
+        return max(border, state + cast + gradients, state + 2 * gradients)
+
+    @cached_property
+    def _has_last(self) -> list[bool]:
+        """Whether a rank has the last stage, with the logits."""
+        if self.pipe == 1:
+            return [True]
+        last = self._rank_of(self.pipe * self._chunks - 1)
+        return [rank == last for rank in range(self.pipe)]
+
+    def _sent(self, piece: Piece) -> dict[str, int]:
+        """Bytes that the busiest rank sends in a step, by link."""
+        micro, zero, data = self.layout.micro, self.layout.zero, self.data
+        found: Counter[str] = Counter()
+        share = (data - 1) / data
+        gathers = 2 * micro if zero == 3 and self.pipe == 1 else 1 if zero == 3 else 0
+        sums = micro if zero >= 2 and self.pipe == 1 else 1
+        over_data = share * (
+            gathers * (piece.cast or piece.parameters)
+            + sums * (1 if zero else 2) * piece.gradients
+            + (piece.parameters if zero in (1, 2) else 0.0)
+        )
+        link = "inside" if self.groups[("data",)].num_hosts == 1 else "between"
+        found[link] += int(over_data)
+        within = self.groups[tuple(a for a in ("expert", "seq", "tensor") if a in self.layout.axes)]
+        found["inside" if within.num_hosts == 1 else "between"] += int(micro * piece.sent)
+        if self.pipe > 1:
+            link = "between" if self.groups.crosses_hosts("pipe") else "inside"
+            found[link] += int(2 * micro * self.blocks.message)
+        return {k: n for k, n in found.items() if n}
+
+
+_schedule_of = lru_cache(maxsize=256)(schedule_of)
+
+
+@lru_cache(maxsize=4096)
+def _simulated(
+    layout: Layout,
+    costs: tuple[tuple[tuple[int, str], float], ...],
+    moving: float,
+    kept: tuple[int, ...],
+) -> Timeline:
+    """Levels of `zero` have the same schedule and costs, so they share its timeline."""
+    nbytes = dict(enumerate(kept))
+    return simulate(_schedule_of(layout), dict(costs), transfer_seconds=moving, nbytes=nbytes)
+
+
+def _balanced(times: list[float], count: int) -> list[int]:
+    """The stage of each piece: contiguous, none empty, the longest stage as short as possible."""
+    low, high = max(times, default=0.0), sum(times)
+    for _ in range(50):
+        middle = (low + high) / 2
+        if _filled(times, middle, count)[-1] < count:
+            high = middle
+        else:
+            low = middle
+    stages = _filled(times, high, count)
+    return stages
+
+
+def _filled(times: list[float], bound: float, count: int) -> list[int]:
+    """Stages filled up to `bound`, leaving a piece for each later stage where possible."""
+    stages, stage, used = list[int](), 0, 0.0
+    for i, x in enumerate(times):
+        left = len(times) - i
+        must = stage + left < count and stages and stages[-1] == stage
+        if stages and (used + x > bound * (1 + 1e-9) or must):
+            stage, used = stage + 1, 0.0
+        used += x
+        stages.append(stage)
+    return stages

@@ -1,0 +1,1 @@
+"""The time and memory of one program under one layout, on hardware that is data."""

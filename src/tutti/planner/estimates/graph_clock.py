@@ -1,0 +1,190 @@
+"""A final graph on a clock: the device's kernels in order, and the links beside them.
+
+    device   |kernel|kernel|kernel|  wait  |kernel|
+    link            |====== gather ======|
+                    start                 finish
+
+A collective with a start and a finish takes its link from the start on, after earlier ones on that link; any
+other makes the device wait. Kernels beside a collective in flight take `OVERLAP_SLOWDOWN` as long: both use
+the same memory and processors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import Body, Do, LoopPart, loop
+from tutti.planner.costs.collective_seconds import collective_seconds, message_seconds
+from tutti.planner.costs.graph_seconds import CollectiveCall, collective_call
+from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.rank_groups import RankGroups
+
+# Of compute beside communication, measured on A100s: Galvatron-2's profile.
+OVERLAP_SLOWDOWN = 1.126
+# Kinds of seconds.
+COMPUTE, COLLECTIVES, MESSAGES, IDLE = "compute", "collectives", "messages", "idle"
+
+
+@dataclass
+class Playback:
+    """What a graph takes: `seconds` in all and by kind, and bytes by link.
+
+    hidden_seconds: of collectives beside kernels. nbytes: sent by each rank, `inside` its host and `between`.
+    """
+
+    seconds: float = 0.0
+    kinds: Counter[str] = field(default_factory=Counter)
+    hidden_seconds: float = 0.0
+    nbytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: Playback, times: float = 1) -> None:
+        """`other` after this one, `times` in a row."""
+        self.seconds += times * other.seconds
+        self.hidden_seconds += times * other.hidden_seconds
+        for kind, x in other.kinds.items():
+            self.kinds[kind] += times * x  # type: ignore[assignment]
+        for link, n in other.nbytes.items():
+            self.nbytes[link] += int(times * n)
+
+
+class GraphClock:
+    """Plays the graphs of one rank on a machine."""
+
+    def __init__(self, machine: PricedMachine, groups: RankGroups) -> None:
+        self.machine, self.groups = machine, groups
+
+    def play(self, graph: fx.Graph) -> tuple[Playback, Playback, Playback]:
+        """The parts of a graph before, in and after its main loop; without a loop all of it is before."""
+        seconds = self.machine.kernels(graph)
+        parts = [Playback(), Playback(), Playback()]
+        main, at, streams = main_loop(graph), 0, _Streams(self)
+        for node in graph.nodes:
+            if node.target is loop:
+                parts[at].add(streams.ended())
+                streams = _Streams(self)
+                at = 1 if node is main else at
+                parts[at].add(self.in_loop(body_of(node)))
+                at = 2 if node is main else at
+            else:
+                streams.play(node, seconds)
+        parts[at].add(streams.ended())
+        return parts[0], parts[1], parts[2]
+
+    def whole(self, graph: fx.Graph) -> Playback:
+        """All of it, one after the other."""
+        total = Playback()
+        for part in self.play(graph):
+            total.add(part)
+        return total
+
+    def in_loop(self, body: Body) -> Playback:
+        """The row of a rank on its own: a step in micro-batches without a pipeline."""
+        total, known = Playback(), self.parts(body)
+        for do in body.row:
+            if not do.way:
+                total.add(known[_key(do)])
+        return total
+
+    def parts(self, body: Body) -> dict[tuple[int, str], Playback]:
+        """Each part of a body, once; one that adds to sums counts as adding."""
+        return {key: self.whole(_graph(part)) for key, part in body.parts.items()}
+
+    def seconds_of(self, call: CollectiveCall) -> float:
+        """Of one collective."""
+        return collective_seconds(
+            call.kind, call.nbytes, self.groups[call.axes], self.machine.topology
+        )
+
+    def message(self, nbytes: float) -> float:
+        """Seconds of a message to the next pipeline rank."""
+        across = self.groups.crosses_hosts("pipe")
+        return message_seconds(nbytes, self.machine.topology, across_hosts=across)
+
+
+class _Streams:
+    """The device and its links while a graph plays."""
+
+    def __init__(self, owner: GraphClock) -> None:
+        self.owner, self.total = owner, Playback()
+        self.now = 0.0
+        self.free: defaultdict[str, float] = defaultdict(float)
+        self.ends: dict[fx.Node, float] = {}
+
+    def play(self, node: fx.Node, seconds: Mapping[fx.Node, float]) -> None:
+        if node in seconds:
+            self._compute(seconds[node])
+        elif node.target is collectives.finish:
+            self._wait(self.ends[node.args[0]], COLLECTIVES)  # type: ignore[index]
+        elif node.target is collectives.send:
+            values: list[fx.Node] = node.args[0]  # type: ignore[assignment]
+            self._wait(self.now + self.owner.message(_nbytes(values)), MESSAGES)
+        elif (call := collective_call(node)) is not None:
+            self._collective(call)
+
+    def ended(self) -> Playback:
+        """The whole, when the last collective has ended, too."""
+        self._wait(max(self.free.values(), default=0.0), COLLECTIVES)
+        self.total.seconds = self.now
+        return self.total
+
+    def _compute(self, seconds: float) -> None:
+        busy = max(self.free.values(), default=0.0) - self.now
+        if busy > 0:
+            beside = min(seconds * OVERLAP_SLOWDOWN, busy)
+            seconds = beside + (seconds - beside / OVERLAP_SLOWDOWN)
+            self.total.hidden_seconds += beside
+        self.now += seconds
+        self.total.kinds[COMPUTE] += seconds  # type: ignore[assignment]
+
+    def _wait(self, until: float, kind: str) -> None:
+        self.total.kinds[kind] += max(0.0, until - self.now)  # type: ignore[assignment]
+        self.now = max(self.now, until)
+
+    def _collective(self, call: CollectiveCall) -> None:
+        group = self.owner.groups[call.axes]
+        if group.size == 1:
+            return
+        if call.node.target is collectives.together_ and call.kind == "all_gather":
+            call = replace(call, nbytes=0)  # views of memory that the ranks share
+        link = "inside" if group.num_hosts == 1 else "between"
+        passes = 2 if call.kind == "all_reduce" else 1
+        self.total.nbytes[link] += int(passes * (group.size - 1) / group.size * call.nbytes)
+        host = self.owner.machine.launch_seconds
+        self.now += host
+        self.total.kinds[COMPUTE] += host  # type: ignore[assignment]
+        end = max(self.now, self.free[link]) + self.owner.seconds_of(call)
+        self.free[link] = end
+        if call.node.target is collectives.start:
+            self.ends[call.node] = end
+        else:
+            self._wait(end, COLLECTIVES)
+
+
+def _nbytes(values: list[fx.Node]) -> int:
+    return sum(x.meta["val"].nbytes for x in values)
+
+
+def _graph(part: LoopPart) -> fx.Graph:
+    return part.graph if part.adding is None else part.adding
+
+
+def _key(do: Do) -> tuple[int, str]:
+    return do.stage, do.kind
+
+
+def body_of(node: fx.Node) -> Body:
+    """The body of a loop."""
+    body = node.args[0]
+    assert isinstance(body, Body), node
+    return body
+
+
+def main_loop(graph: fx.Graph) -> fx.Node | None:
+    """The loop with the stages, beside short ones that compute values of the batch beforehand."""
+    loops = [node for node in graph.nodes if node.target is loop]
+    return max(loops, key=lambda node: len(body_of(node).parts), default=None)

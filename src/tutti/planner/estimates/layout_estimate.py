@@ -1,0 +1,172 @@
+"""The time and the memory of a step under one layout, from the program that its ranks would run.
+
+    one device, or ranks side by side     the final graph on a clock               graph_clock.py
+    micro-batches                         before + the row of parts + after
+    pipeline                              before + the schedule on a clock + after  simulator.py
+
+Every pass has run: the graph is the one that a rank would execute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from tutti.graph.analysis.cost import flops_of
+from tutti.graph.ops.collectives import axes_of
+from tutti.graph.ops.loop import Body
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.passes.pass_table import optimized
+from tutti.passes.target import Target
+from tutti.pipeline.ready import in_time
+from tutti.pipeline.timed import Timed
+from tutti.planner.estimates.graph_clock import (
+    COMPUTE,
+    IDLE,
+    GraphClock,
+    Playback,
+    body_of,
+    main_loop,
+)
+from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.rank_groups import RankGroups
+from tutti.planner.memory import PeakMemory, predict
+from tutti.planner.simulator import Timeline, simulate
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step under `layout`, predicted.
+
+    seconds: of a step. kinds: of the busiest rank, seconds by kind: compute, collectives, messages, idle.
+    hidden_seconds: of collectives beside compute. nbytes: sent by a rank, by link (`inside`, `between`).
+    peak_nbytes: of the rank that holds most. memory: its kinds, if the whole program was at hand.
+    timeline: of a pipeline.
+    """
+
+    layout: Layout
+    seconds: float
+    kinds: dict[str, float]
+    hidden_seconds: float
+    nbytes: dict[str, int]
+    peak_nbytes: int
+    memory: PeakMemory | None = None
+    timeline: Timeline | None = None
+
+    @property
+    def bound_by(self) -> str:
+        """The kind with the most seconds."""
+        return max(self.kinds, key=lambda kind: self.kinds[kind]) if self.kinds else COMPUTE
+
+
+def estimate(program: Program, machine: PricedMachine, *, cut_at: tuple[str, ...] = ()) -> Estimate:
+    """The estimate of a partitioned program.
+
+    Raises:
+        ShardingError, LayoutError: the step does not allow micro-batches, or this cut.
+        PlanError: a dtype without a peak.
+    """
+    return _ProgramEstimate(program, machine, cut_at).make()
+
+
+def flops_of_nodes(nodes: Iterable[fx.Node]) -> float:
+    """Multiplications and additions of matmuls, convolutions and attention in a captured step. Attention
+    counts every pair of tokens, masked ones, too."""
+    return sum(map(flops_of, nodes))
+
+
+class _ProgramEstimate:
+    def __init__(self, program: Program, machine: PricedMachine, cut_at: tuple[str, ...]) -> None:
+        self.program, self.machine, self.cut_at = program, machine, cut_at
+        self.layout = program.layout
+        self.clock = GraphClock(machine, RankGroups(self.layout.mesh, machine.topology.host_size))
+
+    def make(self) -> Estimate:
+        if not self.layout.in_time:
+            graph = self._final(self.program)
+            return self._estimate(self.clock.whole(graph), predict(self.program, graph))
+        made = in_time(self.program, cut_at=self.cut_at)
+        graphs = [self._final(one) for one in made.programs]
+        pairs = zip(made.programs, graphs, strict=True)
+        memory = max((predict(p, g) for p, g in pairs), key=lambda m: m.peak_nbytes)
+        if len(graphs) == 1:
+            return self._estimate(self.clock.whole(graphs[0]), memory)
+        return self._pipeline(made, graphs, memory)
+
+    @cached_property
+    def _target(self) -> Target:
+        used = {axes for n in self.program.collectives if (axes := axes_of(n))}
+        shared = frozenset(used) if self.machine.shares_memory else frozenset()
+        updated = frozenset(self.program.captured.updated)
+        return Target(donated=updated, shared=shared, onednn=self.machine.onednn)
+
+    def _final(self, program: Program) -> fx.Graph:
+        return optimized(program, self._target)
+
+    def _estimate(
+        self, played: Playback, memory: PeakMemory, timeline: Timeline | None = None
+    ) -> Estimate:
+        call = self.machine.call_seconds
+        played.kinds[COMPUTE] += call  # type: ignore[assignment]
+        return Estimate(
+            layout=self.layout,
+            seconds=played.seconds + call,
+            kinds={k: x for k, x in played.kinds.items() if x > 0},
+            hidden_seconds=played.hidden_seconds,
+            nbytes=dict(played.nbytes),
+            peak_nbytes=memory.peak_nbytes,
+            memory=memory,
+            timeline=timeline,
+        )
+
+    def _pipeline(self, made: Timed, graphs: list[fx.Graph], memory: PeakMemory) -> Estimate:
+        played = [self.clock.play(graph) for graph in graphs]
+        loops = [main_loop(graph) for graph in graphs]
+        bodies = [body_of(node) if node is not None else None for node in loops]
+        parts = [self.clock.parts(body) if body else {} for body in bodies]
+        timeline = self._timeline(made, parts)
+        busiest = max(range(len(played)), key=lambda p: played[p][1].seconds)
+        total = Playback()
+        for part in played[busiest]:
+            total.add(part)
+        first = max(before.seconds for before, _, _ in played)
+        last = max(after.seconds for _, _, after in played)
+        total.kinds[IDLE] += max(0.0, timeline.seconds - played[busiest][1].seconds)  # type: ignore[assignment]
+        total.seconds = first + timeline.seconds + last
+        for pipe_rank, body in enumerate(bodies):
+            sent = _sent_nbytes(made, body, pipe_rank) if body else 0
+            link = "between" if self.clock.groups.crosses_hosts("pipe") else "inside"
+            total.nbytes[link] = max(total.nbytes[link], sent)
+        return self._estimate(total, memory, timeline)
+
+    def _timeline(self, made: Timed, parts: list[dict[tuple[int, str], Playback]]) -> Timeline:
+        costs = {key: one.seconds for found in parts for key, one in found.items()}
+        schedule = made.schedule
+        for stage in range(schedule.num_stages):
+            for kind in ("F", "I", "W", "B"):  # a part without work is in no body
+                costs.setdefault((stage, kind), 0.0)
+        transfers: dict[tuple[int, int], float] = {}
+        for body in made.bodies:
+            for (source, _, to), names in body.messages.items():
+                edge = min(source, to), max(source, to)
+                apart = schedule.rank_of(source) != schedule.rank_of(to)
+                seconds = (
+                    self.clock.message(sum(body.vals[n].nbytes for n in names)) if apart else 0.0
+                )
+                transfers[edge] = max(transfers.get(edge, 0.0), seconds)
+        return simulate(schedule, costs, transfer_seconds=transfers, edges=sorted(transfers))
+
+
+def _sent_nbytes(made: Timed, body: Body, pipe_rank: int) -> int:
+    """Bytes that a pipeline rank sends to others in a step."""
+    rank_of = made.schedule.rank_of
+    return body.num_micro * sum(
+        body.vals[n].nbytes
+        for (source, _, to), names in body.messages.items()
+        if rank_of(source) == pipe_rank != rank_of(to)
+        for n in names
+    )

@@ -1,0 +1,54 @@
+"""The hardware of an estimate: a cluster, and the time of the kernels of a graph on one of its devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from tutti.planner.costs.kernel_seconds import kernel_seconds
+from tutti.planner.costs.kernels import kernels_of
+from tutti.planner.hardware.cluster import Cluster
+from tutti.planner.hardware.topology import Topology
+
+# Seconds of the kernels of a graph, each at the node that ends it.
+KernelSeconds = Callable[[fx.Graph], Mapping[fx.Node, float]]
+
+
+@dataclass(frozen=True)
+class PricedMachine:
+    """`cluster`, and the way to price its kernels.
+
+    kernels: the seconds of each kernel of a final graph, by its last node.
+    launch_seconds: of the host, for each collective. call_seconds: of a call of the step, beside its ops.
+    shares_memory: ranks of one host exchange through shared memory, so the passes write that program.
+    onednn: matmuls run by oneDNN's kernels.
+    """
+
+    cluster: Cluster
+    kernels: KernelSeconds
+    launch_seconds: float
+    call_seconds: float = 0.0
+    shares_memory: bool = False
+    onednn: bool = False
+
+    @property
+    def topology(self) -> Topology:
+        """Of the cluster."""
+        return self.cluster.topology
+
+    @staticmethod
+    def of(cluster: Cluster, *, eager: bool = True) -> PricedMachine:
+        """A cluster by its data alone. `eager`: the host launches each op when its turn comes."""
+        device = cluster.device
+
+        def kernels(graph: fx.Graph) -> dict[fx.Node, float]:
+            return {
+                kernel.nodes[-1]: kernel_seconds(kernel, device, eager=eager)
+                for kernel in kernels_of(graph, fused=not eager)
+            }
+
+        launch = device.host_seconds.value if eager else 0.0
+        call = device.call_seconds.value if device.call_seconds else 0.0
+        return PricedMachine(cluster, kernels, launch, call)

@@ -1,0 +1,1 @@
+"""The layouts of a step on a cluster, ranked by predicted time."""

@@ -1,0 +1,134 @@
+"""The layouts to compare for a number of ranks.
+
+    ranks      every product of axes that gives the number: data, tensor, seq, expert, pipe
+    zero       0 to 3, with data; 2 differs from 1 only with micro-batches
+    micro      powers of two that divide the rows of a data rank; at least one for each pipeline rank
+    schedule   1f1b, zb, interleaved(2), with pipe
+    remat      none, full
+
+Words that the user gave are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tutti.errors import PlanError
+from tutti.layout import Layout
+from tutti.layout.layout import AXES
+
+SCHEDULES = ("", "zb", "interleaved(2)")
+# Micro-batches of a pipeline beyond this many for each rank gain little: a bubble of a ninth.
+_MOST_PER_PIPE_RANK = 8
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may vary.
+
+    num_ranks: of the layouts. rows: samples of the global batch. axes: those to use. given: the words that
+    every layout has, as the user wrote them. most: the largest size of an axis, where there is one.
+    """
+
+    num_ranks: int
+    rows: int
+    axes: tuple[str, ...] = ("data", "tensor", "pipe")
+    given: str = ""
+    most: tuple[tuple[str, int], ...] = ()
+
+    def layouts(self) -> list[Layout]:
+        """Every layout, without duplicates.
+
+        Raises:
+            PlanError: the given words do not go with this number of ranks, or no layout divides the batch.
+        """
+        found = list(dict.fromkeys(self._all()))
+        if found:
+            return found
+        raise PlanError(
+            f"no layout divides {self.rows} samples over {self.num_ranks} devices"
+            + (f' with "{self.given}"' if self.given else ""),
+            why=f"the batch is split over data and micro-batches, the devices over {', '.join(self.axes)}",
+            fix=f"a batch of a multiple of {self.num_ranks} samples, or other devices",
+        )
+
+    def _all(self) -> Iterator[Layout]:
+        own = partial_layout(self.given)
+        words = {word.partition("=")[0] for word in self.given.split()}
+        for axes in self._axes(own):
+            data, pipe = axes.get("data", 1), axes.get("pipe", 1)
+            if self.rows % data:
+                continue
+            micros = [own.micro] if "micro" in words else list(self._micros(data, pipe))
+            schedules = [own.schedule] if "schedule" in words or pipe == 1 else list(SCHEDULES)
+            remats = [own.remat] if "remat" in words else ["none", "full"]
+            for micro, schedule, remat in product(micros, schedules, remats):
+                if schedule.startswith("interleaved") and micro % pipe:
+                    continue
+                for zero in [own.zero] if "zero" in words else _zeros(data, micro):
+                    if zero and data == 1:
+                        continue
+                    yield replace(
+                        own, axes=axes, zero=zero, micro=micro, schedule=schedule, remat=remat
+                    )
+
+    def _axes(self, own: Layout) -> Iterator[dict[str, int]]:
+        """Sizes of axes whose product is the number of ranks; those of `own` are fixed."""
+        fixed = own.num_ranks
+        if self.num_ranks % fixed:
+            raise PlanError(
+                f'"{own}" does not divide {self.num_ranks} devices',
+                why=f"its axes multiply to {fixed}",
+                fix="other sizes, or leave axes out: the plan finds them",
+            )
+        free = [a for a in self.axes if a not in own.axes]
+        most = dict(self.most)
+        for sizes in _factors(self.num_ranks // fixed, len(free)):
+            axes = own.axes | dict(zip(free, sizes, strict=True))
+            if all(axes[a] <= most.get(a, self.num_ranks) for a in free):
+                yield {a: axes[a] for a in AXES if axes.get(a, 1) > 1}
+
+    def _micros(self, data: int, pipe: int) -> Iterator[int]:
+        rows, micro = self.rows // data, 1
+        while micro <= rows:
+            enough = pipe <= micro <= _MOST_PER_PIPE_RANK * pipe or pipe == 1
+            if rows % micro == 0 and enough:
+                yield micro
+            micro *= 2
+
+
+def partial_layout(text: str) -> Layout:
+    """A layout of some words, to which axes will be added: `zero=1` and `schedule=zb` have no axis yet.
+
+    Raises:
+        LayoutError: an unknown word or value.
+    """
+    words = {word.partition("=")[0]: word for word in text.split()}
+    for name, axis in (("zero", "data=2"), ("schedule", "pipe=2 micro=2")):
+        if name in words:
+            Layout.parse(f"{axis} {words[name]}")
+    rest = " ".join(w for w in text.split() if w.partition("=")[0] not in ("zero", "schedule"))
+    own = Layout.parse(rest)
+    zero = int(words["zero"].partition("=")[2]) if "zero" in words else 0
+    schedule = words["schedule"].partition("=")[2] if "schedule" in words else ""
+    return replace(own, zero=zero, schedule=schedule)
+
+
+def _zeros(data: int, micro: int) -> Sequence[int]:
+    if data == 1:
+        return (0,)
+    return (0, 1, 2, 3) if micro > 1 else (0, 1, 3)
+
+
+def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Every tuple of `count` positive numbers whose product is `number`."""
+    if count == 0:
+        if number == 1:
+            yield ()
+        return
+    for first in range(1, number + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, count - 1):
+                yield first, *rest

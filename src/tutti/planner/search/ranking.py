@@ -1,0 +1,138 @@
+"""Layouts ranked by predicted time, those that fit first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from tutti.errors import LayoutError, PlanError, ScheduleError, ShardingError
+from tutti.layout import Layout
+from tutti.planner.estimates.layout_estimate import Estimate
+from tutti.quantities import format_nbytes
+
+# Layouts at the top of the table whose pipelines are played on a clock.
+NUM_REFINED = 24
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """A layout and its estimate. `fits`: its peak is within the capacity of a device."""
+
+    estimate: Estimate
+    fits: bool
+
+    @property
+    def layout(self) -> str:
+        """Its text; "" is one device."""
+        return str(self.estimate.layout)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Every layout of a step.
+
+    rows: those that fit, the fastest first; then those that do not, the smallest first.
+    refused: layouts that the step does not allow, with the reason.
+    capacity: bytes of a device that a step may use.
+    """
+
+    rows: tuple[RankedLayout, ...]
+    refused: tuple[tuple[str, str], ...]
+    capacity: float
+
+    @property
+    def best(self) -> RankedLayout:
+        """The fastest layout that fits.
+
+        Raises:
+            PlanError: none fits; says how many bytes are missing, and an estimate of the devices needed.
+        """
+        if self.rows and self.rows[0].fits:
+            return self.rows[0]
+        if not self.rows:
+            layout, why = self.refused[0] if self.refused else ("", "there is no layout")
+            raise PlanError("the step allows none of the layouts", at=layout, why=why)
+        least = self.rows[0]
+        over = least.estimate.peak_nbytes - self.capacity
+        factor = math.ceil(least.estimate.peak_nbytes / self.capacity)
+        raise PlanError(
+            f'no layout fits: the smallest, "{least.layout or "one device"}", needs '
+            f"{format_nbytes(over)} more on a device",
+            why=f"its peak is {format_nbytes(least.estimate.peak_nbytes)}, a device has "
+            f"{format_nbytes(self.capacity)} for a step",
+            fix=f"about {factor} times as many devices, devices with more memory, or a smaller batch",
+        )
+
+    def row(self, layout: str) -> RankedLayout:
+        """The row of a layout by its text.
+
+        Raises:
+            PlanError: it is not among the layouts.
+        """
+        wanted = str(Layout.parse(layout))
+        for row in self.rows:
+            if row.layout == wanted:
+                return row
+        why = dict(self.refused).get(wanted, "it is not among the layouts of this plan")
+        raise PlanError(f'no estimate of layout "{wanted}"', why=why)
+
+
+def ranked(
+    layouts: Iterable[Layout],
+    estimate: Callable[[Layout], Estimate],
+    capacity: float,
+    *,
+    refined: Callable[[Layout], Estimate] | None = None,
+    seen: Callable[[Layout], object] = lambda _: None,
+) -> Ranking:
+    """Estimate every layout.
+
+    Args:
+        layouts: to compare.
+        estimate: of a layout; it may refuse it.
+        capacity: bytes of a device that a step may use.
+        refined: a better estimate, for the first `NUM_REFINED` pipelines that fit.
+        seen: called before each, for a progress bar.
+    """
+    rows: list[RankedLayout] = []
+    refused: list[tuple[str, str]] = []
+    for layout in layouts:
+        seen(layout)
+        try:
+            made = estimate(layout)
+        except (LayoutError, ShardingError, ScheduleError) as error:
+            refused.append((str(layout), error.what))
+        else:
+            rows.append(RankedLayout(made, made.peak_nbytes <= capacity))
+    rows = _sorted(rows)
+    if refined is not None:
+        rows = _with_refined(rows, refined, capacity)
+    return Ranking(tuple(rows), tuple(refused), capacity)
+
+
+def _with_refined(
+    rows: list[RankedLayout], refined: Callable[[Layout], Estimate], capacity: float
+) -> list[RankedLayout]:
+    """Refine the first pipelines until the first rows are all refined."""
+    done: set[str] = set()
+    while True:
+        first = [r for r in rows[:NUM_REFINED] if r.fits and "pipe" in r.estimate.layout.axes]
+        row = next((r for r in first if r.layout not in done), None)
+        if row is None:
+            return rows
+        done.add(row.layout)
+        made = refined(row.estimate.layout)
+        rows = _sorted(
+            [RankedLayout(made, made.peak_nbytes <= capacity) if r is row else r for r in rows]
+        )
+
+
+def _sorted(rows: Sequence[RankedLayout]) -> list[RankedLayout]:
+    """Of equal times the layout with less memory, then the shorter text."""
+    fit = sorted(
+        (r for r in rows if r.fits),
+        key=lambda r: (r.estimate.seconds, r.estimate.peak_nbytes, len(r.layout), r.layout),
+    )
+    rest = sorted((r for r in rows if not r.fits), key=lambda r: (r.estimate.peak_nbytes, r.layout))
+    return fit + rest

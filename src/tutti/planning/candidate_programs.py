@@ -1,0 +1,112 @@
+"""The programs of one step under many layouts, from one capture for each precision.
+
+A capture does not depend on the layout; propagation and partition do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.calls.first_call import first_call_undone
+from tutti.capture.python.python_state import Findings, PythonState
+from tutti.capture.state.first_form import awaiting, make_slots
+from tutti.capture.state.lift import optimizers_of
+from tutti.capture.step import Captured, capture, copied
+from tutti.execution.collector import rarely_collected
+from tutti.graph.edits.quick import quickly_written
+from tutti.job import Job
+from tutti.layout import Layout
+from tutti.partition.partition import Program, partition
+from tutti.propagate.plan import plan
+from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
+from tutti.user_lines import OnlyUsersFrames
+from tutti.verification.copies import copies_in_place
+
+
+class CandidatePrograms:
+    """Programs of `job`'s step for calls with `batch`; its own layout does not count.
+
+    Nothing runs, but the first step of an optimizer whose first step has another form, on copies.
+    """
+
+    def __init__(self, job: Job, batch: tuple[Any, ...]) -> None:
+        self.job, self.batch = job, batch
+        self._captured: dict[str, Captured] = {}
+
+    def captured(self, precision: str) -> Captured:
+        """The step as one graph.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        if precision not in self._captured:
+            with self._here(precision) as (step, model, optimizer):
+                self._captured[precision] = capture(
+                    step, model, optimizer, self.batch, precision=precision
+                )
+        return self._captured[precision]
+
+    def program(self, layout: Layout) -> Program:
+        """The program of every rank under `layout`.
+
+        Raises:
+            ShardingError, LayoutError: the step does not allow the layout.
+        """
+        own = copied(self.captured(layout.precision))
+        with _quiet():
+            made = plan(own, layout, self.job.place, dims=self.job.dims(self.batch))
+            return partition(made)
+
+    @contextmanager
+    def _here(self, precision: str) -> Iterator[tuple[Any, Any, Any]]:
+        job = self.job
+        with ExitStack() as stack:
+            stack.enter_context(_quiet())
+            if awaiting(job.optimizer) is None:
+                make_slots(job.optimizer)
+                findings = Findings()
+                python = PythonState(
+                    job.train_step, job.model, optimizers_of(job.optimizer), findings
+                )
+                stack.enter_context(python.restored())
+                yield job.trained
+                return
+            step, model, optimizer = stack.enter_context(copies_in_place(*job.trained))
+            stack.enter_context(
+                first_call_undone(step, model, optimizer, self.batch, job.seed, precision)
+            )
+            yield step, model, optimizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """A candidate's warnings are for the one that is chosen."""
+    with warnings.catch_warnings(), rarely_collected(), quickly_written(), OnlyUsersFrames():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def with_rows(batch: tuple[Any, ...], rows: int) -> tuple[Any, ...]:
+    """`batch` with another number of samples: its tensors with as many rows as the first have `rows` without
+    values."""
+    leaves, form = tree_flatten(batch)
+    own = num_rows(batch)
+
+    def resized(x: Any) -> Any:
+        if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[0] != own:
+            return x
+        return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
+
+    return tree_unflatten([resized(x) for x in leaves], form)
+
+
+def num_rows(batch: tuple[Any, ...]) -> int:
+    """The number of samples of a batch: the rows of its first tensor with dims; 1 without one."""
+    tensors = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim()]
+    return tensors[0].shape[0] if tensors else 1

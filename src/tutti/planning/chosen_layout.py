@@ -1,0 +1,61 @@
+"""`layout="auto"`: the first call of a step chooses the layout of its ranks.
+
+Rank 0 estimates the layouts on this machine, and the others wait for its choice: kernels timed twice give two
+answers.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from tutti.comm.collectives.exchange import exchange_texts
+from tutti.comm.collectives.group import Group
+from tutti.errors import PlanError, TuttiError
+from tutti.job import Job
+from tutti.launch.ranks import ensure_process_group
+from tutti.layout import Layout
+from tutti.planning.layout_plan import answer
+from tutti.planning.this_machine import question_here
+from tutti.quantities import format_nbytes, format_seconds
+
+_REFUSED = "refused: "
+
+
+def chosen(job: Job, batch: tuple[Any, ...], given: str) -> Job:
+    """`job` under the fastest layout that fits these ranks; all ranks call it together.
+
+    Args:
+        job: its own layout does not count.
+        batch: of the first call.
+        given: words that the layout must have.
+
+    Raises:
+        PlanError: no layout fits, or this machine has not been calibrated.
+    """
+    several = ensure_process_group()
+    first = not several or dist.get_rank() == 0
+    text = _choice(job, batch, given, dist.get_world_size() if several else 1) if first else ""
+    if several:
+        text = exchange_texts(text, Group.world())[0]
+    if text.startswith(_REFUSED):
+        raise PlanError(text.removeprefix(_REFUSED))
+    return replace(job, layout=Layout.parse(text))
+
+
+def _choice(job: Job, batch: tuple[Any, ...], given: str, num_ranks: int) -> str:
+    """The layout, with a line about it; or why there is none, for all ranks to raise."""
+    try:
+        best = answer(job, batch, question_here(given=given, num_ranks=num_ranks)).ranking.best
+    except TuttiError as error:
+        return f"{_REFUSED}{error}"
+    print(
+        f'layout "{best.layout or "one device"}": predicted {format_seconds(best.estimate.seconds)} a step, '
+        f"{format_nbytes(best.estimate.peak_nbytes)} on a device",
+        file=sys.stderr,
+        flush=True,
+    )
+    return best.layout

@@ -1,0 +1,153 @@
+"""A plan as a small file: the layout, what it was chosen for, and what was predicted.
+
+    tutti plan --save gpt.plan.json train.py
+    tutti run --plan gpt.plan.json train.py
+
+The file names the model by its tensors, so a plan for another model, version or number of ranks is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tutti.errors import PlanError
+from tutti.layout import Layout
+from tutti.planner.search.ranking import RankedLayout, Ranking
+from tutti.quantities import format_nbytes
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A chosen layout.
+
+    layout: its text. place: compute shardings by pattern. devices: text of the cluster. num_ranks: that run
+    it. rows: samples of the global batch. model: `fingerprint` of the model. version: of tutti. seconds,
+    peak_nbytes: predicted. layouts: every layout of the choice, best first, as `as_records`.
+    """
+
+    layout: str
+    place: Mapping[str, str]
+    devices: str
+    num_ranks: int
+    rows: int
+    model: str
+    version: str
+    seconds: float
+    peak_nbytes: int
+    layouts: Sequence[Mapping[str, Any]]
+    format: int = FORMAT
+
+    def write(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            PlanError: the folder is not there, or the file cannot be written.
+        """
+        try:
+            path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            raise PlanError(f"cannot write the plan {path}", why=str(error.strerror)) from None
+
+    @staticmethod
+    def read(path: Path) -> Plan:
+        """The plan of a file.
+
+        Raises:
+            PlanError: there is no such file, or it is not a plan of this version of the format.
+        """
+        try:
+            values = json.loads(path.read_text())
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}", why=str(error.strerror)) from None
+        except (ValueError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path} is no plan", why=str(error), fix="tutti plan --save") from None
+        names = {f.name for f in fields(Plan)}
+        if not isinstance(values, dict) or values.keys() != names or values["format"] != FORMAT:
+            raise PlanError(
+                f"{path} is no plan of this version", fix="make it again: tutti plan --save"
+            )
+        made = Plan(**values)
+        Layout.parse(made.layout)
+        return made
+
+    def check(self, model: nn.Module, version: str, world_size: int, *, at: str = "") -> None:
+        """Refuse another model, version or number of ranks than the plan's.
+
+        Raises:
+            PlanError: names both.
+        """
+        again = "make the plan again: tutti plan --save"
+        if self.version != version:
+            raise PlanError(
+                f"the plan was made by tutti {self.version}, this is {version}", at=at, fix=again
+            )
+        if self.num_ranks != world_size:
+            raise PlanError(
+                f"the plan is for {self.num_ranks} ranks, and {world_size} are running",
+                at=at,
+                fix=f"-n {self.num_ranks}, or {again}",
+            )
+        if (own := fingerprint(model)) != self.model:
+            raise PlanError(
+                "the plan is for another model",
+                at=at,
+                why=f"the plan's model is {self.model}, this one is {own}",
+                fix=again,
+            )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A model in words and a hash: of the names, shapes and dtypes of its tensors."""
+    digest, count = hashlib.sha256(), 0
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        digest.update(f"{name} {tuple(x.shape)} {x.dtype}\n".encode())
+    count = sum(p.numel() for p in model.parameters())
+    return f"{type(model).__name__}, {count} parameters, {digest.hexdigest()[:16]}"
+
+
+def as_records(ranking: Ranking) -> list[dict[str, Any]]:
+    """Every layout as plain values, best first."""
+    return [_record(row) for row in ranking.rows]
+
+
+def _record(row: RankedLayout) -> dict[str, Any]:
+    one = row.estimate
+    return {
+        "layout": row.layout,
+        "seconds": one.seconds,
+        "peak_nbytes": one.peak_nbytes,
+        "fits": row.fits,
+        "kinds": one.kinds,
+        "hidden_seconds": one.hidden_seconds,
+        "sent_nbytes": one.nbytes,
+        "bound_by": one.bound_by,
+    }
+
+
+def parse_nbytes(text: str) -> float:
+    """Bytes of a text such as `70GB` or `512 MB`.
+
+    Raises:
+        PlanError: it is no number with a unit.
+    """
+    number, unit = text.strip(), 1.0
+    for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0)):
+        if number.lower().endswith(name.lower()):
+            number, unit = number[: -len(name)], size
+            break
+    try:
+        nbytes = float(number) * unit
+    except ValueError:
+        nbytes = 0.0
+    if not 0 < nbytes < 1e15:
+        raise PlanError(f'cannot read "{text}" as bytes', fix=f"such as {format_nbytes(7e10)}")
+    return nbytes

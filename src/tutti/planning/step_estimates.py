@@ -1,0 +1,151 @@
+"""The estimate of a user's step under any layout.
+
+A step whose programs are quickly written is estimated from the program of each layout itself. A deep model is
+captured with few of its repeated layers, and composed (`planner/depth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from tutti.job import Job
+from tutti.layout import Layout
+from tutti.planner.depth.block_work import MODEL_AXES, Blocks, blocks_of
+from tutti.planner.depth.composed import composed
+from tutti.planner.depth.repeated_layers import Run, runs_of, shortened
+from tutti.planner.estimates.layout_estimate import Estimate, estimate, flops_of_nodes
+from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planning.candidate_programs import CandidatePrograms, num_rows
+from tutti.torch_private.pytrees import tree_flatten
+
+# Nodes of all programs together that are written in some 20 seconds.
+_MOST_NODES = 40_000
+_SHORT = 2  # units of a run in a short model
+
+
+class StepEstimates:
+    """Estimates of a job's step for calls with `batch`, on `machine(layout)`.
+
+    Args:
+        num_layouts: that will be estimated: many layouts of a deep model are composed.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        batch: tuple[Any, ...],
+        machine: Callable[[Layout], PricedMachine],
+        *,
+        num_layouts: int = 1,
+    ) -> None:
+        self.job, self.batch, self.machine = job, batch, machine
+        self.rows = num_rows(batch)
+        self._num_layouts = num_layouts
+        self._blocks: dict[Layout, Blocks] = {}
+        self._programs = CandidatePrograms(job, batch)
+
+    def __call__(self, layout: Layout) -> Estimate:
+        """The estimate of one layout.
+
+        Raises:
+            ShardingError, LayoutError, ScheduleError: the step does not allow it.
+        """
+        machine = self.machine(layout)
+        if not self._is_composed:
+            return estimate(self._programs.program(layout), machine, cut_at=self.job.cut)
+        return composed(self._blocks_of(layout, machine), layout, machine, played=False)
+
+    def refined(self, layout: Layout) -> Estimate:
+        """The estimate with the pipeline's schedule on a clock.
+
+        Raises:
+            ScheduleError: there is no such schedule.
+        """
+        if not self._is_composed:
+            return self(layout)
+        machine = self.machine(layout)
+        return composed(self._blocks_of(layout, machine), layout, machine)
+
+    @property
+    def is_refinable(self) -> bool:
+        """Whether `refined` says more: pipelines of a deep model."""
+        return self._is_composed
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The repeated layers of the model."""
+        return runs_of(self.job.model)
+
+    @property
+    def _repeats(self) -> dict[Run, int]:
+        return dict.fromkeys(self.runs, _SHORT)
+
+    @cached_property
+    def _is_composed(self) -> bool:
+        if not self.runs:
+            return False
+        self._capture_short(self.job.layout.precision)
+        short = self._short_programs.captured(self.job.layout.precision)
+        return len(short.graph.nodes) * self._depth * self._num_layouts > _MOST_NODES
+
+    @cached_property
+    def _depth(self) -> float:
+        """How many times as many layers the model has as its short form."""
+        return sum(run.repeats for run in self.runs) / (_SHORT * len(self.runs))
+
+    @cached_property
+    def _short_programs(self) -> CandidatePrograms:
+        return CandidatePrograms(self.job, self.batch)
+
+    def _blocks_of(self, layout: Layout, machine: PricedMachine) -> Blocks:
+        """The pieces under the layout's model axes and precision, for its rows of a micro-batch."""
+        rows = self.rows // (layout.axes.get("data", 1) * layout.micro)
+        axes = {"data": self.rows // rows} | {
+            a: n for a, n in layout.axes.items() if a in MODEL_AXES
+        }
+        key = Layout(
+            axes={a: n for a, n in axes.items() if n > 1},
+            precision=layout.precision,
+        )
+        if key not in self._blocks:
+            self._capture_short(layout.precision)
+            program = self._short_programs.program(key)
+            self._blocks[key] = blocks_of(program, machine, self.runs, self._repeats)
+        return self._blocks[key]
+
+    def _capture_short(self, precision: str) -> None:
+        with shortened(self.job.model, self.job.optimizer, self._repeats):
+            self._short_programs.captured(precision)
+
+    def flops(self) -> float:
+        """Of a step on the whole batch; see `flops_of_nodes`."""
+        precision = self.job.layout.precision
+        if not self._is_composed:
+            return flops_of_nodes(self._programs.captured(precision).graph.nodes)
+        self._capture_short(precision)
+        graph = self._short_programs.captured(precision).graph
+        return flops_of_nodes(graph.nodes) + sum(self._more_flops(graph))
+
+    def _more_flops(self, graph: Any) -> Sequence[float]:
+        """Of the layers that the short model lacks."""
+        found = []
+        for run in self.runs:
+            head = f"{run.path}."
+            own = [n for n in graph.nodes if (n.meta.get("module") or "").startswith(head)]
+            short, missing = _SHORT * run.unit, run.num_layers - _SHORT * run.unit
+            total = flops_of_nodes(own)
+            found.append(total * missing / short)
+        return found
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a batch whose first tensor holds integers of (samples, tokens); else 0."""
+        tensors = [x for x in tree_flatten(self.batch)[0] if isinstance(x, Tensor)]
+        first = tensors[0] if tensors else None
+        if first is None or first.is_floating_point() or first.dim() < 2:
+            return 0
+        return first.shape[0] * first.shape[1]

@@ -1,0 +1,158 @@
+"""The kernels of a program timed on this machine, in the program's own order, without its collectives.
+
+A graph runs on random values: an op finds its operands in the caches, or not, as it would in a step. A rank
+shares the machine's memory with the others, so `num_ranks` processes run the graph at the same time.
+Collectives move nothing here: their results are memory that is there already. Their own time is that of the
+links (`planner/costs/collective_seconds.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.execution.direct import direct
+from tutti.graph.analysis.liveness import last_uses
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import loop
+from tutti.torch_private.pytrees import tree_map
+
+# Repetitions after one to warm up; fewer for long graphs.
+_MOST_REPEATS, _LONG_SECONDS = 7, 1.0
+_NUMBER = 1e-3  # for a number that only a run knows, such as a learning rate
+_MOVES = (*collectives.PLAYED, loop)
+
+
+@dataclass
+class TimedKernels:
+    """Seconds of the kernels of a graph, one graph after the other.
+
+    Args:
+        num_ranks: processes that compute at the same time.
+        num_threads: of each.
+    """
+
+    num_ranks: int
+    num_threads: int
+
+    def __call__(self, graph: fx.Graph) -> dict[fx.Node, float]:
+        """Median seconds by node."""
+        with _threads(self.num_threads), torch.no_grad():
+            run = _GraphRun(graph)
+            with _others(self.num_ranks - 1, run):
+                return run.medians()
+
+
+class _GraphRun:
+    """A graph whose ops run one after the other on random values."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        dying = last_uses(graph)
+        self.steps: list[tuple[fx.Node, Callable[..., Any], tuple[Any, ...], list[fx.Node]]] = []
+        self.given: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr") or node.target in _MOVES:
+                self.given[node] = tree_map(_made, node.meta.get("val"))
+            elif node.op == "call_function":
+                function, *before = direct(node.target)
+                gone = [x for x in dying.get(node, ()) if x not in self.given]
+                self.steps.append((node, function, tuple(before), gone))
+
+    def once(self) -> dict[fx.Node, float]:
+        """Run every op; its seconds by node."""
+        values, seconds, now = dict(self.given), dict[fx.Node, float](), time.perf_counter
+        for node, function, before, gone in self.steps:
+            args = fx.map_arg(node.args, values.__getitem__)
+            kwargs = fx.map_arg(node.kwargs, values.__getitem__)
+            begin = now()
+            made = function(*before, *args, **kwargs)
+            seconds[node] = now() - begin
+            values[node] = made
+            for x in gone:
+                values.pop(x, None)
+        return seconds
+
+    def medians(self) -> dict[fx.Node, float]:
+        """Of several runs."""
+        self.once()
+        runs = [self.once()]
+        total = sum(runs[0].values())
+        while len(runs) < _MOST_REPEATS and len(runs) * total < _LONG_SECONDS:
+            runs.append(self.once())
+        return {node: statistics.median(run[node] for run in runs) for node, *_ in self.steps}
+
+
+def _made(x: Any) -> Any:
+    """A value of the same shape: small random numbers; indices 0 and 1."""
+    if isinstance(x, Tensor):
+        return _tensor(x)
+    if isinstance(x, torch.SymInt):
+        return int(x.node.hint or 1)
+    if isinstance(x, torch.SymFloat | float):
+        return _NUMBER
+    return x
+
+
+def _tensor(x: Tensor) -> Tensor:
+    shape = [1 if step == 0 else n for n, step in zip(x.shape, x.stride(), strict=True)]
+    made = torch.empty_strided(shape, x.stride(), dtype=x.dtype)
+    if x.dtype.is_floating_point:
+        made.normal_(0.0, 0.02)
+    elif x.dtype is torch.bool:
+        made.fill_(True)
+    elif not x.dtype.is_complex:
+        made.random_(0, 2)
+    return made.expand(x.shape) if shape != list(x.shape) else made
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _others(count: int, run: _GraphRun) -> Iterator[None]:
+    """Context in which `count` other processes run the same graph over and over."""
+    children = [child for _ in range(count) if (child := _forked(run))]
+    try:
+        yield
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+
+
+def _forked(run: _GraphRun) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        while os.getppid() != 1:
+            run.once()
+    finally:
+        os._exit(0)
+
+
+def seconds_by_op(seconds: Mapping[fx.Node, float]) -> dict[str, float]:
+    """Seconds of a graph by the name of the op, the longest first."""
+    found: dict[str, float] = {}
+    for node, x in seconds.items():
+        name = getattr(node.target, "__name__", str(node.target))
+        found[name] = found.get(name, 0.0) + x
+    return dict(sorted(found.items(), key=lambda entry: -entry[1]))

@@ -1,0 +1,131 @@
+"""The tables of `tutti plan`: every layout, and two layouts compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tutti.planner.estimates.layout_estimate import Estimate
+from tutti.planner.search.ranking import RankedLayout, Ranking
+from tutti.quantities import format_nbytes, format_seconds
+from tutti.report.text_table import columns
+
+LINKS = {"inside": "in host", "between": "between"}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What turns seconds into rates: samples, tokens and operations of a step, devices and their peak.
+
+    flops: of the model, without recomputation, attention over all pairs of tokens. peak: FLOP/s of a device,
+    dense, in the dtype of the layout's forward.
+    """
+
+    samples: int
+    tokens: int
+    flops: float
+    peak: float
+
+    def rate(self, estimate: Estimate) -> str:
+        """Tokens a second of all devices, else samples."""
+        count = self.tokens or self.samples
+        return (
+            f"{count / estimate.seconds:,.0f}"
+            if count / estimate.seconds >= 100
+            else (f"{count / estimate.seconds:.3g}")
+        )
+
+    def utilization(self, estimate: Estimate) -> float:
+        """The share of the devices' dense peak that the model's own operations use (MFU)."""
+        return self.flops / (estimate.seconds * estimate.layout.num_ranks * self.peak)
+
+
+def plan_table(ranking: Ranking, scale: Scale, most: int) -> str:
+    """The best `most` layouts, and those that do not fit."""
+    head = (
+        "",
+        "layout",
+        "step",
+        "tokens/s" if scale.tokens else "samples/s",
+        "MFU",
+        "peak memory",
+        "in host",
+        "between",
+        "bound by",
+    )
+    fit = [row for row in ranking.rows if row.fits]
+    rows = [_cells(str(i), row, scale) for i, row in enumerate(fit[:most], 1)]
+    text = [columns(head, rows)] if rows else []
+    if len(fit) > most:
+        text.append(f"and {len(fit) - most} more that fit (--top {len(fit)} shows them)")
+    if over := [row for row in ranking.rows if not row.fits]:
+        text.append(_over(over, ranking.capacity, most))
+    return "\n\n".join(text)
+
+
+def _cells(number: str, row: RankedLayout, scale: Scale) -> tuple[str, ...]:
+    one = row.estimate
+    return (
+        number,
+        name_of(row.layout),
+        format_seconds(one.seconds),
+        scale.rate(one),
+        f"{scale.utilization(one):.1%}",
+        format_nbytes(one.peak_nbytes),
+        *(format_nbytes(one.nbytes.get(link, 0)) for link in LINKS),
+        one.bound_by,
+    )
+
+
+def _over(rows: Sequence[RankedLayout], capacity: float, most: int) -> str:
+    head = f"{len(rows)} do not fit {format_nbytes(capacity)}; the nearest:"
+    cells = [
+        (
+            name_of(row.layout),
+            format_nbytes(row.estimate.peak_nbytes),
+            f"{format_nbytes(row.estimate.peak_nbytes - capacity)} too many",
+        )
+        for row in rows[: min(most, 5)]
+    ]
+    return f"{head}\n{columns(('layout', 'peak memory', ''), cells)}"
+
+
+def name_of(layout: str) -> str:
+    """One device has an empty layout."""
+    return layout or "(one device)"
+
+
+def compared(first: RankedLayout, second: RankedLayout) -> str:
+    """Two layouts side by side, and the differences that decide."""
+    one, other = first.estimate, second.estimate
+    names = name_of(first.layout), name_of(second.layout)
+    kinds = list(dict.fromkeys((*one.kinds, *other.kinds)))
+    rows = [("step", *map(format_seconds, (one.seconds, other.seconds)))]
+    rows += [
+        (f"  {kind}", *(format_seconds(x.kinds.get(kind, 0.0)) for x in (one, other)))
+        for kind in kinds
+    ]
+    rows.append(
+        ("  collectives beside compute", *(format_seconds(x.hidden_seconds) for x in (one, other)))
+    )
+    for link, words in LINKS.items():
+        rows.append(
+            (f"sent {words}", *(format_nbytes(x.nbytes.get(link, 0)) for x in (one, other)))
+        )
+    rows.append(("peak memory", *(format_nbytes(x.peak_nbytes) for x in (one, other))))
+    rows.append(("fits", *("yes" if r.fits else "no" for r in (first, second))))
+    return f"{columns(('', *names), rows)}\n\n{_sentence(first, second, kinds)}"
+
+
+def _sentence(first: RankedLayout, second: RankedLayout, kinds: Sequence[str]) -> str:
+    one, other = first.estimate, second.estimate
+    if not second.fits and first.fits:
+        return f"{name_of(second.layout)} does not fit."
+    ratio = other.seconds / one.seconds
+    gains = {k: other.kinds.get(k, 0.0) - one.kinds.get(k, 0.0) for k in kinds}
+    most = max(gains, key=lambda k: gains[k] if ratio >= 1 else -gains[k], default="compute")
+    fast, slow = (first, second) if ratio >= 1 else (second, first)
+    return (
+        f"{name_of(fast.layout)} is {max(ratio, 1 / ratio):.3g} times as fast as {name_of(slow.layout)}: it "
+        f"needs {format_seconds(abs(gains[most]))} less for {most}."
+    )

@@ -1,0 +1,3 @@
+"""The version of tutti."""
+
+VERSION = "0.1.0"

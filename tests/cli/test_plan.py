@@ -1,0 +1,172 @@
+"""`tutti plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tutti.cli.main import app
+from tutti.planning.plan_file import Plan
+
+SCRIPT = """
+import torch, tutti
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+
+def train_step(model, optimizer, x, y):
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+step = tutti.distribute(train_step, model, optimizer)
+step(torch.randn(4, 32), torch.zeros(4, dtype=torch.long))
+raise SystemExit("the step ran")
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def plan(script: Path, *words: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *words, str(script)])
+
+
+@cache
+def records(script: Path, *words: str) -> list[dict[str, Any]]:
+    result = plan(script, "--json", *words)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_every_layout_is_ranked(script: Path) -> None:
+    found = records(script, "--devices", "2 x h100")
+    seconds = [row["seconds"] for row in found]
+    assert seconds == sorted(seconds)
+    assert all(row["fits"] and row["peak_nbytes"] > 0 for row in found)
+    layouts = [row["layout"] for row in found]
+    assert {"", "data=2", "data=2 zero=3", "pipe=2 micro=2", "pipe=2 micro=4 schedule=zb"} <= set(
+        layouts
+    )
+    assert len(set(layouts)) == len(layouts)
+
+
+def test_the_table_has_all_columns(script: Path) -> None:
+    result = plan(script, "--devices", "2 x h100", "--why", "--top", "3")
+    assert result.exit_code == 0, result.output
+    head = result.stdout.split("\n")[0]
+    for word in ("layout", "step", "samples/s", "MFU", "peak memory", "bound by"):
+        assert word in head
+    assert "times as fast as" in result.stdout
+    assert "more that fit" in result.stdout
+
+
+def test_a_larger_batch(script: Path) -> None:
+    words = "--devices", "4 x h100", "--layout", "data=4 micro=1 remat=none"
+    few = {r["layout"]: r for r in records(script, *words)}
+    many = {r["layout"]: r for r in records(script, *words, "--global-batch", "4096")}
+    assert many.keys() == few.keys() == {"data=4", "data=4 zero=1", "data=4 zero=3"}
+    assert many["data=4"]["peak_nbytes"] > few["data=4"]["peak_nbytes"]
+
+
+def test_two_layouts_side_by_side(script: Path) -> None:
+    words = "--devices", "4 x h100", "--layout", "data=4 micro=1 remat=none", "--diff"
+    result = plan(script, *words, "data=4 zero=3", "data=4")
+    assert result.exit_code == 0, result.output
+    assert "data=4 zero=3" in result.stdout.split("\n")[0]
+    unknown = plan(script, *words, "data=8", "data=4")
+    assert unknown.exit_code == 2
+    assert 'no estimate of layout "data=8"' in unknown.stderr
+
+
+def test_given_words_are_kept(script: Path) -> None:
+    found = records(
+        script, "--devices", "2 x h100", "--layout", "zero=1 precision=bf16 micro=2 remat=none"
+    )
+    words = [set(r["layout"].split()) for r in found]
+    assert {"data=2", "zero=1", "micro=2", "precision=bf16"} in words
+    assert {"micro=2", "precision=bf16"} in words  # one device
+    assert all({"precision=bf16", "micro=2"} <= one for one in words)
+
+
+def test_a_plan_is_saved(script: Path, tmp_path: Path) -> None:
+    result = plan(script, "--devices", "2 x h100", "--save", str(tmp_path / "plan.json"))
+    assert result.exit_code == 0, result.output
+    made = Plan.read(tmp_path / "plan.json")
+    first = records(script, "--devices", "2 x h100")[0]
+    assert (made.layout, made.seconds) == (first["layout"], first["seconds"])
+    assert made.model.startswith("Sequential, 2632 parameters")
+
+
+@pytest.mark.parametrize(
+    ("words", "texts"),
+    [
+        (["--devices", "4 x h1000"], ['unknown device "h1000"', "h100", "did you mean"]),
+        (["--devices", "h100 x 4 x"], ["unknown device"]),
+        (
+            ["--devices", "2 x h100", "--layout", "data=2 micro=1", "--memory", "1kB"],
+            ["no layout fits", "more on a device"],
+        ),
+        (["--devices", "4 x h100", "--memory", "lots"], ["cannot read"]),
+        (["--devices", "4 x h100", "--layout", "data=3"], ["does not divide 4 devices"]),
+        (["--devices", "4 x h100", "--layout", "dat=4"], ["unknown word"]),
+        (["--devices", "3 x h100", "--layout", "data=3"], ["no layout divides 4 samples"]),
+        (["--devices", "4 x h100", "--layout", "replica=2 sync=average(every=2)"], ["replicas"]),
+    ],
+)
+def test_bad_input_is_refused(words: list[str], texts: list[str], script: Path) -> None:
+    result = plan(script, *words)
+    assert result.exit_code == 2
+    for text in texts:
+        assert text in result.stderr
+
+
+def test_a_plan_runs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace('raise SystemExit("the step ran")', 'print("ran", step.layout)')
+    )
+    words = ["--devices", "2 x h100", "--layout", "data=2 zero=3 micro=1 remat=none"]
+    made = plan(script, *words, "--save", str(tmp_path / "plan.json"))
+    assert made.exit_code == 0, made.output
+    command = [
+        sys.executable,
+        "-m",
+        "tutti",
+        "run",
+        "--plan",
+        str(tmp_path / "plan.json"),
+        str(script),
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ran data=2 zero=3" in ran.stdout, ran.stderr
+    script.write_text(script.read_text().replace("nn.Linear(64, 8)", "nn.Linear(64, 9)"))
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode
+    assert "PlanError: the plan is for another model" in refused.stderr
+
+
+def test_a_plan_and_a_layout_are_refused(script: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    words = ["run", "--plan", str(path), "--layout", "data=2", str(script)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "one of them" in result.stderr
+    result = CliRunner().invoke(app, ["run", "--plan", str(path), str(script)])
+    assert "no plan of this version" in result.stderr

@@ -1,0 +1,152 @@
+"""Deep models composed of pieces, against the whole program of the same layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tutti.job import Job
+from tutti.layout import Layout
+from tutti.planner.depth.composed import _balanced, composed
+from tutti.planner.estimates.layout_estimate import estimate
+from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.hardware.cluster import Cluster
+from tutti.planning.candidate_programs import CandidatePrograms
+from tutti.planning.step_estimates import StepEstimates
+
+WIDTH, ROWS, TOKENS = 2048, 16, 1024
+PLACE = {"*.up.weight": "tensor, -", "*.down.weight": "-, tensor"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Deep(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1024, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(WIDTH, 1024, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def train_step(model: Any, optimizer: Any, tokens: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.fixture(scope="module")
+def estimates() -> StepEstimates:
+    with torch.device("meta"):
+        model = Deep(12)
+    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout(), place=PLACE)
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    return StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+
+
+@pytest.fixture(scope="module")
+def whole(estimates: StepEstimates) -> CandidatePrograms:
+    return CandidatePrograms(estimates.job, estimates.batch)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "",
+        "data=4",
+        "data=4 zero=1",
+        "data=4 zero=3",
+        "data=2 micro=4",
+        "data=2 tensor=2",
+        "data=2 pipe=2 micro=4",
+        "pipe=4 micro=8",
+        "pipe=4 micro=8 schedule=zb",
+        "data=2 zero=3 remat=full",
+    ],
+)
+def test_time_and_memory_are_near_those_of_the_whole_program(
+    layout: str, estimates: StepEstimates, whole: CandidatePrograms
+) -> None:
+    parsed = Layout.parse(layout)
+    near = estimates.refined(parsed)
+    exact = estimate(whole.program(parsed), estimates.machine(parsed))
+    assert near.timeline is None or near.timeline.schedule.num_stages >= 2
+    assert near.seconds == pytest.approx(exact.seconds, rel=0.15)
+    assert near.peak_nbytes == pytest.approx(exact.peak_nbytes, rel=0.35)
+
+
+@pytest.mark.parametrize("schedule", ["", "gpipe", "interleaved(2)"])
+@pytest.mark.parametrize("micro", [4, 16])
+def test_closed_forms_are_near_the_clock(
+    schedule: str, micro: int, estimates: StepEstimates
+) -> None:
+    layout = replace(Layout.parse(f"pipe=4 micro={micro}"), schedule=schedule)
+    blocks = estimates._blocks_of(layout, estimates.machine(layout))
+    machine = estimates.machine(layout)
+    played, closed = (
+        composed(blocks, layout, machine),
+        composed(blocks, layout, machine, played=False),
+    )
+    assert closed.seconds == pytest.approx(played.seconds, rel=0.2)
+    assert closed.peak_nbytes == pytest.approx(played.peak_nbytes, rel=0.2)
+    assert played.timeline is not None
+    assert closed.timeline is None
+
+
+def test_layers_count(estimates: StepEstimates) -> None:
+    blocks = estimates._blocks_of(Layout(), estimates.machine(Layout()))
+    assert blocks.num_layers == 12
+    ((layer, _),) = blocks.layers
+    assert layer.parameters == 4 * (8 * WIDTH * WIDTH + 2 * WIDTH)
+    assert blocks.first.parameters == blocks.last.parameters == 4 * 1024 * WIDTH
+    assert layer.slots == pytest.approx(2 * layer.parameters, rel=1e-3)
+    assert layer.gradients == layer.parameters
+
+
+def test_operations_count_every_layer(estimates: StepEstimates) -> None:
+    tokens = ROWS * TOKENS
+    layer, head = 8 * WIDTH * WIDTH, WIDTH * 1024
+    assert estimates.flops() == pytest.approx(6 * tokens * (12 * layer + head), rel=1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_stages_are_contiguous_full_and_balanced(count: int) -> None:
+    times = [0.5, 1, 1, 1, 1, 1, 3]
+    stages = _balanced(times, count)
+    assert stages == sorted(stages)
+    assert set(stages) == set(range(count))
+    longest = max(
+        sum(t for t, s in zip(times, stages, strict=True) if s == k) for k in range(count)
+    )
+    assert longest == _least_longest(times, count)
+
+
+def _least_longest(times: list[float], count: int) -> float:
+    if count == 1:
+        return sum(times)
+    return min(
+        max(sum(times[:i]), _least_longest(times[i:], count - 1))
+        for i in range(1, len(times) - count + 2)
+    )

@@ -1,0 +1,104 @@
+"""The time of a program on a device of round numbers, against counts by hand."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tutti.job import Job
+from tutti.layout import Layout
+from tutti.planner.costs.collective_seconds import collective_seconds
+from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE
+from tutti.planner.estimates.layout_estimate import Estimate, estimate
+from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.estimates.rank_groups import RankGroups
+from tutti.planner.hardware.cluster import Cluster
+from tutti.planner.memory import predict
+from tutti.planning.candidate_programs import CandidatePrograms
+
+WIDTH = 64
+
+
+def train_step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def programs(depth: int = 4, rows: int = 8) -> CandidatePrograms:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Job.of(train_step, model, optimizer, Layout())
+    return CandidatePrograms(job, (torch.randn(rows, WIDTH),))
+
+
+def _name(node: Any) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def second_a_matmul(devices: str) -> PricedMachine:
+    """Each matmul takes a second, and no other kernel takes time."""
+
+    def kernels(graph: Any) -> dict[Any, float]:
+        return {n: 1.0 for n in graph.nodes if re.match("mm|addmm|linear", _name(n))}
+
+    return PricedMachine(Cluster.parse(devices), kernels, launch_seconds=0.0)
+
+
+def estimated(layout: str, devices: str = "8 x h100", **options: int) -> Estimate:
+    return estimate(programs(**options).program(Layout.parse(layout)), second_a_matmul(devices))
+
+
+def test_one_device_takes_the_sum_of_its_kernels() -> None:
+    made = estimated("")
+    # A forward and a gradient of weights for each layer, a gradient of inputs for all but the first.
+    assert made.seconds == pytest.approx(4 + 4 + 3)
+    assert made.kinds == {COMPUTE: made.seconds}
+    assert made.nbytes == {}
+
+
+def test_a_peak_is_the_predicted_one() -> None:
+    program = programs().program(Layout.parse("data=2 zero=3"))
+    made = estimate(program, PricedMachine.of(Cluster.parse("2 x h100")))
+    assert made.peak_nbytes == predict(program).peak_nbytes
+
+
+def test_gradients_are_summed_beside_the_backward() -> None:
+    made = estimated("data=2")
+    compute, waiting = made.kinds[COMPUTE], made.kinds[COLLECTIVES]
+    assert made.seconds == pytest.approx(compute + waiting)
+    machine = second_a_matmul("8 x h100")
+    group = RankGroups(Layout.parse("data=2").mesh, 8)["data",]
+    whole = 4 * 4 * WIDTH * WIDTH
+    assert made.nbytes["inside"] >= whole  # 2 (n - 1) / n of it
+    assert waiting < 10 * collective_seconds("all_reduce", whole, group, machine.topology)
+
+
+@pytest.mark.parametrize("micro", [4, 8])
+def test_a_pipeline_has_the_bubble_of_its_schedule(micro: int) -> None:
+    made = estimated(f"pipe=2 micro={micro}", rows=16)
+    timeline = made.timeline
+    assert timeline is not None
+    longest = max(math.fsum(s.end - s.start for s in row) for row in timeline.rows)
+    # 1F1B: the second stage waits for one forward of the first, and the first for one backward.
+    assert longest < timeline.seconds < longest * (micro + 2) / micro
+    assert made.kinds[IDLE] > 0
+
+
+def test_micro_batches_repeat_their_part() -> None:
+    one, four = estimated("", rows=8), estimated("micro=4", rows=8)
+    assert four.seconds == pytest.approx(4 * one.seconds)
+
+
+def test_slower_links_take_longer() -> None:
+    near = estimated("data=8 zero=3", "8 x h100", rows=16)
+    far = estimated("data=8 zero=3", "8 x rtx-4090", rows=16)
+    assert far.seconds > near.seconds
+    assert far.nbytes == near.nbytes

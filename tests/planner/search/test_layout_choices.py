@@ -1,0 +1,76 @@
+"""The layouts that a plan compares, against brute force."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tutti.errors import LayoutError, PlanError
+from tutti.layout import Layout
+from tutti.planner.search.layout_choices import Space
+
+SIZES = (1, 2, 3, 4, 6, 8, 12)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 6, 12])
+def test_axes_are_all_products(num_ranks: int) -> None:
+    found = {
+        tuple(layout.axes.get(a, 1) for a in ("data", "tensor", "pipe"))
+        for layout in Space(num_ranks, 48).layouts()
+    }
+    wanted = {
+        sizes
+        for sizes in product(SIZES, repeat=3)
+        if sizes[0] * sizes[1] * sizes[2] == num_ranks and 48 % sizes[0] == 0
+    }
+    # A pipeline needs a power of two of micro-batches that divides the rows of a data rank.
+    assert found == {s for s in wanted if s[2] == 1 or _has_micro(48 // s[0], s[2])}
+
+
+def _has_micro(rows: int, pipe: int) -> bool:
+    return any(rows % m == 0 and pipe <= m <= 8 * pipe for m in (1, 2, 4, 8, 16, 32))
+
+
+@pytest.mark.parametrize(
+    "given", ["", "zero=1", "micro=2 precision=bf16", "pipe=2", "remat=full data=2"]
+)
+def test_every_layout_is_valid_and_keeps_the_given_words(given: str) -> None:
+    layouts = Space(4, 16, given=given).layouts()
+    assert len(set(layouts)) == len(layouts)
+    for layout in layouts:
+        parsed = Layout.parse(str(layout))
+        parsed.check_available()
+        assert parsed == layout
+        assert set(given.split()) <= set(str(layout).split())
+        assert layout.num_ranks == 4
+
+
+def test_one_device_has_layouts_too() -> None:
+    assert {str(x) for x in Space(1, 2, ()).layouts()} == {
+        "",
+        "micro=2",
+        "remat=full",
+        "micro=2 remat=full",
+    }
+
+
+def test_the_largest_sizes_hold() -> None:
+    assert all(x.axes.get("tensor", 1) <= 2 for x in Space(8, 8, most=(("tensor", 2),)).layouts())
+
+
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [
+        (Space(4, 3, ("data",)), "no layout divides 3 samples over 4 devices"),
+        (Space(4, 8, given="data=3"), "does not divide 4 devices"),
+    ],
+)
+def test_what_does_not_divide_is_refused(space: Space, text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        space.layouts()
+
+
+def test_words_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(LayoutError, match="unknown word"):
+        Space(4, 8, given="dat=2").layouts()

@@ -1,0 +1,70 @@
+"""The order of layouts, what fits, and what a plan says if nothing does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tutti.errors import PlanError, ShardingError
+from tutti.layout import Layout
+from tutti.planner.estimates.layout_estimate import Estimate
+from tutti.planner.search.ranking import ranked
+
+TABLE = {
+    "data=2": (2.0, 50),
+    "data=2 zero=3": (3.0, 20),
+    "pipe=2 micro=2": (1.0, 90),
+    "": (5.0, 80),
+}
+
+
+def estimated(layout: Layout) -> Estimate:
+    if layout.axes.get("tensor", 1) > 1:
+        raise ShardingError("cannot split it")
+    seconds, nbytes = TABLE[str(layout)]
+    return Estimate(layout, seconds, {"compute": seconds}, 0.0, {}, nbytes)
+
+
+def layouts() -> list[Layout]:
+    return [*map(Layout.parse, TABLE), Layout.parse("tensor=2")]
+
+
+def test_the_fastest_that_fits_is_first() -> None:
+    found = ranked(layouts(), estimated, 85)
+    assert [row.layout for row in found.rows] == ["data=2", "data=2 zero=3", "", "pipe=2 micro=2"]
+    assert [row.fits for row in found.rows] == [True, True, True, False]
+    assert found.best.layout == "data=2"
+    assert found.refused == (("tensor=2", "cannot split it"),)
+
+
+def test_it_says_how_much_is_missing() -> None:
+    with pytest.raises(PlanError, match='"data=2 zero=3", needs 10 B more') as found:
+        _ = ranked(layouts(), estimated, 10).best
+    assert "about 2 times as many devices" in str(found.value)
+
+
+def test_a_step_that_allows_no_layout() -> None:
+    with pytest.raises(PlanError, match="allows none"):
+        _ = ranked([Layout.parse("tensor=2")], estimated, 10).best
+
+
+def test_a_layout_is_found_by_any_order_of_its_words() -> None:
+    found = ranked(layouts(), estimated, 85)
+    assert found.row("zero=3 data=2").estimate.seconds == 3.0
+    with pytest.raises(PlanError, match="cannot split it"):
+        found.row("tensor=2")
+    with pytest.raises(PlanError, match="not among"):
+        found.row("data=4")
+
+
+def test_refined_pipelines_are_sorted_again() -> None:
+    asked: list[str] = []
+
+    def refined(layout: Layout) -> Estimate:
+        asked.append(str(layout))
+        return replace(estimated(layout), seconds=4.0)
+
+    found = ranked(layouts(), estimated, 100, refined=refined)
+    assert [row.layout for row in found.rows] == ["data=2", "data=2 zero=3", "pipe=2 micro=2", ""]
+    assert asked == ["pipe=2 micro=2"]

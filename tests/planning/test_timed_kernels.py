@@ -1,0 +1,114 @@
+"""The kernels of programs run on random values: every kind of program, and no collective."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from tutti.graph.analysis.aliases import viewed
+from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import graphs_of, loop
+from tutti.job import Job
+from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.passes.pass_table import optimized
+from tutti.passes.target import Target
+from tutti.pipeline.ready import in_time
+from tutti.planning.candidate_programs import CandidatePrograms
+from tutti.planning.timed_kernels import TimedKernels, seconds_by_op
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.dropout(self.down(F.gelu(self.up(self.norm(x))))))
+
+
+def train_step(model: Any, optimizer: Any, tokens: Tensor) -> Tensor:
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss
+
+
+@pytest.fixture(scope="module")
+def programs() -> CandidatePrograms:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = Job.of(train_step, model, optimizer, Layout())
+    return CandidatePrograms(job, (torch.zeros(4, 6, dtype=torch.long),))
+
+
+def graphs(program: Program) -> list[fx.Graph]:
+    """The final graphs of all pipeline ranks, in memory that the ranks share."""
+    shared = frozenset(collectives.axes_of(n) for n in program.collectives)
+    target = Target(donated=frozenset(program.captured.updated), shared=shared)
+    made = in_time(program).programs if program.layout.in_time else [program]
+    return [one for p in made for one in graphs_of(optimized(p, target))]
+
+
+@pytest.mark.parametrize(
+    "layout", ["", "data=2", "data=2 zero=3", "micro=2", "pipe=2 micro=2", "data=2 remat=full"]
+)
+def test_every_op_of_every_program_runs(layout: str, programs: CandidatePrograms) -> None:
+    timed = TimedKernels(1, 1)
+    for graph in graphs(programs.program(Layout.parse(layout))):
+        found = timed(graph)
+        for node in graph.nodes:
+            is_op = node.op == "call_function" and node.target not in (*collectives.PLAYED, loop)
+            assert (node in found) == is_op
+        assert all(seconds >= 0 for seconds in found.values())
+
+
+def test_a_larger_matmul_takes_longer() -> None:
+    graph = fx.Graph()
+    for size in (16, 1024):
+        x = graph.placeholder(f"x{size}")
+        x.meta["val"] = torch.empty(size, size, device="meta")
+        made = graph.call_function(torch.ops.aten.mm.default, (x, x))
+        made.meta["val"] = x.meta["val"]
+    graph.output(made)
+    small, large = (s for n, s in TimedKernels(1, 1)(graph).items())
+    assert large > small
+
+
+def test_other_processes_end_with_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(8, device="meta")
+    made = graph.call_function(torch.ops.aten.neg.default, (x,))
+    made.meta["val"] = x.meta["val"]
+    graph.output(made)
+    forked, fork = list[int](), os.fork
+
+    def noted() -> int:
+        forked.append(fork())
+        return forked[-1]
+
+    monkeypatch.setattr(os, "fork", noted)
+    found = TimedKernels(3, 1)(graph)
+    assert seconds_by_op(found).keys() == {"neg.default"}
+    assert len(forked) == 2
+    for child in forked:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+
+
+def test_views_are_ops_too(programs: CandidatePrograms) -> None:
+    (graph,) = graphs(programs.program(Layout()))
+    views = [n for n in graph.nodes if n.op == "call_function" and viewed(n) is not None]
+    assert views
+    assert set(views) <= TimedKernels(1, 1)(graph).keys()
