@@ -136,7 +136,7 @@ ROOMS = {
     },
     "planner": {
         **{"hardware": (), "costs": ("hardware",), "estimates": ("costs", "hardware")},
-        **{"depth": ("costs", "estimates"), "search": ("estimates",)},
+        **{"depth": ("costs", "estimates"), "search": ("estimates",), "runs": ()},
     },
     "rules": {"families": (), "samples": ("families",)},
 }

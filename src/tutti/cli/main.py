@@ -41,9 +41,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (run, serve, verify, explain, plan):
+for _command in (run, serve, verify, explain, plan, simulate):
     app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
-for _command in (simulate, checkpoints, calibrate):
+for _command in (checkpoints, calibrate):
     app.command()(_command)
 
 

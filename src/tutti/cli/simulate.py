@@ -1,4 +1,4 @@
-"""`tutti simulate`: a pipeline schedule drawn, with its idle time, before anything runs."""
+"""`tutti simulate`: a step on any devices, or a pipeline schedule alone, on a clock."""
 
 from __future__ import annotations
 
@@ -13,9 +13,40 @@ if TYPE_CHECKING:
 
 
 def simulate(
+    script: Annotated[
+        Path | None, typer.Argument(exists=True, dir_okay=False, help="A Python script.")
+    ] = None,
+    script_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
+    ] = None,
+    layout: Annotated[str, typer.Option(help='With a script: such as "data=8 zero=3".')] = "",
+    devices: Annotated[str, typer.Option(help='With a script: such as "64 x h100".')] = "",
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a step; by default those of the script's.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write Chrome traces of the ranks here.")
+    ] = None,
+    straggler: Annotated[
+        float, typer.Option(min=1, help="One rank computes so many times as long.")
+    ] = 1.0,
+    slow_link: Annotated[
+        float,
+        typer.Option(min=0.001, max=1, help="Links between hosts have this share of their rate."),
+    ] = 1.0,
+    mtbf: Annotated[
+        float, typer.Option(min=0, help="Hours between failures of one device; 0 for none.")
+    ] = 0.0,
+    save_seconds: Annotated[float, typer.Option(min=0, help="A checkpoint stops training.")] = 10.0,
+    restart_seconds: Annotated[
+        float, typer.Option(min=0, help="From a failure to the first new step.")
+    ] = 300.0,
+    serve_seconds: Annotated[
+        float, typer.Option(min=0, help="With server=: a server's time for one push.")
+    ] = 0.0,
     schedule: Annotated[
         str, typer.Option(help="gpipe, 1f1b, interleaved, zb, zbv, or a schedule file.")
-    ],
+    ] = "",
     ranks: Annotated[int | None, typer.Option(help="Ranks of the pipeline.")] = None,
     micro: Annotated[int | None, typer.Option(help="Micro-batches of a step.")] = None,
     chunks: Annotated[int, typer.Option(help="Stages per rank.")] = 1,
@@ -23,20 +54,43 @@ def simulate(
     transfer: Annotated[float, typer.Option(help="Time from rank to rank.")] = 0.0,
     svg: Annotated[Path | None, typer.Option(help="Also draw an SVG image here.")] = None,
 ) -> None:
-    """Play a pipeline schedule on a clock and draw it; needs no script and no device."""
-    from tutti.errors import TuttiError
+    """Play a step of SCRIPT on a clock, on any devices; or, without it, a pipeline schedule alone."""
+    from tutti.errors import PlanError, ScheduleError
+
+    if script is not None:
+        if schedule or ranks is not None or micro is not None:
+            raise PlanError(
+                "--schedule, --ranks and --micro do not go with a script",
+                fix='words of the layout: --layout "pipe=4 micro=8 schedule=zb"',
+            )
+        from tutti.cli.simulated_script import simulated
+        from tutti.planning.simulated_run import Faults, Recovery
+
+        faults = Faults(straggler, slow_link)
+        recovery = Recovery(3600 * mtbf, save_seconds, restart_seconds) if mtbf else None
+        options = {"rows": global_batch, "serve": serve_seconds, "trace": trace, "svg": svg}
+        words = script, script_args or []
+        print(simulated(*words, layout, devices, faults, recovery, **options), flush=True)
+        return
+    if not schedule:
+        raise ScheduleError(
+            "nothing to simulate",
+            fix="a script with --layout and --devices, or --schedule zb --ranks 4 --micro 8",
+        )
+    _alone(_schedule(schedule, ranks, micro, chunks), schedule, _costs(costs), transfer, svg)
+
+
+def _alone(
+    rows: Schedule, name: str, costs: dict[str, float], transfer: float, svg: Path | None
+) -> None:
+    """A schedule on a clock; needs no script and no device."""
     from tutti.planner import simulator
     from tutti.report import timeline as drawing
 
-    played = simulator.simulate(
-        _schedule(schedule, ranks, micro, chunks), _costs(costs), transfer_seconds=transfer
-    )
-    print(drawing.staircase(played), _summary(schedule, played), sep="\n\n", flush=True)
+    played = simulator.simulate(rows, costs, transfer_seconds=transfer)
+    print(drawing.staircase(played), _summary(name, played), sep="\n\n", flush=True)
     if svg is not None:
-        try:
-            svg.write_text(drawing.svg(played))
-        except OSError as error:
-            raise TuttiError(f"cannot write {svg}", why=str(error.strerror)) from None
+        drawing.write_svg(played, svg)
 
 
 def _schedule(name: str, ranks: int | None, micro: int | None, chunks: int) -> Schedule:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from xml.sax.saxutils import escape
 
+from tutti.errors import TuttiError
 from tutti.pipeline.schedule.action import Action
 from tutti.planner.simulator import Span, Timeline
 
@@ -74,6 +76,18 @@ _MEANINGS = {
     "A": "reduce",
 }
 _LEFT, _TOP, _ROW, _DRAWN, _RIGHT = 64, 36, 34, 1100, 110
+
+
+def write_svg(timeline: Timeline, path: Path) -> None:
+    """Draw `svg` into a file.
+
+    Raises:
+        TuttiError: the file cannot be written.
+    """
+    try:
+        path.write_text(svg(timeline))
+    except OSError as error:
+        raise TuttiError(f"cannot write {path}", why=str(error.strerror)) from None
 
 
 def svg(timeline: Timeline) -> str:

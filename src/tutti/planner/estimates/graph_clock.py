@@ -17,8 +17,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
+from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import Body, Do, LoopPart, loop
+from tutti.graph.text import op_name
 from tutti.planner.costs.collective_seconds import collective_seconds, message_seconds
 from tutti.planner.costs.graph_seconds import CollectiveCall, collective_call
 from tutti.planner.estimates.priced_machine import PricedMachine
@@ -30,33 +32,59 @@ OVERLAP_SLOWDOWN = 1.126
 COMPUTE, COLLECTIVES, MESSAGES, IDLE = "compute", "collectives", "messages", "idle"
 
 
+@dataclass(frozen=True)
+class TraceEvent:
+    """A kernel, a collective or a message on the clock.
+
+    stream: `device`, or the link: `inside` or `between`. start, seconds: from the start of the step. source:
+    the user's line. nbytes: moved by a collective or a message, else 0. group: ranks of a collective.
+    """
+
+    name: str
+    stream: str
+    start: float
+    seconds: float
+    source: str = ""
+    region: str = ""
+    nbytes: int = 0
+    group: int = 1
+
+    def later(self, seconds: float) -> TraceEvent:
+        """The same event, later."""
+        return replace(self, start=self.start + seconds)
+
+
 @dataclass
 class Playback:
     """What a graph takes: `seconds` in all and by kind, and bytes by link.
 
     hidden_seconds: of collectives beside kernels. nbytes: sent by each rank, `inside` its host and `between`.
+    events: in order, if the clock records them.
     """
 
     seconds: float = 0.0
     kinds: Counter[str] = field(default_factory=Counter)
     hidden_seconds: float = 0.0
     nbytes: Counter[str] = field(default_factory=Counter)
+    events: list[TraceEvent] = field(default_factory=list)
 
-    def add(self, other: Playback, times: float = 1) -> None:
-        """`other` after this one, `times` in a row."""
-        self.seconds += times * other.seconds
-        self.hidden_seconds += times * other.hidden_seconds
-        for kind, x in other.kinds.items():
-            self.kinds[kind] += times * x  # type: ignore[assignment]
-        for link, n in other.nbytes.items():
-            self.nbytes[link] += int(times * n)
+    def add(self, other: Playback) -> None:
+        """`other` after this one."""
+        self.events += [event.later(self.seconds) for event in other.events]
+        self.seconds += other.seconds
+        self.hidden_seconds += other.hidden_seconds
+        self.kinds.update(other.kinds)
+        self.nbytes.update(other.nbytes)
 
 
 class GraphClock:
-    """Plays the graphs of one rank on a machine."""
+    """Plays the graphs of one rank on a machine. `records`: its playbacks have events."""
 
-    def __init__(self, machine: PricedMachine, groups: RankGroups) -> None:
-        self.machine, self.groups = machine, groups
+    def __init__(
+        self, machine: PricedMachine, groups: RankGroups, *, records: bool = False
+    ) -> None:
+        self.machine, self.groups, self.records = machine, groups, records
+        self._known: dict[fx.Graph, Playback] = {}
 
     def play(self, graph: fx.Graph) -> tuple[Playback, Playback, Playback]:
         """The parts of a graph before, in and after its main loop; without a loop all of it is before."""
@@ -76,11 +104,13 @@ class GraphClock:
         return parts[0], parts[1], parts[2]
 
     def whole(self, graph: fx.Graph) -> Playback:
-        """All of it, one after the other."""
-        total = Playback()
-        for part in self.play(graph):
-            total.add(part)
-        return total
+        """All of it, one after the other; a graph is played once."""
+        if graph not in self._known:
+            total = Playback()
+            for part in self.play(graph):
+                total.add(part)
+            self._known[graph] = total
+        return self._known[graph]
 
     def in_loop(self, body: Body) -> Playback:
         """The row of a rank on its own: a step in micro-batches without a pipeline."""
@@ -117,12 +147,15 @@ class _Streams:
 
     def play(self, node: fx.Node, seconds: Mapping[fx.Node, float]) -> None:
         if node in seconds:
-            self._compute(seconds[node])
+            self._compute(node, seconds[node])
         elif node.target is collectives.finish:
             self._wait(self.ends[node.args[0]], COLLECTIVES)  # type: ignore[index]
         elif node.target is collectives.send:
-            values: list[fx.Node] = node.args[0]  # type: ignore[assignment]
-            self._wait(self.now + self.owner.message(_nbytes(values)), MESSAGES)
+            nbytes = _nbytes(node.args[0])  # type: ignore[arg-type]
+            link = "between" if self.owner.groups.crosses_hosts("pipe") else "inside"
+            end = self.now + self.owner.message(nbytes)
+            self._note(node, "send", link, self.now, end, nbytes, 2)
+            self._wait(end, MESSAGES)
         elif (call := collective_call(node)) is not None:
             self._collective(call)
 
@@ -132,14 +165,32 @@ class _Streams:
         self.total.seconds = self.now
         return self.total
 
-    def _compute(self, seconds: float) -> None:
-        busy = max(self.free.values(), default=0.0) - self.now
+    def _note(
+        self,
+        node: fx.Node,
+        name: str,
+        stream: str,
+        start: float,
+        end: float,
+        nbytes: int,
+        group: int,
+    ) -> None:
+        if self.owner.records:
+            region = node.meta.get("region") or ""
+            event = TraceEvent(
+                name, stream, start, end - start, source_of(node), region, nbytes, group
+            )
+            self.total.events.append(event)
+
+    def _compute(self, node: fx.Node, seconds: float) -> None:
+        begin, busy = self.now, max(self.free.values(), default=0.0) - self.now
         if busy > 0:
             beside = min(seconds * OVERLAP_SLOWDOWN, busy)
             seconds = beside + (seconds - beside / OVERLAP_SLOWDOWN)
             self.total.hidden_seconds += beside
         self.now += seconds
         self.total.kinds[COMPUTE] += seconds  # type: ignore[assignment]
+        self._note(node, op_name(node), "device", begin, self.now, 0, 1)
 
     def _wait(self, until: float, kind: str) -> None:
         self.total.kinds[kind] += max(0.0, until - self.now)  # type: ignore[assignment]
@@ -157,8 +208,10 @@ class _Streams:
         host = self.owner.machine.launch_seconds
         self.now += host
         self.total.kinds[COMPUTE] += host  # type: ignore[assignment]
-        end = max(self.now, self.free[link]) + self.owner.seconds_of(call)
+        begin = max(self.now, self.free[link])
+        end = begin + self.owner.seconds_of(call)
         self.free[link] = end
+        self._note(call.node, call.kind, link, begin, end, call.nbytes, group.size)
         if call.node.target is collectives.start:
             self.ends[call.node] = end
         else:

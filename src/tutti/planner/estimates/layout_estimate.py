@@ -9,9 +9,10 @@ Every pass has run: the graph is the one that a rank would execute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 from torch import fx
 
@@ -29,6 +30,7 @@ from tutti.planner.estimates.graph_clock import (
     IDLE,
     GraphClock,
     Playback,
+    TraceEvent,
     body_of,
     main_loop,
 )
@@ -73,6 +75,28 @@ def estimate(program: Program, machine: PricedMachine, *, cut_at: tuple[str, ...
     return _ProgramEstimate(program, machine, cut_at).make()
 
 
+def traced(
+    program: Program,
+    machine: PricedMachine,
+    *,
+    cut_at: tuple[str, ...] = (),
+    slow: Mapping[int, float] = MappingProxyType({}),
+) -> tuple[Estimate, list[list[TraceEvent]]]:
+    """The estimate with the events of one rank of each pipeline rank; the other ranks have the same.
+
+    Args:
+        program: of a layout.
+        machine: its hardware.
+        cut_at: as in `estimate`.
+        slow: by pipeline rank, how many times as long a rank of it computes: the ranks beside it wait for it.
+
+    Raises:
+        ShardingError, LayoutError: as `estimate`.
+    """
+    made = _ProgramEstimate(program, machine, cut_at, records=True, slow=slow)
+    return made.make(), made.events
+
+
 def flops_of_nodes(nodes: Iterable[fx.Node]) -> float:
     """Multiplications and additions of matmuls, convolutions and attention in a captured step. Attention
     counts every pair of tokens, masked ones, too."""
@@ -80,22 +104,38 @@ def flops_of_nodes(nodes: Iterable[fx.Node]) -> float:
 
 
 class _ProgramEstimate:
-    def __init__(self, program: Program, machine: PricedMachine, cut_at: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        machine: PricedMachine,
+        cut_at: tuple[str, ...],
+        *,
+        records: bool = False,
+        slow: Mapping[int, float] = MappingProxyType({}),
+    ) -> None:
         self.program, self.machine, self.cut_at = program, machine, cut_at
         self.layout = program.layout
-        self.clock = GraphClock(machine, RankGroups(self.layout.mesh, machine.topology.host_size))
+        self.events: list[list[TraceEvent]] = []
+        groups = RankGroups(self.layout.mesh, machine.topology.host_size)
+        self.clocks = [
+            GraphClock(machine.slower(slow[p]) if p in slow else machine, groups, records=records)
+            for p in range(self.layout.axes.get("pipe", 1))
+        ]
 
     def make(self) -> Estimate:
-        if not self.layout.in_time:
-            graph = self._final(self.program)
-            return self._estimate(self.clock.whole(graph), predict(self.program, graph))
-        made = in_time(self.program, cut_at=self.cut_at)
-        graphs = [self._final(one) for one in made.programs]
-        pairs = zip(made.programs, graphs, strict=True)
+        if self.layout.in_time:
+            made = in_time(self.program, cut_at=self.cut_at)
+            programs = made.programs
+        else:
+            made, programs = None, [self.program]
+        graphs = [self._final(one) for one in programs]
+        pairs = zip(programs, graphs, strict=True)
         memory = max((predict(p, g) for p, g in pairs), key=lambda m: m.peak_nbytes)
-        if len(graphs) == 1:
-            return self._estimate(self.clock.whole(graphs[0]), memory)
-        return self._pipeline(made, graphs, memory)
+        if made is not None and len(graphs) > 1:
+            return self._pipeline(made, graphs, memory)
+        played = self.clocks[0].whole(graphs[0])
+        self.events = [played.events]
+        return self._estimate(played, memory)
 
     @cached_property
     def _target(self) -> Target:
@@ -124,10 +164,14 @@ class _ProgramEstimate:
         )
 
     def _pipeline(self, made: Timed, graphs: list[fx.Graph], memory: PeakMemory) -> Estimate:
-        played = [self.clock.play(graph) for graph in graphs]
+        pairs = list(zip(self.clocks, graphs, strict=True))
+        played = [clock.play(graph) for clock, graph in pairs]
         loops = [main_loop(graph) for graph in graphs]
         bodies = [body_of(node) if node is not None else None for node in loops]
-        parts = [self.clock.parts(body) if body else {} for body in bodies]
+        parts = [
+            clock.parts(body) if body else {}
+            for clock, body in zip(self.clocks, bodies, strict=True)
+        ]
         timeline = self._timeline(made, parts)
         busiest = max(range(len(played)), key=lambda p: played[p][1].seconds)
         total = Playback()
@@ -139,9 +183,34 @@ class _ProgramEstimate:
         total.seconds = first + timeline.seconds + last
         for pipe_rank, body in enumerate(bodies):
             sent = _sent_nbytes(made, body, pipe_rank) if body else 0
-            link = "between" if self.clock.groups.crosses_hosts("pipe") else "inside"
-            total.nbytes[link] = max(total.nbytes[link], sent)
+            total.nbytes[self._link] = max(total.nbytes[self._link], sent)
+        for pipe_rank, (before, _, after) in enumerate(played):
+            ends = before.events, [e.later(first + timeline.seconds) for e in after.events]
+            self.events.append(
+                [*ends[0], *self._row_events(timeline, parts, pipe_rank, first), *ends[1]]
+            )
         return self._estimate(total, memory, timeline)
+
+    @property
+    def _link(self) -> str:
+        """Of messages between pipeline ranks."""
+        return "between" if self.clocks[0].groups.crosses_hosts("pipe") else "inside"
+
+    def _row_events(
+        self,
+        timeline: Timeline,
+        parts: list[dict[tuple[int, str], Playback]],
+        pipe_rank: int,
+        first: float,
+    ) -> Iterator[TraceEvent]:
+        """The events of a pipeline rank's row, which begins at `first`; its sends among them."""
+        for action, start, _ in timeline.rows[pipe_rank]:
+            played = parts[pipe_rank].get((action.stage, action.kind))
+            yield from (event.later(first + start) for event in (played.events if played else ()))
+        for action, start, end in timeline.transfers:
+            if timeline.schedule.rank_of(action.stage) == pipe_rank:
+                words = f"send {action}"
+                yield TraceEvent(words, self._link, first + start, end - start, group=2)
 
     def _timeline(self, made: Timed, parts: list[dict[tuple[int, str], Playback]]) -> Timeline:
         costs = {key: one.seconds for found in parts for key, one in found.items()}
@@ -155,7 +224,9 @@ class _ProgramEstimate:
                 edge = min(source, to), max(source, to)
                 apart = schedule.rank_of(source) != schedule.rank_of(to)
                 seconds = (
-                    self.clock.message(sum(body.vals[n].nbytes for n in names)) if apart else 0.0
+                    self.clocks[0].message(sum(body.vals[n].nbytes for n in names))
+                    if apart
+                    else 0.0
                 )
                 transfers[edge] = max(transfers.get(edge, 0.0), seconds)
         return simulate(schedule, costs, transfer_seconds=transfers, edges=sorted(transfers))

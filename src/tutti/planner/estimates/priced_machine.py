@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -37,6 +37,14 @@ class PricedMachine:
     def topology(self) -> Topology:
         """Of the cluster."""
         return self.cluster.topology
+
+    def slower(self, factor: float) -> PricedMachine:
+        """The same with kernels that take `factor` times as long."""
+
+        def kernels(graph: fx.Graph) -> dict[fx.Node, float]:
+            return {node: factor * seconds for node, seconds in self.kernels(graph).items()}
+
+        return replace(self, kernels=kernels)
 
     @staticmethod
     def of(cluster: Cluster, *, eager: bool = True) -> PricedMachine:

@@ -1,0 +1,103 @@
+"""`tutti simulate SCRIPT`: a step of a script on any devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tutti.errors import PlanError
+
+if TYPE_CHECKING:
+    from tutti.distributed_step import Step
+    from tutti.planning.simulated_run import Faults, Recovery, SimulatedRun
+
+
+def simulated(
+    script: Path,
+    arguments: list[str],
+    layout: str,
+    devices: str,
+    faults: Faults,
+    recovery: Recovery | None,
+    *,
+    rows: int | None,
+    serve: float,
+    trace: Path | None,
+    svg: Path | None,
+) -> str:
+    """What the command prints; writes traces and the image.
+
+    Raises:
+        PlanError: no devices.
+    """
+    from tutti.cli.look import look
+    from tutti.layout import Layout
+    from tutti.planner.hardware.cluster import Cluster
+    from tutti.planning.simulated_run import simulated_run
+    from tutti.report import timeline as drawing
+    from tutti.report.chrome_traces import write_traces
+
+    parsed = Layout.parse(layout)
+    parsed.check_available()
+    if not devices:
+        raise PlanError("simulate needs devices", fix=f'--devices "{parsed.num_ranks} x h100"')
+    cluster = Cluster.parse(devices)
+    found: list[SimulatedRun] = []
+
+    def seen(step: Step, batch: tuple[Any, ...]) -> None:
+        from dataclasses import replace
+
+        job = replace(step.mode.running.job, layout=parsed)
+        found.append(simulated_run(job, batch, cluster, faults, recovery, rows=rows, serve=serve))
+
+    look(script, arguments, "", seen)
+    made = found[0]
+    text = [_summary(made, faults, str(parsed))]
+    if made.estimate.timeline is not None:
+        text.append(drawing.staircase(made.estimate.timeline))
+        if svg is not None:
+            drawing.write_svg(made.estimate.timeline, svg)
+    if trace is not None:
+        paths = write_traces(made.events, made.estimate.layout, made.estimate.seconds, trace)
+        text.append(f"{len(paths)} traces in {trace}: one rank of each pipeline rank")
+    return "\n\n".join(text)
+
+
+def _summary(made: SimulatedRun, faults: Faults, layout: str) -> str:
+    from tutti.quantities import format_nbytes, format_seconds
+
+    one = made.estimate
+    kinds = ", ".join(f"{kind} {format_seconds(x)}" for kind, x in one.kinds.items())
+    lines = [
+        f"{layout or 'one device'}: a step of {format_seconds(one.seconds)}: {kinds}",
+        f"peak memory {format_nbytes(one.peak_nbytes)}; sent by a rank: "
+        + (", ".join(f"{format_nbytes(n)} {link}" for link, n in one.nbytes.items()) or "nothing"),
+    ]
+    if faults.straggler > 1 or faults.slow_link < 1:
+        lines.append(
+            f"{one.seconds / made.sound:.3g} times as long as without the slow rank and links "
+            f"({format_seconds(made.sound)})"
+        )
+    if made.workers is not None:
+        workers = made.workers
+        lines.append(
+            f"{workers.updates_per_second:.3g} updates a second; gradients are {workers.staleness:.3g} "
+            f"updates old, {workers.most} at most; workers wait {workers.waiting:.1%} of the time"
+        )
+    if made.reliability is not None:
+        lines += _failures(made)
+    return "\n".join(lines)
+
+
+def _failures(made: SimulatedRun) -> list[str]:
+    from tutti.quantities import format_seconds
+
+    one = made.reliability
+    assert one is not None
+    best = one.best_interval()
+    steps = max(1, round(best / made.estimate.seconds))
+    interval = steps * made.estimate.seconds
+    return [
+        f"a failure every {format_seconds(one.mean_seconds)}: save every {steps} steps "
+        f"({format_seconds(interval)}); goodput {one.goodput(interval):.1%}",
+    ]

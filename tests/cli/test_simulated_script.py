@@ -1,0 +1,128 @@
+"""`tutti simulate SCRIPT`: a step of a script on any devices, with faults, failures and workers."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.cli.test_plan import SCRIPT
+from tutti.cli.main import app
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("script") / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def simulate(script: Path, layout: str, *words: str, devices: str = "16 x h100") -> Any:
+    given = ["simulate", "--layout", layout, "--devices", devices, *words, str(script)]
+    return CliRunner().invoke(app, given)
+
+
+def seconds(text: str) -> float:
+    found = re.search(r"a step of ([\d.e+]+) (us|ms|s)", text)
+    assert found is not None, text
+    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
+def test_a_slow_rank_and_slow_links_cost_time(script: Path) -> None:
+    sound = simulate(script, "data=16", "--global-batch", "64")
+    assert sound.exit_code == 0, sound.output
+    slow = simulate(script, "data=16", "--global-batch", "64", "--straggler", "2")
+    links = simulate(script, "data=16", "--global-batch", "64", "--slow-link", "0.001")
+    assert seconds(slow.stdout) > 1.5 * seconds(sound.stdout)
+    assert seconds(links.stdout) > seconds(sound.stdout)
+    assert "times as long as without" in slow.stdout
+    assert "times as long as without" not in sound.stdout
+
+
+def test_a_pipeline_is_drawn_and_traced(script: Path, tmp_path: Path) -> None:
+    words = [
+        "--global-batch",
+        "16",
+        "--trace",
+        str(tmp_path / "traces"),
+        "--svg",
+        str(tmp_path / "a.svg"),
+    ]
+    result = simulate(script, "data=2 pipe=2 micro=4", *words)
+    assert result.exit_code == 0, result.output
+    assert "rank 1" in result.stdout
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+    files = sorted((tmp_path / "traces").iterdir())
+    assert [path.name for path in files] == ["rank-0.json", "rank-2.json"]
+    step, names = seconds(result.stdout), set[str]()
+    for path in files:
+        trace = json.loads(path.read_text())
+        assert trace["distributedInfo"]["world_size"] == 4
+        events = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+        kernels = [e for e in events if e["cat"] == "kernel"]
+        launches = {e["args"]["correlation"] for e in events if e["cat"] == "cuda_runtime"}
+        assert {e["args"]["correlation"] for e in kernels} == launches
+        assert max(e["ts"] + e["dur"] for e in kernels) <= 1e6 * step * 1.01
+        names |= {e["name"] for e in kernels}
+        assert any("train.py:" in e["args"].get("line", "") for e in kernels)
+        _assert_one_at_a_time([e for e in kernels if e["tid"] == 7])
+    assert any(name.startswith("nccl") for name in names)  # sums over data
+    assert any(name.startswith("send") for name in names)
+
+
+def _assert_one_at_a_time(events: list[dict[str, Any]]) -> None:
+    """A stream runs one kernel after the other."""
+    ordered = sorted(events, key=lambda e: e["ts"])
+    for before, after in pairwise(ordered):
+        assert before["ts"] + before["dur"] <= after["ts"] + 0.01
+
+
+def test_failures_have_a_best_interval(script: Path) -> None:
+    result = simulate(script, "data=16", "--global-batch", "16", "--mtbf", "100")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"save every \d+ steps .*goodput 9\d", result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("sync", "text"),
+    [("async", "updates old, 3 at most"), ("step", "gradients are 0 updates old, 0 at most")],
+)
+def test_workers_of_servers(sync: str, text: str, script: Path) -> None:
+    result = simulate(script, f"replica=4 server=1 sync={sync}", "--global-batch", "16")
+    assert result.exit_code == 0, result.output
+    assert "updates a second" in result.stdout
+    assert text in result.stdout
+
+
+def test_a_hundred_thousand_ranks(script: Path) -> None:
+    result = simulate(
+        script, "data=100000 zero=1", "--global-batch", "100000", devices="100000 x h100"
+    )
+    assert result.exit_code == 0, result.output
+    assert "between" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("layout", "words", "devices", "text"),
+    [
+        ("data=16", [], "8 x h100", "there are 8 devices"),
+        ("data=2", ["--schedule", "zb"], "8 x h100", "do not go with a script"),
+        ("data=2", [], "", "needs devices"),
+        ("data=2 zero=9", [], "2 x h100", "not a level of ZeRO"),
+    ],
+)
+def test_bad_input(layout: str, words: list[str], devices: str, text: str, script: Path) -> None:
+    result = simulate(script, layout, *words, devices=devices)
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+def test_nothing_to_simulate() -> None:
+    result = CliRunner().invoke(app, ["simulate"])
+    assert result.exit_code == 2
+    assert "nothing to simulate" in result.stderr
