@@ -126,6 +126,14 @@ MOST_PROGRAMS = Count(
 PROFILE = Text(
     "TUTTI_PROFILE", "", "a folder for a trace of each rank: the times of every op of a few calls"
 )
+REPORT = Text(
+    "TUTTI_REPORT", "", "a folder for the records of a run, of which `tutti report` makes a page"
+)
+PREDICTION = Switch(
+    "TUTTI_PREDICTION",
+    True,
+    "print the measured time and memory of a step beside the predicted ones",
+)
 CUDA_GRAPH = Switch("TUTTI_CUDA_GRAPH", False, "record a step on one GPU as one CUDA graph")
 SHARED_MEMORY = Text(
     "TUTTI_SHARED_MEMORY",
@@ -157,7 +165,7 @@ VARIABLES: tuple[
     ...,
 ] = (
     *(LAYOUT, TIMEOUT, LEASE, LINGER, CHECK_NAN, STRICT, WITHOUT, MOST_PROGRAMS),
-    *(PROFILE, CUDA_GRAPH),
+    *(PROFILE, REPORT, PREDICTION, CUDA_GRAPH),
     *(SHARED_MEMORY, KEEP_MEMORY, SECRET, TLS, ROLE, SERVERS, LISTEN, RECORDS, REPAIR, RUN_DIR),
 )
 

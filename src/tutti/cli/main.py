@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from tutti.cli.checkpoints import checkpoints
 from tutti.cli.explain import explain
+from tutti.cli.report import report
 from tutti.cli.run import run
 from tutti.cli.serve import serve
 from tutti.cli.simulate import simulate
@@ -41,7 +42,7 @@ app = typer.Typer(
 )
 for _command in (run, serve, verify, explain):
     app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
-for _command in (simulate, checkpoints):
+for _command in (simulate, checkpoints, report):
     app.command()(_command)
 
 
