@@ -52,15 +52,25 @@ def draw_rows(
     return picture(_LEFT + _DRAWN + _RIGHT + 20, bottom + 24, title, description, shapes)
 
 
-def merged(spans: Iterable[TimedSpan], least: float) -> list[TimedSpan]:
-    """Neighbors of one class with a gap below `least` seconds as one, so that long rows stay small."""
+def binned(spans: Sequence[TimedSpan], seconds: float, most: int) -> list[TimedSpan]:
+    """At most `most` spans for the time from 0 to `seconds`: of more, each share of it shows the class that
+    takes most of it, idle time included."""
+    if len(spans) <= most:
+        return list(spans)
+    width = seconds / most
+    time_of: list[dict[str, float]] = [{} for _ in range(most)]
+    for span in spans:
+        for k in range(int(span.start / width), min(most - 1, int(span.end / width)) + 1):
+            inside = min(span.end, (k + 1) * width) - max(span.start, k * width)
+            time_of[k][span.cls] = time_of[k].get(span.cls, 0.0) + max(inside, 0.0)
     found: list[TimedSpan] = []
-    for span in sorted(spans, key=lambda s: s.start):
-        last = found[-1] if found else None
-        tiny = last is not None and (last.end - last.start < least or span.end - span.start < least)
-        if last is not None and last.cls == span.cls and span.start - last.end < least and tiny:
-            told = last.told if last.told.endswith("and others") else f"{last.told} and others"
-            found[-1] = TimedSpan(last.start, max(last.end, span.end), last.cls, told)
+    for k, times in enumerate(time_of):
+        idle = width - sum(times.values())
+        cls, longest = max(times.items(), key=lambda entry: entry[1], default=("", 0.0))
+        if longest <= max(idle, 0.0):
+            continue
+        if found and found[-1].cls == cls and found[-1].end > (k - 0.5) * width:
+            found[-1] = TimedSpan(found[-1].start, (k + 1) * width, cls, "")
         else:
-            found.append(span)
+            found.append(TimedSpan(k * width, (k + 1) * width, cls, ""))
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutti.report.page.span_rows import TimedSpan, merged
+from tutti.report.page.span_rows import TimedSpan, binned
 
 MOST_RANKS = 16
 _FILE = re.compile(r"(rank|worker|server)-[\d.]+\.json")
@@ -20,8 +20,8 @@ MEANINGS = (
     *(("s1", "forward"), ("s3", "backward"), ("s2", "update"), ("s4", "collective")),
     *(("s6", "other"), ("idle", "between ops")),
 )
-# Shares of the picture's width: shorter ops are drawn with their neighbors.
-_LEAST_SHARE = 1 / 900
+# The most spans of all rows together, and of one.
+_MOST_SPANS, _MOST_OF_A_ROW = 4000, 900
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def rows_of(calls: Sequence[TracedCall]) -> list[tuple[str, list[TimedSpan]]]:
     """The rows of the first ranks, on one clock that begins with the first of these calls."""
     shown = calls[:MOST_RANKS]
     zero = min(c.begin for c in shown)
-    least = (max(c.end for c in shown) - zero) * _LEAST_SHARE
+    seconds, most = max(c.end for c in shown) - zero, min(_MOST_OF_A_ROW, _MOST_SPANS // len(shown))
     rows = []
     for call in shown:
         spans = [
             TimedSpan(b - zero, e - zero, _CLASSES.get(kind, "s6"), f"{name}, {line}")
             for name, kind, b, e, line in call.ops
         ]
-        rows.append((call.name, merged(spans, least)))
+        rows.append((call.name, binned(spans, seconds, most)))
     return rows
 
 
