@@ -105,7 +105,7 @@ class StepWatch:
                 self._time(seconds, program)
         else:
             self._change(step, seconds, program)
-        kept = [x.detach() if isinstance(x, Tensor) else x for x in values]
+        kept = [_read(x) for x in values]
         self._rows.append((step, now, seconds, *kept))
         if now - self._flushed > FLUSH_SECONDS:
             self._write()
@@ -193,6 +193,13 @@ class StepWatch:
                 if self._num_nans <= MOST_NAN_EVENTS:
                     shown = {"of": self._number, "step": int(row[0]), "name": name}
                     self._out.write("nan", **shown, value=value)
+
+
+def _read(x: Tensor | float) -> Tensor | float:
+    """A number; what is on a GPU is read later."""
+    if isinstance(x, Tensor):
+        return x.item() if x.is_cpu else x.detach()
+    return x
 
 
 def _parameters(model: nn.Module) -> list[Tensor]:

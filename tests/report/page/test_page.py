@@ -1,4 +1,4 @@
-"""The page of a run: valid, offline, small, for readers without a mouse or colors, deaf to the user's HTML."""
+"""The page of a run: valid, offline, small, for readers without a mouse or colors, safe from HTML."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_a_folder_with_a_verdict_alone(tmp_path: Path) -> None:
     (tmp_path / "verify.json").write_text(json.dumps(VERDICT | {"ok": False}))
     page = Page(page_of(tmp_path))
     assert "NOT the same step" in page.section("verify").all_text()
-    assert "not run yet" in page.find("header")[0].all_text()
+    assert "Not run yet" in page.find("header")[0].all_text()
 
 
 def test_the_plan_marks_this_run_and_orders_by_time(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_replicas_have_a_curve_each(tmp_path: Path) -> None:
         lines = [begin(f"rank {rank}", world_size=4), step(**more), points(9, loss=1.0 + rank)]
         write_lines(tmp_path / f"rank-{rank}.jsonl", lines)
     text = Page(page_of(tmp_path)).section("loss").find("svg")[0].all_text()
-    assert "loss 1" in text and "loss, replica 1 3." in text
+    assert "loss, replica 0 1" in text and "loss, replica 1 3" in text
 
 
 def test_the_command(tmp_path: Path) -> None:

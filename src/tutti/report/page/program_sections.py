@@ -144,8 +144,12 @@ def _line_table(found: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]
         rows.append([name or "no line", kinds, count, format_nbytes(nbytes)])
         if seconds:
             rows[-1].append(format_seconds(seconds[name]) if name in seconds else "")
+    others = [(name, s) for name, s in seconds.items() if name not in {r["line"] for r in found}]
+    rows += [[n or "no line", "moved by a pass", "", "", format_seconds(s)] for n, s in others]
     head = ["line", "collectives", "count", "bytes sent", *(["measured"] if seconds else [])]
     words = "; measured is the time in them, waits for other ranks included" if seconds else ""
+    if any(not row[-1] for row in rows):
+        words += "; a line without a time shares a collective with another"
     return table(f"Collectives by line{words}", head, rows, range(2, len(head)))
 
 

@@ -32,16 +32,16 @@ def state_of(run: RunRecords) -> tuple[str, str]:
     if run.launcher is not None:
         ended = run.launcher.last.of("ended")
         if not ended:
-            return "open", "no end recorded: it still runs, or its launcher was killed"
+            return "open", "No end recorded: it still runs, or its launcher was killed"
         code = ended[-1].get("code")
         if code == 0:
-            return "good", "ended well"
-        return "bad", f"failed, exit code {code}" if code is not None else "failed"
+            return "good", "Ended well"
+        return "bad", f"Failed, exit code {code}" if code is not None else "Failed"
     if run.leader is None:
-        return "open", "not run yet"
+        return "open", "Not run yet"
     if run.leader.last.of("end"):
-        return "good", "ended by itself"
-    return "open", "no end recorded: it still runs, or was killed"
+        return "good", "Ended by itself"
+    return "open", "No end recorded: it still runs, or was killed"
 
 
 def summary(run: RunRecords, steps: Sequence[StepSeries]) -> Section:
@@ -113,7 +113,8 @@ def loss(run: RunRecords, steps: Sequence[StepSeries]) -> Section | None:
     others = [series_of(one) for one in _leads_of_replicas(run)[1:6]]
     for one in steps:
         for name in one.names:
-            curves = [Curve(name, one.values(name))]
+            words = f"{name}, replica 0" if any(others) else name
+            curves = [Curve(words, one.values(name))]
             own = [s for some in others for s in some if s.told.get("of") == one.told.get("of")]
             curves += [
                 Curve(f"{name}, replica {i + 1}", s.values(name))
@@ -198,7 +199,10 @@ def times(run: RunRecords, steps: Sequence[StepSeries]) -> Section | None:
         drawn = draw_curves(curve, title, show=format_seconds, cut=True, zero=True)
         if drawn is not None:
             blocks.append(
-                PictureBlock(drawn, f"{title}, on {run.processes[0].name}, without the first.")
+                PictureBlock(
+                    drawn,
+                    f"{title}, on {run.processes[0].name}, without those that made a program.",
+                )
             )
     blocks += _ranks(run)
     return Section("time", "Time", tuple(blocks)) if blocks else None
@@ -245,6 +249,9 @@ def _ranks(run: RunRecords) -> list[Block]:
     )
     rows = [(name, format_seconds(m), format_seconds(high)) for name, m, high in found]
     return [
-        PictureBlock(bars, f"The median time of a step on each rank. {told}"),
+        PictureBlock(
+            bars,
+            f"The median time of a step on each rank. {told} One color marks ranks 20 % above the median.",
+        ),
         table("Time of a step by rank", ("rank", "median", "longest"), rows, (1, 2), folded=True),
     ]

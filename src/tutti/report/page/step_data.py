@@ -17,7 +17,8 @@ class StepSeries:
     Args:
         told: its record: function, model, optimizers, layout.
         names: of the returned scalars.
-        points: step, seconds since the process began, seconds of the step, and a value for each name.
+        points: step, seconds since the process began, seconds of the step (NaN for a call that made a
+            program), and a value for each name.
     """
 
     told: Event
@@ -41,8 +42,8 @@ class StepSeries:
 
     @property
     def seconds(self) -> list[tuple[float, float]]:
-        """(step, seconds) without the first call, which makes the program, and measured ones."""
-        return [(p[0], p[2]) for p in self.points[1:] if math.isfinite(p[2])]
+        """(step, seconds) of calls that neither made a program nor were measured."""
+        return [(p[0], p[2]) for p in self.points if math.isfinite(p[2])]
 
     @property
     def median_seconds(self) -> float | None:
@@ -71,11 +72,13 @@ def _continued(before: StepSeries, one: StepSeries) -> StepSeries:
 
 
 def _of_start(start: Start) -> list[StepSeries]:
-    return [
-        StepSeries(told, *_points([r for r in start.of("steps") if r.get("of") == told["of"]]))
-        for told in start.of("step")
-        if "of" in told
-    ]
+    found = []
+    for told in (r for r in start.of("step") if "of" in r):
+        made = {r.get("step") for r in start.of("program") if r.get("of") == told["of"]}
+        names, points = _points([r for r in start.of("steps") if r.get("of") == told["of"]])
+        timed = [p if p[0] not in made else (*p[:2], math.nan, *p[3:]) for p in points]
+        found.append(StepSeries(told, names, tuple(timed)))
+    return found
 
 
 def _points(
