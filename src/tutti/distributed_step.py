@@ -84,7 +84,9 @@ class Step:
             return look(self, batch)
         mode, running, programs, watch = self.mode, self._running, self._programs, self._watch
         if watch is not None and watch.begins():
-            return self.measure(*batch)
+            result = self.measure(*batch)
+            watch.ended_measuring(self._last)
+            return result
         mode.before(batch)
         leaves, form = _flattened(batch)
         found = programs.found(leaves, form, batch)

@@ -103,7 +103,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
 
 def test_nan_is_among_the_events(tmp_path: Path) -> None:
     done, page = run(tmp_path, "data=2", "nan")
-    assert done.returncode == 0
+    assert done.returncode == 0 and "Step 6 returned nan as loss." in page.section("run").all_text()
     (events,) = page.tables("events").values()
     nans = [r for r in events if r["event"] == "nan" and r["process"] == "rank 0"]
     assert [r["what"].partition(" as ")[0] for r in nans] == [

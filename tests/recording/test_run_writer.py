@@ -99,9 +99,14 @@ def test_only_the_leading_process_notes_what_all_see(
     assert process_name() == "worker 3"
 
 
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_report_folder(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(TuttiError, match="no report can be written to"):
         check_report_folder(tmp_path / "file" / "x")
+    monkeypatch.setenv(REPORT.name, str(tmp_path / "file" / "x"))
+    with pytest.raises(TuttiError, match="no report can be written to"):
+        writer()

@@ -166,6 +166,16 @@ def test_a_new_program_says_why(tmp_path: Path) -> None:
     assert [p[3] for p in points(tmp_path)] == pytest.approx(found, rel=1e-5)
 
 
+def test_a_measured_call_that_makes_a_program_does_not_count(tmp_path: Path) -> None:
+    """The memory is that of a later call, and belongs to its program."""
+    sizes = [8, 6, 4, 4, 4, 4, 4, 4]
+    losses("", str(tmp_path), batches=[torch.ones(n, 16) for n in sizes])
+    (measured,) = of(tmp_path, "measured")
+    facts = of(tmp_path, "program")[2]["facts"]
+    assert measured["nbytes"] == measured["predicted_nbytes"] == facts["memory"]["call_nbytes"]
+    assert [p[0] for p in points(tmp_path) if p[2] == "nan"] == [4]
+
+
 def test_nan_is_an_event(tmp_path: Path) -> None:
     good, bad = torch.ones(8, 16), torch.full((8, 16), math.nan)
     batches = [good, good] + [bad] * (MOST_NAN_EVENTS + 9)

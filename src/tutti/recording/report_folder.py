@@ -42,7 +42,7 @@ def check_report_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # of a process of another host, with this number
     except OSError as error:
         raise TuttiError(
             f"no report can be written to {folder}",

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from tutti.environment import REPORT
-from tutti.recording.report_folder import LAUNCHER, process_name, records_file
+from tutti.recording.report_folder import LAUNCHER, check_report_folder, process_name, records_file
 
 
 class RunWriter:
@@ -108,7 +108,11 @@ class RunWriter:
 
 
 def writer() -> RunWriter | None:
-    """The writer of this process; None unless `TUTTI_REPORT` names a folder."""
+    """The writer of this process; None unless `TUTTI_REPORT` names a folder.
+
+    Raises:
+        TuttiError: it cannot be written to.
+    """
     folder = REPORT.read()
     return _writer_at(folder, process_name(), os.getpid()) if folder else None
 
@@ -128,7 +132,7 @@ def note(kind: str, **shown: Any) -> None:
 
 @cache
 def _writer_at(folder: str, name: str, _pid: int) -> RunWriter:
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    check_report_folder(Path(folder))
     made = RunWriter(Path(folder), name)
     atexit.register(made.end)
     return made

@@ -78,8 +78,9 @@ class StepWatch:
 
     def begins(self) -> bool:
         """A call begins; whether to take it as `Step.measure` does."""
-        if self._wants_memory and not self._measuring and self._calls == MEASURED_CALL - 1:
-            self._wants_memory, self._measuring = False, True
+        due = self._wants_memory and not self._measuring and self._program is not None
+        if due and self._calls == MEASURED_CALL - 1:
+            self._measuring = True
             return True
         self._begun = time.perf_counter()
         return False
@@ -100,7 +101,7 @@ class StepWatch:
         if program is not None and program is self._program:
             self._calls += 1
             if self._measuring:
-                seconds, self._measuring = math.nan, False
+                seconds, self._wants_memory = math.nan, False
             elif not self._said:
                 self._time(seconds, program)
         else:
@@ -110,6 +111,13 @@ class StepWatch:
         if now - self._flushed > FLUSH_SECONDS:
             self._write()
         self._ended = time.perf_counter()
+
+    def ended_measuring(self, program: Watched | None) -> None:
+        """The end of a measured call. One that made its program, or was an eager one, does not count: another
+        call is measured."""
+        self._measuring = False
+        if self._wants_memory and program is not None:
+            program.measured = None
 
     def _change(self, step: int, seconds: float, program: Watched | None) -> None:
         """Another program than that of the last call."""

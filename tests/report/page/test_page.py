@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -233,6 +234,22 @@ def test_a_folder_with_a_verdict_alone(tmp_path: Path) -> None:
     page = Page(page_of(tmp_path))
     assert "NOT the same step" in page.section("verify").all_text()
     assert "Not run yet" in page.find("header")[0].all_text()
+
+
+def test_traces_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
+    for rank in range(2):
+        trace(small_run(tmp_path), rank, 40)
+    os.utime(tmp_path / "rank-1.json", (BEGAN - 60, BEGAN - 60))
+    page = Page(page_of(tmp_path))
+    assert "rank-1.json is a trace of an earlier run" in page.section("run").all_text()
+    assert [r["rank"] for r in page.tables("timeline")["The measured step"]] == ["rank 0"]
+
+
+def test_a_verdict_of_another_layout_says_so(tmp_path: Path) -> None:
+    (small_run(tmp_path) / "verify.json").write_text(json.dumps(VERDICT))
+    assert "another layout: data=2 tensor=2" in Page(page_of(tmp_path)).section("verify").all_text()
+    (tmp_path / "verify.json").write_text(json.dumps(VERDICT | {"layout": "tensor=2 data=2"}))
+    assert "another layout" not in Page(page_of(tmp_path)).section("verify").all_text()
 
 
 def test_the_plan_marks_this_run_and_orders_by_time(tmp_path: Path) -> None:

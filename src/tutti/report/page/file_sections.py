@@ -14,14 +14,16 @@ from tutti.report.page.value_bars import draw_bars
 MOST_LAYOUTS, MOST_BARS = 200, 15
 
 
-def verdict(found: Event | None) -> Section | None:
-    """The proof that the parallel step is the same step."""
+def verdict(found: Event | None, used: str) -> Section | None:
+    """The proof that the parallel step is the same step; `used` is the layout of the run."""
     if found is None:
         return None
     ok = found.get("ok") is True
     word = "The same step" if ok else "NOT the same step"
     layout = found.get("layout", "")
     blocks: list[Block] = [Words(f"{word}, under {layout}.", alert=not ok)]
+    if used and sorted(str(layout).split()) != sorted(used.split()):
+        blocks.append(Words(f"The run has another layout: {used}.", alert=True))
     rows = [
         ("partition, in float64", _error(found.get("max_error")), str(found.get("worst") or "")),
         ("capture", _error(found.get("capture_error")), str(found.get("worst_capture") or "")),

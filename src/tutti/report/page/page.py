@@ -57,7 +57,7 @@ def page_of(folder: Path) -> str:
     """
     run = read_run(folder)
     problems = list(run.problems)
-    calls = read_traces(_trace_folder(run), problems)
+    calls = read_traces(_trace_folder(run), _began(run), problems)
     run = RunRecords(
         run.folder, run.launcher, run.processes, run.verdict, run.plan, tuple(problems)
     )
@@ -81,6 +81,13 @@ def _trace_folder(run: RunRecords) -> Path:
     return Path(named) if named and Path(named).is_dir() else run.folder
 
 
+def _began(run: RunRecords) -> float:
+    """When the newest run began; 0 without one."""
+    first = run.launcher or run.leader
+    at = first.last.begin.get("time") if first is not None else None
+    return float(at) if isinstance(at, int | float) else 0.0
+
+
 def _title(run: RunRecords, steps: Sequence[StepSeries]) -> str:
     if run.leader is not None and (argv := run.leader.last.begin.get("argv")):
         return short(Path(str(argv[0])).name)
@@ -101,7 +108,7 @@ def _sections(
         program_sections.memory(run, facts),
         tensor_section.tensors(facts),
         program_sections.collectives(facts, calls),
-        file_sections.verdict(run.verdict),
+        file_sections.verdict(run.verdict, used),
         file_sections.plan(run.plan, used),
         event_section.events(run),
     ]

@@ -23,7 +23,7 @@ def main_facts(run: RunRecords) -> Event:
     training = [r["of"] for r in last.of("step") if r.get("optimizers")]
     found = [r for r in last.of("program") if r.get("facts")]
     chosen = [r for r in found if r.get("of") in training[:1]] or found
-    return chosen[0]["facts"] if chosen else {}
+    return {**chosen[0]["facts"], "of": chosen[0].get("of")} if chosen else {}
 
 
 def memory(run: RunRecords, facts: Event) -> Section | None:
@@ -31,9 +31,10 @@ def memory(run: RunRecords, facts: Event) -> Section | None:
     own = facts.get("memory")
     if not own or run.leader is None:
         return None
-    measured = [r["nbytes"] for r in run.leader.last.of("measured") if r.get("nbytes")]
+    own_step = [r for r in run.leader.last.of("measured") if r.get("of") == facts.get("of")]
+    measured = [int(r["nbytes"]) for r in own_step if r.get("nbytes")]
     held = own["peak_nbytes"] - own["call_nbytes"]
-    bounds = [("measured peak", held + int(measured[0]))] if measured else []
+    bounds = [("measured peak", held + measured[0])] if measured else []
     if own.get("budget_nbytes"):
         bounds.append(("remat budget", int(own["budget_nbytes"])))
     blocks: list[Block] = []
@@ -45,7 +46,7 @@ def memory(run: RunRecords, facts: Event) -> Section | None:
             draw_kinds(own), f"{format_nbytes(own['peak_nbytes'])} at the predicted peak, by kind."
         )
     )
-    blocks.append(_memory_table(run, own, measured))
+    blocks.append(_memory_table(run, facts, measured))
     rows = [
         (h["name"], h["kind"], h["shape"], format_nbytes(h["nbytes"]), h["source"])
         for h in own.get("largest", ())
@@ -56,14 +57,15 @@ def memory(run: RunRecords, facts: Event) -> Section | None:
     return Section("memory", "Memory", tuple(blocks))
 
 
-def _memory_table(run: RunRecords, own: Mapping[str, Any], measured: Sequence[int]) -> Block:
+def _memory_table(run: RunRecords, facts: Event, measured: Sequence[int]) -> Block:
     """The predicted memory of each pipeline rank, or of the one program."""
+    own = facts["memory"]
     rows = []
     for process in run.processes:
         found = [
             r["facts"]["memory"]
             for r in process.last.of("program")
-            if (r.get("facts") or {}).get("memory")
+            if r.get("of") == facts.get("of") and (r.get("facts") or {}).get("memory")
         ]
         if found:
             m = found[0]
@@ -79,18 +81,12 @@ def _memory_table(run: RunRecords, own: Mapping[str, Any], measured: Sequence[in
                     f"{m['op']}, {m['source']}",
                 ]
             )
-    head = [
-        "rank",
-        "peak",
-        "state",
-        "gradients",
-        "activations",
-        "other",
-        "of a call",
-        "measured",
-        "peak at",
-    ]
-    return table("Predicted memory", head, rows, range(1, 8))
+    caption = "Predicted memory"
+    if measured and measured[0] > own["call_nbytes"] and len(run.processes) > 1:
+        caption += "; the measured bytes count buffers that a thread of the engine has released"
+    kinds = ("state", "gradients", "activations", "other")
+    head = ("rank", "peak", *kinds, "of a call", "measured", "peak at")
+    return table(caption, head, rows, range(1, 8))
 
 
 def collectives(facts: Event, calls: Sequence[TracedCall]) -> Section | None:
@@ -145,7 +141,8 @@ def _line_table(found: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]
         if seconds:
             rows[-1].append(format_seconds(seconds[name]) if name in seconds else "")
     others = [(name, s) for name, s in seconds.items() if name not in {r["line"] for r in found}]
-    rows += [[n or "no line", "moved by a pass", "", "", format_seconds(s)] for n, s in others]
+    for name, spent in others:
+        rows.append([name or "no line", "moved by a pass", "", "", format_seconds(spent)])
     head = ["line", "collectives", "count", "bytes sent", *(["measured"] if seconds else [])]
     words = "; measured is the time in them, waits for other ranks included" if seconds else ""
     if any(not row[-1] for row in rows):

@@ -52,6 +52,10 @@ def summary(run: RunRecords, steps: Sequence[StepSeries]) -> Section:
         if said:
             blocks.append(Verbatim("\n".join(said)[:20_000], "What the launcher said"))
     blocks += [Words(text, alert=True) for text in run.problems]
+    if run.leader is not None and (nans := run.leader.last.of("nan")):
+        first = nans[0]
+        words = f"Step {first.get('step')} returned {first.get('value')} as {first.get('name')}."
+        blocks.append(Words(words, alert=True))
     blocks.append(table("The run", ("what", "value"), _facts(run, steps)))
     if run.leader is not None and run.leader.earlier:
         blocks.append(_earlier(run.leader))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tutti.execution.profiling import trace_files
 from tutti.report.page.span_rows import TimedSpan, binned
 
 MOST_RANKS = 16
-_FILE = re.compile(r"(rank|worker|server)-[\d.]+\.json")
 _OUTER = ("step", "loop", "micro-batch")
 _CLASSES = {"forward": "s1", "backward": "s3", "update": "s2", "collective": "s4"}
 MEANINGS = (
@@ -44,17 +43,15 @@ class TracedCall:
         return sum(e - b for _, kind, b, e, _ in self.ops if (kind == "collective") == collective)
 
 
-def trace_files(folder: Path) -> list[Path]:
-    """The traces in a folder, in the order of ranks."""
-    found = [f for f in folder.glob("*.json") if _FILE.fullmatch(f.name)]
-    return sorted(found, key=lambda f: (len(f.name), f.name))
-
-
-def read_traces(folder: Path, problems: list[str]) -> list[TracedCall]:
-    """A call of each process that has a trace there."""
+def read_traces(folder: Path, since: float, problems: list[str]) -> list[TracedCall]:
+    """A call of each process that has a trace there, written after `since` (seconds of the epoch): others are
+    of an earlier run."""
     found = []
     for file in trace_files(folder):
         try:
+            if file.stat().st_mtime < since:
+                problems.append(f"{file.name} is a trace of an earlier run, and is left out")
+                continue
             events = json.loads(file.read_bytes())["traceEvents"]
             call = _last_call(file.stem.replace("-", " ", 1), events)
         except (OSError, ValueError, KeyError, TypeError) as error:
