@@ -237,6 +237,42 @@ def test_ranks_record_what_explain_says(layout: str, ranks: Ranks, tmp_path: Pat
     assert max(course) == facts["memory"]["peak_nbytes"]
 
 
+def test_several_steps_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each has its number, its name and its line; an evaluation has no line."""
+    monkeypatch.setenv(REPORT.name, str(tmp_path))
+    both = {"a": nn.Linear(4, 4), "b": nn.Tanh()}
+    optimizer = torch.optim.SGD(both["a"].parameters(), lr=0.1)
+
+    def first(models: Any, optimizer: Any, x: Tensor) -> Tensor:
+        return train(models["a"], optimizer, x)
+
+    def second(models: Any, optimizer: Any, x: Tensor) -> Tensor:
+        return train(models["a"], optimizer, models["b"](x))
+
+    steps = [tutti.distribute(function, both, optimizer) for function in (first, second)]
+    evaluation = tutti.distribute(lambda models, x: models["a"](x).mean(), both)
+    for _ in range(STEPS):
+        for step in steps:
+            step(torch.ones(2, 4))
+        evaluation(torch.ones(2, 4))
+    told = [
+        (r["of"], r["function"], r["model"], bool(r["optimizers"])) for r in of(tmp_path, "step")
+    ]
+    assert told == [
+        (1, "first", "Linear, Tanh", True),
+        (2, "second", "Linear, Tanh", True),
+        (3, "<lambda>", "Linear, Tanh", False),
+    ]
+    assert {r["line"].rpartition(":")[0] for r in of(tmp_path, "step")} == {__file__}
+    lines = capsys.readouterr().err.splitlines()
+    assert [x.split(" measured")[0].split(": ")[0] for x in lines][1] == "second" and len(
+        lines
+    ) == 2
+    assert {r["of"] for r in of(tmp_path, "measured")} == {1, 2, 3}
+
+
 def test_without_a_folder_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(REPORT.name, raising=False)
     model = nn.Linear(2, 2)

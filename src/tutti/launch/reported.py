@@ -10,9 +10,6 @@ from typing import Any
 from tutti.environment import REPORT
 from tutti.recording.run_writer import launcher_writer
 
-# The profiler that measures the memory of one call reports its own start and end otherwise.
-_QUIET_PROFILER = {"KINETO_LOG_LEVEL": "99"}
-
 
 def reported(folder: Path, told: Mapping[str, Any], start: Callable[[], int]) -> int:
     """The exit code of `start()`, whose processes keep records in `folder`.
@@ -24,8 +21,6 @@ def reported(folder: Path, told: Mapping[str, Any], start: Callable[[], int]) ->
 
     """
     os.environ[REPORT.name] = str(folder.resolve())
-    for name, value in _QUIET_PROFILER.items():
-        os.environ.setdefault(name, value)
     out = launcher_writer()
     assert out is not None
     out.write("run", **told)

@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class RunWriter:
     def __init__(self, folder: Path, name: str) -> None:
         self.name, self.path = name, records_file(folder, name)
         self.began = time.time()  # of the times of its points
+        self.numbers = count(1)  # of the steps of `distribute` in this process
         self._pid = os.getpid()
         self._fd: int | None = None
         self._lock = threading.RLock()

@@ -9,6 +9,7 @@ Other calls cost two readings of a clock and a list entry; twice a second the en
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import statistics
@@ -16,12 +17,12 @@ import sys
 import time
 import traceback
 import warnings
-from itertools import count
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from tutti.capture.state.lift import optimizers_of
+from tutti.capture.state.models import Models
 from tutti.environment import PREDICTION
 from tutti.job import Job
 from tutti.recording.late_values import LateValues
@@ -34,7 +35,6 @@ FLUSH_SECONDS = 0.5
 MEASURED_CALL, NUM_TIMED = 2, 3
 MOST_DESCRIBED = 3  # programs of one step with all their facts
 MOST_NAN_EVENTS = 20
-_NUMBERS = count(1)
 
 
 class Watched(Protocol):
@@ -59,7 +59,7 @@ class StepWatch:
 
     def __init__(self, out: RunWriter, job: Job) -> None:
         self._out, self._job = out, job
-        self._number = next(_NUMBERS)
+        self._number = next(out.numbers)
         self._scalars, self._late, self._points = ReturnedScalars(), LateValues(), StepPoints()
         self._rows: list[tuple[Any, ...]] = []
         self._names: tuple[str, ...] = ()
@@ -155,18 +155,19 @@ class StepWatch:
         self._out.write("measured", of=self._number, **shown, predicted_nbytes=call_nbytes)
         line = beside(median, predicted, program.measured, call_nbytes)
         if line and PREDICTION.read():
+            line = line if self._number == 1 else f"{_name(self._job)}: {line}"
             print(line, file=sys.stderr, flush=True)
 
     def _describe_step(self) -> None:
         job, parameters = self._job, list(_parameters(self._job.model))
         self._on_gpu = any(x.is_cuda for x in parameters)
-        code = getattr(job.train_step, "__code__", None)
+        code = getattr(inspect.unwrap(job.train_step), "__code__", None)
         self._out.write(
             "step",
             of=self._number,
-            function=getattr(job.train_step, "__name__", type(job.train_step).__name__),
+            function=_name(job),
             line=f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "",
-            model=type(job.model).__name__,
+            model=_model_name(job.model),
             optimizers=[type(one).__name__ for one in optimizers_of(job.optimizer)],
             num_parameters=sum(x.numel() for x in parameters),
             layout=str(job.layout),
@@ -201,6 +202,16 @@ class StepWatch:
                 if self._num_nans <= MOST_NAN_EVENTS:
                     shown = {"of": self._number, "step": int(row[0]), "name": name}
                     self._out.write("nan", **shown, value=value)
+
+
+def _name(job: Job) -> str:
+    return getattr(job.train_step, "__name__", type(job.train_step).__name__)
+
+
+def _model_name(model: nn.Module) -> str:
+    """Its class; of several modules in a dict, list or tuple, the classes of all."""
+    several = model.children() if isinstance(model, Models) else [model]
+    return ", ".join(type(one).__name__ for one in several)
 
 
 def _read(x: Tensor | float) -> Tensor | float:

@@ -93,7 +93,7 @@ def _axes(scale: Scale, show: Callable[[float], str]) -> Iterator[str]:
         y = scale.y(value)
         yield line(_LEFT, y, WIDTH - _RIGHT, y, "grid")
         yield text(_LEFT - 6, y + 4, show(value), "end")
-    for step in ticks(*scale.steps, most=8):
+    for step in (s for s in ticks(*scale.steps, most=8) if s == round(s)):
         yield text(scale.x(step), HEIGHT - _BOTTOM + 17, f"{step:g}", "middle")
     yield line(_LEFT, HEIGHT - _BOTTOM, WIDTH - _RIGHT, HEIGHT - _BOTTOM, "axis")
     yield text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 6, "step", "middle", "muted")

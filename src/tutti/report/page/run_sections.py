@@ -80,7 +80,8 @@ def _facts(run: RunRecords, steps: Sequence[StepSeries]) -> list[tuple[str, str]
     for one in steps:
         optimizers = ", ".join(map(str, one.told.get("optimizers", ()))) or "no optimizer"
         number = f"{int(one.told.get('num_parameters') or 0):,} parameters"
-        words = f"{one.title}, {number}, {optimizers}, at {one.told.get('line', '')}"
+        at = f", at {one.told['line']}" if one.told.get("line") else ""
+        words = f"{one.title}, {number}, {optimizers}{at}"
         rows.append(("training step" if one.trains else "evaluation", words))
         rows.append(("layout", str(one.told.get("layout") or "one device")))
     return rows
