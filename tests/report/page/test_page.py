@@ -335,6 +335,21 @@ def test_replicas_have_a_curve_each(tmp_path: Path) -> None:
     assert "loss, replica 0 1" in text and "loss, replica 1 3" in text
 
 
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ([{"kind": "ended", "code": 0}], "Ended well"),
+        ([{"kind": "ended", "code": 3}], "Failed, exit code 3"),
+        ([{"kind": "ended", "code": None}], "Failed"),
+        ([{"kind": "ended", "code": 130}], "Ended by Ctrl-C, exit code 130"),
+        ([], "No end recorded: it still runs, or its launcher was killed"),
+    ],
+)
+def test_how_a_run_ended(records: list[dict[str, object]], words: str, tmp_path: Path) -> None:
+    write_lines(small_run(tmp_path) / "launcher.jsonl", [begin("launcher"), *records])
+    assert Page(page_of(tmp_path)).find("strong")[0].all_text() == words
+
+
 def test_the_command(tmp_path: Path) -> None:
     invoke = CliRunner().invoke
     for bad, words in ((tmp_path / "none", "is no folder"), (tmp_path, "has no records of a run")):

@@ -147,7 +147,8 @@ def _line_table(found: Sequence[Mapping[str, Any]], seconds: Mapping[str, float]
     words = "; measured is the time in them, waits for other ranks included" if seconds else ""
     if any(not row[-1] for row in rows):
         words += "; a line without a time shares a collective with another"
-    return table(f"Collectives by line{words}", head, rows, range(2, len(head)))
+    caption, numbers = f"Collectives by line{words}", range(2, len(head))
+    return table(caption, head, rows, numbers, folded=len(rows) > MOST_BARS)
 
 
 def _collective_table(found: Sequence[Mapping[str, Any]]) -> Block:

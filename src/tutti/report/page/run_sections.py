@@ -24,6 +24,7 @@ from tutti.report.page.run_records import Event, ProcessRecords, RunRecords
 from tutti.report.page.step_data import StepSeries, series_of
 from tutti.report.page.value_bars import draw_bars
 
+_SIGNALS = {130: "Ended by Ctrl-C", 143: "Ended by SIGTERM"}
 MOST_MARKS, NUM_SAMPLES, MOST_RANKS = 12, 20, 64
 
 
@@ -36,6 +37,8 @@ def state_of(run: RunRecords) -> tuple[str, str]:
         code = ended[-1].get("code")
         if code == 0:
             return "good", "Ended well"
+        if code in _SIGNALS:
+            return "open", f"{_SIGNALS[code]}, exit code {code}"
         return "bad", f"Failed, exit code {code}" if code is not None else "Failed"
     if run.leader is None:
         return "open", "Not run yet"
