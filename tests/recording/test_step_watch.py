@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ from torch import Tensor, nn
 import tutti
 from ranks import Ranks
 from tutti.environment import PREDICTION, REPORT
-from tutti.recording import step_forecast
-from tutti.recording.run_writer import writer
+from tutti.recording import step_forecast, step_points
+from tutti.recording.run_writer import RunWriter, writer
 from tutti.recording.step_forecast import beside
-from tutti.recording.step_watch import MEASURED_CALL, MOST_DESCRIBED, MOST_NAN_EVENTS, NUM_TIMED
+from tutti.recording.step_rows import MOST_NAN_EVENTS, StepRows
+from tutti.recording.step_watch import MEASURED_CALL, MOST_DESCRIBED, NUM_TIMED
 
 STEPS = 8
 
@@ -235,6 +238,38 @@ def test_ranks_record_what_explain_says(layout: str, ranks: Ranks, tmp_path: Pat
         assert own == {}
     course = [nbytes for _, nbytes, *_ in facts["memory"]["course"]]
     assert max(course) == facts["memory"]["peak_nbytes"]
+
+
+def test_a_step_that_is_given_up_is_freed_and_its_rows_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REPORT.name, str(tmp_path))
+    model = nn.Linear(4, 4)
+    step = tutti.distribute(train, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(STEPS):
+        step(torch.ones(2, 4))
+    freed = weakref.ref(step._watch)  # type: ignore[arg-type]
+    del step
+    gc.collect()
+    assert freed() is None
+    out = writer()
+    assert out is not None
+    out.flush()
+    assert [p[0] for p in points(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_rows_of_other_names_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if several steps are one point."""
+    monkeypatch.setattr(step_points, "FULL", 1)
+    rows = StepRows(RunWriter(tmp_path, "rank 0"), 1)
+    for k in range(1, 12):
+        names = ("loss",) if k < 7 else ("loss", "norm")
+        rows.add(k, float(k), 1.0, names, [2.0 * k for _ in names])
+    rows.write_all()
+    found = [(r["names"], [p[0] for p in r["points"]]) for r in of(tmp_path, "steps")]
+    ends = {tuple(names): steps[-1] for names, steps in found}
+    assert ends == {("loss",): 6, ("loss", "norm"): 11}
+    assert all(len(p) == 3 + len(r["names"]) for r in of(tmp_path, "steps") for p in r["points"])
 
 
 def test_several_steps_of_one_process(

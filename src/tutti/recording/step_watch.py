@@ -4,7 +4,7 @@
     call 2          takes place under the profiler of memory, once (on the rank that leads)
     calls 3 to 5    are timed: their median is the measured step, printed beside the predicted one
 
-Other calls cost two readings of a clock and a list entry; twice a second the entries are written.
+Other calls cost two readings of a clock and a list entry.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ from tutti.capture.state.lift import optimizers_of
 from tutti.capture.state.models import Models
 from tutti.environment import PREDICTION
 from tutti.job import Job
-from tutti.recording.late_values import LateValues
 from tutti.recording.returned_scalars import ReturnedScalars
 from tutti.recording.run_writer import RunWriter, writer
 from tutti.recording.step_forecast import beside
-from tutti.recording.step_points import StepPoints
+from tutti.recording.step_rows import StepRows
 
-FLUSH_SECONDS = 0.5
 MEASURED_CALL, NUM_TIMED = 2, 3
 MOST_DESCRIBED = 3  # programs of one step with all their facts
-MOST_NAN_EVENTS = 20
 
 
 class Watched(Protocol):
@@ -60,9 +57,7 @@ class StepWatch:
     def __init__(self, out: RunWriter, job: Job) -> None:
         self._out, self._job = out, job
         self._number = next(out.numbers)
-        self._scalars, self._late, self._points = ReturnedScalars(), LateValues(), StepPoints()
-        self._rows: list[tuple[Any, ...]] = []
-        self._names: tuple[str, ...] = ()
+        self._scalars, self._rows = ReturnedScalars(), StepRows(out, self._number)
         self._program: Watched | None = None
         self._known: dict[int, dict[str, Any]] = {}  # the facts of each program
         self._calls = 0  # of the current program, in a row
@@ -70,11 +65,8 @@ class StepWatch:
         self._measuring = False
         self._wants_memory = out.leads and bool(optimizers_of(job.optimizer))
         self._said = not out.leads
-        self._num_nans = 0
         self._on_gpu: bool | None = None
-        self._begun = self._ended = self._flushed = time.perf_counter()
-        self._epoch = time.time() - time.perf_counter() - out.began
-        out.before_end(self._write_all)
+        self._begun = self._ended = time.perf_counter()
 
     def begins(self) -> bool:
         """A call begins; whether to take it as `Step.measure` does."""
@@ -94,10 +86,6 @@ class StepWatch:
         seconds = now - (self._ended if self._on_gpu and self._calls else self._begun)
         if program is not self._program:
             self._scalars.forget()
-        values = self._scalars.of(result)
-        if self._scalars.names != self._names:
-            self._write(wait=True)
-            self._names = self._scalars.names
         if program is not None and program is self._program:
             self._calls += 1
             if self._measuring:
@@ -106,10 +94,8 @@ class StepWatch:
                 self._time(seconds, program)
         else:
             self._change(step, seconds, program)
-        kept = [_read(x) for x in values]
-        self._rows.append((step, now, seconds, *kept))
-        if now - self._flushed > FLUSH_SECONDS:
-            self._write()
+        values = self._scalars.of(result)
+        self._rows.add(step, now, seconds, self._scalars.names, values)
         self._ended = time.perf_counter()
 
     def ended_measuring(self, program: Watched | None) -> None:
@@ -174,35 +160,6 @@ class StepWatch:
             device="cuda" if self._on_gpu else "cpu",
         )
 
-    def _write_all(self) -> None:
-        self._write(wait=True)
-        self._put(self._points.rest())
-
-    def _write(self, *, wait: bool = False) -> None:
-        self._flushed = time.perf_counter()
-        rows, self._rows = self._rows, []
-        known = self._late.read(list(rows), wait=wait)
-        for row in known:
-            self._note_nans(row)
-        self._put(self._points.joined(known))
-
-    def _put(self, points: list[list[float]]) -> None:
-        if not points:
-            return
-        written = [
-            [int(p[0]), round(p[1] + self._epoch, 3), *(float(f"{x:.6g}") for x in p[2:])]
-            for p in points
-        ]
-        self._out.write("steps", of=self._number, names=self._names, points=written)
-
-    def _note_nans(self, row: list[float]) -> None:
-        for name, value in zip(self._names, row[3:], strict=True):
-            if not math.isfinite(value):
-                self._num_nans += 1
-                if self._num_nans <= MOST_NAN_EVENTS:
-                    shown = {"of": self._number, "step": int(row[0]), "name": name}
-                    self._out.write("nan", **shown, value=value)
-
 
 def _name(job: Job) -> str:
     return getattr(job.train_step, "__name__", type(job.train_step).__name__)
@@ -212,13 +169,6 @@ def _model_name(model: nn.Module) -> str:
     """Its class; of several modules in a dict, list or tuple, the classes of all."""
     several = model.children() if isinstance(model, Models) else [model]
     return ", ".join(type(one).__name__ for one in several)
-
-
-def _read(x: Tensor | float) -> Tensor | float:
-    """A number; what is on a GPU is read later."""
-    if isinstance(x, Tensor):
-        return x.item() if x.is_cpu else x.detach()
-    return x
 
 
 def _parameters(model: nn.Module) -> list[Tensor]:
