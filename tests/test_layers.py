@@ -29,6 +29,7 @@ LAYERS = (
     ("planner",),  # nothing up to here needs a process group
     ("comm",),
     ("replicas", "server", "checkpoint"),
+    ("recording",),  # keeps the records of a run while it trains
     ("launch",),  # starts ranks, says how they ended
     ("state", "data"),  # where it lives between calls; batches and the position in a dataset
     ("calls", "execution"),  # what a trace depends on; generated code
@@ -138,6 +139,7 @@ ROOMS = {
         **{"hardware": (), "costs": ("hardware",), "estimates": ("costs", "hardware")},
         **{"depth": ("costs", "estimates"), "search": ("estimates",), "runs": ()},
     },
+    "report": {"page": ()},
     "rules": {"families": (), "samples": ("families",)},
 }
 

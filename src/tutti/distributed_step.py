@@ -27,6 +27,8 @@ from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.planning.chosen_layout import chosen
 from tutti.propagate.batch_dim import BatchDim
+from tutti.recording.run_writer import note
+from tutti.recording.step_watch import watch_of
 from tutti.remote_paths import path_of
 from tutti.report.collective_records import Record, records
 from tutti.saving import step_checkpoint
@@ -75,7 +77,7 @@ class Step:
         self.batch_dim, self.seed = job.batch_dim, job.seed
         self.python, self.agreeing, self.served = running.python, running.agreeing, self.mode.served
         self._programs = Programs(self.mode)
-        self._compiled = self._programs.known
+        self._watch = watch_of(job) if self._automatic is None else None
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """One step on the global batch; returns the results of the training step, global values.
@@ -89,7 +91,11 @@ class Step:
         if self._automatic is not None:
             given, self._automatic = self._automatic, None
             self._bind(chosen(self._running.job, batch, given))
-        mode, running, programs = self.mode, self._running, self._programs
+        mode, running, programs, watch = self.mode, self._running, self._programs, self._watch
+        if watch is not None and watch.begins():
+            result = self.measure(*batch)
+            watch.ended_measuring(self._last)
+            return result
         mode.before(batch)
         leaves, form = _flattened(batch)
         found = programs.found(leaves, form, batch)
@@ -115,7 +121,10 @@ class Step:
             self.python.apply(captured.effects, returned[captured.num_returned :])
         returned = returned[: captured.num_returned]
         self._warn_of_nan(returned)
-        return tree_unflatten(returned, captured.returned)
+        result = tree_unflatten(returned, captured.returned)
+        if watch is not None:
+            watch.ended(running.num_steps, result, compiled)
+        return result
 
     def _first_call(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Any:
         """One eager step, and a program for the next call like it."""
@@ -132,7 +141,10 @@ class Step:
         else:
             self._programs.last = found[0]
             call.over()
-        return tree_unflatten(returned, spec)
+        result = tree_unflatten(returned, spec)
+        if self._watch is not None:
+            self._watch.ended(running.num_steps, result, None)
+        return result
 
     def _warn_of_nan(self, returned: Sequence[Any]) -> None:
         for x in returned:
@@ -266,6 +278,7 @@ class Step:
         with self.mode.state_here():
             if self.mode.writes():
                 step_checkpoint.save(self._running, path_of(path), extra)
+                note("save", step=self.num_steps, folder=str(path))
 
     def load(self, path: str | Path) -> dict[str, Any]:
         """Load a checkpoint of `save`, under any layout; returns its `extra`.
@@ -274,7 +287,9 @@ class Step:
         rank reads its part; a model on the meta device takes it at the first call.
         """
         with self.mode.state_replaced():
-            return step_checkpoint.load(self._running, path_of(path))
+            extra = step_checkpoint.load(self._running, path_of(path))
+        note("restore", step=self.num_steps, folder=str(path))
+        return extra
 
 
 def _flattened(batch: tuple[Any, ...]) -> tuple[list[Any], Any]:

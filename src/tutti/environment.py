@@ -130,6 +130,14 @@ HARDWARE = Text(
     "TUTTI_HARDWARE", "", "the folder of this machine's hardware files; else in the user's cache"
 )
 PLAN = Text("TUTTI_PLAN", "", "the plan that the run follows", own=True)
+REPORT = Text(
+    "TUTTI_REPORT", "", "a folder for the records of a run, of which `tutti report` makes a page"
+)
+PREDICTION = Switch(
+    "TUTTI_PREDICTION",
+    True,
+    "print the measured time and memory of a step beside the predicted ones",
+)
 CUDA_GRAPH = Switch("TUTTI_CUDA_GRAPH", False, "record a step on one GPU as one CUDA graph")
 SHARED_MEMORY = Text(
     "TUTTI_SHARED_MEMORY",
@@ -161,7 +169,7 @@ VARIABLES: tuple[
     ...,
 ] = (
     *(LAYOUT, TIMEOUT, LEASE, LINGER, CHECK_NAN, STRICT, WITHOUT, MOST_PROGRAMS),
-    *(PROFILE, HARDWARE, PLAN, CUDA_GRAPH),
+    *(PROFILE, HARDWARE, PLAN, REPORT, PREDICTION, CUDA_GRAPH),
     *(SHARED_MEMORY, KEEP_MEMORY, SECRET, TLS, ROLE, SERVERS, LISTEN, RECORDS, REPAIR, RUN_DIR),
 )
 

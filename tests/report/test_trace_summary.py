@@ -56,6 +56,12 @@ def test_means_over_calls_and_ranks(tmp_path: Path) -> None:
     ]
 
 
+def test_other_files_of_the_folder_are_no_traces(tmp_path: Path) -> None:
+    write(tmp_path, 0, [])
+    (tmp_path / "verify.json").write_text("{}")
+    assert trace_summary(tmp_path).startswith("profile: 2 calls")
+
+
 def test_many_ops_end_in_one_row(tmp_path: Path) -> None:
     many = [event(f"op{k}", "update", 600.0 + k, 1.0, 0, line="a.py:1") for k in range(MOST_ROWS)]
     write(tmp_path, 0, many)

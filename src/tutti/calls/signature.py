@@ -14,6 +14,7 @@ from tutti.calls.hooks import Hooks
 from tutti.calls.sharded_batch import kind_of
 from tutti.calls.tables import are_same, values_of
 from tutti.errors import CaptureError
+from tutti.graph.text import SHORT
 from tutti.torch_private.module_tables import children_of, parameters_of
 
 
@@ -73,3 +74,43 @@ def _leaf(x: Any) -> Any:
             fix="torch.as_tensor(x)",
         ) from None
     return (type(x), x)
+
+
+# The parts of a signature after the batch's leaves, in words.
+_PARTS = (
+    "another structure of the batch",
+    "another number of parameters in the optimizer's groups",
+    "other modules in the model",
+    "another Python value of the step, or attribute of a module",
+    "other parameters that are trained, or parameters of another dtype",
+    "other hooks",
+)
+
+
+def difference_between(now: Any, known: Sequence[Any]) -> str:
+    """Why a call with signature `now` needs a program beside those of `known` signatures: its differences
+    from the closest one; "" if there is none."""
+    if not known:
+        return ""
+    closest = min(known, key=lambda one: sum(a != b for a, b in zip(now, one, strict=True)))
+    found = [text for text, a, b in zip(_PARTS, now[1:], closest[1:], strict=True) if a != b]
+    if now[0] != closest[0]:
+        found = [*_leaf_differences(now[0], closest[0]), *found]
+    return "; ".join(found) or "a branch on a number or on a tensor's value goes another way"
+
+
+def _leaf_differences(now: Sequence[Any], before: Sequence[Any]) -> list[str]:
+    if len(now) != len(before):
+        return [f"{len(now)} values in the batch instead of {len(before)}"]
+    differing = [(i, a, b) for i, (a, b) in enumerate(zip(now, before, strict=True)) if a != b]
+    return [f"batch value {i}: {_told(a)} instead of {_told(b)}" for i, a, b in differing]
+
+
+def _told(leaf: Any) -> str:
+    """One leaf's part of a signature in words."""
+    if leaf is float:
+        return "a float"
+    if len(leaf) == 2:
+        return repr(leaf[1])[:40]
+    shape, dtype, device = leaf[:3]
+    return f"{SHORT.get(dtype, str(dtype))}{list(shape)} on {device}"

@@ -12,6 +12,7 @@ from tutti.cli.calibrate import calibrate
 from tutti.cli.checkpoints import checkpoints
 from tutti.cli.explain import explain
 from tutti.cli.plan_layouts import plan
+from tutti.cli.report import report
 from tutti.cli.run import run
 from tutti.cli.serve import serve
 from tutti.cli.simulate import simulate
@@ -43,7 +44,7 @@ app = typer.Typer(
 )
 for _command in (run, serve, verify, explain, plan, simulate):
     app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
-for _command in (checkpoints, calibrate):
+for _command in (checkpoints, calibrate, report):
     app.command()(_command)
 
 

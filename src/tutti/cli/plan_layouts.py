@@ -108,12 +108,12 @@ def _question(
 
 
 def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -> str:
-    from tutti.report.plan_table import Scale, compared, plan_table
+    from tutti.report.plan_table import StepScale, compared, plan_table
 
     ranking = made.ranking
     if diff is not None:
         return compared(ranking.row(diff[0]), ranking.row(diff[1]))
-    scale = Scale(made.rows, made.tokens, made.flops, made.peak)
+    scale = StepScale(made.rows, made.tokens, made.flops, made.peak)
     text = [plan_table(ranking, scale, top)]
     if why and len(ranking.rows) > 1:
         text.append(compared(ranking.rows[0], ranking.rows[1]))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,6 @@ from tutti.errors import LayoutError, TuttiError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tutti.launch.supervise import Supervisor
     from tutti.layout.layout import Layout
     from tutti.planning.plan_file import Plan
 
@@ -48,6 +47,12 @@ def run(
             help="Write a trace per rank here: the times of all ops of a few steps.",
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Keep records of the run here, and write its page, report.html."
+        ),
+    ] = None,
     servers: Annotated[
         str, typer.Option(help="Servers on other hosts, host:port,...: start workers only.")
     ] = "",
@@ -56,7 +61,7 @@ def run(
     ] = 0,
 ) -> None:
     """Run SCRIPT on ranks of this host. For several hosts, use torchrun, or tutti serve."""
-    from tutti.environment import check_seconds
+    from tutti.environment import REPORT, check_seconds
     from tutti.layout.layout import Layout
 
     check_seconds()
@@ -66,17 +71,17 @@ def run(
     parsed = Layout.parse(layout)
     parsed.check_available()
     if servers:
-        start = _workers(parsed, words, num_ranks, servers, first, log_dir).run
+        start = _workers(parsed, words, num_ranks, servers, first, log_dir)
     else:
         num_ranks = _check(num_ranks, layout, parsed)
         start = _started_here(parsed, words, num_ranks, layout, log_dir)
-    if profile is None:
-        raise typer.Exit(start())
-    _profile_to(profile)
-    code = start()
-    if code == 0:
-        _summarize(profile)
-    raise typer.Exit(code)
+    if profile is not None:
+        start = _profiled(profile, start)
+    if report is not None or REPORT.read():
+        told = {"command": words, "layout": layout, "num_ranks": num_ranks}
+        told["profile"] = str(profile.resolve()) if profile is not None else ""
+        start = _reported(report or Path(REPORT.read()), told, start)
+    raise typer.Exit(start())
 
 
 def _planned(
@@ -132,10 +137,48 @@ def _started_here(
         from tutti.launch.roles import roles_of
         from tutti.launch.supervise import Supervisor
 
-        return Supervisor(layout, roles_of(layout), words, log_dir=log_dir).run
+        return lambda: Supervisor(layout, roles_of(layout), words, log_dir=log_dir).run()
     from tutti.launch.launch import launch  # imports torch, after the check of the layout
 
     return lambda: launch(num_ranks, words[0], words[1:], text, log_dir=log_dir)
+
+
+def _profiled(folder: Path, start: Callable[[], int]) -> Callable[[], int]:
+    """The start of a run whose processes write traces to `folder`."""
+
+    def play() -> int:
+        _profile_to(folder)
+        code = start()
+        if code == 0:
+            _summarize(folder)
+        return code
+
+    return play
+
+
+def _reported(folder: Path, told: dict[str, Any], start: Callable[[], int]) -> Callable[[], int]:
+    """The start of a run with records in `folder`, and a page at its end, also if it fails."""
+    from tutti.launch.reported import reported
+    from tutti.recording.report_folder import check_report_folder
+
+    def play() -> int:
+        check_report_folder(folder)
+        try:
+            return reported(folder, told, start)
+        finally:
+            _write_page(folder)
+
+    return play
+
+
+def _write_page(folder: Path) -> None:
+    """Write the page, or say why there is none: the run has ended as it did in any case."""
+    from tutti.report.page.page import write_page
+
+    try:
+        print(f"report: {write_page(folder)}", file=sys.stderr, flush=True)
+    except (TuttiError, OSError) as error:
+        print(f"no report: {error}", file=sys.stderr, flush=True)
 
 
 def _profile_to(folder: Path) -> None:
@@ -164,8 +207,8 @@ def _workers(
     servers: str,
     first: int,
     log_dir: Path | None,
-) -> Supervisor:
-    """The workers of this host; the servers are elsewhere."""
+) -> Callable[[], int]:
+    """The start of the workers of this host; the servers are elsewhere."""
     if not layout.server:
         raise LayoutError(
             f'--servers, but layout "{layout}" has no servers',
@@ -184,7 +227,8 @@ def _workers(
 
     checked_secret()
     roles = worker_roles(layout, range(first, last))
-    return Supervisor(layout, roles, words, environment={SERVERS.name: servers}, log_dir=log_dir)
+    given: Any = {"environment": {SERVERS.name: servers}, "log_dir": log_dir}
+    return lambda: Supervisor(layout, roles, words, **given).run()
 
 
 def _check(num_ranks: int | None, text: str, layout: Layout) -> int:

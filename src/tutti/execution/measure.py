@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tutti.torch_private.native_log import native_warnings_off
+
 # How the profiler calls the record of one allocation (bytes above 0) or release (below).
 _EVENT = "[memory]"
 
@@ -27,7 +29,11 @@ def peak_nbytes(call: Callable[[], Any], device: torch.device | str = "cpu") -> 
         result = call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before, result
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
+    cpu = [ProfilerActivity.CPU]
+    with (
+        native_warnings_off(),
+        profile(activities=cpu, profile_memory=True, acc_events=True) as seen,
+    ):
         result = call()
     return _highest(seen), result
 

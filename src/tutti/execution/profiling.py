@@ -208,15 +208,20 @@ def check_folder(folder: Path) -> None:
         probe = folder / f".probe-{os.getpid()}"
         probe.touch()
         probe.unlink()
-        for file in folder.glob("*.json"):
-            if _OWN.fullmatch(file.name):
-                file.unlink()
+        for file in trace_files(folder):
+            file.unlink()
     except OSError as error:
         raise TuttiError(
             f"no trace can be written to {folder}",
             why=str(error),
             fix="a folder that you may write to",
         ) from error
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The traces in a folder, in the order of ranks, without other files there."""
+    found = [file for file in folder.glob("*.json") if _OWN.fullmatch(file.name)]
+    return sorted(found, key=lambda file: (len(file.name), file.name))
 
 
 @cache

@@ -19,6 +19,7 @@ from tutti.launch import failures, lone_agent
 from tutti.launch.guard import Guard
 from tutti.launch.records import Lost, read_record
 from tutti.launch.run_dir import RunDir
+from tutti.recording.run_writer import launcher_writer
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MONITOR_SECONDS = 0.1
@@ -114,6 +115,8 @@ class _Run:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+    if (out := launcher_writer()) is not None:
+        out.write("said", text=text)
 
 
 def _config(num_ranks: int, logs_at: Path) -> LaunchConfig:

@@ -28,6 +28,7 @@ from tutti.launch.records import Failure, read_record
 from tutti.launch.roles import SERVER, WORKER, Role
 from tutti.launch.run_dir import RunDir
 from tutti.layout import Layout
+from tutti.recording.run_writer import launcher_writer
 from tutti.server.protocol import consistency
 
 POLL_SECONDS, STOP_SECONDS = 0.05, 10.0
@@ -256,6 +257,8 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+        if (out := launcher_writer()) is not None:
+            out.write("said", text=text)
 
 
 class _Signaled(BaseException):

@@ -204,7 +204,16 @@ def _watch(reading: int, rank: int, run_dir: Path) -> None:
             stack = _last_stack(main_thread)
             _note(run_dir, StoppedAt(rank, user_line(stack), collective(stack), seconds))
             if signal.getsignal(signal.SIGTERM) is _stop:
+                _keep_records()
                 os._exit(STOPPED)
+
+
+def _keep_records() -> None:
+    """Write the steps that the records of the run lack."""
+    records = sys.modules.get("tutti.recording.run_writer")
+    made = records.writer() if records is not None else None
+    if made is not None:
+        made.flush()
 
 
 def _last_stack(main_thread: int) -> list[tuple[FrameType, int]]:

@@ -30,6 +30,7 @@ class Compiled(Generic[Bound]):
         modes: the values of modules' `training` that the step itself has set.
         number: among the programs of its step, from 1.
         last_call: the number of steps before its last call.
+        why: what differs from the programs before it; "" for the first one.
     """
 
     program: Program
@@ -40,6 +41,7 @@ class Compiled(Generic[Bound]):
     modes: list[tuple[nn.Module, bool]] = field(default_factory=list, kw_only=True)
     number: int = field(default=0, kw_only=True)
     last_call: int = field(default=0, kw_only=True)
+    why: str = field(default="", kw_only=True)
 
     def may_hold(self, given: Mapping[str, float], seen: Seen) -> bool:
         """Whether a run may take the branches of this program, by the tensor values `seen` in another run."""
@@ -56,4 +58,12 @@ class Compiled(Generic[Bound]):
 
     def explain(self, *, tensor: str | None, graph: bool) -> str:
         """The sharding of tensors, memory and collectives, as text; see `Step.explain`."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """What `explain` says, as data for a report: JSON values."""
+        raise NotImplementedError
+
+    def memory_facts(self) -> dict[str, Any]:
+        """The predicted memory of a call on this rank, as data."""
         raise NotImplementedError

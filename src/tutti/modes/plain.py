@@ -39,6 +39,8 @@ from tutti.pipeline.ready import in_time
 from tutti.propagate.plan import plan
 from tutti.replicas import replica_rows
 from tutti.report.explanation import explain as explain_program
+from tutti.report.memory_course import memory_facts
+from tutti.report.program_facts import program_facts
 from tutti.state.agreeing import Agreeing
 from tutti.state.residence import (
     Residence,
@@ -316,3 +318,12 @@ class OnRanks(Compiled[Execution]):
             run=self.execution.graph,
             made=self.execution.timed,
         )
+
+    def facts(self) -> dict[str, Any]:
+        """The sharding of every tensor, memory, every collective and its cause, the schedule."""
+        execution = self.execution
+        return program_facts(self.program, execution.timed) | {"memory": self.memory_facts()}
+
+    def memory_facts(self) -> dict[str, Any]:
+        """The predicted memory of this rank."""
+        return memory_facts(self.program, self.execution.graph)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tutti.calls.guards import MOST_WAYS, no_way
 from tutti.calls.numbers import Numbers
-from tutti.calls.signature import Signatures
+from tutti.calls.signature import Signatures, difference_between
 from tutti.capture.python.read_values import Seen
 from tutti.capture.state.first_form import FirstStepAhead
 from tutti.environment import MOST_PROGRAMS
@@ -22,6 +22,7 @@ from tutti.user_lines import OnlyUsersFrames
 
 # A program, and the numbers of a call.
 Found = tuple[Compiled[Any], dict[str, float]]
+_MOST_SIGNATURES = 8  # with which a new one is compared, to say why it needs a program
 
 
 class Programs:
@@ -39,6 +40,7 @@ class Programs:
         self._num_made = self._num_forgotten = 0
         self.num_traces = 0
         self.known: dict[Any, list[Compiled[Any]]] = {}
+        self._signatures_known: list[Any] = []
         self.last: Compiled[Any] | None = None  # the program of the last call
 
     def found(self, leaves: list[Any], form: Any, batch: tuple[Any, ...]) -> Found | None:
@@ -81,7 +83,8 @@ class Programs:
         """
         running = self._running
         python, numbers = running.python.now()
-        key = self._mode.signature(self._signatures.of(leaves, form, python))
+        signature = self._signatures.of(leaves, form, python)
+        key = self._mode.signature(signature)
         given = self._numbers.of(leaves, numbers)
         running.divergence.given(leaves, given, running.num_steps)
         found = self.known.get(key, ())
@@ -98,6 +101,7 @@ class Programs:
         made.modes = [(m, m.training) for m, before in modes if m.training != before]
         self._num_made += 1
         made.number = self._num_made
+        made.why = difference_between(signature, self._signatures_known)
         # A step that calls `model.train()` or `eval()` has one program for either mode.
         for module, before in [(m, b) for m, b in modes if m.training != b]:
             module.training = before
@@ -119,7 +123,9 @@ class Programs:
             self._running.python.walk()
         python, numbers = self._running.python.now()
         self._running.captures.enter(self._kind(leaves, form, python))
-        key = self._mode.signature(self._signatures.of(leaves, form, python))
+        signature = self._signatures.of(leaves, form, python)
+        self._signatures_known = [*self._signatures_known, signature][-_MOST_SIGNATURES:]
+        key = self._mode.signature(signature)
         entered = self.known.setdefault(key, [])
         if made not in entered:
             entered.append(made)

@@ -19,7 +19,9 @@ from tutti.job import Job
 from tutti.launch.roles import SERVER, WORKER, Role, role_now
 from tutti.modes.compiled_program import Compiled
 from tutti.partition.partition import Program
-from tutti.report.servers import explain_servers
+from tutti.report.memory_course import memory_facts
+from tutti.report.program_facts import program_facts
+from tutti.report.servers import explain_servers, server_facts
 from tutti.server.protocol import consistency
 from tutti.server.split.three_parts import Split
 from tutti.serving.server_side import serve
@@ -150,3 +152,15 @@ class OnWorker(Compiled[Worked]):
             timed=self.execution.timed,
             apart=self.execution.apart,
         )
+
+    def facts(self) -> dict[str, Any]:
+        """The variables and their servers; memory and collectives of a worker."""
+        worked, layout = self.execution, self.mode.job.layout
+        made = program_facts(self.program, worked.timed) | {"memory": self.memory_facts()}
+        return made | {"layout": str(layout), "servers": server_facts(worked.split, layout)}
+
+    def memory_facts(self) -> dict[str, Any]:
+        """The predicted memory of a worker."""
+        worked = self.execution
+        local = worked.timed.programs[0] if worked.timed else self.program
+        return memory_facts(local, worked.graph)

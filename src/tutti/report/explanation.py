@@ -105,8 +105,8 @@ def _layout_table(program: Program, made: Timed | None) -> str:
                 state.name,
                 dtype_text(state.tensor),
                 str(list(state.tensor.shape)),
-                _short(storage),
-                _short(compute) if compute else "",
+                sharding_text(storage),
+                sharding_text(compute) if compute else "",
                 *((", ".join(map(str, sorted(kept))),) if owners else ()),
                 format_nbytes(nbytes),
                 program.plan.reasons.get(state.name, ""),
@@ -132,14 +132,15 @@ def _batch_table(program: Program) -> str:
                 dtype_text(val),
                 str(list(val.shape)),
                 "in shards" if name in program.plan.shards else "whole",
-                _short(sharding),
+                sharding_text(sharding),
                 program.plan.reasons.get(name, ""),
             )
         )
     return columns(("batch", "dtype", "shape", "given", "computed", ""), rows)
 
 
-def _short(sharding: Sharding) -> str:
+def sharding_text(sharding: Sharding) -> str:
+    """The axes that split each dim: `data, -`."""
     return (
         ", ".join(
             "*".join("+".join(seg.axes) or "-" for seg in dim) or "-" for dim in sharding.dims

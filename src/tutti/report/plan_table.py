@@ -14,7 +14,7 @@ LINKS = {"inside": "in host", "between": "between"}
 
 
 @dataclass(frozen=True)
-class Scale:
+class StepScale:
     """What turns seconds into rates: samples, tokens and operations of a step, devices and their peak.
 
     flops: of the model, without recomputation, attention over all pairs of tokens. peak: FLOP/s of a device,
@@ -40,7 +40,7 @@ class Scale:
         return self.flops / (estimate.seconds * estimate.layout.num_ranks * self.peak)
 
 
-def plan_table(ranking: Ranking, scale: Scale, most: int) -> str:
+def plan_table(ranking: Ranking, scale: StepScale, most: int) -> str:
     """The best `most` layouts, and those that do not fit."""
     head = (
         "",
@@ -63,7 +63,7 @@ def plan_table(ranking: Ranking, scale: Scale, most: int) -> str:
     return "\n\n".join(text)
 
 
-def _cells(number: str, row: RankedLayout, scale: Scale) -> tuple[str, ...]:
+def _cells(number: str, row: RankedLayout, scale: StepScale) -> tuple[str, ...]:
     one = row.estimate
     return (
         number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 from torch import fx
 
@@ -66,6 +67,25 @@ def explain_servers(
         parts += [f"# update of {o.variable.name}\n{text(o.update.graph)}" for o in made.owned]
         parts += [f"# coupling\n{text(made.coupling.graph)}"] if made.coupling else []
     return "\n\n".join(parts)
+
+
+def server_facts(made: Split, layout: Layout) -> list[dict[str, Any]]:
+    """Each variable with the servers that keep its blocks, and its bytes, as data."""
+    updater = GraphUpdater(made)
+    every = blocks(updater.variables, layout.server)
+    owners: dict[str, set[int]] = {}
+    for b in every:
+        owners.setdefault(b.variable.name, set()).add(b.server)
+    return [
+        {
+            "name": v.name,
+            "shape": list(v.shape),
+            "servers": sorted(owners.get(v.name, ())),
+            "num_blocks": sum(b.variable.name == v.name for b in every),
+            "nbytes": _kept(v),
+        }
+        for v in updater.variables
+    ]
 
 
 def _variables(updater: GraphUpdater, every: tuple[VariableBlock, ...]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tutti.errors import TuttiError
+from tutti.execution.profiling import trace_files
 from tutti.quantities import format_nbytes
 from tutti.report.text_table import columns
 
@@ -26,7 +27,7 @@ def trace_summary(folder: Path) -> str:
     Raises:
         TuttiError: the folder has no trace, or a file there is none.
     """
-    files = sorted(folder.glob("*.json"))
+    files = trace_files(folder)
     events = [event for file in files for event in _events(file)]
     calls = [e for e in events if e["cat"] == "step"]
     if not calls:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from tutti.environment import ROLE
 from tutti.errors import CheckpointError, CommError
 from tutti.launch.ranks import ensure_process_group
 from tutti.launch.roles import SERVER, WORKER, Role
+from tutti.recording.run_writer import note
 from tutti.remote_paths import path_of
 from tutti.resuming import restoring, run_folder
 from tutti.resuming.agreement import Agreement
@@ -119,6 +121,7 @@ class Checkpoints:
         self._history.load(restoring.restore(saved, self._parts, ranks, strict=strict))
         self._restored = self._saved = saved.record.step
         self._due.begin(self._parts.num_steps)
+        note("restore", step=self._restored, folder=str(self._folder))
         return self._restored
 
     def tick(self, **metrics: Any) -> bool:
@@ -194,10 +197,15 @@ class Checkpoints:
             return
         metrics = self._history.latest(self._saved if self._saved is not None else -1)
         self._signals.saving = True
+        began = time.perf_counter()
         try:
             save(step, metrics, self._history.state())
+        except CheckpointError as error:
+            note("save failed", step=step, text=str(error))
+            raise
         finally:
             self._signals.saving = False
+        note("save", step=step, folder=str(self._folder), seconds=time.perf_counter() - began)
         self._saved_before, self._saved = self._saved, step
         self._due.saved()
 
@@ -205,7 +213,8 @@ class Checkpoints:
         """Wait for a background save. Raises `CheckpointError` on every rank if it failed."""
         try:
             self._saver.settle()
-        except CheckpointError:
+        except CheckpointError as error:
+            note("save failed", step=self._saved, text=str(error))
             self._saved = self._saved_before
             raise
 

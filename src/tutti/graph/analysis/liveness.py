@@ -88,6 +88,12 @@ def held(graph: fx.Graph, storages: Storages) -> Iterator[tuple[fx.Node, int]]:
 
 def peak_inside(node: fx.Node, mode: FakeTensorMode) -> Peak | None:
     """The peak of a loop, beyond the bytes held before it; None for any other node."""
+    walk = row_walk(node, mode)
+    return None if walk is None else walk.peak()
+
+
+def row_walk(node: fx.Node, mode: FakeTensorMode) -> RowWalk | None:
+    """The walk over the row of a loop, not begun; None for any other node."""
     if node.target is not loop:
         return None
     body: Body = node.args[0]  # type: ignore[assignment]
@@ -95,7 +101,7 @@ def peak_inside(node: fx.Node, mode: FakeTensorMode) -> Peak | None:
     def memory_of(part: LoopPart, adding: bool) -> PartMemory:
         return PartMemory(part, mode, borrowed, last_holders, adding=adding)
 
-    return RowWalk(body, memory_of).peak()
+    return RowWalk(body, memory_of)
 
 
 def peak(graph: fx.Graph, storages: Storages) -> tuple[fx.Node, int]:

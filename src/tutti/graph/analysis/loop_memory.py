@@ -49,6 +49,7 @@ class RowWalk:
         self.refs: Counter[HeldMemory] = Counter()
         self.now = 0
         self.best: Peak | None = None
+        self.course: list[tuple[Do, fx.Node, int]] = []  # the peak of each part in turn
         self.ops = {s.name: s.op for s in body.sums}
 
     def peak(self) -> Peak | None:
@@ -195,6 +196,7 @@ class RowWalk:
         self, do: Do, memory: PartMemory, given_back: dict[HeldMemory, frozenset[str]]
     ) -> None:
         more, node = memory.peak(given_back)
+        self.course.append((do, node, self.now + more))
         if self.best is not None and self.now + more <= self.best.nbytes:
             return
         made, gone, borrowed = memory.held_at(node, given_back)

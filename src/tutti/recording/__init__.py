@@ -1,0 +1,1 @@
+"""Keeps the records of a run while it trains: steps, programs, events."""

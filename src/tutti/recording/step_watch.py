@@ -1,0 +1,190 @@
+"""Watches the calls of one step: their times, returned scalars and programs, for the records of the run.
+
+    call 1          makes the program; its facts are written behind it
+    call 2          takes place under the profiler of memory, once (on the rank that leads)
+    calls 3 to 5    are timed: their median is the measured step, printed beside the predicted one
+
+Other calls cost two readings of a clock and a list entry.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from tutti.capture.state.lift import optimizers_of
+from tutti.capture.state.models import Models
+from tutti.environment import PREDICTION
+from tutti.job import Job
+from tutti.recording.returned_scalars import ReturnedScalars
+from tutti.recording.run_writer import RunWriter, writer
+from tutti.recording.step_forecast import beside
+from tutti.recording.step_rows import StepRows
+
+MEASURED_CALL, NUM_TIMED = 2, 3
+MOST_DESCRIBED = 3  # programs of one step with all their facts
+
+
+class Watched(Protocol):
+    """What is read of a program."""
+
+    number: int
+    measured: int | None
+    why: str
+
+    def facts(self) -> dict[str, Any]: ...
+
+    def memory_facts(self) -> dict[str, Any]: ...
+
+
+class StepWatch:
+    """The records of one step of `tutti.distribute` on this rank.
+
+    Args:
+        out: the file of this process.
+        job: of the step.
+    """
+
+    def __init__(self, out: RunWriter, job: Job) -> None:
+        self._out, self._job = out, job
+        self._number = next(out.numbers)
+        self._scalars, self._rows = ReturnedScalars(), StepRows(out, self._number)
+        self._program: Watched | None = None
+        self._known: dict[int, dict[str, Any]] = {}  # the facts of each program
+        self._calls = 0  # of the current program, in a row
+        self._timed: list[float] = []
+        self._measuring = False
+        self._wants_memory = out.leads and bool(optimizers_of(job.optimizer))
+        self._said = not out.leads
+        self._on_gpu: bool | None = None
+        self._begun = self._ended = time.perf_counter()
+
+    def begins(self) -> bool:
+        """A call begins; whether to take it as `Step.measure` does."""
+        due = self._wants_memory and not self._measuring and self._program is not None
+        if due and self._calls == MEASURED_CALL - 1:
+            self._measuring = True
+            return True
+        self._begun = time.perf_counter()
+        return False
+
+    def ended(self, step: int, result: Any, program: Watched | None) -> None:
+        """A call has ended with `result` after `step` steps; None for the program of a first, eager one."""
+        now = time.perf_counter()
+        if self._on_gpu is None:
+            self._describe_step()
+        # A call on a GPU ends before its work: from one call's end to the next it takes no less.
+        seconds = now - (self._ended if self._on_gpu and self._calls else self._begun)
+        if program is not self._program:
+            self._scalars.forget()
+        if program is not None and program is self._program:
+            self._calls += 1
+            if self._measuring:
+                seconds, self._wants_memory = math.nan, False
+            elif not self._said:
+                self._time(seconds, program)
+        else:
+            self._change(step, seconds, program)
+        values = self._scalars.of(result)
+        self._rows.add(step, now, seconds, self._scalars.names, values)
+        self._ended = time.perf_counter()
+
+    def ended_measuring(self, program: Watched | None) -> None:
+        """The end of a measured call. One that made its program, or was an eager one, does not count: another
+        call is measured."""
+        self._measuring = False
+        if self._wants_memory and program is not None:
+            program.measured = None
+
+    def _change(self, step: int, seconds: float, program: Watched | None) -> None:
+        """Another program than that of the last call."""
+        self._program, self._calls = program, 1
+        self._timed.clear()
+        if program is None or program.number in self._known:
+            return
+        facts = self._facts(program) if len(self._known) < MOST_DESCRIBED else {}
+        self._known[program.number] = facts
+        made = {"of": self._number, "number": program.number, "step": step, "why": program.why}
+        self._out.write("program", **made, seconds=seconds, facts=facts)
+
+    def _facts(self, program: Watched) -> dict[str, Any]:
+        """All facts on the leading rank; their own memory on others of a pipeline; else none."""
+        try:
+            if self._out.leads:
+                return program.facts()
+            return {"memory": program.memory_facts()} if _leads_pipe_rank(self._job) else {}
+        except Exception as error:  # a report must not end the run that it is about
+            told = f"{type(error).__name__}: {error}"
+            self._out.write("problem", text=told, trace=traceback.format_exc()[-2000:])
+            warnings.warn(f"the report lacks the facts of a program: {told}", stacklevel=5)
+            return {}
+
+    def _time(self, seconds: float, program: Watched) -> None:
+        self._timed.append(seconds)
+        if len(self._timed) < NUM_TIMED:
+            return
+        self._said = True
+        facts = self._known.get(program.number, {})
+        median = statistics.median(self._timed)
+        predicted = facts.get("seconds")
+        call_nbytes = facts.get("memory", {}).get("call_nbytes")
+        shown = {"seconds": median, "predicted_seconds": predicted, "nbytes": program.measured}
+        self._out.write("measured", of=self._number, **shown, predicted_nbytes=call_nbytes)
+        line = beside(median, predicted, program.measured, call_nbytes)
+        if line and PREDICTION.read():
+            line = line if self._number == 1 else f"{_name(self._job)}: {line}"
+            print(line, file=sys.stderr, flush=True)
+
+    def _describe_step(self) -> None:
+        job, parameters = self._job, list(_parameters(self._job.model))
+        self._on_gpu = any(x.is_cuda for x in parameters)
+        code = getattr(inspect.unwrap(job.train_step), "__code__", None)
+        self._out.write(
+            "step",
+            of=self._number,
+            function=_name(job),
+            line=f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "",
+            model=_model_name(job.model),
+            optimizers=[type(one).__name__ for one in optimizers_of(job.optimizer)],
+            num_parameters=sum(x.numel() for x in parameters),
+            layout=str(job.layout),
+            device="cuda" if self._on_gpu else "cpu",
+        )
+
+
+def _name(job: Job) -> str:
+    return getattr(job.train_step, "__name__", type(job.train_step).__name__)
+
+
+def _model_name(model: nn.Module) -> str:
+    """Its class; of several modules in a dict, list or tuple, the classes of all."""
+    several = model.children() if isinstance(model, Models) else [model]
+    return ", ".join(type(one).__name__ for one in several)
+
+
+def _parameters(model: nn.Module) -> list[Tensor]:
+    return list(model.parameters())
+
+
+def _leads_pipe_rank(job: Job) -> bool:
+    """Whether this rank is the first of its pipeline rank."""
+    mesh = job.layout.mesh
+    if "pipe" not in mesh or job.layout.server:
+        return False
+    at = mesh.coordinates(int(os.environ.get("RANK", "0")) % mesh.num_ranks)
+    return not any(k for axis, k in at.items() if axis != "pipe")
+
+
+def watch_of(job: Job) -> StepWatch | None:
+    """The watch of a new step; None unless the run has a folder for its report."""
+    out = writer()
+    return None if out is None else StepWatch(out, job)

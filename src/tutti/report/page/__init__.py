@@ -1,0 +1,1 @@
+"""The page of a run: one file without scripts, which needs no network."""
