@@ -140,7 +140,7 @@ def test_a_step_that_sets_the_mode_is_found_again_from_either(training: bool) ->
             float(_evaluate(model, x)), rel=1e-6
         )  # no dropout, these weights
         traced.append(
-            [len({id(c) for v in s._compiled.values() for c in v}) for s in (step, evaluate)]
+            [len({id(c) for v in s._programs.known.values() for c in v}) for s in (step, evaluate)]
         )
     assert traced[0] == [1, 1] and traced[1:] == [traced[1]] * 3 and max(traced[1]) <= 2
 
