@@ -22,7 +22,7 @@ SHORT = {
 }
 # Started as a user does; the others by copies of an interpreter that has imported (forked.py). A fresh
 # `tutti run` is in launch/test_launch.py.
-FRESH = {("digits", "torchrun --nproc-per-node 2 examples/digits.py")}
+FRESH = {("gpt", "torchrun --nproc-per-node 2 examples/gpt.py")}
 
 
 def ways(name: str) -> list[str]:

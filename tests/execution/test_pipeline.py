@@ -27,8 +27,9 @@ ON_FOUR = [("gpt_tied", "pipe=2 data=2 zero=1 micro=4")]
 
 
 def check(ranks: Ranks, name: str, layout: str, num_ranks: int) -> None:
-    losses, state = runs.on_one_device(name, NUM_STEPS)
-    results: list[Any] = ranks.run(runs.train, name, layout, NUM_STEPS, n=num_ranks)
+    one = ranks.after(runs.on_one_device, name, NUM_STEPS)
+    losses, state = one.result
+    results: list[Any] = one.run(runs.train, name, layout, NUM_STEPS, n=num_ranks)
     seen: set[str] = set()
     for found, whole in results:
         runs.assert_same_losses(found, losses)

@@ -6,6 +6,13 @@
 
 Each pool of n ranks has a default process group of its own. An exception on a rank is raised here
 with its traceback, and the pool starts anew at the next call.
+
+    one = ranks.after(train, "", 20)         # what it returns, in a process without ranks
+    results = one.run(train, "data=2", 20, n=2)      # on copies of that process, captured programs and all
+    assert all(found == one.result for found in results)
+
+The second form is for what one device does too, and for what several ranks would each do alike: see
+`captured_once.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +24,8 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,7 +52,18 @@ class Ranks:
 
     def __init__(self, timeout_seconds: float = 30.0) -> None:
         self._pools: dict[int, _Pool] = {}
+        self._original: _Original | None = None
         self._timeout_seconds = timeout_seconds
+
+    def after(self, function: Callable[..., Any], *args: Any) -> After:
+        """`function(*args)` in a process without ranks, of which ranks can be copies; done once."""
+        if self._original is None:
+            self._original = _Original(self._timeout_seconds)
+        return After(self, self._original.run(0, function, args))
+
+    def _run_copies(self, function: Callable[..., Any], args: tuple[Any, ...], n: int) -> list[Any]:
+        assert self._original is not None
+        return self._original.run(n, function, args)
 
     def run(self, function: Callable[..., Any], *args: Any, n: int = 4) -> list[Any]:
         """`function(*args)` on each of `n` ranks; the results in the order of ranks."""
@@ -61,12 +80,29 @@ class Ranks:
         for n, pool in list(self._pools.items()):
             if pool.num_threads > MOST_THREADS:
                 self._pools.pop(n).kill()
+        if self._original is not None:
+            self._original.close()
+            self._original = None
 
     def close(self) -> None:
         """End every rank."""
+        if self._original is not None:
+            self._original.close()
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+
+
+@dataclass(frozen=True)
+class After:
+    """The result of what has been done, and ranks that have done it."""
+
+    ranks: Ranks
+    result: Any
+
+    def run(self, function: Callable[..., Any], *args: Any, n: int) -> list[Any]:
+        """As `Ranks.run`, on copies of the process."""
+        return self.ranks._run_copies(function, args, n)
 
 
 def collect_seldom() -> None:
@@ -89,15 +125,19 @@ def context() -> Any:
 
 
 class _Pool:
-    def __init__(self, n: int, timeout_seconds: float = 30.0) -> None:
+    """`n` ranks; copies of this process, if it is `copied`."""
+
+    def __init__(self, n: int, timeout_seconds: float = 30.0, *, copied: bool = False) -> None:
         self._dir = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self._processes = []
+        start = multiprocessing.get_context("fork") if copied else context()
         for rank in range(n):
-            here, there = context().Pipe()
-            process = context().Process(
+            here, there = start.Pipe()
+            ends = [*self._pipes, here] if copied else []  # a copy has them, too
+            process = start.Process(
                 target=_serve,
-                args=(there, rank, n, self._dir.name, timeout_seconds),
+                args=(there, rank, n, self._dir.name, timeout_seconds, ends),
                 daemon=True,
             )
             process.start()
@@ -144,7 +184,102 @@ class _Pool:
         self._dir.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, n: int, run_dir: str, timeout_seconds: float) -> None:
+class _Original:
+    """A process without ranks, and pools of ranks that are copies of it."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._pipe, there = context().Pipe()
+        self._process = context().Process(target=_copied, args=(there, timeout_seconds))
+        self._process.start()
+        there.close()
+
+    def run(self, n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The results of the ranks; of the process itself where `n` is 0."""
+        self._pipe.send((n, function.__module__, function.__qualname__, args))
+        if not self._pipe.poll(2 * CALL_SECONDS):
+            raise RankFailed(f"no answer within {2 * CALL_SECONDS:g} s")
+        try:
+            ok, result = self._pipe.recv()
+        except EOFError:
+            raise RankFailed("the process ended") from None
+        if not ok:
+            raise RankFailed(result)
+        return result
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _copied(pipe: Connection, timeout_seconds: float) -> None:
+    """Do what is asked for; a pool of ranks lasts until this process does more that they should have."""
+    sys.path.append(str(_ROOT))
+    torch.set_num_threads(1)
+    collect_seldom()
+    known: dict[Any, Any] = {}
+    pools: dict[int, _Pool] = {}
+    while True:
+        try:
+            n, module, name, args = pipe.recv()
+        except EOFError:
+            break
+        key = module, name, args
+        try:
+            if n:
+                result = _run_copies(pools, n, _function(module, name), args, timeout_seconds)
+            elif key in known:
+                result = known[key]
+            else:
+                _close(pools)
+                result = known[key] = _function(module, name)(*args)
+                gc.freeze()
+            pipe.send((True, result))
+        except RankFailed as error:
+            _close(pools)
+            pipe.send((False, str(error)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    _close(pools)
+
+
+def _run_copies(
+    pools: dict[int, _Pool],
+    n: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_seconds: float,
+) -> list[Any]:
+    if n not in pools:
+        pools[n] = _Pool(n, timeout_seconds, copied=True)
+    return pools[n].run(function, args)
+
+
+def _close(pools: dict[int, _Pool]) -> None:
+    for pool in pools.values():
+        pool.kill()
+    pools.clear()
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    if module not in sys.modules:
+        __import__(module)
+        gc.freeze()  # as in conftest.py
+    return getattr(sys.modules[module], name)
+
+
+def _serve(
+    pipe: Connection,
+    rank: int,
+    n: int,
+    run_dir: str,
+    timeout_seconds: float,
+    others: Sequence[Connection],
+) -> None:
+    for other in others:
+        other.close()
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -166,9 +301,6 @@ def _serve(pipe: Connection, rank: int, n: int, run_dir: str, timeout_seconds: f
         except EOFError:
             break
         try:
-            if module not in sys.modules:
-                __import__(module)
-                gc.freeze()  # as in conftest.py
-            pipe.send((True, getattr(sys.modules[module], name)(*args)))
+            pipe.send((True, _function(module, name)(*args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
