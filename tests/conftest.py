@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -43,6 +44,17 @@ FIRST = (
     "verification/test_pipeline_faults.py",
     "verification/test_servers.py",
 )
+# These capture the same programs (subjects.py, captured_once.py): one worker plays them one after another.
+TOGETHER = (
+    "verification/test_models.py",
+    "verification/test_pipeline.py",
+    "verification/test_precision.py",
+    "verification/test_faults.py",
+    "verification/test_pipeline_faults.py",
+    "partition/test_counts.py",
+    "partition/test_wide.py",
+    "passes/test_remat.py",
+)
 _TESTS = Path(__file__).parent
 _SHARED: list[Ranks] = []  # of all tests
 
@@ -66,6 +78,21 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector, which runs at every capture, need not walk it."""
     gc.freeze()
     collect_seldom()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files to workers; some in groups."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "together" if file.removeprefix("tests/") in TOGETHER else file
+
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -57,13 +57,18 @@ class Ranks:
 
     def after(self, function: Callable[..., Any], *args: Any) -> After:
         """`function(*args)` in a process without ranks, of which ranks can be copies; done once."""
+        return After(self, self._ask(0, function, args))
+
+    def _ask(self, n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The results of `n` copies; of the process itself where `n` is 0."""
         if self._original is None:
             self._original = _Original(self._timeout_seconds)
-        return After(self, self._original.run(0, function, args))
-
-    def _run_copies(self, function: Callable[..., Any], args: tuple[Any, ...], n: int) -> list[Any]:
-        assert self._original is not None
-        return self._original.run(n, function, args)
+        try:
+            return self._original.run(n, function, args)
+        except RankFailed:
+            if not self._original.lives:
+                self._original = None
+            raise
 
     def run(self, function: Callable[..., Any], *args: Any, n: int = 4) -> list[Any]:
         """`function(*args)` on each of `n` ranks; the results in the order of ranks."""
@@ -81,8 +86,7 @@ class Ranks:
             if pool.num_threads > MOST_THREADS:
                 self._pools.pop(n).kill()
         if self._original is not None:
-            self._original.close()
-            self._original = None
+            self._original.rest()
 
     def close(self) -> None:
         """End every rank."""
@@ -102,7 +106,7 @@ class After:
 
     def run(self, function: Callable[..., Any], *args: Any, n: int) -> list[Any]:
         """As `Ranks.run`, on copies of the process."""
-        return self.ranks._run_copies(function, args, n)
+        return self.ranks._ask(n, function, args)
 
 
 def collect_seldom() -> None:
@@ -194,17 +198,27 @@ class _Original:
         there.close()
 
     def run(self, n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """The results of the ranks; of the process itself where `n` is 0."""
+        """See `Ranks._ask`."""
         self._pipe.send((n, function.__module__, function.__qualname__, args))
         if not self._pipe.poll(2 * CALL_SECONDS):
+            self.close()
             raise RankFailed(f"no answer within {2 * CALL_SECONDS:g} s")
         try:
             ok, result = self._pipe.recv()
         except EOFError:
+            self.close()
             raise RankFailed("the process ended") from None
         if not ok:
             raise RankFailed(result)
         return result
+
+    def rest(self) -> None:
+        """End the copies."""
+        self.run(-1, _close, ())
+
+    @property
+    def lives(self) -> bool:
+        return not self._pipe.closed
 
     def close(self) -> None:
         self._pipe.close()
@@ -228,14 +242,15 @@ def _copied(pipe: Connection, timeout_seconds: float) -> None:
             break
         key = module, name, args
         try:
-            if n:
+            if n < 0:
+                result = _close(pools)
+            elif n:
                 result = _run_copies(pools, n, _function(module, name), args, timeout_seconds)
             elif key in known:
                 result = known[key]
             else:
                 _close(pools)
                 result = known[key] = _function(module, name)(*args)
-                gc.freeze()
             pipe.send((True, result))
         except RankFailed as error:
             _close(pools)
