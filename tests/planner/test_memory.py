@@ -173,7 +173,7 @@ LAYOUTS = [f"data=2 zero={level}" for level in range(4)]
         *itertools.product(["gpt"], LAYOUTS),
         *itertools.product(["wide"], LAYOUTS[::3]),
         *itertools.product(["wide vocabulary"], LAYOUTS[1:3]),
-        *itertools.product(["llama", "resnet"], LAYOUTS[::3]),
+        *(("llama", LAYOUTS[3]), ("resnet", LAYOUTS[0])),
         ("gpt", "tensor=2"),
     ],
 )

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from launch.processes import lives
+from ranks import Ranks
 from resuming.small_run import MOST_STEPS, SmallRun
-from resuming.test_stops import RUN_SECONDS, finished, losses, saved, started, wait_for
+from resuming.test_stops import RUN_SECONDS, finished, losses, saved, started, undisturbed, wait_for
 from tutti.launch.records import read_script
 from tutti.resuming.run_folder import look_at, numbers
 
@@ -86,15 +87,9 @@ def test_killed_saves_leave_a_whole_checkpoint_and_the_same_losses(tmp_path: Pat
     assert names == {"lock", f"step-{end - 1:08d}", f"step-{end:08d}"}
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
-    """The losses of a run on ranks that nobody kills."""
-    return finished(tmp_path_factory.mktemp("undisturbed"), LAYOUT)
-
-
 @pytest.mark.parametrize("victim", ["rank 1", "launcher"])
 def test_a_killed_run_on_ranks_goes_on_with_the_same_losses(
-    tmp_path: Path, victim: str, undisturbed: dict[int, str]
+    ranks: Ranks, tmp_path: Path, victim: str
 ) -> None:
     process = started(tmp_path, LAYOUT, 0.02)
     wait_for(tmp_path, random.randrange(5, 15), process)
@@ -105,4 +100,4 @@ def test_a_killed_run_on_ranks_goes_on_with_the_same_losses(
     while any(map(lives, pids)):  # they die with the launcher, but not at once
         time.sleep(0.05)
     assert saved(tmp_path) and process.returncode != 0
-    assert finished(tmp_path, LAYOUT) == undisturbed
+    assert finished(tmp_path, LAYOUT) == undisturbed(ranks, tmp_path, LAYOUT)
