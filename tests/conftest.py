@@ -15,37 +15,8 @@ from torch.fx.experimental import symbolic_shapes
 from ranks import Ranks, collect_seldom
 from tutti.graph.edits.quick import quickly_written
 
-# The longest files, longest first: a worker must not be left with one of them at the end.
+# The longest files, longest first, waits included: a worker must not be left with one of them at the end.
 FIRST = (
-    "benchmarks/test_fuzz.py",
-    "state/test_memory.py",
-    "test_examples.py",
-    "verification/test_models.py",
-    "verification/test_pipeline.py",
-    "planner/test_memory.py",
-    "execution/test_training.py",
-    "execution/test_cuda_graph.py",
-    "verification/test_rounding.py",
-    "launch/test_supervise.py",
-    "launch/test_causes.py",
-    "faults/test_faults.py",
-    "launch/test_waits.py",
-    "resuming/test_stops.py",
-    "calls/test_read_values.py",
-    "launch/test_launch.py",
-    "passes/test_remat.py",
-    "execution/test_pipeline.py",
-    "calls/test_python_values.py",
-    "saving/test_checkpoint.py",
-    "execution/test_precision.py",
-    "capture/test_sizes.py",
-    "execution/test_allocator.py",
-    "verification/test_other_forms.py",
-    "verification/test_pipeline_faults.py",
-    "verification/test_servers.py",
-)
-# These capture the same programs (subjects.py, captured_once.py): one worker plays them one after another.
-TOGETHER = (
     "verification/test_models.py",
     "verification/test_pipeline.py",
     "verification/test_precision.py",
@@ -54,7 +25,43 @@ TOGETHER = (
     "partition/test_counts.py",
     "partition/test_wide.py",
     "passes/test_remat.py",
+    "benchmarks/test_fuzz.py",
+    "calls/test_divergence.py",
+    "comm/collectives/test_lone_ranks.py",
+    "launch/test_causes.py",
+    "verification/test_rounding.py",
+    "launch/test_supervise.py",
+    "resuming/test_stops.py",
+    "test_examples.py",
+    "resuming/test_background.py",
+    "calls/test_python_values.py",
+    "faults/test_faults.py",
+    "execution/test_training.py",
+    "planner/test_memory.py",
+    "state/test_memory.py",
+    "resuming/test_checkpoints.py",
+    "state/test_whole.py",
+    "calls/test_sharded_batch.py",
+    "calls/test_first_call.py",
+    "replicas/test_lost.py",
+    "replicas/test_meeting.py",
+    "saving/test_saves.py",
+    "data/test_shared_reads.py",
+    "server/protocol/test_small_worlds.py",
+    "launch/test_launch.py",
+    "checkpoint/test_folder.py",
+    "execution/test_pipeline.py",
+    "saving/test_checkpoint.py",
+    "resuming/test_kills.py",
+    "execution/test_cuda_graph.py",
+    "calls/test_read_values.py",
+    "launch/test_waits.py",
+    "state/test_pipeline_state.py",
+    "saving/test_weight_files.py",
+    "execution/test_precision.py",
 )
+# These verify the same programs, captured once a process (subjects.py): one worker plays all of them.
+TOGETHER = FIRST[:8]
 _TESTS = Path(__file__).parent
 _SHARED: list[Ranks] = []  # of all tests
 
