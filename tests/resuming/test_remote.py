@@ -60,7 +60,8 @@ def test_ranks_write_and_read_a_remote_folder(
     every = {"every": SAVED, **options}
     expected = ranks.run(losses_with, str(tmp_path / "a"), "data=2 zero=3", STEPS, every, n=2)[0]
     url = f"file://{tmp_path}/b"
-    found = ranks.run(losses_with, url, "data=2 zero=3", SAVED, every, n=2)
+    # Here in a fresh process, which has to find its way to the folder by itself.
+    found = ranks.run(losses_of, url, "data=2 zero=3", SAVED, every, n=2)
     assert found == [expected[:SAVED]] * 2
     assert numbers(UPath(url)) == [SAVED] and names(url) == [f"step-{SAVED:08d}"]  # type: ignore[arg-type]
     assert ranks.run(losses_with, url, "data=2 zero=3", STEPS, every, n=2) == [expected[SAVED:]] * 2
