@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,35 +15,55 @@ from torch.fx.experimental import symbolic_shapes
 from ranks import Ranks, collect_seldom
 from tutti.graph.edits.quick import quickly_written
 
-# The longest files, longest first: a worker must not be left with one of them at the end.
+# The longest files, longest first, waits included: a worker must not be left with one of them at the end.
+# Before them the collector's own tests, which walk all objects: 1 s in a new process, 8 s in a full one.
 FIRST = (
-    "benchmarks/test_fuzz.py",
-    "state/test_memory.py",
-    "test_examples.py",
+    "execution/test_collector.py",
     "verification/test_models.py",
     "verification/test_pipeline.py",
-    "planner/test_memory.py",
-    "execution/test_training.py",
-    "execution/test_cuda_graph.py",
+    "verification/test_precision.py",
+    "verification/test_faults.py",
+    "verification/test_pipeline_faults.py",
+    "partition/test_counts.py",
+    "partition/test_wide.py",
+    "passes/test_remat.py",
+    "benchmarks/test_fuzz.py",
+    "calls/test_divergence.py",
+    "comm/collectives/test_lone_ranks.py",
+    "launch/test_causes.py",
     "verification/test_rounding.py",
     "launch/test_supervise.py",
-    "launch/test_causes.py",
-    "faults/test_faults.py",
-    "launch/test_waits.py",
     "resuming/test_stops.py",
-    "calls/test_read_values.py",
-    "launch/test_launch.py",
-    "passes/test_remat.py",
-    "execution/test_pipeline.py",
+    "test_examples.py",
+    "resuming/test_background.py",
     "calls/test_python_values.py",
+    "faults/test_faults.py",
+    "execution/test_training.py",
+    "planner/test_memory.py",
+    "state/test_memory.py",
+    "resuming/test_checkpoints.py",
+    "state/test_whole.py",
+    "calls/test_sharded_batch.py",
+    "calls/test_first_call.py",
+    "replicas/test_lost.py",
+    "replicas/test_meeting.py",
+    "saving/test_saves.py",
+    "data/test_shared_reads.py",
+    "server/protocol/test_small_worlds.py",
+    "launch/test_launch.py",
+    "checkpoint/test_folder.py",
+    "execution/test_pipeline.py",
     "saving/test_checkpoint.py",
+    "resuming/test_kills.py",
+    "execution/test_cuda_graph.py",
+    "calls/test_read_values.py",
+    "launch/test_waits.py",
+    "state/test_pipeline_state.py",
+    "saving/test_weight_files.py",
     "execution/test_precision.py",
-    "capture/test_sizes.py",
-    "execution/test_allocator.py",
-    "verification/test_other_forms.py",
-    "verification/test_pipeline_faults.py",
-    "verification/test_servers.py",
 )
+# These verify the same programs, captured once a process (subjects.py): one worker plays all of them.
+TOGETHER = FIRST[1:9]
 _TESTS = Path(__file__).parent
 _SHARED: list[Ranks] = []  # of all tests
 
@@ -66,6 +87,21 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector, which runs at every capture, need not walk it."""
     gc.freeze()
     collect_seldom()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files to workers; some in groups."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Groups(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "together" if file.removeprefix("tests/") in TOGETHER else file
+
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

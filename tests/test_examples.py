@@ -22,7 +22,8 @@ SHORT = {
 }
 # Started as a user does; the others by copies of an interpreter that has imported (forked.py). A fresh
 # `tutti run` is in launch/test_launch.py.
-FRESH = {("digits", "torchrun --nproc-per-node 2 examples/digits.py")}
+FRESH = {("gpt", "torchrun --nproc-per-node 2 examples/gpt.py")}
+# Under torchrun all examples are the same to the library: one is played.
 
 
 def ways(name: str) -> list[str]:
@@ -75,7 +76,8 @@ def test_every_way_to_start_prints_the_same_losses(name: str, tmp_path: Path) ->
     assert all(way in others for example, way in FRESH if example == name)
     assert others[-1] == f"torchrun --nproc-per-node 2 examples/{name}.py"
     expected = losses(play(first, tmp_path / "one"))
-    for i, way in enumerate(others):
+    played = others if name == "gpt" else others[:-1]
+    for i, way in enumerate(played):
         fresh = (name, way) in FRESH
         assert_same(losses(play(way, tmp_path / str(i), fresh=fresh)), expected)
 

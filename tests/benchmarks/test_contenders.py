@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
+from collections.abc import Iterator
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -68,6 +71,13 @@ def losses_on_rank(case: Case, way: str) -> list[float]:
 
     contender = WAYS[way].build(case, Place(dist.get_rank(), dist.get_world_size()))
     return steps(contender, NUM_STEPS).losses
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly_compiled() -> Iterator[None]:
+    """XLA reads the variable once: here a step takes much longer to compile than to run."""
+    with mock.patch.dict(os.environ, {"XLA_FLAGS": "--xla_backend_optimization_level=0"}):
+        yield
 
 
 def losses(case: Case, way: Way, ranks: Ranks) -> list[float]:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.load_weights import WIDTH, loaded, write
 
-DEPTH = 24
+DEPTH = 16
 
 
 def test_a_rank_holds_its_shards_alone(tmp_path: Path) -> None:

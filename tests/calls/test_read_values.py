@@ -28,11 +28,13 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 MOST_TRACES = {"radam": 2, "asgd": 2, "layerwise": 3, "estimating": 2}
 
 
-@pytest.mark.parametrize("name", READING)
-def test_one_device_is_eager(name: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), in_turn(READING, [["tensor=2"], ["data=2 zero=3"]]))
+def test_one_device_is_eager_and_a_layout_is_verified(name: str, layout: str) -> None:
     made: list[tutti.Step] = []
 
     def play(step: Any, model: Any, optimizer: Any) -> tutti.Step:
+        found = tutti.verify(step, model, optimizer, (programs.batch(0),), layout)
+        assert found.ok, str(found)
         made.append(tutti.distribute(step, model, optimizer, ""))
         return made[0]
 
@@ -56,13 +58,6 @@ def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
     expected = programs.values(name, programs.eager)
     for found in ranks.run(on_ranks, name, layout, n=2):
         assert_same(found, expected)
-
-
-@pytest.mark.parametrize(("name", "layout"), in_turn(READING, [["tensor=2"], ["data=2 zero=3"]]))
-def test_verified(name: str, layout: str) -> None:
-    step, model, optimizer = READING[name]()
-    found = tutti.verify(step, model, optimizer, (programs.batch(0),), layout)
-    assert found.ok, str(found)
 
 
 @pytest.mark.parametrize("layout", ["pipe=2 micro=2", "replica=2 sync=average(every=2)"])

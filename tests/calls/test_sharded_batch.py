@@ -21,18 +21,19 @@ from tutti.layout import Layout, Mesh, Sharding
 NUM_STEPS = 4
 # The layout, the dims of the device mesh by axis (any name), the axes that split rows, and the ranks.
 CASES = (
-    ("gpt", "data=2", (("data", "rows"),), 2),
-    ("gpt", "data=2 zero=3", (("data", "dp"),), 2),
-    ("gpt", "data=2 micro=2", (("data", "data"),), 2),
-    ("gpt", "data=2 tensor=2", (("data", "data"), ("tensor", "tp")), 4),
-    ("gpt", "tensor=2 data=2", (("data", "data"), ("tensor", "tensor")), 4),
+    ("sgd", "data=2", (("data", "rows"),), 2),
+    ("sgd", "data=2 zero=3", (("data", "dp"),), 2),
+    ("sgd", "data=2 micro=2", (("data", "data"),), 2),
+    ("sgd", "data=2 tensor=2", (("data", "data"), ("tensor", "tp")), 4),
+    ("sgd", "tensor=2 data=2", (("data", "data"), ("tensor", "tensor")), 4),
     ("gpt", "data=2 seq=2", (("data", "data"), ("seq", "seq")), 4),
-    ("gpt", "pipe=2 data=2 micro=2", (("pipe", "pp"), ("data", "dp")), 4),
+    ("sgd", "pipe=2 data=2 micro=2", (("pipe", "pp"), ("data", "dp")), 4),
     ("sgd", "replica=2 sync=average(every=2)", (("replica", "replica"),), 2),
     ("sgd", "replica=2 data=2 sync=average(every=2)", (("replica", "r"), ("data", "d")), 4),
     ("resnet", "data=2", (("data", "data"),), 2),
 )
 SPLIT = ("replica", "data")
+IN_ITS_OWN_DTYPES = ("resnet",)
 
 
 def device_mesh(layout: str, dims: tuple[tuple[str, str], ...]) -> DeviceMesh:
@@ -58,7 +59,7 @@ def both_ways(
     name: str, layout: str, dims: tuple[tuple[str, str], ...]
 ) -> tuple[list[float], list[float], list[str], list[str], int]:
     """Losses and collectives with whole batches and with shards; gathers of a batch after the first call."""
-    losses, kinds, gathers = [], [], 0
+    losses, kinds, gathers, wide = [], [], 0, name not in IN_ITS_OWN_DTYPES
     gather = DTensor.full_tensor
 
     def counted(x: Any, **options: Any) -> Tensor:
@@ -67,15 +68,15 @@ def both_ways(
         return gather(x, **options)
 
     for sharded in (False, True):
-        play = runs.prepare(name, layout, wide=name != "resnet")
+        play = runs.prepare(name, layout, wide=wide)
         if sharded:
             mesh = device_mesh(layout, dims)
             play.batches = [
                 tuple(in_shards(x, mesh, dims) for x in batch) for batch in play.batches
             ]
-        found = play.losses(1, name)
+        found = play.losses(1, (name, wide))
         with mock.patch.object(DTensor, "full_tensor", counted):
-            found += play.losses(NUM_STEPS, name)
+            found += play.losses(NUM_STEPS, (name, wide))
         losses.append(found)
         kinds.append([f"{r.kind} {r.axes} {r.nbytes}" for r in play.step.collectives])
     return (*losses, *kinds, gathers)
@@ -87,7 +88,8 @@ def both_ways(
 def test_the_same_step_without_a_gather(
     ranks: Ranks, name: str, layout: str, dims: tuple[tuple[str, str], ...], n: int
 ) -> None:
-    for plain, sharded, before, after, gathers in ranks.run(both_ways, name, layout, dims, n=n):
+    one = ranks.after(runs.on_one_device, name, 2, name not in IN_ITS_OWN_DTYPES)
+    for plain, sharded, before, after, gathers in one.run(both_ways, name, layout, dims, n=n):
         assert sharded == plain
         assert after == before
         assert gathers == 0
@@ -109,21 +111,22 @@ def with_other_shards(kind: str) -> tuple[list[float], list[float]]:
         sizes: Any = {"shape": x.shape, "stride": x.stride()}
         return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False, **sizes)
 
-    before = plain.losses(NUM_STEPS, "gpt")
+    before = plain.losses(NUM_STEPS, ("gpt", True))
     play.batches = [tuple(map(shard, batch)) for batch in play.batches]
-    return before, play.losses(NUM_STEPS, "gpt")
+    return before, play.losses(NUM_STEPS, ("gpt", True))
 
 
 @pytest.mark.filterwarnings("ignore:the 5 samples")
 @pytest.mark.parametrize("kind", ["columns", "whole", "uneven rows"])
 def test_other_shards_are_resharded(ranks: Ranks, kind: str) -> None:
-    for plain, sharded in ranks.run(with_other_shards, kind, n=2):
+    one = ranks.after(runs.on_one_device, "gpt", 2)
+    for plain, sharded in one.run(with_other_shards, kind, n=2):
         assert sharded == plain
 
 
 def with_other_rows(layout: str) -> str:
     """The error of a step in which ranks that must have the same rows have others."""
-    play = runs.prepare("gpt", layout)
+    play = runs.prepare("sgd", layout)
     dims = (("data", "data"), ("tensor", "tensor"))
     mesh = device_mesh(layout, dims)
     batch = [tuple(in_shards(x, mesh, dims) for x in batch) for batch in play.batches]
@@ -149,7 +152,7 @@ def test_ranks_of_one_shard_must_have_the_same_rows() -> None:
 
 def lasting_programs() -> int:
     """The number of programs after whole batches and shards, in turn."""
-    play = runs.prepare("gpt", "data=2")
+    play = runs.prepare("sgd", "data=2")
     mesh = device_mesh("data=2", (("data", "data"),))
     whole = play.batches[0]
     for _ in range(3):

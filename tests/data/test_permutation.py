@@ -36,22 +36,22 @@ def p_value(counts: np.ndarray) -> float:
     return float(chi2.sf(((counts - expected) ** 2 / expected).sum(), counts.size - 1))
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 16, 23, 40])
+@pytest.mark.parametrize("size", [3, 5, 16, 23])
 def test_every_sample_is_as_likely_at_every_position(size: int) -> None:
     counts = np.zeros((size, size))
     positions = np.arange(size)
-    for seed in range(40 * size):
+    expected = 20
+    for seed in range(expected * size):
         counts[positions, permuted(positions, size, key_of("order", seed))] += 1
     # Rows and columns have fixed sums, so that there are fewer degrees of freedom.
-    expected = 40.0
     statistic = ((counts - expected) ** 2 / expected).sum()
     assert 1e-4 < chi2.sf(statistic, (size - 1) ** 2) < 1 - 1e-4
 
 
-@pytest.mark.parametrize("size", [3, 8, 20])
+@pytest.mark.parametrize("size", [3, 13])
 def test_pairs_of_neighbors_are_as_likely(size: int) -> None:
     counts = np.zeros((size, size))
-    for seed in range(200 * size):
+    for seed in range(20 * size * (size - 1)):
         one, other = permuted(np.arange(2), size, key_of("order", seed))
         counts[one, other] += 1
     assert counts.diagonal().sum() == 0
@@ -61,7 +61,7 @@ def test_pairs_of_neighbors_are_as_likely(size: int) -> None:
 
 def test_all_orders_of_four_are_as_likely() -> None:
     orders: dict[tuple[int, ...], int] = {}
-    for seed in range(24 * 50):
+    for seed in range(24 * 20):
         order = tuple(permuted(np.arange(4), 4, key_of("order", seed)).tolist())
         orders[order] = orders.get(order, 0) + 1
     assert len(orders) == 24 and 1e-4 < p_value(np.array([*orders.values()], float)) < 1 - 1e-4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import tutti
+from captured_once import captured_once
 from zoo_models import GPT
 from zoo_steps import plain_step, token_batch
 
@@ -19,4 +20,5 @@ def losses(layout: str, num_steps: int) -> list[float]:
     batches = [token_batch(which, rows=16) for which in range(2)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     step = tutti.distribute(plain_step, model, optimizer, layout, place=PLACE)
-    return [step(*batches[k % 2]).item() for k in range(num_steps)]
+    with captured_once("eight ranks"):
+        return [step(*batches[k % 2]).item() for k in range(num_steps)]

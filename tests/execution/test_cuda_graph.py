@@ -55,6 +55,8 @@ OF_OPS = {
     "transformer",
     "mamba",
     "lstm",
+    "autocast",
+    "accumulate",
 }
 REPLAYED = [n for n in EVERY if torch.cuda.is_available() or n not in OF_OPS]
 

@@ -27,8 +27,9 @@ ON_FOUR = [("gpt_tied", "pipe=2 data=2 zero=1 micro=4")]
 
 
 def check(ranks: Ranks, name: str, layout: str, num_ranks: int) -> None:
-    losses, state = runs.on_one_device(name, NUM_STEPS)
-    results: list[Any] = ranks.run(runs.train, name, layout, NUM_STEPS, n=num_ranks)
+    one = ranks.after(runs.on_one_device, name, NUM_STEPS)
+    losses, state = one.result
+    results: list[Any] = one.run(runs.train, name, layout, NUM_STEPS, n=num_ranks)
     seen: set[str] = set()
     for found, whole in results:
         runs.assert_same_losses(found, losses)
@@ -50,10 +51,10 @@ def test_four_ranks_train_as_one(ranks: Ranks, name: str, layout: str) -> None:
 
 
 def test_eight_ranks_train_as_one(ranks: Ranks) -> None:
-    expected = eight_ranks.losses("", 3)
+    one = ranks.after(eight_ranks.losses, "", 3)
     layout = "data=2 pipe=2 tensor=2 micro=8 zero=3"
-    for found in ranks.run(eight_ranks.losses, layout, 3, n=8):
-        runs.assert_same_losses(found, expected)
+    for found in one.run(eight_ranks.losses, layout, 3, n=8):
+        runs.assert_same_losses(found, one.result)
 
 
 AWKWARD = ("thrice", "common", "counting", "telling", "summed", "decay")
@@ -95,12 +96,12 @@ def assert_same(found: dict[str, list[Any]]) -> None:
 # gpipe keeps what every micro-batch has made while others are added up.
 @pytest.mark.parametrize("layout", ["pipe=2 micro=7 schedule=gpipe", "pipe=2 micro=4 schedule=zb"])
 def test_awkward_programs_on_two_places(ranks: Ranks, layout: str) -> None:
-    for found in ranks.run(returned, layout, n=2):
+    for found in ranks.after(returned, "micro=7").run(returned, layout, n=2):
         assert_same(found)
 
 
-def test_awkward_programs_in_micro_batches_on_one_device() -> None:
-    assert_same(returned("micro=7"))
+def test_awkward_programs_in_micro_batches_on_one_device(ranks: Ranks) -> None:
+    assert_same(ranks.after(returned, "micro=7").result)
 
 
 def _refused_plan() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,12 +33,6 @@ def train(name: str, layout: str) -> tuple[list[float], set[str]]:
     return losses, {str(x.dtype) for x in play.step.state_dict().values()}
 
 
-@cache
-def on_one_device(name: str, layout: str) -> tuple[list[float], set[str]]:
-    """The same run on one device."""
-    return train(name, layout)
-
-
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -50,11 +43,12 @@ def on_one_device(name: str, layout: str) -> tuple[list[float], set[str]]:
     ],
 )
 def test_ranks_take_the_steps_of_one_device(ranks: Ranks, name: str, layout: str) -> None:
-    one, dtypes = on_one_device(name, "precision=bf16")
-    plain, _ = on_one_device(name, "")
+    plain, _ = ranks.after(train, name, "").result
+    half = ranks.after(train, name, "precision=bf16")
+    one, dtypes = half.result
     assert dtypes <= {"torch.float32", "torch.int64"}
     assert one != plain
-    for losses, kept in ranks.run(train, name, f"{layout} precision=bf16", n=2):
+    for losses, kept in half.run(train, name, f"{layout} precision=bf16", n=2):
         assert_near(losses, one, rtol=5e-3)
         assert kept <= dtypes
 

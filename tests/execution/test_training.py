@@ -42,8 +42,9 @@ INSENSITIVE = 1e-5
 
 
 def check(ranks: Ranks, name: str, layout: str, num_ranks: int) -> None:
-    losses, state = runs.on_one_device(name, NUM_STEPS)
-    results: list[Any] = ranks.run(runs.train, name, layout, NUM_STEPS, n=num_ranks)
+    one = ranks.after(runs.on_one_device, name, NUM_STEPS)
+    losses, state = one.result
+    results: list[Any] = one.run(runs.train, name, layout, NUM_STEPS, n=num_ranks)
     for found, whole in results:
         runs.assert_same_losses(found, losses)
         runs.assert_same_state(whole, state)
@@ -64,23 +65,24 @@ def test_a_few_steps_in_float32(ranks: Ranks, name: str, layout: str) -> None:
     """As far as rounding alone would take one device, and that is not far."""
     bound = runs.ROUNDINGS * runs.sensitivity(name, NUM_NARROW)
     assert bound < INSENSITIVE
-    losses, _ = runs.on_one_device(name, NUM_NARROW, wide=False)
-    for found, _ in ranks.run(runs.train, name, layout, NUM_NARROW, False, n=2):
-        runs.assert_same_losses(found, losses, bound)
+    one = ranks.after(runs.on_one_device, name, NUM_NARROW, False)
+    for found, _ in one.run(runs.train, name, layout, NUM_NARROW, False, n=2):
+        runs.assert_same_losses(found, one.result[0], bound)
 
 
 @pytest.mark.parametrize("name", ["llama", "resnet", "lstm", "scheduler"])
-def test_one_device_trains_as_plain_pytorch(name: str) -> None:
+def test_one_device_trains_as_plain_pytorch(ranks: Ranks, name: str) -> None:
     """What the ranks are compared with above is itself the plain step."""
     expected = runs.plainly(name, NUM_STEPS)
-    runs.assert_same_losses(runs.on_one_device(name, NUM_STEPS)[0], expected)
+    runs.assert_same_losses(ranks.after(runs.on_one_device, name, NUM_STEPS).result[0], expected)
 
 
-def test_dropout_really_drops() -> None:
+def test_dropout_really_drops(ranks: Ranks) -> None:
     """Without masks, the equality of the ranks' losses would show nothing about them."""
     play = runs.prepare("gpt2")
     play.step.model.eval()
-    assert abs(play.losses(1)[0] - runs.on_one_device("gpt2", NUM_STEPS)[0][0]) > 1e-4
+    losses, _ = ranks.after(runs.on_one_device, "gpt2", NUM_STEPS).result
+    assert abs(play.losses(1)[0] - losses[0]) > 1e-4
 
 
 def double(p: torch.Tensor) -> None:

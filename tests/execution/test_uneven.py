@@ -62,17 +62,12 @@ def run(layout: str) -> tuple[list[Any], list[str]]:
 
 
 @cache
-def on_one_device() -> list[Any]:
-    return run("")[0]
-
-
-@cache
 def on_ranks(ranks: Ranks, layout: str, n: int) -> list[Any]:
-    return ranks.run(run, layout, n=n)
+    return ranks.after(run, "").run(run, layout, n=n)
 
 
 def check(ranks: Ranks, layout: str, n: int) -> None:
-    expected = on_one_device()
+    expected, _ = ranks.after(run, "").result
     for found, _ in on_ranks(ranks, layout, n):
         for (loss, logits), (one, rows) in zip(found, expected, strict=True):
             assert loss == pytest.approx(one, rel=1e-12, abs=1e-13)

@@ -1,5 +1,7 @@
 """Whatever ends a run, the first line of the report is its first cause, and nothing is left behind.
 
+A run that is suspended as a whole is not ended by that.
+
 Every cause under every layout on either rank, and signals to the launcher. The suite plays a part of them in
 which each cause and each layout occurs; `ALL_CAUSES=1 pytest tests/launch/test_causes.py` plays all.
 """
@@ -10,13 +12,16 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from forked import started
+from forked import Started, started
 from launch.processes import lives
+from launch.suspended import Ended, suspended
 
 SCRIPT = Path(__file__).parent / "causes.py"
 RUN_SECONDS, START_SECONDS, LEFT_SECONDS = 180.0, 120.0, 30.0
@@ -73,13 +78,11 @@ EVERY = [
 PART = [
     Case("exception in a wait", "1", DATA),
     Case("SIGKILL", "0", DATA),
-    Case("SIGSTOP", "1", DATA),
     Case("SIGTERM", "1", DATA),
     Case("segfault", "1", DATA),
     Case("SIGINT", "launcher", DATA),
     Case("exception", "0", PIPE),
     Case("sys.exit", "1", PIPE),
-    Case("sleep", "0", PIPE),
     Case("SIGKILL", "launcher", PIPE),
     Case("SIGKILL", "1", REPLICAS),
     Case("MemoryError", "0", REPLICAS),
@@ -87,6 +90,8 @@ PART = [
     Case("exception", "1", SERVED),
     Case("segfault", "0", SERVED),
     Case("SIGTERM", "launcher", SERVED),
+    Case("SIGSTOP", "1", DATA),
+    Case("sleep", "0", PIPE),
 ]
 # Its launcher, workers and server are fresh interpreters; in the others all are copies (forked.py).
 FRESH = Case("segfault", "0", SERVED)
@@ -124,20 +129,53 @@ def test_the_part_has_every_cause_and_layout() -> None:
     assert set(PART) < set(EVERY)
 
 
-@pytest.mark.parametrize("case", EVERY if ALL else PART, ids=str)
-def test_the_first_line_is_the_first_cause(case: Case, tmp_path: Path) -> None:
-    waits = case.cause in ("SIGSTOP", "sleep")
+def waits(case: Case) -> bool:
+    """Whether it takes a timeout until the run ends."""
+    return case.cause in ("SIGSTOP", "sleep")
+
+
+def begun(case: Case, directory: Path) -> Started:
+    """A run in which it happens."""
     # Where the others go on they come to an end; a signal to the launcher must find them alive.
     steps = "8" if goes_on(case) and case.where != "launcher" else "0"
     options = ["--layout", case.layout]
-    words = [str(SCRIPT), case.cause, case.where, str(tmp_path), steps]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    env["TUTTI_TIMEOUT"] = SHORT_TIMEOUT if waits else "100"
+    words = [str(SCRIPT), case.cause, case.where, str(directory), steps]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(directory)}
+    env["TUTTI_TIMEOUT"] = SHORT_TIMEOUT if waits(case) else "100"
     env["TUTTI_LEASE"] = (
-        "3" if waits else "30"
+        "3" if waits(case) else "30"
     )  # replicas must give a stopped one up before the time-out
     words = ["-m", "tutti", "run", *options, *words]
-    process = started(words, env=env, cwd=Path.cwd(), fresh=case == FRESH)
+    return started(words, env=env, cwd=Path.cwd(), fresh=case == FRESH)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def early(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple[Path, Started]]]:
+    """The runs that mostly wait, which begin before the others."""
+    processes = {}
+    for case in () if ALL else filter(waits, PART):
+        directory = tmp_path_factory.mktemp("early")
+        processes[case] = directory, begun(case, directory)
+    yield processes
+    for _, process in processes.values():
+        process.kill()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def suspensions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+    """Runs whose ranks are suspended: they sleep while others are played."""
+    with ThreadPoolExecutor() as pool:
+        yield {
+            name: pool.submit(suspended, tmp_path_factory.mktemp(name), ranks)
+            for name, ranks in (("all", [0, 1]), ("one", [1]))
+        }
+
+
+@pytest.mark.parametrize("case", EVERY if ALL else PART, ids=str)
+def test_the_first_line_is_the_first_cause(
+    case: Case, tmp_path: Path, early: dict[Case, tuple[Path, Started]]
+) -> None:
+    directory, process = early[case] if case in early else (tmp_path, begun(case, tmp_path))
     try:
         if case.where == "launcher":
             assert process.stdout is not None
@@ -159,7 +197,7 @@ def test_the_first_line_is_the_first_cause(case: Case, tmp_path: Path) -> None:
         assert "# here it goes wrong" in err and "causes.py" in err, err
     if case.cause == "segfault":
         assert "causes.py" in err, err  # where Python was
-    assert_nothing_left(tmp_path)
+    assert_nothing_left(directory)
 
 
 def assert_nothing_left(directory: Path) -> None:
@@ -178,3 +216,19 @@ def assert_nothing_left(directory: Path) -> None:
 def test_cases_that_the_suite_leaves_out() -> None:
     left = len(EVERY) - len(PART)
     pytest.skip(f"ALL_CAUSES=1 plays {left} cases more")
+
+
+def test_all_ranks_suspended_for_twice_the_timeout_go_on(
+    suspensions: dict[str, Future[Ended]],
+) -> None:
+    code, out, err = suspensions["all"].result()
+    assert code == 0, err
+    assert "played to the end" in out
+
+
+def test_one_that_is_suspended_for_longer_is_named(
+    suspensions: dict[str, Future[Ended]],
+) -> None:
+    code, _, err = suspensions["one"].result()
+    assert code
+    assert "rank 1 was stopped (SIGSTOP) and did not go on" in err

@@ -117,14 +117,25 @@ def released_here() -> Iterator[None]:
         yield
 
 
-def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
-    """Bytes at the peak of a later call, beside those held before it."""
+def played(name: str, layout: str, num_steps: int) -> tuple[tutti.Step, Any]:
+    """A step that has been played, and its batch."""
     train_step, model, optimizer, batch = CASES[name]()
     place = gpt.PLACE if "tensor" in layout else None
     step = tutti.distribute(train_step, model, optimizer, layout, place=place)
     with captured_once(name):
-        for _ in range(2):
+        for _ in range(num_steps):
             step(*batch)
+    return step, batch
+
+
+def capture_of(name: str) -> None:
+    """Capture the program, which may take two calls; a rank that has it needs no capture of its own."""
+    played(name, "", 2)
+
+
+def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
+    """Bytes at the peak of a later call, beside those held before it."""
+    step, batch = played(name, layout, 2)
     assert step._last is not None
     execution = step._last.execution
     predicted = predict(execution.program, execution.graph).call_nbytes
@@ -133,8 +144,13 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
     return predicted, measured
 
 
-def check(measure: Callable[[], list[tuple[int, int]]]) -> None:
+def check(ranks: Ranks, name: str, layout: str) -> None:
     """Of every rank. A busy host counts one call in thousands wrong: then the middle of three counts."""
+    captured, n = ranks.after(capture_of, name), Layout.parse(layout).num_ranks
+
+    def measure() -> list[tuple[int, int]]:
+        return captured.run(predicted_and_measured, name, layout, n=n)
+
     found = [measure()]
     if any(predicted != pytest.approx(measured, rel=TOLERANCE) for predicted, measured in found[0]):
         found += [measure(), measure()]
@@ -144,8 +160,8 @@ def check(measure: Callable[[], list[tuple[int, int]]]) -> None:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_on_one_device(name: str) -> None:
-    check(lambda: [predicted_and_measured(name, "")])
+def test_on_one_device(ranks: Ranks, name: str) -> None:
+    check(ranks, name, "")
 
 
 LAYOUTS = [f"data=2 zero={level}" for level in range(4)]
@@ -157,12 +173,12 @@ LAYOUTS = [f"data=2 zero={level}" for level in range(4)]
         *itertools.product(["gpt"], LAYOUTS),
         *itertools.product(["wide"], LAYOUTS[::3]),
         *itertools.product(["wide vocabulary"], LAYOUTS[1:3]),
-        *itertools.product(["llama", "resnet"], LAYOUTS[::3]),
+        *(("llama", LAYOUTS[3]), ("resnet", LAYOUTS[0])),
         ("gpt", "tensor=2"),
     ],
 )
 def test_on_two_ranks(ranks: Ranks, name: str, layout: str) -> None:
-    check(lambda: ranks.run(predicted_and_measured, name, layout, n=2))
+    check(ranks, name, layout)
 
 
 TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 schedule=zb"]
@@ -172,24 +188,20 @@ TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 sche
     ("name", "layout"), [*itertools.product(["gpt"], TIMED), ("llama", TIMED[0])]
 )
 def test_at_each_place_of_a_pipeline(ranks: Ranks, name: str, layout: str) -> None:
-    check(lambda: ranks.run(predicted_and_measured, name, layout, n=2))
+    check(ranks, name, layout)
 
 
 # Whole gradients, and parts of them, in the parts of a loop and after them.
-SHARDED = [
-    ("data=2 zero=1 micro=2", 2),
-    ("data=2 zero=3 micro=2", 2),
-    ("pipe=2 data=2 zero=3 micro=2", 4),
-]
+SHARDED = ["data=2 zero=1 micro=2", "data=2 zero=3 micro=2", "pipe=2 data=2 zero=3 micro=2"]
 
 
-@pytest.mark.parametrize(("layout", "num_ranks"), SHARDED)
-def test_sharded_state_in_micro_batches(ranks: Ranks, layout: str, num_ranks: int) -> None:
-    check(lambda: ranks.run(predicted_and_measured, "wide in time", layout, n=num_ranks))
+@pytest.mark.parametrize("layout", SHARDED)
+def test_sharded_state_in_micro_batches(ranks: Ranks, layout: str) -> None:
+    check(ranks, "wide in time", layout)
 
 
-def test_in_micro_batches() -> None:
-    check(lambda: [predicted_and_measured("gpt", "micro=4")])
+def test_in_micro_batches(ranks: Ranks) -> None:
+    check(ranks, "gpt", "micro=4")
 
 
 def test_pipe_ranks_keep_all_state_once_and_the_schedule_says_what_is_under_way() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import state_dict_loader
 
 import forked
 import replicas_train as training
-from ranks import RankFailed, _Pool
+from rank_pools import Pool, RankFailed
 from tests.replicas.lost_ranks import BAD_STEP, STEPS, train_without
 from tutti.launch.records import Failure
 from tutti.launch.stand_in import _is_lost
@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).parents[1] / "launch" / "lost.py"
 def survivors(syncs: list[str], layout: str, victim: int, lost: set[int]) -> dict[int, tuple]:
     """What the ranks that are left return."""
     n = Layout.parse(layout).num_ranks
-    pool = _Pool(n)
+    pool = Pool(n)
     try:
         call = train_without.__module__, train_without.__qualname__, (syncs, layout, victim)
         for pipe in pool._pipes:

@@ -93,8 +93,10 @@ class SmallRun:
 
 def losses_of(folder: str, layout: str, last: int, options: dict[str, Any]) -> list[float]:
     """The losses up to step `last`, from the newest checkpoint on; for a rank of a pool."""
+    from captured_once import captured_once  # a command does not find it
+
     run = SmallRun(folder, layout, **options)
-    with run.checkpoints as checkpoints:
+    with captured_once("small run"), run.checkpoints as checkpoints:
         restored = checkpoints.restore()
         found = run.until(last)
     assert len(found) == last - (restored or 0)

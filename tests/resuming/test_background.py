@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from captured_once import captured_once
 from forked_writers import forked_writers
 from ranks import Ranks
 from resuming.small_run import SmallRun, losses_of
@@ -60,7 +61,7 @@ def record(path: Path) -> dict[str, Any]:
 
 def train(folder: str, layout: str, last: int, options: dict[str, Any]) -> list[float]:
     run = SmallRun(folder, layout, **options)
-    with forked_writers(), run.checkpoints:
+    with forked_writers(), captured_once("small run"), run.checkpoints:
         return run.until(last)
 
 

@@ -12,14 +12,16 @@ import pytest
 import torch
 
 from launch.processes import lives
+from ranks import Ranks
 from resuming.small_run import MOST_STEPS, SmallRun
-from resuming.test_stops import RUN_SECONDS, finished, losses, saved, started, wait_for
+from resuming.test_stops import RUN_SECONDS, finished, losses, saved, started, undisturbed, wait_for
 from tutti.launch.records import read_script
 from tutti.resuming.run_folder import look_at, numbers
 
 # `TUTTI_TEST_KILLS=200` for a longer look.
 NUM_KILLS = int(os.environ.get("TUTTI_TEST_KILLS", "8"))
 CHILD_SECONDS, FIRST = 60.0, 2
+LAYOUT = "data=2 zero=3"
 
 
 def prepared(directory: Path) -> SmallRun:
@@ -86,18 +88,16 @@ def test_killed_saves_leave_a_whole_checkpoint_and_the_same_losses(tmp_path: Pat
 
 
 @pytest.mark.parametrize("victim", ["rank 1", "launcher"])
-def test_a_killed_run_on_ranks_goes_on_with_the_same_losses(tmp_path: Path, victim: str) -> None:
-    layout = "data=2 zero=3"
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    expected = finished(tmp_path / "a", layout)
-    process = started(tmp_path / "b", layout, 0.02)
-    wait_for(tmp_path / "b", random.randrange(5, 15), process)
-    (run_dir,) = (tmp_path / "b" / "tmp").glob("tutti-*")
+def test_a_killed_run_on_ranks_goes_on_with_the_same_losses(
+    ranks: Ranks, tmp_path: Path, victim: str
+) -> None:
+    process = started(tmp_path, LAYOUT, 0.02)
+    wait_for(tmp_path, random.randrange(5, 15), process)
+    (run_dir,) = (tmp_path / "tmp").glob("tutti-*")
     pids = [pid for rank in range(2) if (pid := read_script(run_dir, rank))]
     os.kill(process.pid if victim == "launcher" else pids[1], signal.SIGKILL)
     process.communicate(timeout=RUN_SECONDS)
     while any(map(lives, pids)):  # they die with the launcher, but not at once
         time.sleep(0.05)
-    assert saved(tmp_path / "b") and process.returncode != 0
-    assert finished(tmp_path / "b", layout) == expected
+    assert saved(tmp_path) and process.returncode != 0
+    assert finished(tmp_path, LAYOUT) == undisturbed(ranks, tmp_path, LAYOUT)

@@ -16,6 +16,7 @@ from torch import nn
 from upath import UPath
 
 import tutti
+from forked_writers import forked_writers
 from ranks import Ranks
 from resuming.small_run import SmallRun, losses_of
 from tutti.checkpoint.manifest import MANIFEST
@@ -45,18 +46,25 @@ def test_a_restored_run_has_the_losses_of_an_undisturbed_one(url: str, tmp_path:
     assert names(url) == ["step-00000010", "step-00000012"]
 
 
+def losses_with(folder: str, layout: str, last: int, options: dict[str, Any]) -> list[float]:
+    """As `losses_of`; the process that writes is a copy of this one."""
+    with forked_writers():
+        return losses_of(folder, layout, last, options)
+
+
 @pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
 def test_ranks_write_and_read_a_remote_folder(
     ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """The local file system of fsspec, in another layout after the save."""
     every = {"every": SAVED, **options}
-    expected = ranks.run(losses_of, str(tmp_path / "a"), "data=2 zero=3", STEPS, every, n=2)[0]
+    expected = ranks.run(losses_with, str(tmp_path / "a"), "data=2 zero=3", STEPS, every, n=2)[0]
     url = f"file://{tmp_path}/b"
+    # Here in a fresh process, which has to find its way to the folder by itself.
     found = ranks.run(losses_of, url, "data=2 zero=3", SAVED, every, n=2)
     assert found == [expected[:SAVED]] * 2
     assert numbers(UPath(url)) == [SAVED] and names(url) == [f"step-{SAVED:08d}"]  # type: ignore[arg-type]
-    assert ranks.run(losses_of, url, "data=2 zero=3", STEPS, every, n=2) == [expected[SAVED:]] * 2
+    assert ranks.run(losses_with, url, "data=2 zero=3", STEPS, every, n=2) == [expected[SAVED:]] * 2
     assert look_at(tmp_path / "b", SAVED, check=True).damage == ""
 
 

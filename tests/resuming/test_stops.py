@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from forked import Forked
-from resuming.small_run import SmallRun
+from ranks import Ranks
+from resuming.small_run import SmallRun, losses_of
 from tutti.launch.records import read_script
 from tutti.resuming import stop_signals
 
@@ -58,6 +59,14 @@ def saved(directory: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in names)
 
 
+def undisturbed(ranks: Ranks, directory: Path, layout: str) -> dict[int, str]:
+    """The losses of a run of the same steps that nobody stops, on ranks of a pool."""
+    first, _ = ranks.run(
+        losses_of, str(directory / "undisturbed"), layout, STEPS, {"every": 4}, n=2
+    )
+    return {k + 1: loss.hex() for k, loss in enumerate(first)}
+
+
 def finished(directory: Path, layout: str) -> dict[int, str]:
     """The losses of a run that ends by itself."""
     process = started(directory, layout, 0.0)
@@ -75,19 +84,17 @@ def finished(directory: Path, layout: str) -> dict[int, str]:
     ],
 )
 def test_a_run_that_is_told_to_end_goes_on_as_if_it_had_not(
-    tmp_path: Path, layout: str, number: int, code: int
+    ranks: Ranks, tmp_path: Path, layout: str, number: int, code: int
 ) -> None:
-    for name in "ab":
-        (tmp_path / name).mkdir()
-    expected = finished(tmp_path / "a", layout)
-    process = started(tmp_path / "b", layout)
-    wait_for(tmp_path / "b", 5, process)
+    expected = undisturbed(ranks, tmp_path, layout)
+    process = started(tmp_path, layout)
+    wait_for(tmp_path, 5, process)
     process.send_signal(number)
     out, err = process.communicate(timeout=RUN_SECONDS)
     assert process.returncode == code, out + err
-    last = max(losses(tmp_path / "b"))
-    assert last == max(losses(tmp_path / "b", 1)) == saved(tmp_path / "b")[-1] < STEPS
-    found = finished(tmp_path / "b", layout)
+    last = max(losses(tmp_path))
+    assert last == max(losses(tmp_path, 1)) == saved(tmp_path)[-1] < STEPS
+    found = finished(tmp_path, layout)
     assert found == expected
 
 

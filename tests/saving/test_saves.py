@@ -34,7 +34,7 @@ def forked(act: Callable[[], Any]) -> int:
 
 
 # `TUTTI_TEST_KILLS=200` for a longer look; tests/checkpoint tries every moment of one save.
-NUM_KILLS = int(os.environ.get("TUTTI_TEST_KILLS", "40"))
+NUM_KILLS = int(os.environ.get("TUTTI_TEST_KILLS", "20"))
 
 
 def test_a_step_that_saves_survives_kills(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ time.sleep(1000)  # in something else
 
 def test_a_rank_that_saves_alone_is_told_so(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "8", "TMPDIR": str(tmp_path)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TUTTI_TIMEOUT": "5", "TMPDIR": str(tmp_path)}
     words = ["-m", "tutti", "run", "--layout", "data=2", "alone.py"]
     ended = run(words, env=env, cwd=tmp_path, timeout=120.0)
     assert ended.returncode != 0

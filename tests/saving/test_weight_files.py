@@ -26,11 +26,11 @@ from tutti.state.deferred import is_deferred
 
 CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4,
+        vocab_size=64, n_positions=16, n_embd=32, n_layer=1, n_head=4,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     ),
     "llama": LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
     ),
 }  # fmt: skip
@@ -60,7 +60,7 @@ def made(name: str, layout: str, *, seed: int = 0, device: str = "cpu") -> tutti
 def theirs(name: str, folder: Path, *, seed: int = 1) -> nn.Module:
     """A model that Hugging Face has written in several files."""
     model = built(name, seed=seed)
-    model.save_pretrained(folder, max_shard_size="40KB")  # pyright: ignore[reportCallIssue]
+    model.save_pretrained(folder, max_shard_size="20KB")  # pyright: ignore[reportCallIssue]
     assert (folder / INDEX_FILE).exists()
     return model
 
@@ -69,7 +69,7 @@ def write_and_step(name: str, layout: str, path: str) -> float:
     """Save in several files under a layout; the loss of the next step."""
     step = made(name, layout)
     step(TOKENS)
-    with mock.patch.object(model_file, "FILE_NBYTES", 40_000):
+    with mock.patch.object(model_file, "FILE_NBYTES", 20_000):
         step.save(path)
         step.save(path)
     return float(step(TOKENS))
@@ -266,7 +266,7 @@ def broken(folder: Path) -> dict[str, Callable[[], object]]:
 )
 def test_broken_files_are_refused(tmp_path: Path, words: str) -> None:
     step = made("gpt2", "")
-    with mock.patch.object(model_file, "FILE_NBYTES", 40_000):
+    with mock.patch.object(model_file, "FILE_NBYTES", 20_000):
         step.save(tmp_path / INDEX_FILE)
     before = [x.clone() for x in step.model.parameters()]
     broken(tmp_path)[words]()
@@ -277,7 +277,7 @@ def test_broken_files_are_refused(tmp_path: Path, words: str) -> None:
 
 def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     step = made("gpt2", "")
-    with mock.patch.object(model_file, "FILE_NBYTES", 40_000):
+    with mock.patch.object(model_file, "FILE_NBYTES", 20_000):
         step.save(tmp_path / INDEX_FILE)
         before = sorted(p.name for p in tmp_path.iterdir())
         step(TOKENS)

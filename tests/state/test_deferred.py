@@ -34,7 +34,7 @@ def _deferred_gpt(layout: str) -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("layout", ["data=2 zero=3", "tensor=2", "data=2 zero=1"])
 def test_same_weights_on_one_and_two_ranks(ranks: Any, layout: str) -> None:
-    losses, whole = _deferred_gpt("")
+    losses, whole = ranks.after(_deferred_gpt, "").result
     for other_losses, other in ranks.run(_deferred_gpt, layout, n=2):
         assert other_losses == pytest.approx(losses, rel=1e-10)
         for name, value in whole.items():

@@ -17,7 +17,7 @@ import runs
 import tutti
 import zoo
 import zoo_models
-from ranks import Ranks
+from ranks import After, Ranks
 from tutti.state.residence import is_here
 from wide import widened
 
@@ -34,8 +34,13 @@ def together(states: list[dict[str, Any]]) -> dict[str, Any]:
     return every
 
 
-def check_goes_on(name: str, found: list[Any]) -> None:
-    losses, state = runs.on_one_device(name, BEFORE + AFTER)
+def uninterrupted(ranks: Ranks, name: str) -> After:
+    """The run on one device, and ranks that have its capture."""
+    return ranks.after(runs.on_one_device, name, BEFORE + AFTER)
+
+
+def check_goes_on(one: After, found: list[Any]) -> None:
+    losses, state = one.result
     for here in found:
         runs.assert_same_losses(here[0], losses[BEFORE:])
         runs.assert_same_losses(here[1]["losses"], losses[:BEFORE])
@@ -44,27 +49,28 @@ def check_goes_on(name: str, found: list[Any]) -> None:
 
 @pytest.mark.parametrize("layout", [PIPE, "pipe=2 micro=4 schedule=interleaved(1)"])
 def test_saved_under_a_pipeline_resumes_anywhere(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    path = str(tmp_path / "saved")
-    ranks.run(runs.train_and_save, CASE, layout, BEFORE, path, n=2)
-    check_goes_on(CASE, [runs.resume(CASE, "", AFTER, path)])
+    path, one = str(tmp_path / "saved"), uninterrupted(ranks, CASE)
+    one.run(runs.train_and_save, CASE, layout, BEFORE, path, n=2)
+    check_goes_on(one, [runs.resume(CASE, "", AFTER, path)])
     for other in ("data=2 zero=3", "tensor=2", PIPE):
-        check_goes_on(CASE, ranks.run(runs.resume, CASE, other, AFTER, path, n=2))
+        check_goes_on(one, one.run(runs.resume, CASE, other, AFTER, path, n=2))
 
 
 @pytest.mark.parametrize("layout", ["data=2 zero=3", "tensor=2"])
 def test_saved_elsewhere_resumes_under_a_pipeline(
     ranks: Ranks, tmp_path: Path, layout: str
 ) -> None:
-    path = str(tmp_path / "saved")
-    ranks.run(runs.train_and_save, CASE, layout, BEFORE, path, n=2)
-    check_goes_on(CASE, ranks.run(runs.resume, CASE, PIPE, AFTER, path, n=2))
+    path, one = str(tmp_path / "saved"), uninterrupted(ranks, CASE)
+    one.run(runs.train_and_save, CASE, layout, BEFORE, path, n=2)
+    check_goes_on(one, one.run(runs.resume, CASE, PIPE, AFTER, path, n=2))
 
 
 def test_tied_and_sharded_state_of_stages(ranks: Ranks, tmp_path: Path) -> None:
     """Dropout, an embedding that two stages read, shards over `data` at each place."""
     path, layout = str(tmp_path / "saved"), "pipe=2 data=2 zero=3 micro=2"
-    ranks.run(runs.train_and_save, "gpt_tied", layout, BEFORE, path, n=4)
-    check_goes_on("gpt_tied", [runs.resume("gpt_tied", "", AFTER, path)])
+    one = uninterrupted(ranks, "gpt_tied")
+    one.run(runs.train_and_save, "gpt_tied", layout, BEFORE, path, n=4)
+    check_goes_on(one, [runs.resume("gpt_tied", "", AFTER, path)])
 
 
 def kinds_of_state() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 import tutti
+from captured_once import captured_once
 from ranks import Ranks
 from tutti.state.shards import StateShard
 
@@ -73,7 +74,8 @@ def inside(layout: str) -> list[Tensor]:
     average = copy.deepcopy(model)
     found = []
     for k, batch in enumerate(batches):
-        found.append(step(*batch))
+        with captured_once("tied"):
+            found.append(step(*batch))
         with step.whole():
             found.append(evaluated(model, batch[0]))
             with torch.no_grad():
@@ -103,7 +105,8 @@ def outside(layout: str) -> list[Tensor]:
     step, model, _, batches = make(layout)
     found = []
     for k, batch in enumerate(batches):
-        found.append(step(*batch))
+        with captured_once("tied"):
+            found.append(step(*batch))
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 - 0.5 * 0.01)

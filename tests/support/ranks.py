@@ -6,50 +6,65 @@
 
 Each pool of n ranks has a default process group of its own. An exception on a rank is raised here
 with its traceback, and the pool starts anew at the next call.
+
+    one = ranks.after(train, "", 20)         # what it returns, in a process without ranks
+    results = one.run(train, "data=2", 20, n=2)      # on copies of that process, captured programs and all
+    assert all(found == one.result for found in results)
+
+The second form is for what one device does too, and for what several ranks would each do alike: see
+`captured_once.py`.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
-import multiprocessing
-import os
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
-import torch
+from rank_pools import Original, Pool, RankFailed, can_be_copied, collect_seldom, context
 
-CALL_SECONDS = 150.0
+__all__ = ["After", "RankFailed", "Ranks", "collect_seldom", "context"]
+
 # Every Gloo group that a call has made lasts, with a thread that wakes 100 times a second.
 MOST_THREADS = 60
-# Graphs are many small objects that stay: with Python's own 700 a fifth of a capture goes to the collector,
-# with 20,000 a tenth of a test.
-COLLECT_AFTER = (100_000, 20, 10)
-_ROOT = Path(__file__).parents[2]
-
-
-class RankFailed(AssertionError):
-    """A function raised, or a process ended, on a rank."""
 
 
 class Ranks:
     """Pools of ranks by size, each started at its first use; collectives wait `timeout_seconds` at most."""
 
     def __init__(self, timeout_seconds: float = 30.0) -> None:
-        self._pools: dict[int, _Pool] = {}
+        self._pools: dict[int, Pool] = {}
+        self._original: Original | None = None
+        self._known: dict[Any, Any] = {}
         self._timeout_seconds = timeout_seconds
+
+    def after(self, function: Callable[..., Any], *args: Any) -> After:
+        """`function(*args)` in a process without ranks, of which ranks can be copies; done once."""
+        return After(self, self._ask(0, function, args))
+
+    def _ask(self, n: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """The results of `n` copies; of the process itself where `n` is 0."""
+        if not can_be_copied():
+            return self.run(function, *args, n=n) if n else self._here(function, args)
+        if self._original is None:
+            self._original = Original(self._timeout_seconds)
+        try:
+            return self._original.run(n, function, args)
+        except RankFailed:
+            if not self._original.lives:
+                self._original = None
+            raise
+
+    def _here(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """As the process of which ranks would be copies."""
+        if (function, args) not in self._known:
+            self._known[function, args] = function(*args)
+        return self._known[function, args]
 
     def run(self, function: Callable[..., Any], *args: Any, n: int = 4) -> list[Any]:
         """`function(*args)` on each of `n` ranks; the results in the order of ranks."""
         if n not in self._pools:
-            self._pools[n] = _Pool(n, self._timeout_seconds)
+            self._pools[n] = Pool(n, self._timeout_seconds)
         try:
             return self._pools[n].run(function, args)
         except RankFailed:
@@ -61,114 +76,25 @@ class Ranks:
         for n, pool in list(self._pools.items()):
             if pool.num_threads > MOST_THREADS:
                 self._pools.pop(n).kill()
+        if self._original is not None:
+            self._original.rest()
 
     def close(self) -> None:
         """End every rank."""
+        if self._original is not None:
+            self._original.close()
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
 
 
-def collect_seldom() -> None:
-    """Let the collector run once in many new objects: most of what a test makes lasts as long as the test."""
-    gc.set_threshold(*COLLECT_AFTER)
+@dataclass(frozen=True)
+class After:
+    """The result of what has been done, and ranks that have done it."""
 
+    ranks: Ranks
+    result: Any
 
-@functools.cache
-def context() -> Any:
-    """How ranks start; a copy of a process that has touched CUDA could not use it."""
-    if sys.platform != "linux" or torch.cuda.is_available():
-        return multiprocessing.get_context("spawn")
-    forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(["imported_once"])
-    # The server of Python 3.11 looks for it on its own path alone.
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, {"PYTHONPATH": paths}):
-        forkserver.ensure_running()
-    return forking
-
-
-class _Pool:
-    def __init__(self, n: int, timeout_seconds: float = 30.0) -> None:
-        self._dir = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._pipes: list[Connection] = []
-        self._processes = []
-        for rank in range(n):
-            here, there = context().Pipe()
-            process = context().Process(
-                target=_serve,
-                args=(there, rank, n, self._dir.name, timeout_seconds),
-                daemon=True,
-            )
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._processes.append(process)
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        for pipe in self._pipes:
-            pipe.send((function.__module__, function.__qualname__, args))
-        answers = [self._answer(rank) for rank in range(len(self._pipes))]
-        failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
-        if failed:
-            raise RankFailed("\n".join(failed))
-        return [result for _, result in answers]
-
-    def _answer(self, rank: int) -> tuple[bool, Any]:
-        try:
-            if not self._pipes[rank].poll(CALL_SECONDS):
-                return False, f"no answer within {CALL_SECONDS:g} s"
-            return self._pipes[rank].recv()
-        except EOFError:
-            return False, "the process ended"
-
-    @property
-    def num_threads(self) -> int:
-        """The number of threads of the first rank; 0 where the system does not say."""
-        tasks = Path(f"/proc/{self._processes[0].pid}/task")
-        return len(list(tasks.iterdir())) if tasks.exists() else 0
-
-    def kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-        self.close()
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join(2)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._dir.cleanup()
-
-
-def _serve(pipe: Connection, rank: int, n: int, run_dir: str, timeout_seconds: float) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(n),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TUTTI_TIMEOUT": str(timeout_seconds),
-        "TUTTI_RUN_DIR": run_dir,
-    }
-    sys.path.append(str(_ROOT))  # test modules are known as tests.comm.test_...
-    from tutti.launch.ranks import ensure_process_group
-
-    torch.set_num_threads(1)
-    collect_seldom()
-    ensure_process_group()
-    while True:
-        try:
-            module, name, args = pipe.recv()
-        except EOFError:
-            break
-        try:
-            if module not in sys.modules:
-                __import__(module)
-                gc.freeze()  # as in conftest.py
-            pipe.send((True, getattr(sys.modules[module], name)(*args)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
+    def run(self, function: Callable[..., Any], *args: Any, n: int) -> list[Any]:
+        """As `Ranks.run`, on copies of the process."""
+        return self.ranks._ask(n, function, args)

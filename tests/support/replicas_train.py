@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import runs
 import tutti
+from captured_once import captured_once
 from tutti.replicas.replica_rows import rows
 from tutti.replicas.strategies import parse
 from tutti.replicas.virtual_replicas import Replicas
@@ -70,7 +71,8 @@ def train(layout: str, steps: int, kind: str = "adamw") -> tuple[list[float], St
     """On a rank: the losses of its replica, and the state after the run."""
     model, optimizer = make(kind, seed=dist.get_rank())  # rank 0's weights are those that count
     step = tutti.distribute(train_step, model, optimizer, layout, place=PLACE)
-    return run(step, 0, steps), state_of(step)
+    with captured_once(("replicas", kind)):
+        return run(step, 0, steps), state_of(step)
 
 
 def reference(

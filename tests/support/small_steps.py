@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import tutti
+from tutti.layout import Layout
 from tutti.partition.partition import Program
+from tutti.verification.verdict import Subject
 
 Loss = Callable[..., Tensor]
 
@@ -36,17 +37,23 @@ step = trained(squares)
 
 
 def same_step(
-    loss_of: Loss, model: nn.Module, optimizer: Any, batch: tuple[Tensor, ...], layout: str
-) -> Program:
-    """Assert that `layout` plays the same step and gathers no operand for want of a rule; its program."""
-    train_step = trained(loss_of)
+    loss_of: Loss, model: nn.Module, optimizer: Any, batch: tuple[Tensor, ...], *layouts: str
+) -> list[Program]:
+    """Assert that each layout plays the same step and gathers no operand for want of a rule; its programs.
+
+    The step is captured once for all of them.
+    """
+    programs = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings(
             "ignore", "data=2 splits"
         )  # how much of a step is split is no matter here
-        found = tutti.verify(train_step, model, optimizer, batch, layout)
-    assert found.ok, str(found)
-    program = tutti.distribute(train_step, model, optimizer, layout).program_of(batch)
-    assert program.fallbacks == []
-    return program
+        subject = Subject(trained(loss_of), model, optimizer, batch)
+        for layout in map(Layout.parse, layouts):
+            program = subject.program(layout)
+            assert program.fallbacks == [], str(layout)
+            found = subject.verdict(layout, program=program)
+            assert found.ok, str(found)
+            programs.append(program)
+    return programs

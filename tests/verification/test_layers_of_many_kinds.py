@@ -106,11 +106,10 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], Loss, tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STEPS)
-def test_the_same_step(name: str, layout: str) -> None:
+def test_the_same_step(name: str) -> None:
     build, loss_of, batch = STEPS[name]
     torch.manual_seed(0)
     model = build()
     optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
-    same_step(loss_of, model, optimizer, batch, layout)
+    same_step(loss_of, model, optimizer, batch, *LAYOUTS)

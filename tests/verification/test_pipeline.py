@@ -23,13 +23,13 @@ from zoo_steps import image_batch, labels_step, plain_step, token_batch
 LARGEST = 1e-9
 # A few layouts for each model; every schedule on two of the models.
 MODELS = {
-    "gpt": ("pipe=2 micro=4", "pipe=4 micro=8", "pipe=4 micro=4 remat=0.3 schedule=zb"),
+    "gpt": ("pipe=4 micro=8", "pipe=4 micro=4 remat=0.3 schedule=zb"),
     "gpt_tied": ("pipe=4 micro=4 schedule=interleaved", "pipe=2 micro=4 schedule=zb"),
-    "llama": ("pipe=2 micro=4", "pipe=4 micro=4 schedule=zb"),
-    "gpt2": ("pipe=2 micro=4 schedule=zb", "pipe=4 micro=4"),
+    "llama": ("pipe=4 micro=4 schedule=zb",),
+    "gpt2": ("pipe=2 micro=4 schedule=zb",),
     "t5": ("pipe=4 micro=4", "pipe=2 micro=4 schedule=zbv"),
-    "vit": ("pipe=2 micro=4", "pipe=4 micro=4"),
-    "unet": ("pipe=2 micro=4 schedule=zb", "pipe=4 micro=4", "pipe=2 data=2 zero=3 micro=2"),
+    "vit": ("pipe=2 micro=4",),
+    "unet": ("pipe=4 micro=4 schedule=zb", "pipe=2 data=2 zero=3 micro=2"),
     "mamba": ("pipe=2 micro=4 schedule=zb",),
     "lstm": ("pipe=2 micro=4",),
     "mlp_muon": ("pipe=2 micro=4",),
@@ -102,8 +102,9 @@ def test_heads_split_in_every_stage() -> None:
     check_case("llama", "pipe=2 data=2 tensor=2 zero=3 micro=2")
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [*((s, 4) for s in SCHEDULES), *((s, 2) for s in SCHEDULES[1::2])]
+)
 def test_every_schedule(schedule: str, ranks: int) -> None:
     """Seven micro-batches, which neither the ranks nor the chunks divide."""
     check(stacks.subject("stack"), f"pipe={ranks} micro=7 schedule={schedule}")

@@ -30,11 +30,13 @@ def subject(name: str, optimizer: str) -> Subject:
 
 
 LAYOUTS = ("data=2", "data=2 zero=3", "tensor=2")
-# Any two of a case, an optimizer and a layout meet.
+# Cases of which faults are made below meet every optimizer, each under another layout; the others meet one.
+FAULTY = ("clip", "mobilenet")
 PAIRS = [
     (name, optimizer, LAYOUTS[(i + j) % 3])
     for i, name in enumerate(CASES)
     for j, optimizer in enumerate(OPTIMIZERS)
+    if name in FAULTY or i % 3 == j
 ]
 
 
@@ -188,17 +190,16 @@ def test_an_update_that_is_left_out(optimizer: str) -> None:
 # --- replicas, servers and pipelines ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["no eps", "lion"])
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("name", "layout", "optimizer"),
     [
-        ("clip", "replica=2 data=2 sync=average(every=1)"),
-        ("mobilenet", "replica=2 data=2 zero=1 sync=diloco(every=2)"),
-        ("clip", "replica=2 server=1 sync=step"),
-        ("mobilenet", "replica=2 server=1 sync=step"),
-        ("clip", "replica=2 server=1 sync=async"),
-        ("mae", "pipe=2 micro=2"),
-        ("transformer", "data=2 micro=2 zero=1"),
+        ("clip", "replica=2 data=2 sync=average(every=1)", "lion"),
+        ("mobilenet", "replica=2 data=2 zero=1 sync=diloco(every=2)", "no eps"),
+        ("clip", "replica=2 server=1 sync=step", "no eps"),
+        ("mobilenet", "replica=2 server=1 sync=step", "lion"),
+        ("clip", "replica=2 server=1 sync=async", "lion"),
+        ("mae", "pipe=2 micro=2", "lion"),
+        ("transformer", "data=2 micro=2 zero=1", "no eps"),
     ],
 )
 def test_programs_that_agree_and_stages(name: str, layout: str, optimizer: str) -> None:

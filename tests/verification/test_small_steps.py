@@ -144,10 +144,9 @@ WHOLE: dict[str, tuple[Loss, int, tuple[Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", STEPS)
-def test_the_same_step(name: str, layout: str) -> None:
-    check(*STEPS[name], layout)
+def test_the_same_step(name: str) -> None:
+    check(*STEPS[name], *LAYOUTS)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -155,10 +154,10 @@ def test_the_same_step_of_ranks(name: str) -> None:
     check(*WHOLE[name], LAYOUTS[0])
 
 
-def check(loss_of: Loss, outputs: int, batch: tuple[Tensor, ...], layout: str) -> None:
+def check(loss_of: Loss, outputs: int, batch: tuple[Tensor, ...], *layouts: str) -> None:
     model = mlp(outputs)
     optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-5)
-    same_step(loss_of, model, optimizer, batch, layout)
+    same_step(loss_of, model, optimizer, batch, *layouts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -117,8 +117,10 @@ def test_in_arenas_as_outside(ranks: Ranks, n: int, dtype: torch.dtype) -> None:
     ranks.run(in_arenas_and_outside, n, dtype, 37, n=n)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [(2, torch.bfloat16), (3, torch.float32), (4, torch.bfloat16), (8, torch.float32)],
+)
 def test_tensors_above_a_chunk(ranks: Ranks, n: int, dtype: torch.dtype) -> None:
     size = chunk_nbytes(n) // dtype.itemsize + 13
     ranks.run(in_arenas_and_outside, n, dtype, size, n=n)

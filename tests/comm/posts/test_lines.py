@@ -13,7 +13,7 @@ from tutti.comm.collectives.groups import Groups
 from tutti.comm.posts.lines import connect_lines
 from tutti.errors import CommError
 
-TIMEOUT = timedelta(seconds=5)
+TIMEOUT = timedelta(seconds=3)
 
 
 def connects(secrets: list[str | None]) -> str:

@@ -1,4 +1,4 @@
-"""A run that is suspended as a whole (a laptop that sleeps) goes on when it wakes."""
+"""A run of which one rank or all (a laptop that sleeps) are suspended for longer than its timeout."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-
-import pytest
 
 import forked
 
@@ -61,25 +58,3 @@ def suspended(tmp_path: Path, ranks: list[int]) -> Ended:
             os.kill(pid, signal.SIGCONT)
     out, err = process.communicate(timeout=90)
     return process.returncode, out, err
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Future[Ended]]:
-    """Both runs at the same time: each of them mostly sleeps."""
-    with ThreadPoolExecutor() as pool:
-        return {
-            name: pool.submit(suspended, tmp_path_factory.mktemp(name), ranks)
-            for name, ranks in (("all", [0, 1]), ("one", [1]))
-        }
-
-
-def test_all_ranks_suspended_for_twice_the_timeout_go_on(runs: dict[str, Future[Ended]]) -> None:
-    code, out, err = runs["all"].result()
-    assert code == 0, err
-    assert "played to the end" in out
-
-
-def test_one_that_is_suspended_for_longer_is_named(runs: dict[str, Future[Ended]]) -> None:
-    code, _, err = runs["one"].result()
-    assert code
-    assert "rank 1 was stopped (SIGSTOP) and did not go on" in err
