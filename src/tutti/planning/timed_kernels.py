@@ -117,11 +117,14 @@ def _tensor(x: Tensor) -> Tensor:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
+    """Context with so many threads, and without denormal numbers: random values make many, which are slow."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
+    torch.set_flush_denormal(True)
     try:
         yield
     finally:
+        torch.set_flush_denormal(False)
         torch.set_num_threads(before)
 
 
