@@ -132,7 +132,9 @@ ROOMS = {
         **{"schedule": (), "micro_batches": (), "stages": ("micro_batches",)},
         **{"ranks": ("micro_batches", "schedule", "stages")},
     },
-    "planner": {"hardware": (), "costs": ("hardware",)},
+    "planner": {
+        **{"hardware": (), "costs": ("hardware",), "placement": ("costs", "hardware")},
+    },
     "rules": {"families": (), "samples": ("families",)},
 }
 
