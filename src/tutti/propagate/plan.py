@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -201,10 +202,7 @@ def _seed_place(made: ShardingPlan, place: Place) -> None:
         names = [n for n in parameters if fnmatchcase(n, pattern)]
         outputs = [] if names else _outputs(made, pattern)
         for node in outputs:
-            what = f'place["{pattern}"] for the output of {_module(node, pattern)}'
-            sharding = placed(text, tuple(node.meta["val"].shape), made.mesh, what)
-            made.spread.seed(node, sharding, f'place "{pattern}"')
-            made.held.add(node)
+            _seed_output(made, node, pattern, text, "place")
         if not names and not outputs:
             near = difflib.get_close_matches(pattern.replace("*", ""), parameters, n=3, cutoff=0.3)
             raise ShardingError(
@@ -227,8 +225,9 @@ def _seed_place(made: ShardingPlan, place: Place) -> None:
 def _seed_found(made: ShardingPlan, found: Place) -> None:
     """As `_seed_place`, for parameters without a sharding of the user or of an earlier step."""
     marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
-    for name in [n for n, k in made.captured.kinds.items() if k == "parameter"]:
-        pattern = next((p for p in found if fnmatchcase(name, p)), None)
+    parameters = [n for n, k in made.captured.kinds.items() if k == "parameter"]
+    matched = {n: next((p for p in found if fnmatchcase(n, p)), None) for n in parameters}
+    for name, pattern in matched.items():
         if pattern is None or name in made.compute:
             continue
         shape = tuple(made.captured.placeholder(name).meta["val"].shape)
@@ -236,6 +235,19 @@ def _seed_found(made: ShardingPlan, found: Place) -> None:
         if name in marks:
             why = f'found "{pattern}"'
             made.spread.seed(marks[name], made.compute[name], why, closed=True, rank=STRONG)
+    for pattern in [p for p in found if p not in matched.values()]:
+        for node in _outputs(made, pattern):
+            # A module may have an output of another shape elsewhere, which stays as it is.
+            with contextlib.suppress(ShardingError):
+                _seed_output(made, node, pattern, found[pattern], "found")
+
+
+def _seed_output(made: ShardingPlan, node: fx.Node, pattern: str, text: str, why: str) -> None:
+    """Seed the output of a module whose name matches."""
+    what = f'{why}["{pattern}"] for the output of {_module(node, pattern)}'
+    sharding = placed(text, tuple(node.meta["val"].shape), made.mesh, what)
+    made.spread.seed(node, sharding, f'{why} "{pattern}"')
+    made.held.add(node)
 
 
 def _outputs(made: ShardingPlan, pattern: str) -> list[fx.Node]:

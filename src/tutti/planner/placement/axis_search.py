@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tutti.planner.placement.candidate_cost import Costing, PlacedCost
 from tutti.planner.placement.decisions import Decision, Splits, decisions, place_of, splits_of
 from tutti.planner.placement.dim_groups import DimGroup, dim_groups
-from tutti.planner.placement.search import Chosen, BestSubset, search
+from tutti.planner.placement.search import BestSubset, Chosen, search
 
 # Stacked experts are dim 0 of a weight with at least this many dims.
 _STACKED = 3

@@ -16,9 +16,10 @@ from tutti.planner.placement.axis_search import Search, search_axis
 from tutti.planner.placement.candidate_cost import Costing, PlacedCost
 from tutti.planner.placement.decisions import Splits, needs_wide_layers, place_of
 from tutti.planner.placement.dim_groups import dim_groups
-from tutti.planner.placement.patterns import patterns_of
-from tutti.planner.placement.placement_words import nothing_words, words_of
+from tutti.planner.placement.patterns import patterns_of, template
+from tutti.planner.placement.placement_words import nothing_words, token_words, words_of
 from tutti.planner.placement.reduced import ReducedStep, reduced
+from tutti.planner.placement.token_search import with_tokens_split
 from tutti.planner.placement.yardstick import Yardstick
 from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import Place
@@ -118,11 +119,14 @@ def find_place(
     costing = _costing(captured, step, layout, given, known, dims, cluster)
     splits: Splits = {}
     found: list[Search] = []
+    bound = math.inf if memory_nbytes is None else memory_nbytes
     for axis in axes:
-        bound = math.inf if memory_nbytes is None else memory_nbytes
         found.append(search_axis(costing, axis, splits, fixed, bound_nbytes=bound))
         splits = found[-1].splits
-    return _placement(captured, costing, found, splits)
+    tokens: dict[str, str] = {}
+    if found[-1].axis == "tensor" and layout.axes.get("seq", 1) == 1:
+        found[-1], tokens = with_tokens_split(costing, found[-1], bound_nbytes=bound)
+    return _placement(captured, costing, found, tokens)
 
 
 def cost_of(
@@ -179,16 +183,21 @@ def _costing(
 
 
 def _placement(
-    captured: Captured, costing: Costing, found: list[Search], splits: Splits
+    captured: Captured,
+    costing: Costing,
+    found: list[Search],
+    tokens: dict[str, str],
 ) -> Placement:
     step = costing.step
-    none, last = found[0].found.none, found[-1].found.cost
-    own = place_of(splits, costing.num_dims)
+    own = place_of(found[-1].splits, costing.num_dims)
+    none, last = found[0].found.none, costing.of(own | tokens)
     every = {m: text for name, text in own.items() for m in step.members[name]}
     names = [n for n, kind in captured.kinds.items() if kind == "parameter"]
+    words = [w for one in found for w in words_of(one, costing) or [nothing_words(one, costing)]]
+    words += token_words(tokens, costing.of(own), last) if tokens else []
     return Placement(
-        place=patterns_of(every, names),
-        words=_words(costing, found, none, last),
+        place=patterns_of(every, names) | _of_modules(captured, tokens),
+        words=tuple(words),
         seconds=last.seconds,
         whole_seconds=none.seconds,
         sent_nbytes=last.sent_nbytes,
@@ -197,11 +206,10 @@ def _placement(
     )
 
 
-def _words(
-    costing: Costing, found: list[Search], none: PlacedCost, last: PlacedCost
-) -> tuple[str, ...]:
-    words: list[str] = []
-    for one in found:
-        made = words_of(one, costing)
-        words += made or [nothing_words(one, costing)]
-    return tuple(words)
+def _of_modules(captured: Captured, tokens: Mapping[str, str]) -> dict[str, str]:
+    """The entries for modules of the whole step: those of the reduced one stand for equal layers."""
+    texts = {template(name): text for name, text in tokens.items()}
+    outputs = [m for n in captured.graph.nodes for m in n.meta.get("output_of", ())]
+    modules = list(dict.fromkeys(outputs))
+    every = {m: texts[template(m)] for m in modules if template(m) in texts}
+    return patterns_of(every, modules)

@@ -37,6 +37,24 @@ def words_of(search: Search, costing: Costing) -> list[str]:
     ]
 
 
+def token_words(tokens: Mapping[str, str], before: PlacedCost, after: PlacedCost) -> list[str]:
+    """The line for the outputs of norms that are split by tokens."""
+    kinds = ("all_reduce", "reduce_scatter", "all_gather")
+    more = {kind: _of_kind(after, kind) - _of_kind(before, kind) for kind in kinds}
+    new = " and ".join(f"{n} {_plain(k, n)}" for k, n in more.items() if n > 0)
+    old = " and ".join(f"{-n} {_plain(k, n)}" for k, n in more.items() if n < 0)
+    what = f"{new} instead of {old}" if new and old else new or old or "the same collectives"
+    return [f"norms: tokens over tensor (outputs of {', '.join(short_patterns(tokens))}): {what}"]
+
+
+def _of_kind(cost: PlacedCost, kind: str) -> int:
+    return sum(n for (region, k), n in cost.counts.items() if k == kind and region in _REGIONS)
+
+
+def _plain(kind: str, count: int) -> str:
+    return kind.replace("_", "-") + ("s" if abs(count) > 1 else "")
+
+
 def nothing_words(search: Search, costing: Costing) -> str:
     """Why no parameter is split."""
     ways = costing.layout.axes[search.axis]

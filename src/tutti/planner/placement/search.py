@@ -16,7 +16,7 @@ from tutti.planner.placement.subset_program import best_subset
 
 # Rounds of improvement, and the share of the time that a decision must save: it adds collectives.
 _MOST_ROUNDS = 4
-_WORTH = 2e-3
+WORTH = 2e-3
 # A decision that saves less than this share of the time alone is left out to see; others are sure.
 _SURE = 2e-2
 Chosen = tuple[int, ...]
@@ -51,7 +51,7 @@ def search(
     none = count(())
     alone = tuple(count((i,)) for i in range(len(given)))
     taken = [i for i in range(len(given)) if not given[i].parameters & alone[i].gathered]
-    gains = [alone[i].seconds - none.seconds + _WORTH * none.seconds for i in taken]
+    gains = [alone[i].seconds - none.seconds + WORTH * none.seconds for i in taken]
     memory = [alone[i].memory_nbytes - none.memory_nbytes for i in taken]
     excluded = exclusions(given)
     among = [(taken.index(i), taken.index(j)) for i, j in excluded if i in taken and j in taken]
@@ -79,7 +79,7 @@ class _Around:
     def rank(self, chosen: Chosen) -> tuple[float, float]:
         """Bytes beyond the memory first, then seconds and a price for each decision."""
         cost = self.count(chosen)
-        price = _WORTH * len(chosen) * self.count(()).seconds
+        price = WORTH * len(chosen) * self.count(()).seconds
         return max(0.0, cost.memory_nbytes - self.bound_nbytes), cost.seconds + price
 
     def better(self, chosen: Chosen, first: Chosen, doubtful: Sequence[int]) -> Chosen | None:
