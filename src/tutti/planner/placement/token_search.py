@@ -29,8 +29,14 @@ def with_tokens_split(
     if not tokens or not search.found.chosen:
         return search, {}
 
+    def counted(one: Search, tokens: dict[str, str]) -> PlacedCost:
+        return costing.of(place_of(one.splits, costing.num_dims) | tokens)
+
+    def sent(one: Search) -> float:
+        return counted(one, tokens).sent_nbytes
+
     def rank(one: Search, tokens: dict[str, str]) -> tuple[float, float]:
-        cost: PlacedCost = costing.of(place_of(one.splits, costing.num_dims) | tokens)
+        cost = counted(one, tokens)
         return max(0.0, cost.memory_nbytes - bound_nbytes), cost.seconds * (
             1 + WORTH * bool(tokens)
         )
@@ -39,8 +45,9 @@ def with_tokens_split(
         return search, {}
     for more in _open(search):
         wider = _with(search, more, axis)
-        over, seconds = rank(wider, tokens)
-        if (over, seconds * (1 + WORTH)) < rank(search, tokens):
+        (over, seconds), before = rank(wider, tokens), rank(search, tokens)
+        moves_less = sent(wider) < sent(search) and (over, seconds) <= before
+        if moves_less or (over, seconds * (1 + WORTH)) < before:
             search = wider
     return search, tokens
 
