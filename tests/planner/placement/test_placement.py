@@ -104,6 +104,13 @@ def test_same_numbers(name: str) -> None:
     assert verdict.ok and verdict.max_error < 1e-9, str(verdict)
 
 
+def test_same_numbers_in_micro_batches_and_stages() -> None:
+    """Tokens stay whole there: rows of samples and tokens cannot be cut in time and over `tensor`."""
+    step, model, optimizer, batch = MODELS["bert"].arguments()
+    verdict = tutti.verify(step, model, optimizer, batch, "pipe=2 tensor=2 micro=2")
+    assert verdict.ok and verdict.max_error < 1e-9, str(verdict)
+
+
 def test_words_name_parameters_by_pattern() -> None:
     words = found("llama", 2).words
     assert words[0] == (

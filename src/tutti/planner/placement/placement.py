@@ -124,7 +124,8 @@ def find_place(
         found.append(search_axis(costing, axis, splits, fixed, bound_nbytes=bound))
         splits = found[-1].splits
     tokens: dict[str, str] = {}
-    if found[-1].axis == "tensor" and layout.axes.get("seq", 1) == 1:
+    # `seq` splits the tokens already; rows of samples and tokens, cut in time, too, would be gathered.
+    if found[-1].axis == "tensor" and layout.axes.get("seq", 1) == 1 and not layout.in_time:
         found[-1], tokens = with_tokens_split(costing, found[-1], bound_nbytes=bound)
     return _placement(captured, costing, found, tokens)
 
