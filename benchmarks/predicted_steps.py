@@ -3,9 +3,9 @@
     tutti calibrate
     python -m benchmarks.predicted_steps [--models gpt-3.7M ...] [--layouts "data=2" ...]
 
-Each model runs under each layout on one or two ranks, right after its prediction. Errors are those of the median
-step, and of the peak that the allocator reports. Nothing of the prediction was tuned on the models marked with a
-star.
+Each model runs under each layout on one or two ranks, right after its prediction. Errors are those of the
+median step, and of the peak that the allocator reports. Nothing of the prediction was tuned on the models
+marked with a star.
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ from tutti.planning.hardware_files import cluster_here
 from tutti.planning.this_machine import machine_here
 
 LAYOUTS = (
-    *("", "micro=4", "remat=full", "data=2", "data=2 zero=1", "data=2 zero=2 micro=2", "data=2 zero=3"),
+    *(
+        "",
+        "micro=4",
+        "remat=full",
+        "data=2",
+        "data=2 zero=1",
+        "data=2 zero=2 micro=2",
+        "data=2 zero=3",
+    ),
     *("data=2 micro=4", "data=2 remat=full", "tensor=2"),
     *(f"pipe=2 micro=4 schedule={name}" for name in ("gpipe", "1f1b", "zb")),
 )
@@ -112,7 +120,10 @@ class MixtureCase(BertCase):
 
 
 MODELS: dict[str, Case] = {
-    **{name: CASES[name] for name in ("gpt-3.7M", "gpt-29.5M", "gpt-51M", "llama-30M", "resnet-11M")},
+    **{
+        name: CASES[name]
+        for name in ("gpt-3.7M", "gpt-29.5M", "gpt-51M", "llama-30M", "resnet-11M")
+    },
     "bert": BertCase(name="bert", per_rank=8),
     "moe": MixtureCase(name="moe", per_rank=8),
 }
@@ -233,7 +244,9 @@ def compare(name: str, layouts: Sequence[str]) -> list[Found]:
             continue
         guesses = {layout: predicted(case, layout) for layout in own}
         for layout, (seconds, nbytes) in measured(case, own).items():
-            found.append(Found(name, layout, guesses[layout][0], seconds, guesses[layout][1], nbytes))
+            found.append(
+                Found(name, layout, guesses[layout][0], seconds, guesses[layout][1], nbytes)
+            )
     return found
 
 

@@ -138,6 +138,7 @@ ROOMS = {
     "planner": {
         **{"hardware": (), "costs": ("hardware",), "estimates": ("costs", "hardware")},
         **{"depth": ("costs", "estimates"), "search": ("estimates",), "runs": ()},
+        **{"placement": ("costs", "estimates", "hardware")},
     },
     "report": {"page": ()},
     "rules": {"families": (), "samples": ("families",)},

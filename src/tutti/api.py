@@ -24,6 +24,7 @@ from tutti.layout import Layout
 from tutti.modes.choice import kind_of
 from tutti.planning.plan_file import Plan
 from tutti.propagate.batch_dim import BatchDim
+from tutti.recording.step_forecast import predict_as
 from tutti.replicas import strategies
 from tutti.server.protocol import consistency
 from tutti.user_lines import OnlyUsersFrames
@@ -97,6 +98,7 @@ def _planned(path: Path, model: Any, place: Mapping[str, str] | None) -> Mapping
     plan = Plan.read(path)
     _, module = as_one_module(lambda *_: None, model)
     plan.check(module, VERSION, int(os.environ.get("WORLD_SIZE", "1")), at=str(path))
+    predict_as(plan.layout, plan.seconds)
     return plan.place if place is None else place
 
 

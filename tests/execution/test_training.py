@@ -55,6 +55,15 @@ def test_two_ranks_train_as_one(ranks: Ranks, name: str, layout: str) -> None:
     check(ranks, name, layout, 2)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_tied"])
+def test_ranks_find_one_placement(ranks: Ranks, name: str) -> None:
+    """Each rank searches by itself; a different result would be refused, or give other numbers."""
+    losses, state = runs.on_one_device(name, NUM_NARROW)
+    for found, whole in ranks.run(runs.train_unplaced, name, "tensor=2", NUM_NARROW, n=2):
+        runs.assert_same_losses(found, losses)
+        runs.assert_same_state(whole, state)
+
+
 @pytest.mark.parametrize(("name", "layout"), ON_FOUR)
 def test_four_ranks_train_as_one(ranks: Ranks, name: str, layout: str) -> None:
     check(ranks, name, layout, 4)

@@ -86,6 +86,14 @@ def train(
     return play.losses(num_steps, (name, wide)), play.whole_state()
 
 
+def train_unplaced(
+    name: str, layout: str, num_steps: int
+) -> tuple[list[float], dict[str, NDArray[Any]]]:
+    """As `train`, without the case's `place`: a search finds one."""
+    play = prepare(name, layout, place=False)
+    return play.losses(num_steps, (name, True)), play.whole_state()
+
+
 @functools.cache
 def on_one_device(
     name: str, num_steps: int, wide: bool = True

@@ -66,8 +66,10 @@ def run(
 
     check_seconds()
     words = [str(script), *(script_args or [])]
+    made = None
     if plan is not None or "auto" in layout.split():
-        layout, num_ranks = _planned(plan, layout, num_ranks, words)
+        made = _planned(plan, layout, num_ranks, words)
+        layout, num_ranks = made.layout, made.num_ranks
     parsed = Layout.parse(layout)
     parsed.check_available()
     if servers:
@@ -80,15 +82,28 @@ def run(
     if report is not None or REPORT.read():
         told = {"command": words, "layout": layout, "num_ranks": num_ranks}
         told["profile"] = str(profile.resolve()) if profile is not None else ""
-        start = _reported(report or Path(REPORT.read()), told, start)
+        start = _reported(report or Path(REPORT.read()), told, start, made)
+    if made is not None:
+        start = _following(made, start)
     raise typer.Exit(start())
 
 
-def _planned(
-    path: Path | None, layout: str, num_ranks: int | None, words: list[str]
-) -> tuple[str, int]:
-    """The layout of a plan and its ranks; with "auto" the plan is made first, in a process of its own."""
+def _following(made: Plan, start: Callable[[], int]) -> Callable[[], int]:
+    """The start of a run whose ranks check that the plan is for their model."""
     from tutti.environment import PLAN
+
+    def play() -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "plan.json"
+            made.write(file)
+            os.environ[PLAN.name] = str(file)
+            return start()
+
+    return play
+
+
+def _planned(path: Path | None, layout: str, num_ranks: int | None, words: list[str]) -> Plan:
+    """The plan of a file; with "auto" it is made first, in a process of its own."""
     from tutti.planning.plan_file import Plan
     from tutti.quantities import format_nbytes, format_seconds
 
@@ -96,7 +111,6 @@ def _planned(
         if layout:
             raise LayoutError(f'--plan {path} and --layout "{layout}"', fix="one of them")
         made = Plan.read(path)
-        os.environ[PLAN.name] = str(path.resolve())
     else:
         made = _made_here(layout, num_ranks, words)
         print(
@@ -110,7 +124,7 @@ def _planned(
             f"the plan is for {made.num_ranks} ranks, -n gives {num_ranks}",
             fix=f"-n {made.num_ranks}, or another plan",
         )
-    return made.layout, made.num_ranks
+    return made
 
 
 def _made_here(layout: str, num_ranks: int | None, words: list[str]) -> Plan:
@@ -156,13 +170,17 @@ def _profiled(folder: Path, start: Callable[[], int]) -> Callable[[], int]:
     return play
 
 
-def _reported(folder: Path, told: dict[str, Any], start: Callable[[], int]) -> Callable[[], int]:
+def _reported(
+    folder: Path, told: dict[str, Any], start: Callable[[], int], plan: Plan | None
+) -> Callable[[], int]:
     """The start of a run with records in `folder`, and a page at its end, also if it fails."""
     from tutti.launch.reported import reported
-    from tutti.recording.report_folder import check_report_folder
+    from tutti.recording.report_folder import PLAN, check_report_folder
 
     def play() -> int:
         check_report_folder(folder)
+        if plan is not None:
+            plan.write(folder / PLAN)
         try:
             return reported(folder, told, start)
         finally:

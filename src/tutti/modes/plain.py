@@ -36,6 +36,7 @@ from tutti.layout import Sharding
 from tutti.modes.compiled_program import Compiled
 from tutti.partition.partition import Program, partition
 from tutti.pipeline.ready import in_time
+from tutti.planner.placement.placement import found_seeds
 from tutti.propagate.plan import plan
 from tutti.replicas import replica_rows
 from tutti.report.explanation import explain as explain_program
@@ -186,7 +187,9 @@ class Plain:
         refuse_other_layouts(captured, job.layout)
         dims = job.dims(batch)
         guard, own = guard_of(captured), copied(captured)
-        made = plan(own, job.layout, job.place, known=home.compute, dims=dims, shards=named)
+        seeds = found_seeds(captured, job.layout, job.place, known=home.compute, dims=dims)
+        rest: dict[str, Any] = {"known": home.compute, "dims": dims, "shards": named, **seeds}
+        made = plan(own, job.layout, job.place, **rest)
         home.compute.update(made.compute)
         return partition(made, strict=STRICT.read()), guard
 

@@ -64,18 +64,23 @@ class Program:
         return [n for n in self.graph.nodes if n.target in collectives.COLLECTIVES]
 
 
-def partition(made: ShardingPlan, *, strict: bool = False) -> Program:
-    """The program of one rank. With `strict`, an op without a rule is an error instead of a warning."""
-    return _PartitionWriter(made, strict).write()
+def partition(
+    made: ShardingPlan, *, strict: bool = False, chooser: Chooser | None = None
+) -> Program:
+    """The program of one rank. With `strict`, an op without a rule is an error instead of a warning.
+
+    `chooser` keeps its choices for further plans with the same book of rules.
+    """
+    return _PartitionWriter(made, strict, chooser or Chooser(made.mesh)).write()
 
 
 class _PartitionWriter:
-    def __init__(self, made: ShardingPlan, strict: bool) -> None:
+    def __init__(self, made: ShardingPlan, strict: bool, chooser: Chooser) -> None:
         self.plan, self.mesh, self.strict = made, made.mesh, strict
         self.captured = made.captured
         self.local = Local(self.captured.mode, self.mesh)
         self.program = Program(self.local.graph, self.captured, made.layout, made)
-        self.chooser = Chooser(self.mesh)
+        self.chooser = chooser
         self.scalars: dict[fx.Node, Any] = {}
         self.wholes: dict[tuple[int, ...], Sharding] = {}
         self.values = Values(made.spread, self.local, self.scalars, self.program.made)

@@ -23,10 +23,15 @@ from tutti.graph.edits.quick import quickly_written
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
+from tutti.planner.placement.placement import found_seeds
+from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import plan
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import OnlyUsersFrames
 from tutti.verification.copies import copies_in_place
+
+# Axes on whose sizes a placement depends.
+_PLACED = ("tensor", "seq", "expert")
 
 
 class CandidatePrograms:
@@ -38,6 +43,7 @@ class CandidatePrograms:
     def __init__(self, job: Job, batch: tuple[Any, ...]) -> None:
         self.job, self.batch = job, batch
         self._captured: dict[str, Captured] = {}
+        self._found: dict[Any, dict[str, Any]] = {}
 
     def captured(self, precision: str) -> Captured:
         """The step as one graph.
@@ -58,10 +64,18 @@ class CandidatePrograms:
         Raises:
             ShardingError, LayoutError: the step does not allow the layout.
         """
-        own = copied(self.captured(layout.precision))
+        captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
         with _quiet():
-            made = plan(own, layout, self.job.place, dims=self.job.dims(self.batch))
-            return partition(made)
+            found = self._place(captured, layout, dims)
+            return partition(plan(copied(captured), layout, self.job.place, dims=dims, **found))
+
+    def _place(self, captured: Captured, layout: Layout, dims: Dims | None) -> dict[str, Any]:
+        """The placement that a run would find; it depends little on the other words of the layout."""
+        axes = {a: n for a, n in layout.axes.items() if a in _PLACED}
+        key = layout.precision, layout.in_time, tuple(axes.items())
+        if key not in self._found:
+            self._found[key] = found_seeds(captured, layout, self.job.place, dims=dims)
+        return self._found[key]
 
     @contextmanager
     def _here(self, precision: str) -> Iterator[tuple[Any, Any, Any]]:

@@ -21,8 +21,9 @@ from tutti.layout import Layout
 from tutti.planning.layout_plan import answer
 from tutti.planning.this_machine import question_here
 from tutti.quantities import format_nbytes, format_seconds
+from tutti.recording.step_forecast import predict_as
 
-_REFUSED = "refused: "
+_REFUSED, _PREDICTED = "refused: ", " seconds="
 
 
 def chosen(job: Job, batch: tuple[Any, ...], given: str) -> Job:
@@ -43,7 +44,9 @@ def chosen(job: Job, batch: tuple[Any, ...], given: str) -> Job:
         text = exchange_texts(text, Group.world())[0]
     if text.startswith(_REFUSED):
         raise PlanError(text.removeprefix(_REFUSED))
-    return replace(job, layout=Layout.parse(text))
+    layout, _, seconds = text.partition(_PREDICTED)
+    predict_as(layout, float(seconds))
+    return replace(job, layout=Layout.parse(layout))
 
 
 def _choice(job: Job, batch: tuple[Any, ...], given: str, num_ranks: int) -> str:
@@ -58,4 +61,4 @@ def _choice(job: Job, batch: tuple[Any, ...], given: str, num_ranks: int) -> str
         file=sys.stderr,
         flush=True,
     )
-    return best.layout
+    return f"{best.layout}{_PREDICTED}{best.estimate.seconds}"

@@ -134,9 +134,9 @@ def answer(
 
 def _layouts(job: Job, rows: int, question: PlanQuestion) -> list[Layout]:
     """Of all devices; of one device, too, unless the user fixed the ranks or gave an axis."""
-    axes = ["data", "pipe"]
+    axes = ["data", "pipe", "tensor"]
     used = {word for text in job.place.values() for word in text.replace("+", ",").split(",")}
-    axes += [a for a in ("tensor", "seq", "expert") if a in {word.strip() for word in used}]
+    axes += [a for a in ("seq", "expert") if a in {word.strip() for word in used}]
     host = question.cluster.topology.host_size
     most = (("tensor", host), ("pipe", min(_MOST_PIPE, _most_stages(job.model))))
     count = question.num_ranks or question.cluster.count

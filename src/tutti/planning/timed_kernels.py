@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.execution.allocator import keep_freed_memory
 from tutti.execution.direct import direct
 from tutti.graph.analysis.liveness import last_uses
 from tutti.graph.ops import collectives
@@ -46,6 +47,7 @@ class TimedKernels:
 
     def __call__(self, graph: fx.Graph) -> dict[fx.Node, float]:
         """Median seconds by node."""
+        keep_freed_memory()  # as in a run: fresh pages would cost more than the ops
         with _threads(self.num_threads), torch.no_grad():
             run = _GraphRun(graph)
             with _others(self.num_ranks - 1, run):

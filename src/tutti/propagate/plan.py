@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -32,6 +33,7 @@ from tutti.propagate.factors import axes_of
 from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage_sharding import PARAMETERS_FROM, SLOTS_FROM, slot_like, with_zero
 from tutti.rules import is_tensor_call
+from tutti.rules.book import Book
 from tutti.rules.decompositions import DECOMPOSITIONS
 
 # Axes that split the weights themselves; the others split only data.
@@ -44,9 +46,9 @@ class ShardingPlan:
     """A captured graph with the wanted sharding of every value and the storage sharding of all state.
 
     `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held` are
-    values whose sharding the user asked for, `patterns` the entry of `place` by weight. `samples` are the
-    shardings over which the step computes the tensors of the batch, `shards` those of the ones that arrive in
-    shards; the others arrive whole.
+    values whose sharding the user asked for, `patterns` the entry of `place` by weight, `words` describe what
+    a search has found for the others. `samples` are the shardings over which the step computes the tensors of
+    the batch, `shards` those of the ones that arrive in shards; the others arrive whole.
     """
 
     captured: Captured
@@ -61,11 +63,23 @@ class ShardingPlan:
     unsplit: list[Unsplit] = field(default_factory=list)
     samples: dict[str, Sharding] = field(default_factory=dict)
     shards: Mapping[str, Sharding] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> Mesh:
         """The mesh of the values' shardings."""
         return self.layout.program_mesh
+
+
+@dataclass(frozen=True)
+class _Seeds:
+    """The shardings of weights from outside: of `place`, of a search, of earlier steps; words about them."""
+
+    place: Place
+    found: Place
+    known: Mapping[str, Sharding]
+    words: tuple[str, ...]
+    book: Book
 
 
 def plan(
@@ -76,25 +90,29 @@ def plan(
     known: Mapping[str, Sharding] | None = None,
     dims: Dims | None = None,
     shards: Mapping[str, Sharding] | None = None,
+    found: Place | None = None,
+    words: Sequence[str] = (),
+    book: Book | None = None,
 ) -> ShardingPlan:
     """Plan the shardings of all values; rewrites `captured.graph` (boundaries, decompositions).
 
     `known` are compute shardings of an earlier step on the same model; they stay. `dims` gives the dim of
     samples of each tensor of the batch; the default searches for it, with a warning if that splits little.
-    `shards` are the shardings of tensors of the batch that arrive in shards.
+    `shards` are the shardings of tensors of the batch that arrive in shards. `found` are entries like those
+    of `place` that a search has found, and `words` describe them: the user's come first, and an op that
+    cannot take one of them gathers the weight. `book` keeps the rules of calls for further plans of one step.
 
     Raises `ShardingError` for a batch or a `place` that does not divide, and for patterns that match
     nothing.
     """
     ways = candidates(captured) if dims is None else [dims]
     spare = copied(captured) if len(ways) > 1 else captured
-    made = _planned(captured, layout, place, known, ways[0])
+    seeds = _Seeds(place or {}, found or {}, known or {}, tuple(words), book or Book())
+    made = _planned(captured, layout, seeds, ways[0])
     if len(ways) > 1 and "data" in layout.program_mesh:
         if layout.in_time:  # a split in time, too, must follow the first tensor's samples
             ways = ways[:1]
-        made = _fullest(
-            made, spare, ways, lambda one, dims: _planned(one, layout, place, known, dims)
-        )
+        made = _fullest(made, spare, ways, lambda one, dims: _planned(one, layout, seeds, dims))
     made.shards = shards or {}
     warn_of_uneven(made.unsplit)
     warn_of_micro(layout.micro, made.layout.micro)
@@ -125,8 +143,7 @@ def _whole_share(made: ShardingPlan) -> float:
 def _planned(
     captured: Captured,
     layout: Layout,
-    place: Place | None,
-    known: Mapping[str, Sharding] | None,
+    seeds: _Seeds,
     dims: Dims,
 ) -> ShardingPlan:
     shapes = {
@@ -135,10 +152,13 @@ def _planned(
     asked = layout.micro
     layout = micro_of(layout, [int(shapes[n][d]) for n, d in dims.items() if d is not None])
     boundaries = insert_boundaries(captured)
-    made = ShardingPlan(captured, layout, Spread(layout.program_mesh), boundaries)
+    spread = Spread(layout.program_mesh, book=seeds.book)
+    made = ShardingPlan(captured, layout, spread, boundaries)
     _alias_weights(made)
-    _seed_known(made, known or {})
-    _seed_place(made, place or {})
+    made.words = seeds.words
+    _seed_known(made, seeds.known)
+    _seed_place(made, seeds.place)
+    _seed_found(made, seeds.found)
     _seed_batch(made, dims, asked)
     made.spread.run(captured.graph)
     _seed_hints(made)
@@ -182,10 +202,7 @@ def _seed_place(made: ShardingPlan, place: Place) -> None:
         names = [n for n in parameters if fnmatchcase(n, pattern)]
         outputs = [] if names else _outputs(made, pattern)
         for node in outputs:
-            what = f'place["{pattern}"] for the output of {_module(node, pattern)}'
-            sharding = placed(text, tuple(node.meta["val"].shape), made.mesh, what)
-            made.spread.seed(node, sharding, f'place "{pattern}"')
-            made.held.add(node)
+            _seed_output(made, node, pattern, text, "place")
         if not names and not outputs:
             near = difflib.get_close_matches(pattern.replace("*", ""), parameters, n=3, cutoff=0.3)
             raise ShardingError(
@@ -203,6 +220,34 @@ def _seed_place(made: ShardingPlan, place: Place) -> None:
                 made.spread.seed(
                     marks[name], sharding, f'place "{pattern}"', closed=True, rank=STRONG
                 )
+
+
+def _seed_found(made: ShardingPlan, found: Place) -> None:
+    """As `_seed_place`, for parameters without a sharding of the user or of an earlier step."""
+    marks = {k.parameter: m for m, k in made.boundaries.items() if k.parameter}
+    parameters = [n for n, k in made.captured.kinds.items() if k == "parameter"]
+    matched = {n: next((p for p in found if fnmatchcase(n, p)), None) for n in parameters}
+    for name, pattern in matched.items():
+        if pattern is None or name in made.compute:
+            continue
+        shape = tuple(made.captured.placeholder(name).meta["val"].shape)
+        made.compute[name] = placed(found[pattern], shape, made.mesh, f"{name}, found")
+        if name in marks:
+            why = f'found "{pattern}"'
+            made.spread.seed(marks[name], made.compute[name], why, closed=True, rank=STRONG)
+    for pattern in [p for p in found if p not in matched.values()]:
+        for node in _outputs(made, pattern):
+            # A module may have an output of another shape elsewhere, which stays as it is.
+            with contextlib.suppress(ShardingError):
+                _seed_output(made, node, pattern, found[pattern], "found")
+
+
+def _seed_output(made: ShardingPlan, node: fx.Node, pattern: str, text: str, why: str) -> None:
+    """Seed the output of a module whose name matches."""
+    what = f'{why}["{pattern}"] for the output of {_module(node, pattern)}'
+    sharding = placed(text, tuple(node.meta["val"].shape), made.mesh, what)
+    made.spread.seed(node, sharding, f'{why} "{pattern}"')
+    made.held.add(node)
 
 
 def _outputs(made: ShardingPlan, pattern: str) -> list[fx.Node]:

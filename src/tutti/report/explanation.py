@@ -44,6 +44,9 @@ def explain(
     if made is None and program.layout.in_time:
         made = in_time(program)
     parts = [_header(program), _layout_table(program, made)]
+    parts += ["found, for lack of a place:\n  " + "\n  ".join(program.plan.words)] * bool(
+        program.plan.words
+    )
     parts += [_batch_table(program)] if program.plan.samples else []
     parts += _memory(program, measured, run, made)
     if made is not None:

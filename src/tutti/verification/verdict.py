@@ -25,6 +25,7 @@ from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import left_out_by_environment, optimized, optional_names
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
+from tutti.planner.placement.placement import found_seeds
 from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import plan
 from tutti.state.residence import Residence, run_device, settle
@@ -195,7 +196,8 @@ class Subject:
         """The partitioned program under `layout`; `dims` are those of the samples, if given."""
         assert layout.precision == self.precision, f"captured in {self.precision}"
         refuse_other_layouts(self.captured, layout)
-        return partition(plan(copied(self.captured), layout, place, dims=dims))
+        seeds = found_seeds(self.captured, layout, place or {}, dims=dims)
+        return partition(plan(copied(self.captured), layout, place, dims=dims, **seeds))
 
     def verdict(
         self,

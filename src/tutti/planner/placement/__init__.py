@@ -1,0 +1,1 @@
+"""Finds the compute shardings of parameters that `place` does not give."""
