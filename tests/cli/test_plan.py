@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import tutti
 from tutti.cli.main import app
 from tutti.planning.plan_file import Plan
 
@@ -136,7 +138,7 @@ def test_bad_input_is_refused(words: list[str], texts: list[str], script: Path) 
         assert text in result.stderr
 
 
-def test_a_plan_runs(tmp_path: Path) -> None:
+def test_a_plan_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         SCRIPT.replace('raise SystemExit("the step ran")', 'print("ran", step.layout)')
@@ -155,10 +157,13 @@ def test_a_plan_runs(tmp_path: Path) -> None:
     ]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "ran data=2 zero=3" in ran.stdout, ran.stderr
-    script.write_text(script.read_text().replace("nn.Linear(64, 8)", "nn.Linear(64, 9)"))
-    refused = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert refused.returncode
-    assert "PlanError: the plan is for another model" in refused.stderr
+    monkeypatch.setenv("TUTTI_PLAN", str(tmp_path / "plan.json"))
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(tutti.PlanError, match="for 2 ranks, and 1 are running"):
+        tutti.distribute(lambda *_: None, model, torch.optim.SGD(model.parameters()))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(tutti.PlanError, match="the plan is for another model"):
+        tutti.distribute(lambda *_: None, model, torch.optim.SGD(model.parameters()))
 
 
 def test_a_plan_and_a_layout_are_refused(script: Path, tmp_path: Path) -> None:

@@ -115,8 +115,10 @@ class _RankMeasurement:
     def _median(self, call: Callable[[], object], share: float = 1.0, *, repeats: int = 0) -> float:
         """Median seconds of a call, while the other processes make it, too.
 
-        Calls that exchange values are made `repeats` times, equally often on every rank.
+        Calls that exchange values are made `repeats` times a second of measurement, equally often on every
+        rank.
         """
+        repeats = max(3, int(repeats * self.seconds)) if repeats else 0
         self._meet()
         call()
         self._wait()
