@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tutti.errors import LayoutError
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.composed import _balanced, composed
@@ -113,6 +114,11 @@ def test_closed_forms_are_near_the_clock(
     assert closed.peak_nbytes == pytest.approx(played.peak_nbytes, rel=0.2)
     assert played.timeline is not None
     assert closed.timeline is None
+
+
+def test_more_stages_than_layers_are_refused(estimates: StepEstimates) -> None:
+    with pytest.raises(LayoutError, match="16 stages for 14 pieces"):
+        estimates(Layout.parse("pipe=16 micro=16"))
 
 
 def test_layers_count(estimates: StepEstimates) -> None:

@@ -47,7 +47,7 @@ def composed(
             cheaper and a few percent off where stages differ.
 
     Raises:
-        LayoutError: a budget of `remat`; only none and full are known.
+        LayoutError: a budget of `remat`; only none and full are known. More stages than layers.
         ScheduleError: there is no such schedule for these pipeline ranks and micro-batches.
     """
     if layout.remat not in ("none", "full"):
@@ -208,6 +208,12 @@ class _Composition:
     def _cut(self) -> list[list[Piece]]:
         whole = [self.blocks.first, *self.blocks.sequence(), self.blocks.last]
         count = self.pipe * self._chunks
+        if count > len(whole):
+            raise LayoutError(
+                f"{count} stages for {len(whole)} pieces of the model",
+                why="each stage has a layer, or what is before or behind the layers",
+                fix=f"pipe={len(whole) // self._chunks} or fewer",
+            )
         stages: list[list[Piece]] = [[] for _ in range(count)]
         stage_of = _balanced([p.forward + p.backward for p in whole], count)
         for piece, stage in zip(whole, stage_of, strict=True):
