@@ -6,7 +6,7 @@ captured with few of its repeated layers, and composed (`planner/depth`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.block_work import MODEL_AXES, Blocks, blocks_of
 from tutti.planner.depth.composed import composed
-from tutti.planner.depth.repeated_layers import Run, runs_of, shortened
+from tutti.planner.depth.repeated_layers import Run, ShortUnits, runs_of, shortened
 from tutti.planner.estimates.layout_estimate import Estimate, estimate, flops_of_nodes
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows
@@ -130,16 +130,16 @@ class StepEstimates:
         graph = self._short_programs.captured(precision).graph
         return flops_of_nodes(graph.nodes) + sum(self._more_flops(graph))
 
-    def _more_flops(self, graph: Any) -> Sequence[float]:
-        """Of the layers that the short model lacks."""
-        found = []
-        for run in self.runs:
-            head = f"{run.path}."
-            own = [n for n in graph.nodes if (n.meta.get("module") or "").startswith(head)]
-            short, missing = _SHORT * run.unit, run.num_layers - _SHORT * run.unit
-            total = flops_of_nodes(own)
-            found.append(total * missing / short)
-        return found
+    def _more_flops(self, graph: Any) -> Iterator[float]:
+        """Of the layers that the short model lacks, by run."""
+        units = ShortUnits(self.runs, self._repeats)
+        own: list[list[Any]] = [[] for _ in self.runs]
+        for node in graph.nodes:
+            unit = units.of(node.meta.get("module") or "")
+            if unit is not None:
+                own[unit[0]].append(node)
+        for run, nodes in zip(self.runs, own, strict=True):
+            yield flops_of_nodes(nodes) * (run.repeats - _SHORT) / _SHORT
 
     @property
     def num_tokens(self) -> int:

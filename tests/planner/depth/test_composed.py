@@ -137,6 +137,31 @@ def test_operations_count_every_layer(estimates: StepEstimates) -> None:
     assert estimates.flops() == pytest.approx(6 * tokens * (12 * layer + head), rel=1e-6)
 
 
+class TwoKinds(Deep):
+    """Narrow layers, then wide ones, in one container."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        wide = (
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(6)
+        )
+        self.blocks.extend([*(nn.Linear(WIDTH, WIDTH) for _ in range(5)), *wide])
+
+
+def test_operations_of_two_kinds_of_layers_are_counted_apart() -> None:
+    with torch.device("meta"):
+        model = TwoKinds()
+    job = Job.of(train_step, model, torch.optim.SGD(model.parameters(), lr=0.1), Layout())
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    deep = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+    whole = StepEstimates(job, batch, lambda _: machine)
+    assert deep._is_composed
+    assert not whole._is_composed
+    assert deep.flops() == pytest.approx(whole.flops(), rel=1e-6)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_stages_are_contiguous_full_and_balanced(count: int) -> None:
     times = [0.5, 1, 1, 1, 1, 1, 3]

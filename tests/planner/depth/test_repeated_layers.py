@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tutti.planner.depth.repeated_layers import Run, runs_of, shortened
+from tutti.planner.depth.repeated_layers import Run, ShortUnits, runs_of, shortened
 
 
 class Layer(nn.Module):
@@ -76,3 +76,11 @@ def test_a_short_model_is_whole_again() -> None:
         assert optimizer.param_groups[1]["lr"] == 2.0
         raise RuntimeError("inside")
     assert (list(model.layers), [list(g["params"]) for g in optimizer.param_groups]) == before
+
+
+def test_units_of_several_runs_in_one_container() -> None:
+    runs = runs_of(Stack("caaaaabbbbb"))
+    units = ShortUnits(runs, dict.fromkeys(runs, 2))  # short: c a a b b
+    found = [units.of(f"layers.{i}.linear.weight") for i in range(6)]
+    assert found == [None, (0, 0), (0, 1), (1, 0), (1, 1), None]
+    assert units.of("head.weight") is None

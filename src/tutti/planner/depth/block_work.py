@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from torch import Tensor, fx
+from torch import fx
 
 from tutti.graph.analysis.aliases import roots_of
+from tutti.graph.analysis.cost import nbytes_of
 from tutti.graph.analysis.liveness import held
 from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import Storages
@@ -27,10 +28,9 @@ from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.costs.graph_seconds import collective_call
-from tutti.planner.depth.repeated_layers import Run
+from tutti.planner.depth.repeated_layers import Run, ShortUnits
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.estimates.rank_groups import RankGroups
-from tutti.torch_private.pytrees import tree_leaves
 
 # Axes whose collectives belong to a piece; those over `data` belong to the whole step.
 MODEL_AXES = frozenset({"tensor", "seq", "expert"})
@@ -113,6 +113,7 @@ class _BlockReader:
         repeats: Mapping[Run, int],
     ) -> None:
         self.program, self.machine, self.runs, self.repeats = program, machine, runs, repeats
+        self.units = ShortUnits(runs, repeats)
         self.groups = RankGroups(program.layout.mesh, machine.topology.host_size)
         donated = frozenset(program.captured.updated)
         self.graph = optimized(program, Target(donated=donated), without=_JOINS)
@@ -165,7 +166,7 @@ class _BlockReader:
         self._add(node, region, seconds)
         self._add(node, "exchange", seconds)
         if region == "forward":
-            self._add(node, "once", _nbytes(node))
+            self._add(node, "once", nbytes_of(node))
         self._add(node, "sent", passes * (group.size - 1) / group.size * call.nbytes)
 
     def _kept(self) -> None:
@@ -182,7 +183,7 @@ class _BlockReader:
             if root.op != "call_function" or RECOMPUTED in node.meta:
                 continue
             counted.add(root)
-            self._add(root, "kept" if root in of_batch else "cast", _nbytes(root))
+            self._add(root, "kept" if root in of_batch else "cast", nbytes_of(root))
 
     @cached_property
     def _of_batch(self) -> set[fx.Node]:
@@ -199,7 +200,7 @@ class _BlockReader:
             if node.op == "placeholder" and is_state(node):
                 entry = entries.get(node.meta["name"])
                 kind = "parameters" if entry is not None and entry.kind == "parameter" else "slots"
-                self._add_state(entry.owner or entry.name if entry else "", kind, _nbytes(node))
+                self._add_state(entry.owner or entry.name if entry else "", kind, nbytes_of(node))
         roots = roots_of(self.graph)
         counted: set[fx.Node] = set()
         for node in self.graph.nodes:
@@ -207,7 +208,7 @@ class _BlockReader:
             root = roots.get(node) or node
             if node.meta.get("region") == "backward" and into_update and root not in counted:
                 counted.add(root)
-                self._add(root, "gradients", _nbytes(root))
+                self._add(root, "gradients", nbytes_of(root))
 
     def _add_state(self, name: str, what: str, amount: float) -> None:
         key = self._piece_of_name(name, "first" if name in self._first_state else "last"), what
@@ -239,7 +240,7 @@ class _BlockReader:
                 self._position[n]
                 for n in self.graph.nodes
                 if n.meta.get("region") == region
-                and self._unit_of(n.meta.get("module") or "") is not None
+                and self.units.of(n.meta.get("module") or "") is not None
             ]
             for region in ("forward", "backward")
         }
@@ -283,31 +284,8 @@ class _BlockReader:
         return found
 
     def _piece_of_name(self, name: str, otherwise: str) -> str:
-        unit = self._unit_of(name)
+        unit = self.units.of(name)
         return otherwise if unit is None else f"run {unit[0]}.{unit[1]}"
-
-    def _unit_of(self, name: str) -> tuple[int, int] | None:
-        """The run and the unit of a name of a module or of a parameter."""
-        for i, run in enumerate(self.runs):
-            head = f"{run.path}." if run.path else ""
-            if not name.startswith(head):
-                continue
-            number = name[len(head) :].partition(".")[0]
-            begin, end = self._numbers[i]
-            if number.isdecimal() and begin <= int(number) < end:
-                return i, (int(number) - begin) // run.unit
-        return None
-
-    @cached_property
-    def _numbers(self) -> list[tuple[int, int]]:
-        """The numbers of the layers of each run in the short model."""
-        found, gone = [], dict[str, int]()
-        for run in self.runs:
-            short = run.unit * self.repeats[run]
-            start = run.start - gone.get(run.path, 0)
-            gone[run.path] = gone.get(run.path, 0) + run.num_layers - short
-            found.append((start, start + short))
-        return found
 
     def _transients(self, last_kept: float) -> tuple[float, float]:
         """The most bytes above those at the border of forward and backward: anywhere, and in layers, whose
@@ -319,7 +297,7 @@ class _BlockReader:
                 border = nbytes
             if region in ("forward", "backward"):
                 peak = max(peak, nbytes)
-            if region == "backward" and self._unit_of(node.meta.get("module") or "") is not None:
+            if region == "backward" and self.units.of(node.meta.get("module") or "") is not None:
                 inside = max(inside, nbytes + last_kept)
         return max(0.0, peak - border), max(0.0, inside - border)
 
@@ -333,7 +311,7 @@ class _BlockReader:
             readers = [u for u in node.users if u.meta.get("region") == "forward"]
             others = {_layer(u.meta.get("module") or "") for u in readers}
             if own and any(o and o != own for o in others):
-                best = max(best, _nbytes(node))
+                best = max(best, nbytes_of(node))
         return best
 
 
@@ -344,10 +322,5 @@ def _layer(name: str) -> str:
     return "" if at is None else ".".join(words[: at + 1])
 
 
-def _nbytes(node: fx.Node) -> int:
-    leaves = tree_leaves(node.meta.get("val"))
-    return sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
-
-
 def _moved_nbytes(node: fx.Node) -> int:
-    return _nbytes(node) + sum(map(_nbytes, node.all_input_nodes))
+    return nbytes_of(node) + sum(map(nbytes_of, node.all_input_nodes))

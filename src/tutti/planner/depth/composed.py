@@ -22,7 +22,6 @@ from tutti.planner.estimates.graph_clock import (
     COLLECTIVES,
     COMPUTE,
     IDLE,
-    MESSAGES,
     OVERLAP_SLOWDOWN,
 )
 from tutti.planner.estimates.layout_estimate import Estimate
@@ -86,7 +85,6 @@ class _Composition:
             exposed = max(self._gathered(p) + self._reduced(p) for p in ranks)
             seconds += exposed
             kinds[COLLECTIVES] += exposed  # type: ignore[assignment]
-            kinds[MESSAGES] += 0.0  # type: ignore[assignment]
         update = max(p.update for p in ranks) / (self.data if self.layout.zero else 1)
         renewed = max(self._renewed(p) for p in ranks)
         kinds[COMPUTE] += computing + update  # type: ignore[assignment]
@@ -143,10 +141,9 @@ class _Composition:
         whole = sum(pieces, Piece())
         if self.layout.remat != "full" or not whole.kept:
             return whole
-        between = max(1.0, self.blocks.message)
-        segments = min(len(pieces), max(1.0, math.sqrt(whole.kept / between)))
+        segments = self._num_segments(pieces)
         again = (whole.forward - whole.exchange / 3) * (1 - 1 / segments)
-        kept = min(whole.kept, segments * between + whole.once)
+        kept = min(whole.kept, segments * self._between + whole.once)
         return replace(whole, backward=whole.backward + again, kept=kept, cast=0.0)
 
     def _segment(self, pieces: list[Piece]) -> float:
@@ -154,9 +151,16 @@ class _Composition:
         if self.layout.remat != "full":
             return 0.0
         whole = sum(pieces, Piece())
-        between = max(1.0, self.blocks.message)
-        segments = min(len(pieces), max(1.0, math.sqrt(whole.kept / between)))
-        return (whole.kept + whole.cast) / segments
+        return (whole.kept + whole.cast) / self._num_segments(pieces)
+
+    @property
+    def _between(self) -> float:
+        """Bytes between two layers."""
+        return max(1.0, self.blocks.message)
+
+    def _num_segments(self, pieces: list[Piece]) -> float:
+        kept = sum(piece.kept for piece in pieces)
+        return min(len(pieces), max(1.0, math.sqrt(kept / self._between)))
 
     @property
     def _pipeline(self) -> Layout:
@@ -329,8 +333,7 @@ def _balanced(times: list[float], count: int) -> list[int]:
             high = middle
         else:
             low = middle
-    stages = _filled(times, high, count)
-    return stages
+    return _filled(times, high, count)
 
 
 def _filled(times: list[float], bound: float, count: int) -> list[int]:

@@ -43,6 +43,30 @@ class Run:
         return self.unit * self.repeats
 
 
+class ShortUnits:
+    """The units of each run in a short model, by the names of its modules and parameters."""
+
+    def __init__(self, runs: Sequence[Run], repeats: Mapping[Run, int]) -> None:
+        self._numbers: list[tuple[Run, int, int]] = []
+        gone: dict[str, int] = {}
+        for run in runs:
+            short = run.unit * repeats[run]
+            start = run.start - gone.get(run.path, 0)
+            gone[run.path] = gone.get(run.path, 0) + run.num_layers - short
+            self._numbers.append((run, start, start + short))
+
+    def of(self, name: str) -> tuple[int, int] | None:
+        """The position of the run and of the unit in it; None outside of all runs."""
+        for i, (run, begin, end) in enumerate(self._numbers):
+            head = f"{run.path}." if run.path else ""
+            if not name.startswith(head):
+                continue
+            number = name[len(head) :].partition(".")[0]
+            if number.isdecimal() and begin <= int(number) < end:
+                return i, (int(number) - begin) // run.unit
+        return None
+
+
 def runs_of(model: nn.Module) -> tuple[Run, ...]:
     """The runs of a model, in the order of its containers; none inside of another."""
     found: list[Run] = []
