@@ -1,4 +1,4 @@
-"""Names in a folder that survive a power failure."""
+"""Files that are whole or not there, folders that can be written, names that survive a power failure."""
 
 from __future__ import annotations
 
@@ -17,3 +17,25 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file by a draft beside it: readers see the old one or the new one, whole.
+
+    Raises `OSError`, and leaves no draft.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        draft.write_bytes(data)
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+
+
+def make_writable(folder: Path) -> None:
+    """Make a folder, and try to write to it. Raises `OSError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".probe-{os.getpid()}"
+    probe.touch()
+    probe.unlink(missing_ok=True)  # of a process of another host, with this number

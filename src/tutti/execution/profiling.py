@@ -15,7 +15,6 @@ from __future__ import annotations
 import atexit
 import json
 import operator
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from tutti.durable import make_writable, write_whole
 from tutti.environment import PROFILE, ROLE
 from tutti.errors import TuttiError
 from tutti.graph.edits.edit import source_of
@@ -118,13 +118,10 @@ class ProcessTrace:
         ranks = {"rank": pid, "world_size": dist.get_world_size() if dist.is_initialized() else 1}
         whole = {"traceEvents": heads + self._events, "distributedInfo": ranks}
         path = self._folder / f"{name.replace(' ', '-')}.json"
-        draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps(whole))
-            draft.replace(path)
+            write_whole(path, json.dumps(whole).encode())
         except OSError as error:
-            draft.unlink(missing_ok=True)
             raise TuttiError(
                 f"cannot write the trace {path}", why=str(error), fix="a folder with room for it"
             ) from error
@@ -204,10 +201,7 @@ def check_folder(folder: Path) -> None:
         TuttiError: it cannot be made or written to.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        make_writable(folder)
         for file in trace_files(folder):
             file.unlink()
     except OSError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tutti.durable import make_writable
 from tutti.environment import ROLE
 from tutti.errors import TuttiError
 
@@ -39,10 +40,7 @@ def check_report_folder(folder: Path) -> None:
         TuttiError: it cannot be made or written to.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink(missing_ok=True)  # of a process of another host, with this number
+        make_writable(folder)
     except OSError as error:
         raise TuttiError(
             f"no report can be written to {folder}",

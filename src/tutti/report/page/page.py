@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from tutti.durable import write_whole
 from tutti.errors import TuttiError
 from tutti.quantities import format_nbytes, format_seconds
 from tutti.recording.report_folder import PAGE
@@ -37,12 +37,9 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
     """
     path = output or folder / PAGE
     content = page_of(folder).encode("utf-8", "replace")
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
     try:
-        draft.write_bytes(content)
-        draft.replace(path)
+        write_whole(path, content)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise TuttiError(
             f"cannot write the page {path}", why=str(error), fix="--output with another file"
         ) from error
