@@ -24,7 +24,6 @@ from tutti.layout import Layout
 from tutti.modes.choice import kind_of
 from tutti.planning.plan_file import Plan
 from tutti.propagate.batch_dim import BatchDim
-from tutti.recording.step_forecast import predict_as
 from tutti.replicas import strategies
 from tutti.server.protocol import consistency
 from tutti.user_lines import OnlyUsersFrames
@@ -76,8 +75,10 @@ def distribute(
         CaptureError, ShardingError: at the first call, for a step or a batch that does not fit, such as a
             batch without samples.
     """
+    plan = None
     if layout is None and optimizer is not None and (path := PLAN.read()):
-        place = _planned(Path(path), model, place)
+        plan = _plan_of(Path(path), model)
+        place = plan.place if place is None else place
     if (given := _automatic(layout)) is not None:
         layout = ""
     return Step(
@@ -86,6 +87,7 @@ def distribute(
         optimizer,
         layout_now(layout),
         automatic=given,
+        predicted_seconds=None if plan is None else plan.seconds,
         place=place,
         cut=cut,
         batch_dim=batch_dim,
@@ -93,13 +95,12 @@ def distribute(
     )
 
 
-def _planned(path: Path, model: Any, place: Mapping[str, str] | None) -> Mapping[str, str] | None:
-    """The placement of the run's plan, which must be for this model."""
+def _plan_of(path: Path, model: Any) -> Plan:
+    """The run's plan, which must be for this model."""
     plan = Plan.read(path)
     _, module = as_one_module(lambda *_: None, model)
     plan.check(module, VERSION, int(os.environ.get("WORLD_SIZE", "1")), at=str(path))
-    predict_as(plan.layout, plan.seconds)
-    return plan.place if place is None else place
+    return plan
 
 
 def _automatic(layout: str | Layout | None) -> str | None:

@@ -58,6 +58,7 @@ class Step:
         layout: Layout,
         *,
         automatic: str | None = None,
+        predicted_seconds: float | None = None,
         place: Mapping[str, str] | None = None,
         cut: str | Sequence[str] = (),
         batch_dim: BatchDim = None,
@@ -65,10 +66,10 @@ class Step:
     ) -> None:
         options: Any = {"place": place, "cut": cut, "batch_dim": batch_dim, "seed": seed}
         self._automatic = automatic  # the fixed words of a layout that the first call chooses
-        self._bind(Job.of(train_step, model, optimizer, layout, **options))
+        self._bind(Job.of(train_step, model, optimizer, layout, **options), predicted_seconds)
 
-    def _bind(self, job: Job) -> None:
-        """Run `job` from now on."""
+    def _bind(self, job: Job, predicted_seconds: float | None) -> None:
+        """Run `job` from now on; a plan predicted the seconds of a step."""
         self.mode = mode_of(job)
         self._running = running = self.mode.running
         job = running.job
@@ -77,7 +78,7 @@ class Step:
         self.batch_dim, self.seed = job.batch_dim, job.seed
         self.python, self.agreeing, self.served = running.python, running.agreeing, self.mode.served
         self._programs = Programs(self.mode)
-        self._watch = watch_of(job) if self._automatic is None else None
+        self._watch = watch_of(job, predicted_seconds) if self._automatic is None else None
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """One step on the global batch; returns the results of the training step, global values.
@@ -90,7 +91,7 @@ class Step:
             return look(self, batch)
         if self._automatic is not None:
             given, self._automatic = self._automatic, None
-            self._bind(chosen(self._running.job, batch, given))
+            self._bind(*chosen(self._running.job, batch, given))
         mode, running, programs, watch = self.mode, self._running, self._programs, self._watch
         if watch is not None and watch.begins():
             result = self.measure(*batch)
@@ -106,9 +107,8 @@ class Step:
         checked = CHECK_NAN.read()
         returned = compiled.play(given, tensors, checked=checked)
         if compiled.reads is not None:
-            call = leaves, form, batch
             compiled, returned = programs.on_its_way(
-                compiled, given, call, returned, checked=checked
+                compiled, given, (leaves, form, batch), returned, checked=checked
             )
         programs.last = compiled
         compiled.last_call = running.num_steps

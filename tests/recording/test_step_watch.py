@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 import tutti
 from ranks import Ranks
-from tutti.environment import PREDICTION, REPORT
-from tutti.recording import step_forecast, step_points
+from tutti.environment import PLAN, PREDICTION, REPORT
+from tutti.planning.plan_file import Plan, fingerprint
+from tutti.recording import step_points
 from tutti.recording.run_writer import RunWriter, writer
 from tutti.recording.step_forecast import beside
 from tutti.recording.step_rows import MOST_NAN_EVENTS, StepRows
 from tutti.recording.step_watch import MEASURED_CALL, MOST_DESCRIBED, NUM_TIMED
+from tutti.version import VERSION
 
 STEPS = 8
 
@@ -122,16 +124,30 @@ def test_records_change_no_number_and_have_each_loss(
     assert "of it" in text and "; measured" in text  # as after `Step.measure`
 
 
-def test_the_line_can_be_silenced_and_has_predicted_seconds(
+def test_the_prediction_of_a_plan_is_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(step_forecast, "SECONDS_PREDICTORS", [lambda *_: None, lambda *_: 0.25])
-    losses("", str(tmp_path / "a"))
-    assert " measured, 250 ms predicted; memory " in capsys.readouterr().err
-    assert of(tmp_path / "a", "measured")[0]["predicted_seconds"] == 0.25
+    """The next step has the same layout, which nobody planned."""
+    model = nn.Linear(16, 16)
+    numbers: Any = {"num_ranks": 1, "rows": 8, "seconds": 0.25, "peak_nbytes": 1, "layouts": ()}
+    plan = Plan("", {}, "1 x h100", model=fingerprint(model), version=VERSION, **numbers)
+    plan.write(tmp_path / "plan.json")
+
+    def take_steps(folder: str) -> str:
+        monkeypatch.setenv(REPORT.name, str(tmp_path / folder))
+        step = tutti.distribute(train, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(STEPS):
+            step(torch.ones(8, 16))
+        return capsys.readouterr().err
+
+    monkeypatch.setenv(PLAN.name, str(tmp_path / "plan.json"))
+    assert " measured, 250 ms predicted; memory " in take_steps("planned")
+    assert of(tmp_path / "planned", "measured")[0]["predicted_seconds"] == 0.25
+    monkeypatch.delenv(PLAN.name)
+    assert " measured; memory " in take_steps("written")
+    assert of(tmp_path / "written", "measured")[0]["predicted_seconds"] is None
     monkeypatch.setenv(PREDICTION.name, "0")
-    losses("", str(tmp_path / "b"))
-    assert capsys.readouterr().err == "" and len(of(tmp_path / "b", "measured")) == 1
+    assert take_steps("silent") == "" and len(of(tmp_path / "silent", "measured")) == 1
 
 
 def test_the_line_needs_both_sides() -> None:

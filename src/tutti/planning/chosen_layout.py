@@ -21,13 +21,13 @@ from tutti.layout import Layout
 from tutti.planning.layout_plan import answer
 from tutti.planning.this_machine import question_here
 from tutti.quantities import format_nbytes, format_seconds
-from tutti.recording.step_forecast import predict_as
 
 _REFUSED, _PREDICTED = "refused: ", " seconds="
 
 
-def chosen(job: Job, batch: tuple[Any, ...], given: str) -> Job:
-    """`job` under the fastest layout that fits these ranks; all ranks call it together.
+def chosen(job: Job, batch: tuple[Any, ...], given: str) -> tuple[Job, float]:
+    """`job` under the fastest layout that fits these ranks, and its predicted seconds; all ranks call it
+    together.
 
     Args:
         job: its own layout does not count.
@@ -45,8 +45,7 @@ def chosen(job: Job, batch: tuple[Any, ...], given: str) -> Job:
     if text.startswith(_REFUSED):
         raise PlanError(text.removeprefix(_REFUSED))
     layout, _, seconds = text.partition(_PREDICTED)
-    predict_as(layout, float(seconds))
-    return replace(job, layout=Layout.parse(layout))
+    return replace(job, layout=Layout.parse(layout)), float(seconds)
 
 
 def _choice(job: Job, batch: tuple[Any, ...], given: str, num_ranks: int) -> str:

@@ -7,32 +7,7 @@ The memory is that of a call, above what is held before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from torch import fx
-
-from tutti.partition.partition import Program
 from tutti.quantities import format_nbytes, format_seconds
-
-# Each predicts the seconds of a step of a program and its graph; None where it cannot, as without figures of
-# this machine. The first number counts.
-SecondsPredictor = Callable[[Program, fx.Graph], float | None]
-SECONDS_PREDICTORS: list[SecondsPredictor] = []
-
-
-def predict_as(layout: str, seconds: float) -> None:
-    """Let steps under `layout` have the prediction of a plan."""
-
-    def planned(program: Program, graph: fx.Graph) -> float | None:
-        return seconds if str(program.layout) == layout else None
-
-    SECONDS_PREDICTORS[:] = [planned]
-
-
-def predicted_seconds(program: Program, graph: fx.Graph) -> float | None:
-    """The predicted seconds of a step of `program`; None if nothing can predict them here."""
-    found = (predict(program, graph) for predict in SECONDS_PREDICTORS)
-    return next((seconds for seconds in found if seconds is not None), None)
 
 
 def beside(

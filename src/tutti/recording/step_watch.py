@@ -52,10 +52,11 @@ class StepWatch:
     Args:
         out: the file of this process.
         job: of the step.
+        predicted_seconds: of a step by the plan that chose the layout; None without a plan.
     """
 
-    def __init__(self, out: RunWriter, job: Job) -> None:
-        self._out, self._job = out, job
+    def __init__(self, out: RunWriter, job: Job, predicted_seconds: float | None) -> None:
+        self._out, self._job, self._predicted_seconds = out, job, predicted_seconds
         self._number = next(out.numbers)
         self._scalars, self._rows = ReturnedScalars(), StepRows(out, self._number)
         self._program: Watched | None = None
@@ -135,7 +136,7 @@ class StepWatch:
         self._said = True
         facts = self._known.get(program.number, {})
         median = statistics.median(self._timed)
-        predicted = facts.get("seconds")
+        predicted = self._predicted_seconds
         call_nbytes = facts.get("memory", {}).get("call_nbytes")
         shown = {"seconds": median, "predicted_seconds": predicted, "nbytes": program.measured}
         self._out.write("measured", of=self._number, **shown, predicted_nbytes=call_nbytes)
@@ -184,7 +185,7 @@ def _leads_pipe_rank(job: Job) -> bool:
     return not any(k for axis, k in at.items() if axis != "pipe")
 
 
-def watch_of(job: Job) -> StepWatch | None:
+def watch_of(job: Job, predicted_seconds: float | None = None) -> StepWatch | None:
     """The watch of a new step; None unless the run has a folder for its report."""
     out = writer()
-    return None if out is None else StepWatch(out, job)
+    return None if out is None else StepWatch(out, job, predicted_seconds)

@@ -10,7 +10,6 @@ from tutti.layout import Mesh, Sharding
 from tutti.partition.partition import Program
 from tutti.pipeline.timed import Timed
 from tutti.planner.stages import forecast
-from tutti.recording.step_forecast import predicted_seconds
 from tutti.report.collective_records import Record, dtype_text, records
 from tutti.report.explanation import sharding_text
 
@@ -31,7 +30,6 @@ def program_facts(program: Program, made: Timed | None) -> dict[str, Any]:
         "collectives": _collectives(program, made),
         "pipeline": _pipeline(made) if made is not None else None,
         "fallbacks": list(program.fallbacks),
-        "seconds": predicted_seconds(program, program.graph),
     }
 
 
