@@ -9,9 +9,14 @@ import pytest
 import torch
 
 from tutti.errors import PlanError
+from tutti.planner.costs.collective_seconds import (
+    RankGroup,
+    collective_seconds,
+    message_seconds,
+)
 from tutti.planner.hardware import catalog
 from tutti.planning import hardware_files
-from tutti.planning.hardware_files import Measured
+from tutti.planning.hardware_files import Measured, MeasuredHosts
 
 FOUND = Measured(
     name="a processor, 4 devices",
@@ -57,3 +62,28 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PlanError, match="cannot write to"):
         hardware_files.write(FOUND, tmp_path / "file")
+
+
+def test_hosts_like_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TUTTI_HARDWARE", str(tmp_path))
+    hardware_files.write(FOUND, tmp_path)
+    assert hardware_files.cluster_of("this-machine").count == 4
+    with pytest.warns(UserWarning, match="links between hosts were not measured"):
+        cluster = hardware_files.cluster_of("8 x this-machine")
+    assert (cluster.count, cluster.num_hosts) == (8, 2)
+    hardware_files.write(FOUND, tmp_path, MeasuredHosts(2, start=1e-3, rate=1e8, message=5e7))
+    catalog.topology.cache_clear()
+    cluster = hardware_files.cluster_of("8 x this-machine")
+    # Each of the four devices of a host sends 100 MB/s at the same time.
+    large, small = (
+        collective_seconds("all_reduce", n, RankGroup(2, 1), cluster.topology) for n in (1e8, 0)
+    )
+    assert small == pytest.approx(1e-3)
+    assert large - small == pytest.approx(1.0)
+    assert message_seconds(1e8, cluster.topology, across_hosts=True) == pytest.approx(2.0)
+
+
+def test_the_slowest_host_counts() -> None:
+    other = replace(FOUND, memory=4e9, call=2e-4, peaks={"float32": 2e11, "bfloat16": 1e11})
+    found = hardware_files.slowest([FOUND, other])
+    assert found == replace(FOUND, memory=4e9, call=2e-4, peaks={"float32": 1e11, "bfloat16": 1e11})

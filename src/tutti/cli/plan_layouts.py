@@ -22,7 +22,7 @@ def plan(
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Passed on as they are.")
     ] = None,
     devices: Annotated[
-        str, typer.Option(help='Such as "64 x h100", or a hardware file; by default this machine.')
+        str, typer.Option(help='Such as "64 x h100", "16 x this-machine", or a hardware file.')
     ] = "",
     topology: Annotated[
         str, typer.Option(help="Links and hosts: a name or a file; by default those of the device.")
@@ -82,10 +82,11 @@ def plan(
 def _question(
     devices: str, topology: str, rows: int | None, layout: str, memory: str, ranks: int | None
 ) -> PlanQuestion:
-    from tutti.planner.hardware.cluster import Cluster
     from tutti.planner.search.layout_choices import partial_layout
+    from tutti.planning.hardware_files import NAME, cluster_of, is_here
     from tutti.planning.layout_plan import PlanQuestion
     from tutti.planning.plan_file import parse_nbytes
+    from tutti.planning.this_machine import question_here
 
     given = partial_layout(layout)
     if given.num_replicas > 1 or given.server:
@@ -100,11 +101,9 @@ def _question(
         "capacity": parse_nbytes(memory) if memory else None,
         "num_ranks": ranks,
     }
-    if devices:
-        return PlanQuestion.of(Cluster.parse(devices, topology or None), **options)
-    from tutti.planning.this_machine import question_here
-
-    return question_here(**options)
+    if devices and not is_here(devices):
+        return PlanQuestion.of(cluster_of(devices, topology or None), **options)
+    return question_here(devices or NAME, topology or None, **options)
 
 
 def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -> str:

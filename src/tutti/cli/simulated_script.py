@@ -32,7 +32,7 @@ def simulated(
     """
     from tutti.cli.look import look
     from tutti.layout import Layout
-    from tutti.planner.hardware.cluster import Cluster
+    from tutti.planning.hardware_files import cluster_of
     from tutti.planning.simulated_run import simulated_run
     from tutti.report import timeline as drawing
     from tutti.report.chrome_traces import write_traces
@@ -41,7 +41,7 @@ def simulated(
     parsed.check_available()
     if not devices:
         raise PlanError("simulate needs devices", fix=f'--devices "{parsed.num_ranks} x h100"')
-    cluster = Cluster.parse(devices)
+    cluster = cluster_of(devices)
     found: list[SimulatedRun] = []
 
     def seen(step: Step, batch: tuple[Any, ...]) -> None:

@@ -3,19 +3,23 @@
 this-machine.toml          the device: one rank's share of the processors, or one GPU
 this-machine-link.toml     between ranks of this host
 this-machine-host.toml     the topology
+this-machine-between.toml  between hosts, if several were measured
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from tutti.environment import HARDWARE
 from tutti.errors import PlanError
+from tutti.planner.hardware import catalog
 from tutti.planner.hardware.cluster import Cluster
 
 NAME = "this-machine"
+_BETWEEN = f"{NAME}-between.toml"
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,67 @@ class Measured:
     message: float
 
 
+@dataclass(frozen=True)
+class MeasuredHosts:
+    """What a calibration found between hosts, while all devices of a host exchange values at the same time.
+
+    start: seconds of a collective of a few bytes. rate: bytes per second of a large one, as in a ring, for
+    each device. message: bytes per second from a rank to one on the next host.
+    """
+
+    num_hosts: int
+    start: float
+    rate: float
+    message: float
+
+
+def slowest(hosts: Sequence[Measured]) -> Measured:
+    """The slowest figure of each kind, of hosts with equally many devices; the name is that of the first."""
+
+    def worst(name: str) -> float:
+        choose = max if name in ("launch", "call", "start") else min
+        return choose(getattr(one, name) for one in hosts)
+
+    first = hosts[0]
+    names = [f.name for f in fields(Measured) if f.type == "float"]
+    peaks = {name: min(one.peaks[name] for one in hosts) for name in first.peaks}
+    return replace(first, peaks=peaks, **{name: worst(name) for name in names})
+
+
 def folder() -> Path:
     """Of this machine's files: `TUTTI_HARDWARE`, else in the user's cache."""
     given = HARDWARE.read()
     return Path(given) if given else Path.home() / ".cache" / "tutti" / "hardware"
 
 
+def cluster_of(text: str, topology: str | None = None) -> Cluster:
+    """The cluster of `--devices`: as `Cluster.parse`; `16 x this-machine` has the files of this machine.
+
+    Raises:
+        PlanError: an unknown device; this machine has not been calibrated.
+    """
+    if not is_here(text):
+        return Cluster.parse(text, topology)
+    here = cluster_here()
+    if not (count := text.strip()[: -len(NAME)].strip()):
+        return replace(here, topology=catalog.topology(topology)) if topology else here
+    made = Cluster.parse(f"{count} {folder() / f'{NAME}.toml'}", topology)
+    if made.num_hosts > 1 and not topology and not (folder() / _BETWEEN).exists():
+        warnings.warn(
+            "the links between hosts were not measured: the plan assumes Ethernet of 100 Gbit/s; on each "
+            f"host run torchrun --nnodes {made.num_hosts} ... -m tutti calibrate, or name a --topology",
+            stacklevel=2,
+        )
+    return made
+
+
+def is_here(text: str) -> bool:
+    """Whether the text of `--devices` names this machine."""
+    return text.strip().lower().endswith(NAME)
+
+
 def cluster_here(path: Path | None = None) -> Cluster:
-    """This machine, from its files.
+    """This machine, one host, from its files.
 
     Raises:
         PlanError: it has not been calibrated.
@@ -63,8 +120,8 @@ def cluster_here(path: Path | None = None) -> Cluster:
     return Cluster(one.topology.host_size, one.device, one.topology)
 
 
-def write(measured: Measured, where: Path) -> Path:
-    """Write the three files into a folder; returns that of the device.
+def write(measured: Measured, where: Path, between: MeasuredHosts | None = None) -> Path:
+    """Write the files into a folder; returns that of the device.
 
     Raises:
         PlanError: the folder cannot be written.
@@ -72,8 +129,10 @@ def write(measured: Measured, where: Path) -> Path:
     texts = {
         f"{NAME}.toml": _device(measured),
         f"{NAME}-link.toml": _link(measured),
-        f"{NAME}-host.toml": _topology(measured),
+        f"{NAME}-host.toml": _topology(measured, between),
     }
+    if between is not None:
+        texts[_BETWEEN] = _link_between(measured, between)
     try:
         where.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
@@ -125,11 +184,28 @@ message_efficiency = {_figure(max(0.01, min(1.0, one.message / one.rate)))}
 """
 
 
-def _topology(one: Measured) -> str:
-    return f"""# This machine alone; links between hosts are not measured.
+def _link_between(one: Measured, hosts: MeasuredHosts) -> str:
+    """All devices of a host exchanged values at once: together they have the host's bandwidth."""
+    return f"""# Between {hosts.num_hosts} hosts: the bandwidth of a host, which its devices share.
+name = "{one.name}: between hosts"
+bandwidth = {_figure(hosts.rate * one.num_devices)}
+efficiency = {_figure(1, "the bandwidth is measured")}
+latency = {_figure(0, "part of start")}
+start = {_figure(hosts.start)}
+message_efficiency = {_figure(max(0.01, min(1.0, hosts.message / hosts.rate)))}
+"""
+
+
+def _topology(one: Measured, between: MeasuredHosts | None) -> str:
+    comment, link = "This machine alone; links between hosts are not measured.", "ethernet-100g"
+    adapters = _figure(1, "not measured")
+    if between is not None:
+        comment, link = f"{between.num_hosts} hosts like this one.", _BETWEEN
+        adapters = _figure(1, "the bandwidth is that of a host")
+    return f"""# {comment}
 name = "{one.name}"
 devices_per_host = {_figure(one.num_devices, "processors, or GPUs")}
 inside = "{NAME}-link.toml"
-between = "ethernet-100g"
-adapters = {_figure(1, "not measured")}
+between = "{link}"
+adapters = {adapters}
 """

@@ -140,7 +140,9 @@ class _ProgramEstimate:
     @cached_property
     def _target(self) -> Target:
         used = {axes for n in self.program.collectives if (axes := axes_of(n))}
-        shared = frozenset(used) if self.machine.shares_memory else frozenset()
+        groups = self.clocks[0].groups
+        near = {axes for axes in used if groups[axes].num_hosts == 1}
+        shared = frozenset(near) if self.machine.shares_memory else frozenset()
         updated = frozenset(self.program.captured.updated)
         return Target(donated=updated, shared=shared, onednn=self.machine.onednn)
 

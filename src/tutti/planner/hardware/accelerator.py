@@ -22,7 +22,7 @@ DTYPES = {
     "float8": (torch.float8_e4m3fn, torch.float8_e5m2),
     "int8": (torch.int8,),
 }
-_PEAK = Bounds(1e10, 2e16, "FLOP/s", "a figure in TFLOP/s needs e12")
+_PEAK = Bounds(1e8, 2e16, "FLOP/s", "a figure in TFLOP/s needs e12")
 _MATMUL = ("efficiency", "processors", "tiles", "cache_bandwidth", "misaligned")
 _MEMORY = ("capacity", "bandwidth", "efficiency")
 _LAUNCH = ("kernel", "host", "call")
@@ -102,7 +102,7 @@ def device_of(values: Mapping[str, Any], path: Path) -> Device:
         cache_bandwidth=matmul.optional("cache_bandwidth", RATE),
         misaligned=matmul.optional("misaligned", Bounds(1, 20, "times as long")),
         capacity=memory.figure("capacity", Bounds(1e8, 4e12, "bytes", "GB need e9")),
-        bandwidth=memory.figure("bandwidth", Bounds(1e9, 3e13, "bytes per second", "GB/s need e9")),
+        bandwidth=memory.figure("bandwidth", Bounds(1e7, 3e13, "bytes per second", "GB/s need e9")),
         memory_efficiency=memory.figure("efficiency", SHARE),
         kernel_seconds=launch.figure("kernel", SECONDS),
         host_seconds=launch.figure("host", SECONDS),

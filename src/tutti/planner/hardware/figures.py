@@ -40,7 +40,7 @@ class Bounds(NamedTuple):
 
 SHARE = Bounds(0.01, 1.0, "a share of the peak, 0.01 to 1")
 SECONDS = Bounds(0.0, 0.1, "seconds", "a figure in microseconds needs e-6")
-RATE = Bounds(1e8, 5e13, "bytes per second", "a figure in GB/s needs e9")
+RATE = Bounds(1e5, 5e13, "bytes per second", "a figure in GB/s needs e9")
 
 
 def read_table(path: Path) -> dict[str, Any]:
