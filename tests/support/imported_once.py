@@ -18,9 +18,11 @@ import tutti.cli.main
 import tutti.launch.launch
 import tutti.launch.ranks
 import tutti.launch.supervise  # noqa: F401
+from tutti.execution import collector
 
 inspect.stack()  # torch's elastic agent asks for it, and the first call reads where every module lies
 gc.collect()
 gc.freeze()  # a collector that visits an object copies its page
+collector._is_frozen()  # a copy knows it, and counts no objects
 # Its own path was put before the path of the test.
 _, _, os.environ["PYTHONPATH"] = os.environ["PYTHONPATH"].partition(os.pathsep)

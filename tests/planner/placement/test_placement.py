@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import tutti
 from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
+from tutti.planner.placement import placement
 from tutti.planner.placement.placement import Placement, cost_of, find_place
 from tutti.planner.placement.reduced import reduced
 from tutti.propagate.plan import plan
@@ -26,7 +28,10 @@ sys.path.append(str(Path(__file__).parent))
 from hand_placed import MODELS, texts
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-CASES = [(name, ways) for name in MODELS for ways in (2, 4)]
+# The number of ways changes which dims divide, and no rule: every model has one of two.
+CASES = list(zip(MODELS, cycle((2, 4)), strict=False))
+WAYS = dict(CASES)
+SEARCHED = "gpt2"
 # A decision must save this share of the time, and a hand-written placement may have one that saves less.
 WORTH = 1.005
 
@@ -98,9 +103,13 @@ def test_no_more_time_than_the_place_of_an_example(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_same_numbers(name: str) -> None:
+def test_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the placement that the tests above look at; one model searches again, as a user's run does."""
+    if name != SEARCHED:
+        made = found(name, WAYS[name])
+        monkeypatch.setattr(placement, "find_place", lambda *_, **__: made)
     step, model, optimizer, batch = MODELS[name].arguments()
-    verdict = tutti.verify(step, model, optimizer, batch, "data=2 tensor=2")
+    verdict = tutti.verify(step, model, optimizer, batch, f"data=2 tensor={WAYS[name]}")
     assert verdict.ok and verdict.max_error < 1e-9, str(verdict)
 
 

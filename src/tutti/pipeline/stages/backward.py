@@ -10,6 +10,7 @@ original.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import fx
@@ -17,6 +18,22 @@ from torch import fx
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.pipeline.micro_batches.moments import BEFORE, Moments
 from tutti.pipeline.stages.recomputed import originals
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A node of the backward, and what its stage depends on.
+
+    original: the node of the forward that it recomputes. gradients: its operands of the backward. saved:
+    those of the forward. states: for each operand from before the micro-batches the readers of each state
+    tensor.
+    """
+
+    node: fx.Node
+    original: fx.Node | None
+    gradients: Sequence[fx.Node] = ()
+    saved: Sequence[fx.Node] = ()
+    states: Sequence[Sequence[Sequence[fx.Node]]] = ()
 
 
 class Backward:
@@ -40,40 +57,63 @@ class Backward:
         self.originals = originals(moments.graph)
 
     def assign(self, stage: dict[fx.Node, int]) -> None:
-        """Add the stage of each node of the backward to those of the forward."""
-        has = {n: self._stages_with(n, stage) for n in self.forward}
-        for node in self.rest:
-            original = self.originals.get(node)
-            if original in self.in_forward:
-                stage[node] = stage[original]
+        """Add the stage of each node of the backward to those of the forward.
+
+        A set of stages is an int with a bit for each: many cuts are tried for one step.
+        """
+        has = {n: self._stages_of(readers, stage) for n, readers in self._uses}
+        every = (1 << self.num_stages) - 1
+        for row in self._rows:
+            if row.original is not None:
+                stage[row.node] = stage[row.original]
                 continue
-            inputs = [self.originals.get(x, x) for x in node.all_input_nodes if x not in self.free]
-            grads = [stage[x] for x in inputs if x in self.backward]
-            limit = min(grads, default=self.num_stages - 1)
-            saved = [self._has(x, has, stage) for x in inputs if x not in self.backward]
-            saved = [s for s in saved if s is not None]
-            common = set(range(limit + 1)).intersection(*saved)
+            limit = min((stage[x] for x in row.gradients), default=self.num_stages - 1)
+            saved = [has[x] for x in row.saved]
+            for states in row.states:
+                allowed = every
+                for readers in states:
+                    allowed &= self._stages_of(readers, stage)
+                if allowed:
+                    saved.append(allowed)
+            common = below = (1 << (limit + 1)) - 1
+            for one in saved:
+                common &= one
             if common:
-                stage[node] = max(common)
+                stage[row.node] = _highest(common)
             else:
-                near = [max((p for p in s if p <= limit), default=limit) for s in saved]
-                stage[node] = min(near, default=limit)
+                near = [_highest(one & below) if one & below else limit for one in saved]
+                stage[row.node] = min(near, default=limit)
 
-    def _stages_with(self, node: fx.Node, stage: Mapping[fx.Node, int]) -> set[int]:
-        """The stages that have a value of the forward: the one that makes it and those that read it."""
-        return {stage[node], *(stage[u] for u in node.users if u in self.in_forward)}
+    def _stages_of(self, nodes: Sequence[fx.Node], stage: Mapping[fx.Node, int]) -> int:
+        found = 0
+        for node in nodes:
+            found |= 1 << stage[node]
+        return found
 
-    def _has(
-        self, x: fx.Node, has: Mapping[fx.Node, set[int]], stage: Mapping[fx.Node, int]
-    ) -> set[int] | None:
-        """The stages that have `x`; None if every stage can."""
-        if x in has:
-            return has[x]
-        if self.moments.when[x] != BEFORE:
-            return None
-        found = [self.readers[s] for s in self.state_behind(x)]
-        allowed = [{stage[r] for r in readers} for readers in found if readers]
-        return set.intersection(*allowed) or None if allowed else None
+    @cached_property
+    def _uses(self) -> list[tuple[fx.Node, list[fx.Node]]]:
+        """For each node of the forward those that have its value: itself and its readers there."""
+        return [(n, [n, *(u for u in n.users if u in self.in_forward)]) for n in self.forward]
+
+    @cached_property
+    def _rows(self) -> list[_Row]:
+        return [self._row(node) for node in self.rest]
+
+    def _row(self, node: fx.Node) -> _Row:
+        original = self.originals.get(node)
+        if original in self.in_forward:
+            return _Row(node, original)
+        inputs = [self.originals.get(x, x) for x in node.all_input_nodes if x not in self.free]
+        gradients = [x for x in inputs if x in self.backward]
+        others = [x for x in inputs if x not in self.backward]
+        before = (x for x in others if x not in self.in_forward)
+        states = [self._readers_of(x) for x in before if self.moments.when[x] == BEFORE]
+        saved = [x for x in others if x in self.in_forward]
+        return _Row(node, None, gradients, saved, [one for one in states if one])
+
+    def _readers_of(self, x: fx.Node) -> list[list[fx.Node]]:
+        """The forward's readers of each state tensor behind `x`, of those with readers."""
+        return [self.readers[s] for s in self.state_behind(x) if self.readers[s]]
 
     @cached_property
     def readers(self) -> dict[fx.Node, list[fx.Node]]:
@@ -101,6 +141,10 @@ class Backward:
     @cached_property
     def _behind(self) -> dict[fx.Node, frozenset[fx.Node]]:
         return {}
+
+
+def _highest(stages: int) -> int:
+    return stages.bit_length() - 1
 
 
 def backward_of(during: list[fx.Node], free: set[fx.Node]) -> set[fx.Node]:
