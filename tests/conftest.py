@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,11 @@ from hypothesis import HealthCheck, settings
 from torch.fx.experimental import symbolic_shapes
 
 from ranks import Ranks, collect_seldom
+from tutti.environment import PREDICTION
 from tutti.graph.edits.quick import quickly_written
+
+# Hundreds of short runs would measure a call each; tests/recording, and the examples, do it.
+os.environ[PREDICTION.name] = "0"
 
 # The longest files, longest first, waits included: a worker must not be left with one of them at the end.
 # Before them the collector's own tests, which walk all objects: 1 s in a new process, 8 s in a full one.

@@ -28,7 +28,7 @@ from tutti.pipeline.timed import Timed
 from tutti.planning.chosen_layout import chosen
 from tutti.propagate.batch_dim import BatchDim
 from tutti.recording.run_writer import note
-from tutti.recording.step_watch import watch_of
+from tutti.recording.watches import watch_of
 from tutti.remote_paths import path_of
 from tutti.report.collective_records import Record, records
 from tutti.saving import step_checkpoint

@@ -71,6 +71,11 @@ class Job:
         """The step, the model and the optimizer."""
         return self.train_step, self.model, self.optimizer
 
+    @property
+    def step_name(self) -> str:
+        """The name of the training step, or of its class."""
+        return getattr(self.train_step, "__name__", type(self.train_step).__name__)
+
     def dims(self, batch: Sequence[Any]) -> Dims | None:
         """The entries of `batch_dim` for the tensors of a batch; None if the user did not give it.
 

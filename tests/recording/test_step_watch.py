@@ -21,10 +21,11 @@ from ranks import Ranks
 from tutti.environment import PLAN, PREDICTION, REPORT
 from tutti.planning.plan_file import Plan, fingerprint
 from tutti.recording import step_points
+from tutti.recording.first_calls import MEASURED_CALL, NUM_TIMED
 from tutti.recording.run_writer import RunWriter, writer
 from tutti.recording.step_forecast import beside
 from tutti.recording.step_rows import MOST_NAN_EVENTS, StepRows
-from tutti.recording.step_watch import MEASURED_CALL, MOST_DESCRIBED, NUM_TIMED
+from tutti.recording.step_watch import MOST_DESCRIBED
 from tutti.version import VERSION
 
 STEPS = 8

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tutti.errors import TuttiError
 from tutti.torch_private.native_log import native_warnings_off
+from tutti.torch_private.profilers import profiler_is_used
 
 # How the profiler calls the record of one allocation (bytes above 0) or release (below).
 _EVENT = "[memory]"
@@ -21,6 +23,9 @@ def peak_nbytes(call: Callable[[], Any], device: torch.device | str = "cpu") -> 
     that PyTorch's allocator reports: without the libraries' own memory, and without the noise of resident
     pages. It does not report releases by a thread of Gloo, so a call with collectives may sometimes seem to
     take more than it does.
+
+    Raises:
+        TuttiError: on a CPU, inside of a profiler: a second one would end it, and its events would be lost.
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
@@ -29,6 +34,12 @@ def peak_nbytes(call: Callable[[], Any], device: torch.device | str = "cpu") -> 
         result = call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before, result
+    if profiler_is_used():
+        raise TuttiError(
+            "cannot measure the memory of a call inside of PyTorch's profiler",
+            why="the measurement is a profiler, too, and would end the one that is on",
+            fix="measure before the block of the profiler, or after it",
+        )
     cpu = [ProfilerActivity.CPU]
     with (
         native_warnings_off(),

@@ -7,6 +7,9 @@ The memory is that of a call, above what is held before it.
 
 from __future__ import annotations
 
+import sys
+
+from tutti.environment import PREDICTION
 from tutti.quantities import format_nbytes, format_seconds
 
 
@@ -27,3 +30,9 @@ def beside(
         both = f"{format_nbytes(nbytes)} measured, {format_nbytes(predicted_nbytes)} predicted"
         parts.append(f"memory {both}")
     return "; ".join(parts)
+
+
+def say(line: str, name: str) -> None:
+    """Print the line of a step; `name` is that of its function, if there are several steps."""
+    if line and PREDICTION.read():
+        print(f"{name}: {line}" if name else line, file=sys.stderr, flush=True)

@@ -1,10 +1,7 @@
 """Watches the calls of one step: their times, returned scalars and programs, for the records of the run.
 
-    call 1          makes the program; its facts are written behind it
-    call 2          takes place under the profiler of memory, once (on the rank that leads)
-    calls 3 to 5    are timed: their median is the measured step, printed beside the predicted one
-
-Other calls cost two readings of a clock and a list entry.
+The facts of a program are written behind its first call; on the rank that leads, `FirstCalls` measures the
+next ones, which are printed beside the prediction. Other calls cost two readings of a clock and a list entry.
 """
 
 from __future__ import annotations
@@ -12,8 +9,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import statistics
-import sys
 import time
 import traceback
 import warnings
@@ -23,14 +18,13 @@ from torch import Tensor, nn
 
 from tutti.capture.state.lift import optimizers_of
 from tutti.capture.state.models import Models
-from tutti.environment import PREDICTION
 from tutti.job import Job
+from tutti.recording.first_calls import FirstCalls
 from tutti.recording.returned_scalars import ReturnedScalars
-from tutti.recording.run_writer import RunWriter, writer
-from tutti.recording.step_forecast import beside
+from tutti.recording.run_writer import RunWriter
+from tutti.recording.step_forecast import beside, say
 from tutti.recording.step_rows import StepRows
 
-MEASURED_CALL, NUM_TIMED = 2, 3
 MOST_DESCRIBED = 3  # programs of one step with all their facts
 
 
@@ -59,21 +53,15 @@ class StepWatch:
         self._out, self._job, self._predicted_seconds = out, job, predicted_seconds
         self._number = next(out.numbers)
         self._scalars, self._rows = ReturnedScalars(), StepRows(out, self._number)
-        self._program: Watched | None = None
         self._known: dict[int, dict[str, Any]] = {}  # the facts of each program
-        self._calls = 0  # of the current program, in a row
-        self._timed: list[float] = []
-        self._measuring = False
-        self._wants_memory = out.leads and bool(optimizers_of(job.optimizer))
-        self._said = not out.leads
+        trains = bool(optimizers_of(job.optimizer))
+        self._first = FirstCalls(wants_memory=out.leads and trains, wants_seconds=out.leads)
         self._on_gpu: bool | None = None
         self._begun = self._ended = time.perf_counter()
 
     def begins(self) -> bool:
         """A call begins; whether to take it as `Step.measure` does."""
-        due = self._wants_memory and not self._measuring and self._program is not None
-        if due and self._calls == MEASURED_CALL - 1:
-            self._measuring = True
+        if self._first.begins():
             return True
         self._begun = time.perf_counter()
         return False
@@ -84,15 +72,15 @@ class StepWatch:
         if self._on_gpu is None:
             self._describe_step()
         # A call on a GPU ends before its work: from one call's end to the next it takes no less.
-        seconds = now - (self._ended if self._on_gpu and self._calls else self._begun)
-        if program is not self._program:
+        seconds = now - (self._ended if self._on_gpu and self._first.num_calls else self._begun)
+        if program is not self._first.program:
             self._scalars.forget()
-        if program is not None and program is self._program:
-            self._calls += 1
-            if self._measuring:
-                seconds, self._wants_memory = math.nan, False
-            elif not self._said:
-                self._time(seconds, program)
+        if program is not None and program is self._first.program:
+            measured = self._first.add(seconds)
+            if measured is not None:
+                self._tell(measured, program)
+            if self._first.measuring:
+                seconds = math.nan  # under the profiler
         else:
             self._change(step, seconds, program)
         values = self._scalars.of(result)
@@ -100,16 +88,12 @@ class StepWatch:
         self._ended = time.perf_counter()
 
     def ended_measuring(self, program: Watched | None) -> None:
-        """The end of a measured call. One that made its program, or was an eager one, does not count: another
-        call is measured."""
-        self._measuring = False
-        if self._wants_memory and program is not None:
-            program.measured = None
+        """The end of a measured call."""
+        self._first.ended_measuring(program)
 
     def _change(self, step: int, seconds: float, program: Watched | None) -> None:
         """Another program than that of the last call."""
-        self._program, self._calls = program, 1
-        self._timed.clear()
+        self._first.change(program)
         if program is None or program.number in self._known:
             return
         facts = self._facts(program) if len(self._known) < MOST_DESCRIBED else {}
@@ -129,21 +113,14 @@ class StepWatch:
             warnings.warn(f"the report lacks the facts of a program: {told}", stacklevel=5)
             return {}
 
-    def _time(self, seconds: float, program: Watched) -> None:
-        self._timed.append(seconds)
-        if len(self._timed) < NUM_TIMED:
-            return
-        self._said = True
+    def _tell(self, seconds: float, program: Watched) -> None:
         facts = self._known.get(program.number, {})
-        median = statistics.median(self._timed)
-        predicted = self._predicted_seconds
         call_nbytes = facts.get("memory", {}).get("call_nbytes")
-        shown = {"seconds": median, "predicted_seconds": predicted, "nbytes": program.measured}
+        predicted = self._predicted_seconds
+        shown = {"seconds": seconds, "predicted_seconds": predicted, "nbytes": program.measured}
         self._out.write("measured", of=self._number, **shown, predicted_nbytes=call_nbytes)
-        line = beside(median, predicted, program.measured, call_nbytes)
-        if line and PREDICTION.read():
-            line = line if self._number == 1 else f"{_name(self._job)}: {line}"
-            print(line, file=sys.stderr, flush=True)
+        line = beside(seconds, predicted, program.measured, call_nbytes)
+        say(line, "" if self._number == 1 else self._job.step_name)
 
     def _describe_step(self) -> None:
         job, parameters = self._job, list(_parameters(self._job.model))
@@ -152,7 +129,7 @@ class StepWatch:
         self._out.write(
             "step",
             of=self._number,
-            function=_name(job),
+            function=job.step_name,
             line=f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "",
             model=_model_name(job.model),
             optimizers=[type(one).__name__ for one in optimizers_of(job.optimizer)],
@@ -160,10 +137,6 @@ class StepWatch:
             layout=str(job.layout),
             device="cuda" if self._on_gpu else "cpu",
         )
-
-
-def _name(job: Job) -> str:
-    return getattr(job.train_step, "__name__", type(job.train_step).__name__)
 
 
 def _model_name(model: nn.Module) -> str:
@@ -183,9 +156,3 @@ def _leads_pipe_rank(job: Job) -> bool:
         return False
     at = mesh.coordinates(int(os.environ.get("RANK", "0")) % mesh.num_ranks)
     return not any(k for axis, k in at.items() if axis != "pipe")
-
-
-def watch_of(job: Job, predicted_seconds: float | None = None) -> StepWatch | None:
-    """The watch of a new step; None unless the run has a folder for its report."""
-    out = writer()
-    return None if out is None else StepWatch(out, job, predicted_seconds)

@@ -1,0 +1,76 @@
+"""Measures the first calls of a step: their memory and their time.
+
+call 1          makes the program
+call 2          takes place under the profiler of memory, once
+calls 3 to 5    are timed: their median is the measured step
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Protocol, TypeVar
+
+from tutti.torch_private.profilers import profiler_is_used
+
+MEASURED_CALL, NUM_TIMED = 2, 3
+
+
+class Measurable(Protocol):
+    """What is read of a program."""
+
+    number: int
+    measured: int | None
+
+
+Program = TypeVar("Program", bound=Measurable)
+
+
+class FirstCalls:
+    """The first calls of one program in a row; another program begins anew.
+
+    Args:
+        wants_memory: measure the memory of a call.
+        wants_seconds: time calls.
+    """
+
+    def __init__(self, *, wants_memory: bool, wants_seconds: bool) -> None:
+        self.wants_memory, self.wants_seconds = wants_memory, wants_seconds
+        self.measuring = False
+        self.program: Measurable | None = None
+        self.num_calls = 0  # of the current program, in a row
+        self._timed: list[float] = []
+
+    def begins(self) -> bool:
+        """A call begins; whether to take it as `Step.measure` does. The user's own profiler stays alone."""
+        due = self.wants_memory and not self.measuring and self.program is not None
+        if not due or self.num_calls != MEASURED_CALL - 1:
+            return False
+        if profiler_is_used():
+            self.wants_memory = False
+            return False
+        self.measuring = True
+        return True
+
+    def ended_measuring(self, program: Measurable | None) -> None:
+        """The end of a measured call. One that made its program, or was an eager one, does not count: another
+        call is measured."""
+        self.measuring = False
+        if self.wants_memory and program is not None:
+            program.measured = None
+
+    def change(self, program: Measurable | None) -> None:
+        """A first call of `program`; None after an eager one."""
+        self.program, self.num_calls = program, 1
+        self._timed.clear()
+
+    def add(self, seconds: float) -> float | None:
+        """One more call of the same program; the measured step, once it is known."""
+        self.num_calls += 1
+        if self.measuring:
+            self.wants_memory = False
+        elif self.wants_seconds:
+            self._timed.append(seconds)
+            if len(self._timed) == NUM_TIMED:
+                self.wants_seconds = False
+                return statistics.median(self._timed)
+        return None

@@ -1,0 +1,88 @@
+"""Watches the first calls of a step in a run without records: one line of measured and predicted figures."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import count
+from typing import Any, Protocol
+
+from tutti.capture.state.lift import optimizers_of
+from tutti.environment import PREDICTION, RUN_DIR
+from tutti.job import Job
+from tutti.recording.first_calls import FirstCalls
+from tutti.recording.step_forecast import beside, say
+
+_numbers = count(1)  # of the steps that train, in this process
+
+
+class MeasuredProgram(Protocol):
+    """What is read of a program."""
+
+    number: int
+    measured: int | None
+
+    def memory_facts(self) -> dict[str, Any]: ...
+
+
+class PredictionWatch:
+    """The line of one step, on the rank that leads.
+
+    Args:
+        name: of the function of the step.
+        predicted_seconds: of a step by the plan that chose the layout; None without a plan.
+        on_gpu: a call ends before its work, so calls are timed from one end to the next.
+    """
+
+    def __init__(self, name: str, predicted_seconds: float | None, *, on_gpu: bool) -> None:
+        self._number, self._name = next(_numbers), name
+        self._predicted_seconds, self._on_gpu = predicted_seconds, on_gpu
+        self._first = FirstCalls(wants_memory=True, wants_seconds=True)
+        self._begun = self._ended = 0.0
+
+    def begins(self) -> bool:
+        """A call begins; whether to take it as `Step.measure` does."""
+        if self._first.begins():
+            return True
+        self._begun = time.perf_counter()
+        return False
+
+    def ended(self, step: int, result: Any, program: MeasuredProgram | None) -> None:
+        """A call has ended; None for the program of a first, eager one."""
+        first = self._first
+        if not first.wants_seconds:
+            return
+        now = time.perf_counter()
+        seconds = now - (self._ended if self._on_gpu else self._begun)
+        self._ended = now
+        if program is None or program is not first.program:
+            first.change(program)
+        elif (measured := first.add(seconds)) is not None:
+            self._tell(measured, program)
+
+    def ended_measuring(self, program: MeasuredProgram | None) -> None:
+        """The end of a measured call."""
+        self._first.ended_measuring(program)
+
+    def _tell(self, seconds: float, program: MeasuredProgram) -> None:
+        nbytes = program.measured
+        call_nbytes = None if nbytes is None else _call_nbytes(program)
+        line = beside(seconds, self._predicted_seconds, nbytes, call_nbytes)
+        say(line, "" if self._number == 1 else self._name)
+
+
+def _call_nbytes(program: MeasuredProgram) -> int | None:
+    """The predicted memory of a call."""
+    try:
+        return program.memory_facts()["call_nbytes"]
+    except Exception:  # a line must not end the run that it is about
+        return None
+
+
+def prediction_watch_of(job: Job, predicted_seconds: float | None) -> PredictionWatch | None:
+    """The watch of a step that trains, on the rank of `tutti run` that leads; else None."""
+    leads = RUN_DIR.read() and os.environ.get("RANK", "0") == "0"
+    if not leads or not PREDICTION.read() or not optimizers_of(job.optimizer):
+        return None
+    on_gpu = any(x.is_cuda for x in job.model.parameters())
+    return PredictionWatch(job.step_name, predicted_seconds, on_gpu=on_gpu)

@@ -1,0 +1,112 @@
+"""Every run says once what its step takes beside what was predicted; nothing else changes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, schedule
+
+import tutti
+from forked import Forked
+from tutti.environment import PREDICTION, REPORT, RUN_DIR
+from tutti.execution.measure import peak_nbytes
+
+SCRIPT = """
+import os, torch, tutti
+from torch import nn
+
+def train(model, optimizer, x):
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+torch.manual_seed(0)
+model = nn.Linear(16, 16)
+step = tutti.distribute(train, model, torch.optim.Adam(model.parameters()))
+found = [step(torch.ones(8, 16)).item() for _ in range(8)]
+if os.environ["RANK"] == "0":
+    print(found)
+"""
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def run(folder: Path, **environment: str) -> tuple[str, str]:
+    """What a run of two ranks prints."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    command = ["-m", "tutti", "run", "-n", "2", "--layout", "data=2 zero=1", script]
+    process = Forked(command, env={**os.environ, **environment}, cwd=folder)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def test_a_run_says_it_once_and_computes_the_same(tmp_path: Path) -> None:
+    out, err = run(tmp_path)
+    (line,) = [x for x in err.splitlines() if " measured" in x]
+    assert line.startswith("step ") and "; memory " in line and line.endswith(" predicted")
+    assert run(tmp_path, TUTTI_PREDICTION="0") == (out, "")
+
+
+def test_other_launchers_say_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "RANK": "0"}
+    ran = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True, env=environment
+    )
+    assert ran.stdout and ran.stderr == ""
+
+
+def profiled(**options: object) -> list[str]:
+    """The names of the events that a user's profiler sees over some calls of a step."""
+    model = nn.Linear(16, 16)
+    step = tutti.distribute(train, model, torch.optim.Adam(model.parameters()), "")
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True, **options) as seen:  # type: ignore[arg-type]
+        for _ in range(8):
+            step(torch.ones(8, 16))
+            seen.step()
+    return [event.key for event in seen.key_averages()]
+
+
+@pytest.mark.parametrize("variable", [RUN_DIR.name, REPORT.name])
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_profiler_of_the_user_keeps_its_events(
+    variable: str,
+    waits: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The second call comes while it is on, or while it warms up: no memory is measured then."""
+    options = {"schedule": schedule(wait=1, warmup=1, active=2)} if waits else {}
+    monkeypatch.setenv(PREDICTION.name, "0")
+    alone = profiled(**options)
+    monkeypatch.delenv(PREDICTION.name)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert "aten::addmm" in alone or "aten::mm" in alone
+    assert sorted(profiled(**options)) == sorted(alone)
+    assert "memory" not in capsys.readouterr().err
+
+
+def test_a_measurement_inside_of_a_profiler_is_refused() -> None:
+    with (
+        profile(activities=[ProfilerActivity.CPU]),
+        pytest.raises(tutti.TuttiError, match="inside of PyTorch's profiler"),
+    ):
+        peak_nbytes(lambda: torch.ones(2))
