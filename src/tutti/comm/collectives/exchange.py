@@ -9,19 +9,26 @@ from torch import Tensor
 from tutti.comm.collectives import transport
 from tutti.comm.collectives.group import Group
 
+# Most texts are a few words: with their length they travel in one message.
+_SHORT, _LENGTH = 248, 8
+
 
 def exchange_bytes(data: bytes, group: Group) -> list[bytes]:
     """The data of every rank, in the group's order; equally long on all ranks, and not empty."""
     x = _to_device(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return [bytes(row.tolist()) for row in transport.all_gather(x, group).cpu()]
+    return [row.numpy().tobytes() for row in transport.all_gather(x, group).cpu()]
 
 
 def exchange_texts(text: str, group: Group) -> list[str]:
     """The text of every rank, in the group's order; lengths may differ."""
     data = text.encode()
-    sizes = transport.all_gather(_to_device(torch.tensor(len(data))), group).tolist()
-    padded = data.ljust(max(1, *sizes))
-    rows = exchange_bytes(padded, group)
+    head = len(data).to_bytes(_LENGTH, "little") + data[:_SHORT].ljust(_SHORT)
+    found = exchange_bytes(head, group)
+    sizes = [int.from_bytes(one[:_LENGTH], "little") for one in found]
+    rows = [one[_LENGTH:] for one in found]
+    if max(sizes) > _SHORT:
+        rest = exchange_bytes(data[_SHORT:].ljust(max(sizes) - _SHORT), group)
+        rows = [row + more for row, more in zip(rows, rest, strict=True)]
     return [row[:size].decode() for row, size in zip(rows, sizes, strict=True)]
 
 
