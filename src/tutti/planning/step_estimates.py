@@ -32,6 +32,7 @@ class StepEstimates:
 
     Args:
         num_layouts: that will be estimated: many layouts of a deep model are composed.
+        programs: of a job and a batch; another class may edit the programs of an estimate.
     """
 
     def __init__(
@@ -41,12 +42,14 @@ class StepEstimates:
         machine: Callable[[Layout], PricedMachine],
         *,
         num_layouts: int = 1,
+        programs: Callable[[Job, tuple[Any, ...]], CandidatePrograms] = CandidatePrograms,
     ) -> None:
         self.job, self.batch, self.machine = job, batch, machine
+        self._made_of = programs
         self.rows = num_rows(batch)
         self._num_layouts = num_layouts
         self._blocks: dict[Layout, Blocks] = {}
-        self._programs = CandidatePrograms(job, batch)
+        self._programs = programs(job, batch)
 
     def __call__(self, layout: Layout) -> Estimate:
         """The estimate of one layout.
@@ -99,7 +102,7 @@ class StepEstimates:
 
     @cached_property
     def _short_programs(self) -> CandidatePrograms:
-        return CandidatePrograms(self.job, self.batch)
+        return self._made_of(self.job, self.batch)
 
     def _blocks_of(self, layout: Layout, machine: PricedMachine) -> Blocks:
         """The pieces under the layout's model axes and precision, for its rows of a micro-batch."""

@@ -85,6 +85,8 @@ def whole(estimates: StepEstimates) -> CandidatePrograms:
         "pipe=4 micro=8",
         "pipe=4 micro=8 schedule=zb",
         "data=2 zero=3 remat=full",
+        "data=2 zero=3 remat=0.5",
+        "data=4 remat=0.3",
     ],
 )
 def test_time_and_memory_are_near_those_of_the_whole_program(
@@ -119,6 +121,54 @@ def test_closed_forms_are_near_the_clock(
 def test_more_stages_than_layers_are_refused(estimates: StepEstimates) -> None:
     with pytest.raises(LayoutError, match="16 stages for 14 pieces"):
         estimates(Layout.parse("pipe=16 micro=16"))
+
+
+def mixed_step(model: Any, optimizer: Any, tokens: Tensor) -> Tensor:
+    """In bfloat16, by casts of all weights before the model runs; clips the gradients."""
+    cast = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
+    logits = torch.func.functional_call(model, cast, (tokens,))
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss
+
+
+@pytest.fixture(scope="module")
+def mixed() -> StepEstimates:
+    with torch.device("meta"):
+        model = Deep(12)
+    place = PLACE | {"embed.weight": "tensor, -"}
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = Job.of(mixed_step, model, optimizer, Layout(), place=place)
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    return StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+
+
+def test_casts_gradients_and_updates_belong_to_their_layers(mixed: StepEstimates) -> None:
+    blocks = mixed._blocks_of(Layout(), mixed.machine(Layout()))
+    ((layer, _),) = blocks.layers
+    ends = blocks.first, blocks.last
+    assert layer.gradients == layer.parameters == 2 * layer.cast
+    assert sum(p.gradients for p in ends) == sum(p.parameters for p in ends)
+    # Norm, clipping and AdamW move the bytes of one layer, not those of the other unit, too.
+    moved = layer.update / layer.parameters
+    assert sum(p.update for p in ends) / sum(p.parameters for p in ends) == pytest.approx(
+        moved, rel=0.2
+    )
+
+
+def test_a_sum_of_the_embeddings_is_not_one_of_each_layer(mixed: StepEstimates) -> None:
+    layout = Layout.parse("tensor=2")
+    blocks = mixed._blocks_of(layout, mixed.machine(layout))
+    ((layer, _),) = blocks.layers
+    value = 4 * ROWS * TOKENS * WIDTH  # sums are in float32
+    assert layer.sent == pytest.approx(
+        2 * value
+    )  # one of the forward, one of the backward, 2 / 2 of it each
+    assert blocks.first.sent == pytest.approx(value, rel=0.1)
 
 
 def test_layers_count(estimates: StepEstimates) -> None:
