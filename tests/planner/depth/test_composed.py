@@ -171,6 +171,19 @@ def test_a_sum_of_the_embeddings_is_not_one_of_each_layer(mixed: StepEstimates) 
     assert blocks.first.sent == pytest.approx(value, rel=0.1)
 
 
+def test_masks_of_dropout_belong_to_a_micro_batch() -> None:
+    with torch.device("meta"):
+        model = Deep(6)
+        for block in model.blocks:
+            block.up = nn.Sequential(block.up, nn.Dropout(0.1))  # type: ignore[union-attr]
+    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+    ((layer, _),) = made._blocks_of(Layout(), machine).layers
+    assert layer.cast == 0  # weights stay in float32: nothing is kept for all micro-batches
+
+
 def test_layers_count(estimates: StepEstimates) -> None:
     blocks = estimates._blocks_of(Layout(), estimates.machine(Layout()))
     assert blocks.num_layers == 12

@@ -25,6 +25,7 @@ from tutti.graph.analysis.aliases import viewed
 from tutti.graph.analysis.cost import flops_of
 from tutti.graph.ops import collectives
 from tutti.graph.ops.matmul import matmul
+from tutti.torch_private.op_tables import schema_of
 from tutti.torch_private.pytrees import tree_leaves
 
 aten = torch.ops.aten
@@ -227,10 +228,10 @@ def _is_attention(node: fx.Node) -> bool:
 
 def _computed_share(node: fx.Node) -> float:
     """The share of the pairs of tokens that attention computes: blocks above the diagonal are skipped."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not _is_attention(node):
+    if not _is_attention(node):
         return 1.0
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    names = (argument.name for argument in schema_of(node.target).arguments)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return 0.5 if given.get("is_causal") is True else 1.0
 
 

@@ -24,6 +24,7 @@ from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import Storages
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
+from tutti.graph.randomness.draw import draw
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
@@ -218,7 +219,11 @@ class _BlockReader:
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             given = node.op == "placeholder" and not is_state(node)
-            if given or any(x in found for x in node.all_input_nodes):
+            drawn = node.target in (
+                draw,
+                collectives.draw_part,
+            )  # other numbers for each micro-batch
+            if given or drawn or any(x in found for x in node.all_input_nodes):
                 found.add(node)
         return found
 
