@@ -104,6 +104,14 @@ class StepEstimates:
     def _short_programs(self) -> CandidatePrograms:
         return self._made_of(self.job, self.batch)
 
+    def blocks(self, layout: Layout) -> Blocks:
+        """The pieces of a deep model under a layout.
+
+        Raises:
+            ShardingError, LayoutError: the step does not allow it.
+        """
+        return self._blocks_of(layout, self.machine(layout))
+
     def _blocks_of(self, layout: Layout, machine: PricedMachine) -> Blocks:
         """The pieces under the layout's model axes and precision, for its rows of a micro-batch."""
         rows = self.rows // (layout.axes.get("data", 1) * layout.micro)
