@@ -45,9 +45,9 @@ class HalfSums(CandidatePrograms):
     tutti adds in float32, which moves twice the bytes.
     """
 
-    def program(self, layout: Layout) -> Program:
+    def program(self, layout: Layout, *, placed: Layout | None = None) -> Program:
         """As `CandidatePrograms.program`."""
-        made = super().program(layout)
+        made = super().program(layout, placed=placed)
         sum_in_half(made.graph)
         return made
 

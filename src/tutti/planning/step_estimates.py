@@ -48,7 +48,7 @@ class StepEstimates:
         self._made_of = programs
         self.rows = num_rows(batch)
         self._num_layouts = num_layouts
-        self._blocks: dict[Layout, Blocks] = {}
+        self._blocks: dict[tuple[Layout, bool], Blocks] = {}
         self._programs = programs(job, batch)
 
     def __call__(self, layout: Layout) -> Estimate:
@@ -122,11 +122,12 @@ class StepEstimates:
             axes={a: n for a, n in axes.items() if n > 1},
             precision=layout.precision,
         )
-        if key not in self._blocks:
+        known = key, layout.in_time  # tokens stay whole in micro-batches: another placement
+        if known not in self._blocks:
             self._capture_short(layout.precision)
-            program = self._short_programs.program(key)
-            self._blocks[key] = blocks_of(program, machine, self.runs, self._repeats)
-        return self._blocks[key]
+            program = self._short_programs.program(key, placed=layout)
+            self._blocks[known] = blocks_of(program, machine, self.runs, self._repeats)
+        return self._blocks[known]
 
     def _capture_short(self, precision: str) -> None:
         with shortened(self.job.model, self.job.optimizer, self._repeats):

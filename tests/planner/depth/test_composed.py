@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tutti.errors import LayoutError
+from tutti.graph.ops.collectives import COLLECTIVES, reduce_scatter
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.composed import _balanced, composed
@@ -169,6 +170,28 @@ def test_a_sum_of_the_embeddings_is_not_one_of_each_layer(mixed: StepEstimates) 
         2 * value
     )  # one of the forward, one of the backward, 2 / 2 of it each
     assert blocks.first.sent == pytest.approx(value, rel=0.1)
+
+
+def test_tokens_stay_whole_in_micro_batches() -> None:
+    """Without a place the search splits tokens between the blocks, but for layouts in micro-batches."""
+    with torch.device("meta"):
+        model = Deep(6)
+    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+    whole = CandidatePrograms(job, batch)
+    for text, micro in (("data=2 tensor=4", False), ("tensor=4 micro=2", True)):
+        layout = Layout.parse(text)
+        program = whole.program(layout)
+        kinds = {n.target for n in program.graph.nodes if n.target in COLLECTIVES}
+        assert (reduce_scatter in kinds) != micro
+        exact = estimate(program, machine)
+        assert made.refined(layout).seconds == pytest.approx(exact.seconds, rel=0.15)
+        sent = exact.nbytes["inside"]
+        assert made.refined(layout).nbytes["inside"] == pytest.approx(
+            sent, rel=0.01 if micro else 0.15
+        )
 
 
 def test_masks_of_dropout_belong_to_a_micro_batch() -> None:
