@@ -39,6 +39,14 @@ GIB = 2**30
 _MANY = 10**6
 
 
+_RECOMPUTED = {
+    "none": "",
+    "layers": ", layers recomputed",
+    "matmuls": ", every second matmul recomputed",
+    "matmuls, sums": ", most second matmuls recomputed",
+}
+
+
 class HalfSums(CandidatePrograms):
     """Programs that add over `tensor` in the dtype of the activations, as the published ones do.
 
@@ -54,12 +62,16 @@ class HalfSums(CandidatePrograms):
 
 @dataclass(frozen=True)
 class Compared:
-    """A row with what was predicted: tokens per second of a device, GiB at its peak, whether they fit."""
+    """A row with what was predicted: tokens per second of a device, GiB at its peak, whether they fit.
+
+    state_gib: of the layers' parameters, gradients and slots.
+    """
 
     row: PublishedRow
     rate: float
     memory_gib: float
     fits: bool
+    state_gib: float = 0.0
 
     @property
     def rate_ratio(self) -> float:
@@ -68,8 +80,10 @@ class Compared:
 
     @property
     def memory_ratio(self) -> float | None:
-        """Predicted over published; None where no memory was published."""
-        return self.memory_gib / self.row.memory_gib if self.row.memory_gib else None
+        """Predicted over published, of the peak or of the state; None where no memory was published."""
+        if self.row.memory_gib:
+            return self.memory_gib / self.row.memory_gib
+        return self.state_gib / self.row.state_gib if self.row.state_gib else None
 
     @property
     def rate_is_near(self) -> bool:
@@ -107,7 +121,10 @@ def predict_row(row: PublishedRow) -> Compared:
     made = composed(blocks, layout, machine)
     rate = row.batch * row.sequence / made.seconds / row.devices
     fits = made.peak_nbytes <= cluster.device.capacity.value
-    return Compared(row, rate, made.peak_nbytes / GIB, fits)
+    state = sum(
+        n * (p.parameters + p.slots + p.gradients + p.cast) for p, n in blocks.layers
+    ) / layout.axes.get("pipe", 1)
+    return Compared(row, rate, made.peak_nbytes / GIB, fits, state / GIB)
 
 
 def summary(found: Sequence[Compared]) -> str:
@@ -130,6 +147,7 @@ def table(found: Iterable[Compared]) -> str:
     for c in found:
         row = c.row
         memory = f"{row.memory_gib:.1f}" if row.memory_gib else "-"
+        memory = f"{row.state_gib:.1f} state" if row.state_gib else memory
         ratio = f"{c.memory_ratio:.2f}" if c.memory_ratio else "-"
         missed = [
             word
@@ -139,12 +157,12 @@ def table(found: Iterable[Compared]) -> str:
         within = f"no: {' and '.join(missed)}" if missed else "yes"
         cells = [
             row.name,
-            f"`{row.layout}`",
+            f"`{row.layout}`" + _RECOMPUTED[row.recompute],
             f"{row.rate:.0f}",
             f"{c.rate:.0f}",
             f"{c.rate_ratio:.2f}",
             memory,
-            f"{c.memory_gib:.1f}",
+            f"{c.memory_gib:.1f}" + (f", {c.state_gib:.1f} state" if row.state_gib else ""),
             ratio,
             within + ("" if c.fits else "; does not fit"),
         ]
@@ -183,7 +201,8 @@ Aims: tokens per second of a device within {MOST_RATE:.0%}, memory within {MOST_
 Where the published programs move less than tutti's, the costs are those of the published ones: sums over
 `tensor` in the dtype of the activations (tutti adds in float32), and messages between stages that the tensor
 ranks share (`messages = "split"`; each rank of tutti sends the whole value). "Does not fit": tutti would need
-more memory than the device has, since with stages it does not split tokens between the blocks.
+more memory than the device has, since with stages it does not split tokens between the blocks. "State": that
+of the layers' parameters, gradients and slots, where only it is published.
 """.replace("%", " %")
 
 

@@ -35,6 +35,7 @@ class PublishedRow:
     flops: float = 0.0
     flops_per_token: float = 0.0
     memory_gib: float = 0.0
+    state_gib: float = 0.0
     place: str = "megatron"
     messages: str = "whole"
     differs: str = ""
