@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tutti.job import Job
@@ -17,7 +18,12 @@ from tutti.layout import Layout
 from tutti.planner.depth.block_work import MODEL_AXES, Blocks, blocks_of
 from tutti.planner.depth.composed import composed
 from tutti.planner.depth.repeated_layers import Run, ShortUnits, runs_of, shortened
-from tutti.planner.estimates.layout_estimate import Estimate, estimate, flops_of_nodes
+from tutti.planner.estimates.layout_estimate import (
+    Estimate,
+    dtype_of_nodes,
+    estimate,
+    flops_of_nodes,
+)
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows
 from tutti.torch_private.pytrees import tree_flatten
@@ -141,6 +147,15 @@ class StepEstimates:
         self._capture_short(precision)
         graph = self._short_programs.captured(precision).graph
         return flops_of_nodes(graph.nodes) + sum(self._more_flops(graph))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which most operations of the step compute: a step may cast its weights itself."""
+        precision = self.job.layout.precision
+        if not self._is_composed:
+            return dtype_of_nodes(self._programs.captured(precision).graph.nodes)
+        self._capture_short(precision)
+        return dtype_of_nodes(self._short_programs.captured(precision).graph.nodes)
 
     def _more_flops(self, graph: Any) -> Iterator[float]:
         """Of the layers that the short model lacks, by run."""

@@ -172,6 +172,12 @@ def test_a_sum_of_the_embeddings_is_not_one_of_each_layer(mixed: StepEstimates) 
     assert blocks.first.sent == pytest.approx(value, rel=0.1)
 
 
+def test_the_peak_is_that_of_the_dtype_of_most_operations(
+    estimates: StepEstimates, mixed: StepEstimates
+) -> None:
+    assert (estimates.dtype, mixed.dtype) == (torch.float32, torch.bfloat16)
+
+
 def test_tokens_stay_whole_in_micro_batches() -> None:
     """Without a place the search splits tokens between the blocks, but for layouts in micro-batches."""
     with torch.device("meta"):
