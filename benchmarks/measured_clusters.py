@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.command_line import parser
 from benchmarks.gpt_iteration import ONE_HOST, SEVERAL_HOSTS, Runtime, predict_iteration
+from benchmarks.profile_noise import HOST_SPREAD, noise_regret
 from benchmarks.published_iterations import FIT_EVERY, Iteration, groups_of, read_iterations
 from tutti.planner.hardware.accelerator import Device
 from tutti.planner.hardware.catalog import device, topology
@@ -118,12 +119,15 @@ def mean_error(rows: Sequence[Iteration], times: Sequence[float]) -> float:
     return _mean([abs(e) for e in errors(rows, times)], 0.0)
 
 
-def regrets(rows: Sequence[Iteration], times: Sequence[float]) -> list[float]:
+def regrets(
+    rows: Sequence[Iteration], times: Sequence[float], measured: Sequence[float] | None = None
+) -> list[float]:
     """Of each problem: the measured time of the choice, over the shortest."""
+    truth = [r.milliseconds for r in rows] if measured is None else measured
     found = []
     for group in groups_of(rows, LEAST_LAYOUTS):
         chosen = min(group, key=lambda i: times[i])
-        found.append(rows[chosen].milliseconds / min(rows[i].milliseconds for i in group))
+        found.append(truth[chosen] / min(truth[i] for i in group))
     return found
 
 
@@ -163,6 +167,18 @@ def _least(function: Callable[[float], float], low: float, high: float, step: fl
 
 def _mean(values: Sequence[float], without: float) -> float:
     return sum(values) / len(values) if values else without
+
+
+def noise_line(rows: Sequence[Iteration], hardware: Hardware, found: float) -> str:
+    """What regret the host's noise alone would cause, in words."""
+    host = hardware.device.host_seconds.value
+    made = noise_regret(
+        rows, lambda factor: predicted(rows, hardware.with_host(factor * host)), regrets, found
+    )
+    return (
+        f"noise of the host alone ({HOST_SPREAD:.0%} from profile to profile): regret mean {made.mean:.3f} "
+        f"worst {made.worst:.3f}; {found:.3f} or more in {made.share_above:.0%} of the draws"
+    ).replace("%", " %")
 
 
 def error_tables(rows: Sequence[Iteration], found: Sequence[float]) -> str:
@@ -240,7 +256,10 @@ def main() -> None:
     counted = [not (args.held_out and i % FIT_EVERY == 0) for i in range(len(rows))]
     if args.tables:
         print(
-            error_tables(rows, errors(rows, times)), ablations(rows, hardware, counted), sep="\n\n"
+            error_tables(rows, errors(rows, times)),
+            ablations(rows, hardware, counted),
+            noise_line(rows, hardware, score(rows, times, counted).mean_regret),
+            sep="\n\n",
         )
     print(f"{len(rows)} rows in {time.perf_counter() - begin:.0f} s", file=sys.stderr)
     print(score(rows, times, counted).line())

@@ -13,6 +13,7 @@ from benchmarks.gpt_iteration import ONE_HOST, predict_iteration
 from benchmarks.gpt_pieces import GptShape, pieces_of
 from benchmarks.measured_clusters import Hardware, fit, mean_error, predicted, regrets, score
 from benchmarks.megatron_steps import STEPS, predict_step
+from benchmarks.profile_noise import NoiseRegret, noise_regret
 from benchmarks.published_iterations import Iteration, groups_of, read_iterations
 
 # Every sixtieth row of the iterations published with vTrain (MICRO 2024, MIT license).
@@ -185,3 +186,21 @@ def test_pieces_of_a_layer() -> None:
     )
     tokens = 2 * 1024
     assert flops == 3 * tokens * (24 * w * w + 4 * 1024 * w) / 4
+
+
+def test_noise_of_the_profiles_causes_regret_where_layouts_are_near() -> None:
+    """Two families of two rows each; one waits for the host alone, and is 1 % faster in the mean."""
+    rows = [
+        replace(ROW, tensor=tensor, data=4 // tensor, micro_batch=m)
+        for tensor, m in ((1, 1), (1, 2), (2, 1), (2, 2))
+    ]
+
+    def times_at(factor: float) -> list[float]:
+        return [100.0 * factor, 150.0, 101.0, 150.0]
+
+    def found(spread: float) -> NoiseRegret:
+        return noise_regret(rows, times_at, regrets, 1.001, spread=spread, draws=200)
+
+    assert found(0.0) == NoiseRegret(1.0, 1.0, 0.0)
+    assert 1.0 < found(0.02).mean < found(0.1).mean < 1.1
+    assert 0.3 < found(0.1).share_above < 0.6  # about half of the draws are slower by more than 1 %

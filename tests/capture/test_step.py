@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import zoo
 from subjects import subject
@@ -131,6 +137,31 @@ def test_evaluation_updates_nothing() -> None:
     model = Normed().eval()
     captured = capture(lambda m, x: m.norm(m.conv(x)), model, None, (torch.randn(2, 3, 6, 6),))
     assert captured.updated == []
+
+
+def test_a_selective_checkpoint_recomputes_what_its_policy_says() -> None:
+    """It keeps the results of matmuls: the backward recomputes the GELU alone, for the second matmul."""
+
+    def policy(_context: Any, op: Any, *_args: Any, **_options: Any) -> CheckpointPolicy:
+        kept = op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        out: Any = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+        loss = out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    captured = capture(step, model, optimizer, (torch.randn(4, 8),))
+    counts = Counter((n.target, n.meta["region"]) for n in captured.graph.nodes)
+    assert counts[aten.gelu.default, "forward"] == counts[aten.gelu.default, "backward"] == 1
+    assert (counts[aten.addmm.default, "forward"], counts[aten.addmm.default, "backward"]) == (2, 0)
 
 
 def test_recomputed_blocks_draw_the_same_numbers() -> None:

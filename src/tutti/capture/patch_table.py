@@ -26,6 +26,7 @@ from tutti.torch_private import default_group
 from tutti.torch_private.autograd_engine import ENGINE_RUNS
 from tutti.torch_private.fake_tensors import LOG, FakeTensor
 from tutti.torch_private.optimizer_marks import CHOICE_OF_SCALER, SCALED_BY_KERNEL
+from tutti.torch_private.selective_checkpoints import CHECK_OF_TRACING
 from tutti.torch_private.tracing import PythonKeyTracer
 from tutti.torch_private.value_checks import (
     CHECK_OF_ARGUMENTS,
@@ -89,6 +90,9 @@ SCALED_UPDATE = Patch(
     "of the optimizer that a scaler steps: the branch skips",
 )
 VALIDATE_ARGS = Patch(*CHECK_OF_ARGUMENTS, "distributions look at values of their arguments")
+SELECTIVE = Patch(
+    *CHECK_OF_TRACING, "a selective checkpoint recomputes in the trace as it does in eager mode"
+)
 IS_CAUSAL = Patch(*CHECK_OF_CAUSAL_MASKS, "transformers look at a mask to see whether it is causal")
 
 # Random numbers: `second_trace/random_ops.py`.

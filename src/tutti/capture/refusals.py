@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from tutti.capture.patch_table import IS_CAUSAL, VALIDATE_ARGS
+from tutti.capture.patch_table import IS_CAUSAL, SELECTIVE, VALIDATE_ARGS
 from tutti.capture.python.ways_out import of_error
 from tutti.errors import CaptureError, TuttiError
 from tutti.graph.edits.patch import replaced
@@ -57,13 +57,20 @@ def _is_said_to_be_causal(
     return is_causal is True
 
 
+def _is_eager(*_call: Any) -> bool:
+    """Whether a compiler decides what a selective checkpoint recomputes."""
+    return False
+
+
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
     """Turn errors of a trace into a `CaptureError` that names the user's line."""
     try:
         with (
             _without_onednn(),
-            replaced((VALIDATE_ARGS, False), (IS_CAUSAL, _is_said_to_be_causal)),
+            replaced(
+                (VALIDATE_ARGS, False), (IS_CAUSAL, _is_said_to_be_causal), (SELECTIVE, _is_eager)
+            ),
         ):
             yield
     except TuttiError:

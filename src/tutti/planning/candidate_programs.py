@@ -58,15 +58,19 @@ class CandidatePrograms:
                 )
         return self._captured[precision]
 
-    def program(self, layout: Layout) -> Program:
+    def program(self, layout: Layout, *, placed: Layout | None = None) -> Program:
         """The program of every rank under `layout`.
+
+        Args:
+            layout: of the program.
+            placed: the layout whose placement it has; by default its own.
 
         Raises:
             ShardingError, LayoutError: the step does not allow the layout.
         """
         captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
         with _quiet():
-            found = self._place(captured, layout, dims)
+            found = self._place(captured, placed or layout, dims)
             return partition(plan(copied(captured), layout, self.job.place, dims=dims, **found))
 
     def _place(self, captured: Captured, layout: Layout, dims: Dims | None) -> dict[str, Any]:

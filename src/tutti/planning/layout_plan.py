@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from tutti.job import Job
@@ -22,7 +21,6 @@ from tutti.planning.step_estimates import StepEstimates
 # The share of a device's memory for a step: the rest is for the runtime, libraries and fragments.
 USABLE = 0.92
 _MOST_PIPE = 64
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ def answer(
         rows=rows,
         tokens=estimates.num_tokens,
         flops=estimates.flops(),
-        peak=device.peak_of(_DTYPES[given.precision]),
+        peak=device.peak_of(estimates.dtype),
         job=job,
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tutti.job import Job
@@ -17,7 +18,12 @@ from tutti.layout import Layout
 from tutti.planner.depth.block_work import MODEL_AXES, Blocks, blocks_of
 from tutti.planner.depth.composed import composed
 from tutti.planner.depth.repeated_layers import Run, ShortUnits, runs_of, shortened
-from tutti.planner.estimates.layout_estimate import Estimate, estimate, flops_of_nodes
+from tutti.planner.estimates.layout_estimate import (
+    Estimate,
+    dtype_of_nodes,
+    estimate,
+    flops_of_nodes,
+)
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows
 from tutti.torch_private.pytrees import tree_flatten
@@ -32,6 +38,7 @@ class StepEstimates:
 
     Args:
         num_layouts: that will be estimated: many layouts of a deep model are composed.
+        programs: of a job and a batch; another class may edit the programs of an estimate.
     """
 
     def __init__(
@@ -41,12 +48,14 @@ class StepEstimates:
         machine: Callable[[Layout], PricedMachine],
         *,
         num_layouts: int = 1,
+        programs: Callable[[Job, tuple[Any, ...]], CandidatePrograms] = CandidatePrograms,
     ) -> None:
         self.job, self.batch, self.machine = job, batch, machine
+        self._made_of = programs
         self.rows = num_rows(batch)
         self._num_layouts = num_layouts
-        self._blocks: dict[Layout, Blocks] = {}
-        self._programs = CandidatePrograms(job, batch)
+        self._blocks: dict[tuple[Layout, bool], Blocks] = {}
+        self._programs = programs(job, batch)
 
     def __call__(self, layout: Layout) -> Estimate:
         """The estimate of one layout.
@@ -99,7 +108,15 @@ class StepEstimates:
 
     @cached_property
     def _short_programs(self) -> CandidatePrograms:
-        return CandidatePrograms(self.job, self.batch)
+        return self._made_of(self.job, self.batch)
+
+    def blocks(self, layout: Layout) -> Blocks:
+        """The pieces of a deep model under a layout.
+
+        Raises:
+            ShardingError, LayoutError: the step does not allow it.
+        """
+        return self._blocks_of(layout, self.machine(layout))
 
     def _blocks_of(self, layout: Layout, machine: PricedMachine) -> Blocks:
         """The pieces under the layout's model axes and precision, for its rows of a micro-batch."""
@@ -111,11 +128,12 @@ class StepEstimates:
             axes={a: n for a, n in axes.items() if n > 1},
             precision=layout.precision,
         )
-        if key not in self._blocks:
+        known = key, layout.in_time  # tokens stay whole in micro-batches: another placement
+        if known not in self._blocks:
             self._capture_short(layout.precision)
-            program = self._short_programs.program(key)
-            self._blocks[key] = blocks_of(program, machine, self.runs, self._repeats)
-        return self._blocks[key]
+            program = self._short_programs.program(key, placed=layout)
+            self._blocks[known] = blocks_of(program, machine, self.runs, self._repeats)
+        return self._blocks[known]
 
     def _capture_short(self, precision: str) -> None:
         with shortened(self.job.model, self.job.optimizer, self._repeats):
@@ -129,6 +147,15 @@ class StepEstimates:
         self._capture_short(precision)
         graph = self._short_programs.captured(precision).graph
         return flops_of_nodes(graph.nodes) + sum(self._more_flops(graph))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which most operations of the step compute: a step may cast its weights itself."""
+        precision = self.job.layout.precision
+        if not self._is_composed:
+            return dtype_of_nodes(self._programs.captured(precision).graph.nodes)
+        self._capture_short(precision)
+        return dtype_of_nodes(self._short_programs.captured(precision).graph.nodes)
 
     def _more_flops(self, graph: Any) -> Iterator[float]:
         """Of the layers that the short model lacks, by run."""

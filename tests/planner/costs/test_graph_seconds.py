@@ -152,3 +152,29 @@ def test_rows_that_no_load_divides() -> None:
         kernels = forward_of(work_of(captured.graph))
         shapes[columns] = next(k.matmul for k in kernels if k.matmul)
     assert shapes[32].aligned_nbytes == 16 and shapes[33].aligned_nbytes == 2
+
+
+def attention_kernel(causal: bool) -> DeviceKernel:
+    """Of queries, keys and values of 2 samples, 4 heads, 256 tokens and 64 features."""
+    q = torch.empty(2, 4, 256, 64, dtype=torch.bfloat16, device="meta")
+
+    def step(model: nn.Module, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=causal)
+
+    graph = capture(step, nn.Linear(1, 1), None, (q,)).graph
+    (found,) = [k for k in work_of(graph).kernels if k.is_attention]
+    return found
+
+
+def test_causal_attention_computes_half_of_the_pairs_at_its_own_share_of_the_peak() -> None:
+    whole, half = attention_kernel(False), attention_kernel(True)
+    assert whole.flops == 2 * half.flops == 2 * 2 * 2 * 4 * 256 * 256 * 64
+    assert A100.attention_efficiency is not None
+    wide = replace(A100, bandwidth=replace(A100.bandwidth, value=1e20))
+    rate = A100.peak_of(torch.bfloat16) * A100.attention_efficiency.value
+    expected = A100.kernel_seconds.value + half.flops / rate
+    assert kernel_seconds(half, wide, eager=False) == pytest.approx(expected)
+    plain = replace(wide, attention_efficiency=None)
+    rate = A100.peak_of(torch.bfloat16) * A100.matmul_efficiency.value
+    expected = A100.kernel_seconds.value + half.flops / rate
+    assert kernel_seconds(half, plain, eager=False) == pytest.approx(expected)

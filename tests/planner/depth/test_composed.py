@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tutti.errors import LayoutError
+from tutti.graph.ops.collectives import COLLECTIVES, reduce_scatter
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.composed import _balanced, composed
@@ -85,6 +86,8 @@ def whole(estimates: StepEstimates) -> CandidatePrograms:
         "pipe=4 micro=8",
         "pipe=4 micro=8 schedule=zb",
         "data=2 zero=3 remat=full",
+        "data=2 zero=3 remat=0.5",
+        "data=4 remat=0.3",
     ],
 )
 def test_time_and_memory_are_near_those_of_the_whole_program(
@@ -119,6 +122,95 @@ def test_closed_forms_are_near_the_clock(
 def test_more_stages_than_layers_are_refused(estimates: StepEstimates) -> None:
     with pytest.raises(LayoutError, match="16 stages for 14 pieces"):
         estimates(Layout.parse("pipe=16 micro=16"))
+
+
+def mixed_step(model: Any, optimizer: Any, tokens: Tensor) -> Tensor:
+    """In bfloat16, by casts of all weights before the model runs; clips the gradients."""
+    cast = {name: p.to(torch.bfloat16) for name, p in model.named_parameters()}
+    logits = torch.func.functional_call(model, cast, (tokens,))
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss
+
+
+@pytest.fixture(scope="module")
+def mixed() -> StepEstimates:
+    with torch.device("meta"):
+        model = Deep(12)
+    place = PLACE | {"embed.weight": "tensor, -"}
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = Job.of(mixed_step, model, optimizer, Layout(), place=place)
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    return StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+
+
+def test_casts_gradients_and_updates_belong_to_their_layers(mixed: StepEstimates) -> None:
+    blocks = mixed._blocks_of(Layout(), mixed.machine(Layout()))
+    ((layer, _),) = blocks.layers
+    ends = blocks.first, blocks.last
+    assert layer.gradients == layer.parameters == 2 * layer.cast
+    assert sum(p.gradients for p in ends) == sum(p.parameters for p in ends)
+    # Norm, clipping and AdamW move the bytes of one layer, not those of the other unit, too.
+    moved = layer.update / layer.parameters
+    assert sum(p.update for p in ends) / sum(p.parameters for p in ends) == pytest.approx(
+        moved, rel=0.2
+    )
+
+
+def test_a_sum_of_the_embeddings_is_not_one_of_each_layer(mixed: StepEstimates) -> None:
+    layout = Layout.parse("tensor=2")
+    blocks = mixed._blocks_of(layout, mixed.machine(layout))
+    ((layer, _),) = blocks.layers
+    value = 4 * ROWS * TOKENS * WIDTH  # sums are in float32
+    assert layer.sent == pytest.approx(
+        2 * value
+    )  # one of the forward, one of the backward, 2 / 2 of it each
+    assert blocks.first.sent == pytest.approx(value, rel=0.1)
+
+
+def test_the_peak_is_that_of_the_dtype_of_most_operations(
+    estimates: StepEstimates, mixed: StepEstimates
+) -> None:
+    assert (estimates.dtype, mixed.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_tokens_stay_whole_in_micro_batches() -> None:
+    """Without a place the search splits tokens between the blocks, but for layouts in micro-batches."""
+    with torch.device("meta"):
+        model = Deep(6)
+    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+    whole = CandidatePrograms(job, batch)
+    for text, micro in (("data=2 tensor=4", False), ("tensor=4 micro=2", True)):
+        layout = Layout.parse(text)
+        program = whole.program(layout)
+        kinds = {n.target for n in program.graph.nodes if n.target in COLLECTIVES}
+        assert (reduce_scatter in kinds) != micro
+        exact = estimate(program, machine)
+        assert made.refined(layout).seconds == pytest.approx(exact.seconds, rel=0.15)
+        sent = exact.nbytes["inside"]
+        assert made.refined(layout).nbytes["inside"] == pytest.approx(
+            sent, rel=0.01 if micro else 0.15
+        )
+
+
+def test_masks_of_dropout_belong_to_a_micro_batch() -> None:
+    with torch.device("meta"):
+        model = Deep(6)
+        for block in model.blocks:
+            block.up = nn.Sequential(block.up, nn.Dropout(0.1))  # type: ignore[union-attr]
+    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
+    batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+    ((layer, _),) = made._blocks_of(Layout(), machine).layers
+    assert layer.cast == 0  # weights stay in float32: nothing is kept for all micro-batches
 
 
 def test_layers_count(estimates: StepEstimates) -> None:

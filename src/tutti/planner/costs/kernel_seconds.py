@@ -35,6 +35,6 @@ def _busy_seconds(kernel: DeviceKernel, device: Device) -> float:
         return max(matmul_seconds(kernel.matmul, device), moving)
     if not kernel.flops:
         return moving
-    return max(
-        kernel.flops / (device.peak_of(kernel.dtype) * device.matmul_efficiency.value), moving
-    )
+    attention = device.attention_efficiency if kernel.is_attention else None
+    reached = attention or device.matmul_efficiency
+    return max(kernel.flops / (device.peak_of(kernel.dtype) * reached.value), moving)

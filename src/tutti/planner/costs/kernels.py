@@ -25,6 +25,7 @@ from tutti.graph.analysis.aliases import viewed
 from tutti.graph.analysis.cost import flops_of
 from tutti.graph.ops import collectives
 from tutti.graph.ops.matmul import matmul
+from tutti.torch_private.op_tables import schema_of
 from tutti.torch_private.pytrees import tree_leaves
 
 aten = torch.ops.aten
@@ -68,7 +69,9 @@ class MatmulShape:
 class DeviceKernel:
     """One kernel: its nodes, the bytes that it reads and writes, and the shape of its matmul, if any.
 
-    flops: of convolutions and attention, whose `matmul` is None, in `dtype`.
+    flops: of convolutions and attention, whose `matmul` is None, in `dtype`; causal attention skips the pairs
+        of tokens that its mask hides.
+    is_attention: a fused kernel of attention.
     num_launches: kernels that one op needs; each reads the operands.
     """
 
@@ -79,6 +82,7 @@ class DeviceKernel:
     flops: float
     dtype: torch.dtype
     num_launches: int = 1
+    is_attention: bool = False
 
     @property
     def node(self) -> fx.Node:
@@ -211,10 +215,24 @@ def _kernel(nodes: list[fx.Node]) -> DeviceKernel:
         read_nbytes=launches * sum(_nbytes_read(s, heavy) for s in read),
         written_nbytes=sum(map(_nbytes, written)),
         matmul=shape,
-        flops=flops_of(heavy) if shape is None else shape.flops,
+        flops=flops_of(heavy) * _computed_share(heavy) if shape is None else shape.flops,
         dtype=_dtype(heavy),
         num_launches=launches,
+        is_attention=_is_attention(heavy),
     )
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return "attention" in _op_of(node)
+
+
+def _computed_share(node: fx.Node) -> float:
+    """The share of the pairs of tokens that attention computes: blocks above the diagonal are skipped."""
+    if not _is_attention(node):
+        return 1.0
+    names = (argument.name for argument in schema_of(node.target).arguments)
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return 0.5 if given.get("is_causal") is True else 1.0
 
 
 def _nbytes(node: fx.Node) -> int:

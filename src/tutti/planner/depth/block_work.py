@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from tutti.graph.analysis.aliases import roots_of
 from tutti.graph.analysis.cost import nbytes_of
@@ -23,11 +24,13 @@ from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import Storages
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
+from tutti.graph.randomness.draw import draw
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.costs.graph_seconds import collective_call
+from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.repeated_layers import Run, ShortUnits
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.estimates.rank_groups import RankGroups
@@ -76,6 +79,7 @@ class Blocks:
     first, last: pieces. layers: (piece of one layer, number of layers) for each run, in order.
     transient: bytes above those kept, within a forward or a backward; `within_layers` those in layers alone.
     message: bytes of a value between two layers.
+    drops: of each run, what a layer may recompute (`dropped_values.py`).
     """
 
     first: Piece
@@ -84,6 +88,7 @@ class Blocks:
     transient: float
     within_layers: float
     message: float
+    drops: tuple[tuple[Drop, ...], ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -118,6 +123,7 @@ class _BlockReader:
         donated = frozenset(program.captured.updated)
         self.graph = optimized(program, Target(donated=donated), without=_JOINS)
         self.sums: dict[tuple[str, str], float] = {}
+        self.values: dict[str, dict[fx.Node, float]] = {}
 
     def read(self) -> Blocks:
         self._times()
@@ -130,7 +136,8 @@ class _BlockReader:
             for unit in units[1:]:  # the last of all layers recomputes nothing, and keeps more
                 last += unit + units[0].times(-1)
         ends = self._piece("first"), tuple(layers), last
-        return Blocks(*ends, *self._transients(last.kept), self._message())
+        drops = tuple(self._drops(i, run.unit) for i, run in enumerate(self.runs))
+        return Blocks(*ends, *self._transients(last.kept), self._message(), drops)
 
     def _piece(self, name: str) -> Piece:
         found = {f.name: self.sums.get((name, f.name), 0.0) for f in fields(Piece)}
@@ -140,8 +147,12 @@ class _BlockReader:
         key = self._piece_of(node), what
         self.sums[key] = self.sums.get(key, 0.0) + amount
 
+    @cached_property
+    def _kernels(self) -> Mapping[fx.Node, float]:
+        return self.machine.kernels(self.graph)
+
     def _times(self) -> None:
-        kernels = self.machine.kernels(self.graph)
+        kernels = self._kernels
         device = self.machine.cluster.device
         memory = device.bandwidth.value * device.memory_efficiency.value
         for node in self.graph.nodes:
@@ -184,13 +195,35 @@ class _BlockReader:
                 continue
             counted.add(root)
             self._add(root, "kept" if root in of_batch else "cast", nbytes_of(root))
+            if root in of_batch:
+                self.values.setdefault(self._piece_of(root), {})[root] = nbytes_of(root)
+
+    def _drops(self, run: int, unit: int) -> tuple[Drop, ...]:
+        """What a layer of a run may recompute: of its first unit, but for what later units read."""
+        name = f"run {run}.0"
+        inside = {n for n in self.graph.nodes if n.meta.get("region") == "forward"}
+        inside = {n for n in inside if self._piece_of(n) == name}
+        roots = roots_of(self.graph)
+        lasting = {
+            roots.get(n) or n
+            for n in inside
+            for u in n.users
+            if u.meta.get("region") == "forward" and u not in inside
+        }
+        values = {v: x for v, x in self.values.get(name, {}).items() if v not in lasting}
+        made = drops_of(values, self._kernels, inside)
+        return tuple(Drop(d.nbytes / unit, d.seconds / unit) for d in made)
 
     @cached_property
     def _of_batch(self) -> set[fx.Node]:
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             given = node.op == "placeholder" and not is_state(node)
-            if given or any(x in found for x in node.all_input_nodes):
+            drawn = node.target in (
+                draw,
+                collectives.draw_part,
+            )  # other numbers for each micro-batch
+            if given or drawn or any(x in found for x in node.all_input_nodes):
                 found.add(node)
         return found
 
@@ -209,6 +242,21 @@ class _BlockReader:
             if node.meta.get("region") == "backward" and into_update and root not in counted:
                 counted.add(root)
                 self._add(root, "gradients", nbytes_of(root))
+
+    def _copied(self, node: fx.Node, name: str) -> str:
+        """Of a copy outside of all layers: the name of the weight that it casts, or whose gradient it is."""
+        begin, given = node, name
+        while self.units.of(name) is None and not is_state(node) and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+            name = node.meta.get("module") or ""
+        if is_state(node):
+            return self._owners.get(node.meta["name"], "")
+        into_update = any(u.meta.get("region") == "update" for u in begin.users)
+        return name if into_update else given
+
+    @cached_property
+    def _owners(self) -> dict[str, str]:
+        return {s.name: s.owner or s.name for s in self.program.captured.state}
 
     def _add_state(self, name: str, what: str, amount: float) -> None:
         key = self._piece_of_name(name, "first" if name in self._first_state else "last"), what
@@ -257,19 +305,21 @@ class _BlockReader:
         """
         if node.meta.get("region") == "update":
             return self._updated.get(node, "last")
-        name = node.meta.get("module") or ""
-        if not name and node.target in collectives.COLLECTIVES and node.all_input_nodes:
-            name = node.all_input_nodes[0].meta.get("module") or ""
-        return self._piece_of_name(name, self._side_at(self._position[node]))
+        at = node
+        if node.target in collectives.COLLECTIVES and node.all_input_nodes:
+            at = _made(node.all_input_nodes[0])
+        name = at.meta.get("module") or node.meta.get("module") or ""
+        if self.units.of(name) is None:
+            name = self._copied(node, name)
+        return self._piece_of_name(name, self._side_at(self._position[at]))
 
     @cached_property
     def _updated(self) -> dict[fx.Node, str]:
         """The piece of each node of the update, from its operands on."""
         found: dict[fx.Node, str] = {}
-        owners = {s.name: s.owner or s.name for s in self.program.captured.state}
         for node in self.graph.nodes:
             if node.op == "placeholder" and is_state(node):
-                name = owners.get(node.meta["name"], "")
+                name = self._owners.get(node.meta["name"], "")
                 found[node] = self._piece_of_name(
                     name, "first" if name in self._first_state else "last"
                 )
@@ -278,9 +328,7 @@ class _BlockReader:
             ):
                 found[node] = self._piece_of(node)
             elif node.meta.get("region") == "update":
-                pieces = [found[x] for x in node.all_input_nodes if x in found]
-                runs = [p for p in pieces if p.startswith("run")]
-                found[node] = (runs or pieces or ["last"])[0]
+                found[node] = _joint([(x, found[x]) for x in node.all_input_nodes if x in found])
         return found
 
     def _piece_of_name(self, name: str, otherwise: str) -> str:
@@ -313,6 +361,32 @@ class _BlockReader:
             if own and any(o and o != own for o in others):
                 best = max(best, nbytes_of(node))
         return best
+
+
+def _made(node: fx.Node) -> fx.Node:
+    """The value before casts for a sum, which have the module of the sum's reader."""
+    while node.target is torch.ops.aten._to_copy.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _joint(operands: Sequence[tuple[fx.Node, str]]) -> str:
+    """The piece of a node of the update, by its operands.
+
+    Numbers, such as a norm, count where they are alone; a value of several pieces, such as the norm of all
+    gradients, is of the last.
+    """
+    large = [piece for node, piece in operands if _numel(node) > 1]
+    pieces = large or [piece for _, piece in operands]
+    runs = {p for p in pieces if p.startswith("run")}
+    if len(runs) > 1:
+        return "last"
+    return next(iter(runs), pieces[0] if pieces else "last")
+
+
+def _numel(node: fx.Node) -> int:
+    val = node.meta.get("val")
+    return val.numel() if isinstance(val, Tensor) else 1
 
 
 def _layer(name: str) -> str:

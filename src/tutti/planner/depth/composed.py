@@ -15,9 +15,11 @@ from functools import cached_property, lru_cache
 
 from tutti.errors import LayoutError
 from tutti.layout import Layout
+from tutti.layout.budget import Budget
 from tutti.pipeline.ready import schedule_of
 from tutti.planner.costs.collective_seconds import collective_seconds, message_seconds
 from tutti.planner.depth.block_work import Blocks, Piece
+from tutti.planner.depth.thinned_layers import thinned
 from tutti.planner.estimates.graph_clock import (
     COLLECTIVES,
     COMPUTE,
@@ -39,19 +41,21 @@ def composed(
     """The estimate of `layout`.
 
     Args:
-        blocks: of the layout's model axes and rows of a micro-batch.
+        blocks: of the layout's model axes and rows of a micro-batch, nothing recomputed.
         layout: to estimate.
         machine: its hardware.
         played: play a pipeline's schedule on a clock; otherwise closed forms stand for it, which are much
             cheaper and a few percent off where stages differ.
 
     Raises:
-        LayoutError: a budget of `remat`; only none and full are known. More stages than layers.
+        LayoutError: a budget of `remat` in bytes. More stages than layers.
         ScheduleError: there is no such schedule for these pipeline ranks and micro-batches.
     """
-    if layout.remat not in ("none", "full"):
+    budget = Budget.parse(layout.remat)
+    if budget is not None and budget.nbytes is not None:
         raise LayoutError(
-            f"remat={layout.remat} of a deep model has no estimate", fix="remat=none or remat=full"
+            f"remat={layout.remat} of a deep model has no estimate",
+            fix="remat=none, remat=full, or a share of the activations such as remat=0.5",
         )
     return _Composition(blocks, layout, machine, played).make()
 
@@ -60,7 +64,9 @@ class _Composition:
     def __init__(
         self, blocks: Blocks, layout: Layout, machine: PricedMachine, played: bool
     ) -> None:
-        self.blocks, self.layout, self.machine = blocks, layout, machine
+        self.layout, self.machine = layout, machine
+        share = budget.share if (budget := Budget.parse(layout.remat)) else None
+        self.blocks = blocks if share is None else thinned(blocks, share, gathers=layout.zero == 3)
         self.plays = played
         self.groups = RankGroups(layout.mesh, machine.topology.host_size)
         self.data = layout.axes.get("data", 1)

@@ -9,12 +9,14 @@ Every pass has run: the graph is the one that a rank would execute.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from tutti.graph.analysis.cost import flops_of
 from tutti.graph.ops.collectives import axes_of
@@ -38,6 +40,7 @@ from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.estimates.rank_groups import RankGroups
 from tutti.planner.memory import PeakMemory, predict
 from tutti.planner.simulator import Timeline, simulate
+from tutti.torch_private.pytrees import tree_leaves
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,17 @@ def flops_of_nodes(nodes: Iterable[fx.Node]) -> float:
     """Multiplications and additions of matmuls, convolutions and attention in a captured step. Attention
     counts every pair of tokens, masked ones, too."""
     return sum(map(flops_of, nodes))
+
+
+def dtype_of_nodes(nodes: Iterable[fx.Node]) -> torch.dtype:
+    """The dtype in which most of these operations compute; float32 without any."""
+    found: Counter[torch.dtype] = Counter()
+    for node in nodes:
+        val = node.meta.get("val")
+        made = next((x for x in tree_leaves(val) if isinstance(x, Tensor)), None)
+        if made is not None and made.dtype.is_floating_point:
+            found[made.dtype] += flops_of(node)  # type: ignore[assignment]
+    return max(found, key=lambda dtype: found[dtype], default=torch.float32)
 
 
 class _ProgramEstimate:

@@ -23,7 +23,7 @@ DTYPES = {
     "int8": (torch.int8,),
 }
 _PEAK = Bounds(1e8, 2e16, "FLOP/s", "a figure in TFLOP/s needs e12")
-_MATMUL = ("efficiency", "processors", "tiles", "cache_bandwidth", "misaligned")
+_MATMUL = ("efficiency", "processors", "tiles", "cache_bandwidth", "misaligned", "attention")
 _MEMORY = ("capacity", "bandwidth", "efficiency")
 _LAUNCH = ("kernel", "host", "call")
 
@@ -39,6 +39,8 @@ class Device:
     tiles: (m, n) of these tiles.
     cache_bandwidth: bytes per second from the last cache to all processors.
     misaligned: how much longer a matmul takes whose rows are no multiple of 4 bytes.
+    attention_efficiency: the share of the peak that fused attention reaches on the pairs of tokens that it
+        computes; that of matmuls where a file has none.
     capacity, bandwidth: of the memory, in bytes and bytes per second.
     memory_efficiency: the share of the bandwidth that kernels reach.
     kernel_seconds: from the end of a kernel to the start of the next in a full queue.
@@ -55,6 +57,7 @@ class Device:
     tiles: tuple[tuple[int, int], ...]
     cache_bandwidth: Figure | None
     misaligned: Figure | None
+    attention_efficiency: Figure | None
     capacity: Figure
     bandwidth: Figure
     memory_efficiency: Figure
@@ -101,6 +104,7 @@ def device_of(values: Mapping[str, Any], path: Path) -> Device:
         tiles=matmul.pairs("tiles"),
         cache_bandwidth=matmul.optional("cache_bandwidth", RATE),
         misaligned=matmul.optional("misaligned", Bounds(1, 20, "times as long")),
+        attention_efficiency=matmul.optional("attention", SHARE),
         capacity=memory.figure("capacity", Bounds(1e8, 4e12, "bytes", "GB need e9")),
         bandwidth=memory.figure("bandwidth", Bounds(1e7, 3e13, "bytes per second", "GB/s need e9")),
         memory_efficiency=memory.figure("efficiency", SHARE),

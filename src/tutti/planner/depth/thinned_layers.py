@@ -1,0 +1,43 @@
+"""Layers that keep a share of their activations, and recompute the others (`remat=0.5`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from tutti.planner.depth.block_work import Blocks, Piece
+from tutti.planner.depth.dropped_values import Drop
+
+
+def thinned(blocks: Blocks, share: float, *, gathers: bool) -> Blocks:
+    """The blocks of a program that keeps this share of its activations.
+
+    Args:
+        blocks: nothing recomputed.
+        share: 0 to 1, of all bytes that the forward leaves.
+        gathers: the backward gathers weights again, so none are among these bytes.
+    """
+    ends = blocks.first.kept + blocks.last.kept
+    layers = sum(piece.kept * n for piece, n in blocks.layers)
+    cast = sum(piece.cast * n for piece, n in blocks.layers) + blocks.first.cast + blocks.last.cast
+    cast = 0.0 if gathers else cast
+    dropped = (1 - share) * (ends + layers + cast) - cast  # weights first: they cost least
+    part = min(1.0, max(0.0, dropped / max(1.0, layers)))
+    made = [
+        (_without(piece, part * piece.kept, drops), n)
+        for (piece, n), drops in zip(blocks.layers, blocks.drops, strict=True)
+    ]
+    gone = max(
+        (p.kept - q.kept for (p, _), (q, _) in zip(blocks.layers, made, strict=True)), default=0.0
+    )
+    return replace(blocks, layers=tuple(made), within_layers=blocks.within_layers + gone)
+
+
+def _without(piece: Piece, nbytes: float, drops: Sequence[Drop]) -> Piece:
+    """A layer that drops so many bytes of its values, or all that it can."""
+    for done, drop in zip(accumulate(d.nbytes for d in drops), drops, strict=True):
+        part = min(1.0, max(0.0, (nbytes - done + drop.nbytes) / max(1.0, drop.nbytes)))
+        again = piece.backward + part * drop.seconds
+        piece = replace(piece, kept=piece.kept - part * drop.nbytes, backward=again)
+    return piece
