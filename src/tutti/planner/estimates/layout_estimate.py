@@ -28,6 +28,7 @@ from tutti.pipeline.timed import Timed
 from tutti.planner.estimates.graph_clock import (
     COMPUTE,
     IDLE,
+    SHARED,
     GraphClock,
     Playback,
     TraceEvent,
@@ -135,7 +136,7 @@ class _ProgramEstimate:
             return self._pipeline(made, graphs, memory)
         played = self.clocks[0].whole(graphs[0])
         self.events = [played.events]
-        return self._estimate(played, memory)
+        return self._estimate(played, played.seconds, memory)
 
     @cached_property
     def _target(self) -> Target:
@@ -148,13 +149,20 @@ class _ProgramEstimate:
         return optimized(program, self._target)
 
     def _estimate(
-        self, played: Playback, memory: PeakMemory, timeline: Timeline | None = None
+        self,
+        played: Playback,
+        busy: float,
+        memory: PeakMemory,
+        timeline: Timeline | None = None,
     ) -> Estimate:
+        """`busy`: seconds that a rank works, in the mean."""
         call = self.machine.call_seconds
+        seconds = self.machine.shared_seconds(played.seconds + call, busy + call)
         played.kinds[COMPUTE] += call  # type: ignore[assignment]
+        played.kinds[SHARED] += seconds - played.seconds - call  # type: ignore[assignment]
         return Estimate(
             layout=self.layout,
-            seconds=played.seconds + call,
+            seconds=seconds,
             kinds={k: x for k, x in played.kinds.items() if x > 0},
             hidden_seconds=played.hidden_seconds,
             nbytes=dict(played.nbytes),
@@ -189,7 +197,8 @@ class _ProgramEstimate:
             self.events.append(
                 [*ends[0], *self._row_events(timeline, parts, pipe_rank, first), *ends[1]]
             )
-        return self._estimate(total, memory, timeline)
+        busy = sum(part.seconds for parts_of_rank in played for part in parts_of_rank) / len(played)
+        return self._estimate(total, busy, memory, timeline)
 
     @property
     def _link(self) -> str:

@@ -22,6 +22,7 @@ class PricedMachine:
 
     kernels: the seconds of each kernel of a final graph, by its last node.
     launch_seconds: of the host, for each collective. call_seconds: of a call of the step, beside its ops.
+    ranks_per_processor: ranks that compute in turns on one; more than 1 on a machine with too few of them.
     shares_memory: ranks of one host exchange through shared memory, so the passes write that program.
     onednn: matmuls run by oneDNN's kernels.
     """
@@ -30,6 +31,7 @@ class PricedMachine:
     kernels: KernelSeconds
     launch_seconds: float
     call_seconds: float = 0.0
+    ranks_per_processor: float = 1.0
     shares_memory: bool = False
     onednn: bool = False
 
@@ -45,6 +47,14 @@ class PricedMachine:
             return {node: factor * seconds for node, seconds in self.kernels(graph).items()}
 
         return replace(self, kernels=kernels)
+
+    def shared_seconds(self, seconds: float, busy: float) -> float:
+        """The seconds of a step that takes `seconds` if every rank has a processor of its own.
+
+        Where ranks share processors, all their work must find room on them, too: a rank then works while
+        another one waits. `busy` is the mean work of a rank.
+        """
+        return max(seconds, self.ranks_per_processor * busy)
 
     @staticmethod
     def of(cluster: Cluster, *, eager: bool = True) -> PricedMachine:

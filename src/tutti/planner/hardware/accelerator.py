@@ -22,7 +22,7 @@ DTYPES = {
     "float8": (torch.float8_e4m3fn, torch.float8_e5m2),
     "int8": (torch.int8,),
 }
-_PEAK = Bounds(1e10, 2e16, "FLOP/s", "a figure in TFLOP/s needs e12")
+_PEAK = Bounds(1e9, 2e16, "FLOP/s", "a figure in TFLOP/s needs e12")
 _MATMUL = ("efficiency", "processors", "tiles", "cache_bandwidth", "misaligned")
 _MEMORY = ("capacity", "bandwidth", "efficiency")
 _LAUNCH = ("kernel", "host", "call")
