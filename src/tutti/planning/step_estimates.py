@@ -46,13 +46,15 @@ class StepEstimates:
         self.rows = num_rows(batch)
         self._num_layouts = num_layouts
         self._blocks: dict[Layout, Blocks] = {}
-        self._programs = CandidatePrograms(job, batch)
+        self._on_processors = machine(job.layout).shares_memory
+        self._programs = self._candidates()
 
     def __call__(self, layout: Layout) -> Estimate:
         """The estimate of one layout.
 
         Raises:
             ShardingError, LayoutError, ScheduleError: the step does not allow it.
+            IdleAxisError: an axis of it splits nothing.
         """
         machine = self.machine(layout)
         if not self._is_composed:
@@ -99,7 +101,13 @@ class StepEstimates:
 
     @cached_property
     def _short_programs(self) -> CandidatePrograms:
-        return CandidatePrograms(self.job, self.batch)
+        return self._candidates()
+
+    def _candidates(self) -> CandidatePrograms:
+        """A run on processors finds another placement than one on GPUs."""
+        return CandidatePrograms(
+            self.job, self.batch, on_processors=self._on_processors, refuses_idle=True
+        )
 
     def _blocks_of(self, layout: Layout, machine: PricedMachine) -> Blocks:
         """The pieces under the layout's model axes and precision, for its rows of a micro-batch."""
