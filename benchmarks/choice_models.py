@@ -33,7 +33,7 @@ _EXAMPLE_ROWS = 16
 class VitCase(Case):
     """A vision transformer as Hugging Face has it: patches of 4 pixels, a class of each image."""
 
-    image: int = 32
+    image: int = 64
     width: int = 192
     depth: int = 3
     classes: int = 100
@@ -64,22 +64,23 @@ class VitCase(Case):
         return images, torch.randint(self.classes, (num_samples,), generator=generator)
 
 
-# `per_rank` is the whole batch here: all layouts of a case share it.
+# `per_rank` is the whole batch here: all layouts of a case share it. Few samples, since each power of two of
+# them is a number of micro-batches, and adds as many layouts.
 MODELS: dict[str, Case] = {
     case.name: case
     for case in (
-        GPTCase(name="gpt", vocab=1024, window=128, width=256, depth=2, per_rank=8),
+        GPTCase(name="gpt", vocab=1024, window=256, width=256, depth=2, per_rank=4),
         LlamaCase(
-            name="llama", vocab=4096, window=128, width=256, depth=2, hidden=704, kv_heads=2,
-            per_rank=8,
+            name="llama", vocab=4096, window=256, width=256, depth=2, hidden=704, kv_heads=2,
+            per_rank=4,
         ),
         ResNetCase(
             name="resnet", image=48, classes=100, stem=32, widths=(32, 64, 128, 256),
             depths=(1, 1, 1, 1), per_rank=16,
         ),
-        BertCase(name="bert", per_rank=8, depth=2),
-        VitCase(name="vit", per_rank=16),
-        MixtureCase(name="moe", per_rank=8),
+        BertCase(name="bert", per_rank=4, depth=2, window=256),
+        VitCase(name="vit", per_rank=4),
+        MixtureCase(name="moe", per_rank=4, window=256),
     )
 }  # fmt: skip
 TINY: dict[str, Case] = {

@@ -60,6 +60,7 @@ class BertCase(Case):
     """BERT as Hugging Face has it, for a class of each token."""
 
     depth: int = 4
+    window: int = 128
 
     def make(self) -> nn.Module:
         """A new model."""
@@ -81,13 +82,13 @@ class BertCase(Case):
 
     def draw(self, num_samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Tokens, and a class for each."""
-        tokens = torch.randint(2048, (num_samples, 128), generator=generator)
+        tokens = torch.randint(2048, (num_samples, self.window), generator=generator)
         return tokens, tokens % 16
 
     @property
     def units_per_sample(self) -> int:
         """Tokens."""
-        return 128
+        return self.window
 
 
 class Experts(nn.Module):

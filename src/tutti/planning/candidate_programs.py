@@ -72,8 +72,8 @@ class CandidatePrograms:
                 )
         return self._captured[precision]
 
-    def program(self, layout: Layout) -> Program:
-        """The program of every rank under `layout`.
+    def program(self, layout: Layout, *, smallest: bool = False) -> Program:
+        """The program of every rank under `layout`; `smallest`: with the placement of least memory.
 
         Raises:
             ShardingError, LayoutError: the step does not allow the layout.
@@ -84,7 +84,7 @@ class CandidatePrograms:
                 raise IdleAxisError(axis, size)
         captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
         with _quiet():
-            found = self._place(captured, layout, dims)
+            found = self._place(captured, layout, dims, smallest)
             made = plan(copied(captured), layout, self.job.place, dims=dims, **found)
             if self.refuses_idle and (axis := idle_axis(made)) is not None:
                 size = layout.axes[axis]
@@ -92,13 +92,27 @@ class CandidatePrograms:
                 raise IdleAxisError(axis, size)
             return partition(made)
 
-    def _place(self, captured: Captured, layout: Layout, dims: Dims | None) -> dict[str, Any]:
+    def smallest_place(self, layout: Layout) -> dict[str, str] | None:
+        """The placement of least memory; None if it is the one that a run finds."""
+        captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
+        with _quiet():
+            own, small = (self._place(captured, layout, dims, s) for s in (False, True))
+        return None if own == small else dict(small["found"])
+
+    def _place(
+        self, captured: Captured, layout: Layout, dims: Dims | None, smallest: bool
+    ) -> dict[str, Any]:
         """The placement that a run would find; it depends little on the other words of the layout."""
         axes = {a: n for a, n in layout.axes.items() if a in _PLACED}
-        key = layout.precision, layout.in_time, tuple(axes.items())
+        key = layout.precision, layout.in_time, tuple(axes.items()), smallest
         if key not in self._found:
             self._found[key] = found_seeds(
-                captured, layout, self.job.place, dims=dims, on_processors=self.on_processors
+                captured,
+                layout,
+                self.job.place,
+                dims=dims,
+                on_processors=self.on_processors,
+                memory_nbytes=0.0 if smallest else None,
             )
         return self._found[key]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ class PlanQuestion:
 class PlanAnswer:
     """Every layout ranked, and what the table shows beside: samples, tokens and operations of a step.
 
-    not_tried: sentences about axes that the plan does not try.
+    not_tried: sentences about axes that the plan does not try. found: placements of least memory, of the
+    layouts that fit with these alone.
     """
 
     ranking: Ranking
@@ -72,6 +73,7 @@ class PlanAnswer:
     peak: float
     job: Job
     not_tried: tuple[str, ...] = ()
+    found: Mapping[Layout, Mapping[str, str]] = field(default_factory=dict)
 
     def plan(self, version: str, devices: str) -> Plan:
         """The best layout as a plan.
@@ -91,6 +93,7 @@ class PlanAnswer:
             seconds=best.estimate.seconds,
             peak_nbytes=best.estimate.peak_nbytes,
             layouts=as_records(self.ranking),
+            found=self.found.get(best.estimate.layout),
         )
 
 
@@ -121,9 +124,10 @@ def answer(
     tried = tried_axes(job.model, batch, job.place, question.cluster.topology.host_size)
     space = _space(question, tried, rows)
     layouts = [*space.layouts(), *_alone(question, rows)]
-    estimates = StepEstimates(job, batch, question.machine, num_layouts=len(layouts))
     device = question.cluster.device
     capacity = question.capacity or USABLE * device.capacity.value
+    sizes = {"num_layouts": len(layouts), "capacity": capacity}
+    estimates = StepEstimates(job, batch, question.machine, **sizes)
 
     def ranking_of(layouts: list[Layout]) -> Ranking:
         done = iter(range(len(layouts)))
@@ -147,6 +151,7 @@ def answer(
         peak=device.peak_of(_DTYPES[given.precision]),
         job=job,
         not_tried=not_tried,
+        found=estimates.found,
     )
 
 

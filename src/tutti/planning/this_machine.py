@@ -46,7 +46,7 @@ def machine_here(cluster: Cluster, num_ranks: int) -> PricedMachine:
     """This machine for a run of so many ranks: on a GPU by its data, on processors with kernels timed.
 
     With more ranks than processors the kernels are timed on as many processes as there are processors, and
-    the ranks take turns (`PricedMachine.shared_seconds`): a median of a few runs would miss the turns of
+    the ranks take turns (`ranks_per_processor`): a median of a few runs would miss the turns of
     others.
     """
     if torch.cuda.is_available():

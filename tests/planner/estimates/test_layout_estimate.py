@@ -117,6 +117,6 @@ def test_ranks_that_share_a_processor_take_turns() -> None:
         if expected is not None:
             assert shared.seconds == pytest.approx(expected * alone.seconds)
         else:
-            # The work of both ranks, 2 * 11 matmuls, one after the other.
+            # One after the other: the work of both ranks, of two micro-batches of 11 matmuls.
             assert shared.seconds == pytest.approx(22, rel=0.01)
             assert alone.seconds < shared.seconds < 2 * alone.seconds

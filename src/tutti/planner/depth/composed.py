@@ -90,8 +90,11 @@ class _Composition:
         renewed = max(self._renewed(p) for p in ranks)
         kinds[COMPUTE] += computing + update  # type: ignore[assignment]
         kinds[COLLECTIVES] += renewed  # type: ignore[assignment]
-        alone = seconds + update + renewed
-        shared = self.machine.shared_seconds(alone, alone if self.pipe == 1 else self._busy)
+        alone, share = seconds + update + renewed, self.machine.ranks_per_processor
+        if timeline is not None:
+            shared = timeline.shared_seconds(share) + share * (alone - timeline.seconds)
+        else:  # all work must find room on the processors
+            shared = max(alone, share * (alone if self.pipe == 1 else self._busy))
         kinds[SHARED] += shared - alone  # type: ignore[assignment]
         return Estimate(
             layout=self.layout,

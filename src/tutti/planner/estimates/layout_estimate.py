@@ -136,7 +136,7 @@ class _ProgramEstimate:
             return self._pipeline(made, graphs, memory)
         played = self.clocks[0].whole(graphs[0])
         self.events = [played.events]
-        return self._estimate(played, played.seconds, memory)
+        return self._estimate(played, self._share * played.seconds, memory)
 
     @cached_property
     def _target(self) -> Target:
@@ -151,13 +151,13 @@ class _ProgramEstimate:
     def _estimate(
         self,
         played: Playback,
-        busy: float,
+        shared: float,
         memory: PeakMemory,
         timeline: Timeline | None = None,
     ) -> Estimate:
-        """`busy`: seconds that a rank works, in the mean."""
+        """`shared`: the seconds of ranks that share processors."""
         call = self.machine.call_seconds
-        seconds = self.machine.shared_seconds(played.seconds + call, busy + call)
+        seconds = shared + self._share * call
         played.kinds[COMPUTE] += call  # type: ignore[assignment]
         played.kinds[SHARED] += seconds - played.seconds - call  # type: ignore[assignment]
         return Estimate(
@@ -197,8 +197,12 @@ class _ProgramEstimate:
             self.events.append(
                 [*ends[0], *self._row_events(timeline, parts, pipe_rank, first), *ends[1]]
             )
-        busy = sum(part.seconds for parts_of_rank in played for part in parts_of_rank) / len(played)
-        return self._estimate(total, busy, memory, timeline)
+        shared = self._share * (first + last) + timeline.shared_seconds(self._share)
+        return self._estimate(total, shared, memory, timeline)
+
+    @property
+    def _share(self) -> float:
+        return self.machine.ranks_per_processor
 
     @property
     def _link(self) -> str:

@@ -48,14 +48,6 @@ class PricedMachine:
 
         return replace(self, kernels=kernels)
 
-    def shared_seconds(self, seconds: float, busy: float) -> float:
-        """The seconds of a step that takes `seconds` if every rank has a processor of its own.
-
-        Where ranks share processors, all their work must find room on them, too: a rank then works while
-        another one waits. `busy` is the mean work of a rank.
-        """
-        return max(seconds, self.ranks_per_processor * busy)
-
     @staticmethod
     def of(cluster: Cluster, *, eager: bool = True) -> PricedMachine:
         """A cluster by its data alone. `eager`: the host launches each op when its turn comes."""

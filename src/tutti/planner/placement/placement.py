@@ -68,19 +68,31 @@ def found_seeds(
     known: Mapping[str, Sharding] | None = None,
     dims: Dims | None = None,
     on_processors: bool | None = None,
+    ready: Place | None = None,
+    memory_nbytes: float | None = None,
 ) -> dict[str, Any]:
     """The arguments `found` and `words` of `plan` for a run: what nobody has given, by `find_place`.
 
     With servers there are none: workers have the weights whole unless `place` says otherwise. Processors
     (`on_processors`; by default as the step was captured) keep tokens whole: each collective is a meeting of
-    ranks, and costs more than the norms that it would split.
+    ranks, and costs more than the norms that it would split. `ready` is what a plan has found before;
+    `memory_nbytes` bounds the search.
     """
     if layout.server:
         return {}
+    if ready is not None:
+        return {"found": ready, "words": [f"{n}: {text}, by the plan" for n, text in ready.items()]}
     if on_processors is None:
         on_processors = not _is_on_gpu(captured)
-    rest = {"known": known, "dims": dims, "splits_tokens": not on_processors}
-    made = find_place(captured, layout, given=given, **rest)
+    made = find_place(
+        captured,
+        layout,
+        given=given,
+        known=known,
+        dims=dims,
+        memory_nbytes=memory_nbytes,
+        splits_tokens=not on_processors,
+    )
     return {"found": made.place, "words": made.words}
 
 
