@@ -168,6 +168,8 @@ def place_table(found: Sequence[Placed]) -> str:
 
 def summary(answers: Sequence[Answer], within: float = 1.03) -> str:
     """How many choices are near the best, the worst one, and whether peaks keep their bounds."""
+    if not answers:
+        return "No layouts were measured."
     good = sum(a.ratio <= within for a in answers)
     worst = max(answers, key=lambda a: a.ratio)
     over = [a for a in answers if a.peak_nbytes > a.question.bound_nbytes]

@@ -1,7 +1,7 @@
 """The planner's choice against the fastest layout: every layout of small models, measured side by side.
 
     python -m benchmarks.chosen_layouts                       # --write makes the page
-    python -m benchmarks.chosen_layouts --cases "gpt n=2" 60%
+    python -m benchmarks.chosen_layouts --cases "gpt n=2" "moe n=4 60%" place
     python -m benchmarks.chosen_layouts --quick
 
 The machine is calibrated, and each model planned for 1, 2 and 4 ranks of it, as `tutti plan` does; a bound of
@@ -172,6 +172,17 @@ def cases(words: Sequence[str], quick: bool) -> dict[tuple[str, int], list[float
     return found
 
 
+def place_cases(words: Sequence[str], quick: bool) -> list[tuple[str, str]]:
+    """The examples and layouts of the second part: cases such as `place gpt tensor=2`."""
+    layouts = PLACED_LAYOUTS[:1] if quick else PLACED_LAYOUTS
+    pairs = [(name, layout) for name in placed_examples() for layout in layouts]
+    return [
+        (name, layout)
+        for name, layout in pairs
+        if not words or any(word in f"place {name} {layout}" for word in words)
+    ]
+
+
 def _say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
 
@@ -206,11 +217,11 @@ def main() -> None:
             _say(f"measures {sum(len(q.measured(pace.factor)) for q in questions)} layouts")
             answers += answered(questions, pace)
             _say(f"{', '.join(f'{a.ratio:.3f}' for a in answers[-len(shares) :])} of the best")
-    examples = [] if options.cases else placed_examples()
-    layouts = PLACED_LAYOUTS[:1] if options.quick else PLACED_LAYOUTS
-    places = [placed(name, layout, pace) for name in examples for layout in layouts]
-    text = "\n\n".join([choice_table(answers), summary(answers), place_table(places)])
-    print(text)
+    places: list[Placed] = []
+    for name, layout in place_cases(options.cases, options.quick):
+        _say(f"measures {name} under {layout}, by hand and found")
+        places.append(placed(name, layout, pace))
+    print(choice_table(answers), summary(answers), place_table(places), sep="\n\n")
     if options.out:
         Path(options.out).write_text(json.dumps([_record(a) for a in answers], indent=1))
     if options.write:

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from benchmarks import choice_models, chosen_layouts
+from benchmarks.choice_models import placed_examples
 from benchmarks.choice_page import page
 from benchmarks.choice_statistics import (
     Answer,
@@ -22,7 +23,7 @@ from benchmarks.choice_statistics import (
     rotated,
     summary,
 )
-from benchmarks.chosen_layouts import Pace, answered, cases
+from benchmarks.chosen_layouts import PLACED_LAYOUTS, Pace, answered, cases, place_cases
 
 CANDIDATES = (
     Candidate("pipe=2 micro=2", 1.3, 60, 20),
@@ -106,6 +107,9 @@ def test_cases_are_chosen_by_parts_of_their_names() -> None:
     assert cases(["gpt n=2"], quick=False) == {("gpt", 2): [None, 0.6]}
     assert all(shares == [0.6] for shares in cases(["60%"], quick=False).values())
     assert list(cases([], quick=True)) == [("tiny", 2)]
+    assert cases(["place"], quick=False) == {} and place_cases(["gpt n=2"], quick=False) == []
+    assert place_cases(["place gpt"], quick=False) == [("gpt", x) for x in PLACED_LAYOUTS]
+    assert {name for name, _ in place_cases([], quick=True)} == set(placed_examples())
 
 
 def test_models_and_examples_have_steps() -> None:
