@@ -75,7 +75,7 @@ MODELS: dict[str, Case] = {
             per_rank=4,
         ),
         ResNetCase(
-            name="resnet", image=48, classes=100, stem=32, widths=(32, 64, 128, 256),
+            name="resnet", image=64, classes=100, stem=48, widths=(48, 96, 192, 384),
             depths=(1, 1, 1, 1), per_rank=16,
         ),
         BertCase(name="bert", per_rank=4, depth=2, window=256),

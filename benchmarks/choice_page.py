@@ -38,9 +38,9 @@ planner chooses for this machine, next to the fastest one that was measured. {_w
 - Measured are the layouts that fit and are predicted within {factor:g} times the best prediction; the table
   counts them. Two rounds find the fastest three beside the chosen one. The final rounds of these four alone
   make the figures, so a lucky turn among many layouts does not become the best.
-- In a round each layout has one turn, on all its ranks; the order changes from round to round. A turn is a
-  median of its steps on the slowest rank. The ratio is the median over the rounds of chosen / best within a
-  round.
+- Every rank has one thread. In a round each layout has one turn, on all its ranks; the order changes from
+  round to round. A turn is a median of its steps on the slowest rank. A ratio is the median over the rounds
+  of chosen / other within a round; the best layout is the one with the largest.
 - One calibration, at the start, into a folder of its own. Kernels are timed for each layout, as in
   `tutti plan`.
 - With 4 ranks on 2 processors ranks take turns: times are those of such a machine, not of one with 4.

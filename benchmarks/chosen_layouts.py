@@ -206,6 +206,7 @@ def main() -> None:
     pace = Pace(options.rounds, options.turn_seconds, options.factor)
     if options.quick:
         pace = Pace(2, 0.02, options.factor)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of each rank, and of plans for them
     load, begun = os.getloadavg()[0], time.time()
     answers: list[Answer] = []
     with tempfile.TemporaryDirectory() as folder:

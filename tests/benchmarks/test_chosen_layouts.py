@@ -70,6 +70,8 @@ def test_ratios_are_within_a_round() -> None:
     best, ratio = ratio_to_best(times, "a")
     assert best == "b" and ratio == pytest.approx(1.1)
     assert ratio_to_best(times, "b") == ("b", 1.0)
+    # Faster in the median, slower in most rounds: not better.
+    assert ratio_to_best({"a": [1.0, 4.0, 5.0], "b": [2.0, 3.0, 6.0]}, "a") == ("a", 1.0)
     assert ratio_of([2.0, 3.0], [1.0, 1.0]) == 2.5
 
 
@@ -90,7 +92,7 @@ def test_tables_and_summary() -> None:
     assert "60 B | 5, 3, 2 | `data=2 zero=3`" in rows[3] and "| 1.200 |" in rows[3]
     said = summary(answers)
     assert said.startswith("1 of 2 choices are within 3%")
-    assert "worst 1.200 (gpt n=2 60%)" in said and "Above their bound: gpt n=2 60%." in said
+    assert "worst 1.200 (gpt n=2 60%)" in said and "Above their bound: gpt n=2 60% by 1.7%." in said
     places = [Placed("llama", "tensor=2", 0.1, 0.102, 1.02)]
     assert place_table(places).endswith("| llama | `tensor=2` | 100.0 | 102.0 | 1.020 |")
     made = page(answers, places, 1.3, 9.0, 20.0)
@@ -127,8 +129,8 @@ def test_two_tiny_layouts_from_plan_to_ratio() -> None:
     asked = questions_of("tiny", 2, tiny, [None])
     (found,) = answered(asked, Pace(rounds=2, turn_seconds=0.01, factor=1.3))
     assert found.question.chosen.layout == "data=2" and found.num_measured == 2
-    assert found.best in layouts and found.ratio > 0
-    assert 0 < found.best_seconds <= found.seconds
+    assert found.best in layouts and found.ratio >= 1
+    assert found.best_seconds > 0 and found.seconds > 0
     assert found.peak_nbytes > 500  # what is held between calls, and the measured call
 
 
