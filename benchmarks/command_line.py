@@ -16,6 +16,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "models": (str, "which models"),
     "programs": (str, "parts of names of programs or of their families; all without it"),
     "ways": (str, "which ways to run a step or to send a variable"),
+    "cases": (str, "parts of names of cases; all without it"),
     "columns": (str, "parts of names of columns; all without it"),
     "strategies": (str, "which values of sync="),
     "layout": (str, "the layout"),
@@ -36,6 +37,7 @@ OPTIONS: dict[str, tuple[type, str]] = {
     "steps": (int, "steps of training, or of a turn"),
     "count": (int, "how many runs, programs, schedules or states, at most"),
     "minutes": (float, "how long, at most"),
+    "factor": (float, "measure what is predicted within so many times the best prediction"),
     "seed": (int, "the seed, or the first of them"),
     "jobs": (int, "how many run at the same time"),
     # sizes

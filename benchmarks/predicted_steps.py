@@ -55,9 +55,12 @@ HELD_OUT = ("bert", "moe", "gpt-51M")
 _SECONDS, _MOST_STEPS, _LEAST_STEPS = 2.0, 40, 7
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BertCase(Case):
     """BERT as Hugging Face has it, for a class of each token."""
+
+    depth: int = 4
+    window: int = 128
 
     def make(self) -> nn.Module:
         """A new model."""
@@ -66,7 +69,7 @@ class BertCase(Case):
         config = BertConfig(
             vocab_size=2048,
             hidden_size=256,
-            num_hidden_layers=4,
+            num_hidden_layers=self.depth,
             num_attention_heads=4,
             intermediate_size=1024,
             num_labels=16,  # pyright: ignore[reportCallIssue]
@@ -79,13 +82,13 @@ class BertCase(Case):
 
     def draw(self, num_samples: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Tokens, and a class for each."""
-        tokens = torch.randint(2048, (num_samples, 128), generator=generator)
+        tokens = torch.randint(2048, (num_samples, self.window), generator=generator)
         return tokens, tokens % 16
 
     @property
     def units_per_sample(self) -> int:
         """Tokens."""
-        return 128
+        return self.window
 
 
 class Experts(nn.Module):
@@ -105,7 +108,7 @@ class Experts(nn.Module):
         return x + torch.einsum("ebsd,bse->bsd", made, weights)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixtureCase(BertCase):
     """An embedding, mixtures of experts, logits."""
 

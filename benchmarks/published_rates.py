@@ -53,9 +53,11 @@ class HalfSums(CandidatePrograms):
     tutti adds in float32, which moves twice the bytes.
     """
 
-    def program(self, layout: Layout, *, placed: Layout | None = None) -> Program:
+    def program(
+        self, layout: Layout, *, placed: Layout | None = None, smallest: bool = False
+    ) -> Program:
         """As `CandidatePrograms.program`."""
-        made = super().program(layout, placed=placed)
+        made = super().program(layout, placed=placed, smallest=smallest)
         sum_in_half(made.graph)
         return made
 

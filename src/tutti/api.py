@@ -92,6 +92,7 @@ def distribute(
         cut=cut,
         batch_dim=batch_dim,
         seed=seed,
+        found=None if plan is None else plan.found,
     )
 
 

@@ -63,10 +63,12 @@ class Step:
         cut: str | Sequence[str] = (),
         batch_dim: BatchDim = None,
         seed: int = 0,
+        found: Mapping[str, str] | None = None,
     ) -> None:
-        options: Any = {"place": place, "cut": cut, "batch_dim": batch_dim, "seed": seed}
+        options: Any = {"cut": cut, "batch_dim": batch_dim, "seed": seed, "found": found}
         self._automatic = automatic  # the fixed words of a layout that the first call chooses
-        self._bind(Job.of(train_step, model, optimizer, layout, **options), predicted_seconds)
+        job = Job.of(train_step, model, optimizer, layout, place=place, **options)
+        self._bind(job, predicted_seconds)
 
     def _bind(self, job: Job, predicted_seconds: float | None) -> None:
         """Run `job` from now on; a plan predicted the seconds of a step."""
@@ -86,8 +88,7 @@ class Step:
         With replicas: the results of this rank's replica for its rows of the batch.
         """
         batch = dense(taken(batch, named))
-        look = LOOK.get()
-        if look is not None:
+        if (look := LOOK.get()) is not None:
             return look(self, batch)
         if self._automatic is not None:
             given, self._automatic = self._automatic, None
@@ -99,8 +100,7 @@ class Step:
             return result
         mode.before(batch)
         leaves, form = _flattened(batch)
-        found = programs.found(leaves, form, batch)
-        if found is None:
+        if (found := programs.found(leaves, form, batch)) is None:
             return self._first_call(leaves, form, batch)
         compiled, given = found
         tensors = [x for x in leaves if isinstance(x, Tensor)]

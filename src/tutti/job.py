@@ -30,6 +30,8 @@ class Job:
         cut: names of modules at which the stages of a pipeline begin.
         batch_dim: the dims of samples, as the user gave them.
         seed: of random ops such as dropout; 64 bits.
+        found: compute shardings that a plan has found for parameters without one in `place`; without it the
+            first call searches.
     """
 
     train_step: Callable[..., Any]
@@ -40,6 +42,7 @@ class Job:
     cut: tuple[str, ...]
     batch_dim: BatchDim
     seed: int
+    found: Mapping[str, str] | None = None
 
     @classmethod
     def of(
@@ -53,6 +56,7 @@ class Job:
         cut: str | Sequence[str] = (),
         batch_dim: BatchDim = None,
         seed: int = 0,
+        found: Mapping[str, str] | None = None,
     ) -> Job:
         """The job of a user's arguments.
 
@@ -64,7 +68,7 @@ class Job:
         train_step, module = as_one_module(train_step, model)
         names = (cut,) if isinstance(cut, str) else tuple(cut)
         numbers = batch_dim, checked_seed(seed)
-        return cls(train_step, module, optimizer, layout, dict(place or {}), names, *numbers)
+        return cls(train_step, module, optimizer, layout, dict(place or {}), names, *numbers, found)
 
     @property
     def trained(self) -> tuple[Callable[..., Any], nn.Module, Any]:

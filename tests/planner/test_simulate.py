@@ -247,3 +247,18 @@ def test_costs_that_are_none(costs: dict[str, float], moving: Any, what: str) ->
 def test_what_cannot_be_played_is_refused() -> None:
     with pytest.raises(ScheduleError, match="deadlock"):
         simulate(Schedule.parse("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1"), UNIT)
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_ranks_that_share_processors(data: st.DataObject) -> None:
+    """Between the time with a processor each and that of all work, one after the other, with what waits."""
+    made = schedule("1f1b", 4, 6, 1)
+    timeline = simulate(made, random_costs(data, made))
+    work = math.fsum(s.end - s.start for row in timeline.rows for s in row)
+    assert timeline.shared_seconds(1.0) == timeline.seconds
+    for ranks in (2.0, 4.0):
+        shared, least = timeline.shared_seconds(ranks), work * ranks / 4
+        assert max(timeline.seconds, least) * (1 - 1e-9) <= shared
+        assert shared <= (timeline.seconds + least) * (1 + 1e-9)
+    assert timeline.shared_seconds(4.0) == pytest.approx(work)  # on one processor, never idle

@@ -55,7 +55,7 @@ def _on_rank(folder: str) -> tuple[str, list[float]]:
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     step = tutti.distribute(
-        train_step, model, torch.optim.Adam(model.parameters()), "auto micro=1 remat=none"
+        train_step, model, torch.optim.Adam(model.parameters()), "auto data=2 micro=1 remat=none"
     )
     x = torch.randn(4, 8)
     found = [step(x).item() for _ in range(3)]

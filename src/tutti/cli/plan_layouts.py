@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,6 +75,8 @@ def plan(
         made.plan(VERSION, devices or "this machine").write(save)
     if as_json:
         print(json.dumps(as_records(made.ranking), indent=1), flush=True)
+        for sentence in _not_listed(made, every=True):
+            print(sentence, file=sys.stderr)
     else:
         print(_text(made, why, diff, top), flush=True)
     _ = made.ranking.best  # an error, if none fits
@@ -123,7 +126,21 @@ def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -
     if ranking.refused:
         layout, reason = ranking.refused[0]
         text.append(f'{len(ranking.refused)} layouts are refused, such as "{layout}": {reason}')
+    text += _not_listed(made, every=why)
     return "\n\n".join(text)
+
+
+def _not_listed(made: PlanAnswer, *, every: bool) -> list[str]:
+    """Why layouts and axes are not in the table: in one sentence, or every reason."""
+    left_out = made.ranking.left_out
+    counts = Counter(reason for _, reason in left_out)
+    if every:
+        said = [f"{count} layouts are left out: {reason}" for reason, count in counts.items()]
+        return [*said, *made.not_tried]
+    if not counts:
+        return []
+    layout, reason = left_out[0]
+    return [f'{len(left_out)} layouts are left out, such as "{layout}": {reason}']
 
 
 def _progress(done: int, total: int) -> None:

@@ -187,7 +187,8 @@ class Plain:
         refuse_other_layouts(captured, job.layout)
         dims = job.dims(batch)
         guard, own = guard_of(captured), copied(captured)
-        seeds = found_seeds(captured, job.layout, job.place, known=home.compute, dims=dims)
+        shardings = {"known": home.compute, "dims": dims, "ready": job.found}
+        seeds = found_seeds(captured, job.layout, job.place, **shardings)
         rest: dict[str, Any] = {"known": home.compute, "dims": dims, "shards": named, **seeds}
         made = plan(own, job.layout, job.place, **rest)
         home.compute.update(made.compute)

@@ -65,6 +65,22 @@ class Timeline:
         total = self.seconds * len(self.rows)
         return math.fsum(self.idle_seconds) / total if total else 0.0
 
+    def shared_seconds(self, ranks_per_processor: float) -> float:
+        """The seconds if the ranks share processors equally, a pipeline rank for each of `rows`.
+
+        A moment in which k of n rows work takes `k / n * ranks_per_processor` as long, at least once: a rank
+        that waits leaves its processor to others.
+        """
+        if ranks_per_processor <= 1:
+            return self.seconds
+        spans = [span for row in self.rows for span in row]
+        changes = sorted([(s.start, 1) for s in spans] + [(s.end, -1) for s in spans])
+        total, now, working = 0.0, 0.0, 0
+        for at, change in [*changes, (self.seconds, 0)]:
+            total += (at - now) * max(1.0, working / len(self.rows) * ranks_per_processor)
+            now, working = at, working + change
+        return total
+
 
 def simulate(
     schedule: Schedule,

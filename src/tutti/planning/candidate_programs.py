@@ -24,6 +24,7 @@ from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.planner.placement.placement import found_seeds
+from tutti.planner.search.idle_axes import IdleAxisError, idle_axis
 from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import plan
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
@@ -38,10 +39,23 @@ class CandidatePrograms:
     """Programs of `job`'s step for calls with `batch`; its own layout does not count.
 
     Nothing runs, but the first step of an optimizer whose first step has another form, on copies.
+
+    Args:
+        on_processors: of ranks without GPUs; by default those of the step as it is.
+        refuses_idle: refuse a layout with an axis that splits nothing.
     """
 
-    def __init__(self, job: Job, batch: tuple[Any, ...]) -> None:
-        self.job, self.batch = job, batch
+    def __init__(
+        self,
+        job: Job,
+        batch: tuple[Any, ...],
+        *,
+        on_processors: bool | None = None,
+        refuses_idle: bool = False,
+    ) -> None:
+        self.job, self.batch, self.on_processors = job, batch, on_processors
+        self.refuses_idle = refuses_idle
+        self._idle: set[tuple[str, str, int]] = set()
         self._captured: dict[str, Captured] = {}
         self._found: dict[Any, dict[str, Any]] = {}
 
@@ -58,27 +72,55 @@ class CandidatePrograms:
                 )
         return self._captured[precision]
 
-    def program(self, layout: Layout, *, placed: Layout | None = None) -> Program:
+    def program(
+        self, layout: Layout, *, placed: Layout | None = None, smallest: bool = False
+    ) -> Program:
         """The program of every rank under `layout`.
 
         Args:
             layout: of the program.
             placed: the layout whose placement it has; by default its own.
+            smallest: with the placement of least memory.
 
         Raises:
             ShardingError, LayoutError: the step does not allow the layout.
+            IdleAxisError: an axis of it splits nothing, with `refuses_idle`.
         """
+        for axis, size in layout.axes.items():
+            if (layout.precision, axis, size) in self._idle:
+                raise IdleAxisError(axis, size)
         captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
         with _quiet():
-            found = self._place(captured, placed or layout, dims)
-            return partition(plan(copied(captured), layout, self.job.place, dims=dims, **found))
+            found = self._place(captured, placed or layout, dims, smallest)
+            made = plan(copied(captured), layout, self.job.place, dims=dims, **found)
+            if self.refuses_idle and (axis := idle_axis(made)) is not None:
+                size = layout.axes[axis]
+                self._idle.add((layout.precision, axis, size))
+                raise IdleAxisError(axis, size)
+            return partition(made)
 
-    def _place(self, captured: Captured, layout: Layout, dims: Dims | None) -> dict[str, Any]:
+    def smallest_place(self, layout: Layout) -> dict[str, str] | None:
+        """The placement of least memory; None if it is the one that a run finds."""
+        captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
+        with _quiet():
+            own, small = (self._place(captured, layout, dims, s) for s in (False, True))
+        return None if own == small else dict(small["found"])
+
+    def _place(
+        self, captured: Captured, layout: Layout, dims: Dims | None, smallest: bool
+    ) -> dict[str, Any]:
         """The placement that a run would find; it depends little on the other words of the layout."""
         axes = {a: n for a, n in layout.axes.items() if a in _PLACED}
-        key = layout.precision, layout.in_time, tuple(axes.items())
+        key = layout.precision, layout.in_time, tuple(axes.items()), smallest
         if key not in self._found:
-            self._found[key] = found_seeds(captured, layout, self.job.place, dims=dims)
+            self._found[key] = found_seeds(
+                captured,
+                layout,
+                self.job.place,
+                dims=dims,
+                on_processors=self.on_processors,
+                memory_nbytes=0.0 if smallest else None,
+            )
         return self._found[key]
 
     @contextmanager

@@ -6,6 +6,8 @@ answers.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -18,11 +20,12 @@ from tutti.errors import PlanError, TuttiError
 from tutti.job import Job
 from tutti.launch.ranks import ensure_process_group
 from tutti.layout import Layout
+from tutti.planning.hardware_files import NAME
 from tutti.planning.layout_plan import answer
 from tutti.planning.this_machine import question_here
 from tutti.quantities import format_nbytes, format_seconds
 
-_REFUSED, _PREDICTED = "refused: ", " seconds="
+_REFUSED = "refused"
 
 
 def chosen(job: Job, batch: tuple[Any, ...], given: str) -> tuple[Job, float]:
@@ -42,22 +45,33 @@ def chosen(job: Job, batch: tuple[Any, ...], given: str) -> tuple[Job, float]:
     text = _choice(job, batch, given, dist.get_world_size() if several else 1) if first else ""
     if several:
         text = exchange_texts(text, Group.world())[0]
-    if text.startswith(_REFUSED):
-        raise PlanError(text.removeprefix(_REFUSED))
-    layout, _, seconds = text.partition(_PREDICTED)
-    return replace(job, layout=Layout.parse(layout)), float(seconds)
+    said = json.loads(text)
+    if _REFUSED in said:
+        raise PlanError(said[_REFUSED])
+    made = replace(job, layout=Layout.parse(said["layout"]), found=said["found"])
+    return made, said["seconds"]
 
 
 def _choice(job: Job, batch: tuple[Any, ...], given: str, num_ranks: int) -> str:
-    """The layout, with a line about it; or why there is none, for all ranks to raise."""
+    """The layout as JSON, with a line about it; or why there is none, for all ranks to raise."""
     try:
-        best = answer(job, batch, question_here(given=given, num_ranks=num_ranks)).ranking.best
+        question = question_here(_devices(num_ranks), given=given, num_ranks=num_ranks)
+        made = answer(job, batch, question)
+        best = made.ranking.best
     except TuttiError as error:
-        return f"{_REFUSED}{error}"
+        return json.dumps({_REFUSED: str(error)})
     print(
         f'layout "{best.layout or "one device"}": predicted {format_seconds(best.estimate.seconds)} a step, '
         f"{format_nbytes(best.estimate.peak_nbytes)} on a device",
         file=sys.stderr,
         flush=True,
     )
-    return f"{best.layout}{_PREDICTED}{best.estimate.seconds}"
+    found = made.found.get(best.estimate.layout)
+    said = {"layout": best.layout, "seconds": best.estimate.seconds}
+    return json.dumps(said | {"found": None if found is None else dict(found)})
+
+
+def _devices(num_ranks: int) -> str:
+    """This host alone, or hosts like it, if torchrun has started ranks on several."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    return NAME if here >= num_ranks else f"{num_ranks} x {NAME}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-from torch import nn
 
 from tutti.job import Job
 from tutti.layout import Layout
@@ -17,10 +15,16 @@ from tutti.planner.search.ranking import Ranking, ranked
 from tutti.planning.candidate_programs import num_rows, with_rows
 from tutti.planning.plan_file import Plan, as_records, fingerprint
 from tutti.planning.step_estimates import StepEstimates
+from tutti.planning.tried_axes import TriedAxes, tried_axes
 
 # The share of a device's memory for a step: the rest is for the runtime, libraries and fragments.
 USABLE = 0.92
-_MOST_PIPE = 64
+# Layouts that are tried only if the best one of the others lets expect something from them.
+_LATER = {
+    "below_sample": "with seq are not tried: they only hold less than a sample on a rank, and the "
+    "fastest layout has room for whole samples",
+    "expert_and_tensor": "with expert and tensor are not tried: the fastest layout has none of them",
+}
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,11 @@ class PlanQuestion:
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """Every layout ranked, and what the table shows beside: samples, tokens and operations of a step."""
+    """Every layout ranked, and what the table shows beside: samples, tokens and operations of a step.
+
+    not_tried: sentences about axes that the plan does not try. found: placements of least memory, of the
+    layouts that fit with these alone.
+    """
 
     ranking: Ranking
     question: PlanQuestion
@@ -61,6 +69,8 @@ class PlanAnswer:
     flops: float
     peak: float
     job: Job
+    not_tried: tuple[str, ...] = ()
+    found: Mapping[Layout, Mapping[str, str]] = field(default_factory=dict)
 
     def plan(self, version: str, devices: str) -> Plan:
         """The best layout as a plan.
@@ -80,6 +90,7 @@ class PlanAnswer:
             seconds=best.estimate.seconds,
             peak_nbytes=best.estimate.peak_nbytes,
             layouts=as_records(self.ranking),
+            found=self.found.get(best.estimate.layout),
         )
 
 
@@ -107,18 +118,27 @@ def answer(
     rows = num_rows(batch)
     given = partial_layout(question.given)
     job = replace(job, layout=given)
-    layouts = _layouts(job, rows, question)
-    estimates = StepEstimates(job, batch, question.machine, num_layouts=len(layouts))
+    tried = tried_axes(job.model, batch, job.place, question.cluster.topology.host_size)
+    space = _space(question, tried, rows)
+    layouts = [*space.layouts(), *_alone(question, rows)]
     device = question.cluster.device
     capacity = question.capacity or USABLE * device.capacity.value
-    done = iter(range(len(layouts)))
-    ranking = ranked(
-        layouts,
-        estimates,
-        capacity,
-        refined=estimates.refined if estimates.is_refinable else None,
-        seen=lambda _: seen(next(done), len(layouts)),
-    )
+    sizes = {"num_layouts": len(layouts), "capacity": capacity}
+    estimates = StepEstimates(job, batch, question.machine, **sizes)
+
+    def ranking_of(layouts: list[Layout]) -> Ranking:
+        done = iter(range(len(layouts)))
+        refined = estimates.refined if estimates.is_refinable else None
+        at = {"refined": refined, "seen": lambda _: seen(next(done), len(layouts))}
+        return ranked(layouts, estimates, capacity, **at)
+
+    ranking, not_tried = ranking_of(layouts), tried.not_tried
+    wanted = _wanted_later(ranking)
+    more = _beyond(layouts, replace(space, **wanted))
+    ranking = ranking.merged(ranking_of(more))
+    for word in (word for word, is_wanted in wanted.items() if not is_wanted):
+        if left := _beyond(layouts, replace(space, **{word: True})):
+            not_tried += (f"{len(left)} layouts {_LATER[word]}",)
     return PlanAnswer(
         ranking=ranking,
         question=question,
@@ -127,26 +147,46 @@ def answer(
         flops=estimates.flops(),
         peak=device.peak_of(estimates.dtype),
         job=job,
+        not_tried=not_tried,
+        found=estimates.found,
     )
 
 
-def _layouts(job: Job, rows: int, question: PlanQuestion) -> list[Layout]:
-    """Of all devices; of one device, too, unless the user fixed the ranks or gave an axis."""
-    axes = ["data", "pipe", "tensor"]
-    used = {word for text in job.place.values() for word in text.replace("+", ",").split(",")}
-    axes += [a for a in ("seq", "expert") if a in {word.strip() for word in used}]
-    host = question.cluster.topology.host_size
-    most = (("tensor", host), ("pipe", min(_MOST_PIPE, _most_stages(job.model))))
-    count = question.num_ranks or question.cluster.count
-    space = Space(count, rows, tuple(axes), question.given, most)
-    layouts = space.layouts()
-    if question.num_ranks is None and count > 1 and not partial_layout(question.given).axes:
-        words = {word.partition("=")[0]: word for word in question.given.split()}
-        alone = " ".join(w for name, w in words.items() if name not in ("zero", "schedule"))
-        layouts += Space(1, rows, (), alone).layouts()
-    return layouts
+def _wanted_later(ranking: Ranking) -> dict[str, bool]:
+    """Which of `_LATER` to try: those that save memory if the best layout gives time for it, or none fits."""
+    best = ranking.rows[0] if ranking.rows else None
+    if best is None or not best.fits:
+        return dict.fromkeys(_LATER, True)
+    layout = best.estimate.layout
+    splits_weights = bool({"tensor", "expert"} & set(layout.axes))
+    is_short = layout.remat != "none" or splits_weights
+    return {"below_sample": is_short, "expert_and_tensor": splits_weights}
 
 
-def _most_stages(model: nn.Module) -> int:
-    """Modules with parameters of their own: a cut needs one for each stage."""
-    return sum(1 for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+def _beyond(layouts: list[Layout], space: Space) -> list[Layout]:
+    """The layouts of a larger space."""
+    known = set(layouts)
+    return [x for x in space.layouts() if x not in known]
+
+
+def _space(question: PlanQuestion, tried: TriedAxes, rows: int) -> Space:
+    """Of all devices, or of as many ranks as the question says."""
+    return Space(
+        question.num_ranks or question.cluster.count,
+        rows,
+        tried.names,
+        question.given,
+        tried.most,
+        tried.inner,
+        **dict.fromkeys(_LATER, False),
+    )
+
+
+def _alone(question: PlanQuestion, rows: int) -> list[Layout]:
+    """Of one device, unless the user fixed the ranks or gave an axis."""
+    several = question.cluster.count > 1
+    if question.num_ranks is not None or not several or partial_layout(question.given).axes:
+        return []
+    words = {word.partition("=")[0]: word for word in question.given.split()}
+    alone = " ".join(w for name, w in words.items() if name not in ("zero", "schedule"))
+    return Space(1, rows, (), alone).layouts()

@@ -22,15 +22,16 @@ from tutti.layout import Layout
 from tutti.planner.search.ranking import RankedLayout, Ranking
 from tutti.quantities import format_nbytes
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Plan:
     """A chosen layout.
 
-    layout: its text. place: compute shardings by pattern. devices: text of the cluster. num_ranks: that run
-    it. rows: samples of the global batch. model: `fingerprint` of the model. version: of tutti. seconds,
+    layout: its text. place: compute shardings by pattern, as given. devices: text of the cluster. num_ranks:
+    that run it. rows: samples of the global batch. model: `fingerprint` of the model. version: of
+    tutti. found: shardings that the memory of a device needs; None: the run finds its own. seconds,
     peak_nbytes: predicted. layouts: every layout of the choice, best first, as `as_records`.
     """
 
@@ -44,6 +45,7 @@ class Plan:
     seconds: float
     peak_nbytes: int
     layouts: Sequence[Mapping[str, Any]]
+    found: Mapping[str, str] | None = None
     format: int = FORMAT
 
     def write(self, path: Path) -> None:

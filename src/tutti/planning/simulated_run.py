@@ -88,7 +88,7 @@ def simulated_run(
     one = replace(layout, axes=_of_one_replica(layout), sync="", server=0)
     if layout.num_replicas > 1:
         batch = with_rows(batch, max(1, num_rows(batch) // layout.num_replicas))
-    program = CandidatePrograms(replace(job, layout=one), batch).program(one)
+    program = CandidatePrograms(replace(job, layout=one), batch, on_processors=False).program(one)
     sound, _ = traced(program, PricedMachine.of(cluster), cut_at=job.cut)
     machine = PricedMachine.of(_slower(cluster, faults.slow_link))
     slow = {_busiest(sound): faults.straggler} if faults.straggler > 1 else {}

@@ -6,6 +6,7 @@ captured with few of its repeated layers, and composed (`planner/depth`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
@@ -25,12 +26,14 @@ from tutti.planner.estimates.layout_estimate import (
     flops_of_nodes,
 )
 from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.placement.placement import AXES_FOUND
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows
 from tutti.torch_private.pytrees import tree_flatten
 
 # Nodes of all programs together that are written in some 20 seconds.
 _MOST_NODES = 40_000
 _SHORT = 2  # units of a run in a short model
+_SEARCHED = frozenset(AXES_FOUND)
 
 
 class StepEstimates:
@@ -39,6 +42,7 @@ class StepEstimates:
     Args:
         num_layouts: that will be estimated: many layouts of a deep model are composed.
         programs: of a job and a batch; another class may edit the programs of an estimate.
+        capacity: bytes of a device; a layout that needs more is tried with the placement of least memory.
     """
 
     def __init__(
@@ -48,25 +52,37 @@ class StepEstimates:
         machine: Callable[[Layout], PricedMachine],
         *,
         num_layouts: int = 1,
-        programs: Callable[[Job, tuple[Any, ...]], CandidatePrograms] = CandidatePrograms,
+        programs: Callable[..., CandidatePrograms] = CandidatePrograms,
+        capacity: float = math.inf,
     ) -> None:
         self.job, self.batch, self.machine = job, batch, machine
         self._made_of = programs
         self.rows = num_rows(batch)
-        self._num_layouts = num_layouts
-        self._blocks: dict[tuple[Layout, bool], Blocks] = {}
-        self._programs = programs(job, batch)
+        self._num_layouts, self._capacity = num_layouts, capacity
+        self._blocks: dict[tuple[Layout, bool, bool], Blocks] = {}
+        # Placements of least memory, of the layouts that need them.
+        self.found: dict[Layout, dict[str, str]] = {}
+        self._on_processors = machine(job.layout).shares_memory
+        self._programs = self._candidates()
 
     def __call__(self, layout: Layout) -> Estimate:
         """The estimate of one layout.
 
         Raises:
             ShardingError, LayoutError, ScheduleError: the step does not allow it.
+            IdleAxisError: an axis of it splits nothing.
         """
-        machine = self.machine(layout)
-        if not self._is_composed:
-            return estimate(self._programs.program(layout), machine, cut_at=self.job.cut)
-        return composed(self._blocks_of(layout, machine), layout, machine, played=False)
+        made = self._estimate(layout, played=False)
+        if made.peak_nbytes <= self._capacity or not _SEARCHED & set(layout.axes):
+            return made
+        programs = self._short_programs if self._is_composed else self._programs
+        if (found := programs.smallest_place(layout)) is None:
+            return made
+        smaller = self._estimate(layout, played=False, smallest=True)
+        if smaller.peak_nbytes > self._capacity:
+            return made
+        self.found[layout] = found
+        return smaller
 
     def refined(self, layout: Layout) -> Estimate:
         """The estimate with the pipeline's schedule on a clock.
@@ -74,10 +90,15 @@ class StepEstimates:
         Raises:
             ScheduleError: there is no such schedule.
         """
-        if not self._is_composed:
-            return self(layout)
+        return self._estimate(layout, played=True, smallest=layout in self.found)
+
+    def _estimate(self, layout: Layout, *, played: bool, smallest: bool = False) -> Estimate:
         machine = self.machine(layout)
-        return composed(self._blocks_of(layout, machine), layout, machine)
+        if not self._is_composed:
+            program = self._programs.program(layout, smallest=smallest)
+            return estimate(program, machine, cut_at=self.job.cut)
+        blocks = self._blocks_of(layout, machine, smallest)
+        return composed(blocks, layout, machine, played=played)
 
     @property
     def is_refinable(self) -> bool:
@@ -108,7 +129,7 @@ class StepEstimates:
 
     @cached_property
     def _short_programs(self) -> CandidatePrograms:
-        return self._made_of(self.job, self.batch)
+        return self._candidates()
 
     def blocks(self, layout: Layout) -> Blocks:
         """The pieces of a deep model under a layout.
@@ -118,20 +139,26 @@ class StepEstimates:
         """
         return self._blocks_of(layout, self.machine(layout))
 
-    def _blocks_of(self, layout: Layout, machine: PricedMachine) -> Blocks:
+    def _candidates(self) -> CandidatePrograms:
+        """A run on processors finds another placement than one on GPUs."""
+        return self._made_of(
+            self.job, self.batch, on_processors=self._on_processors, refuses_idle=True
+        )
+
+    def _blocks_of(self, layout: Layout, machine: PricedMachine, smallest: bool = False) -> Blocks:
         """The pieces under the layout's model axes and precision, for its rows of a micro-batch."""
         rows = self.rows // (layout.axes.get("data", 1) * layout.micro)
         axes = {"data": self.rows // rows} | {
             a: n for a, n in layout.axes.items() if a in MODEL_AXES
         }
-        key = Layout(
+        short = Layout(
             axes={a: n for a, n in axes.items() if n > 1},
             precision=layout.precision,
         )
-        known = key, layout.in_time  # tokens stay whole in micro-batches: another placement
+        known = short, layout.in_time, smallest  # tokens stay whole in micro-batches
         if known not in self._blocks:
             self._capture_short(layout.precision)
-            program = self._short_programs.program(key, placed=layout)
+            program = self._short_programs.program(short, placed=layout, smallest=smallest)
             self._blocks[known] = blocks_of(program, machine, self.runs, self._repeats)
         return self._blocks[known]
 

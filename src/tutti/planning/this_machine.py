@@ -24,13 +24,14 @@ def question_here(
     Args:
         text: `this-machine`, or `16 x this-machine` for hosts like it.
         topology: in place of the measured one.
-        num_ranks: try only layouts of so many ranks, on as many hosts as they need.
+        num_ranks: try only layouts of so many ranks; on one host they share its processors.
 
     Raises:
         PlanError: this machine has not been calibrated.
     """
-    found = cluster_of(text, topology)
-    cluster = replace(found, count=max(found.count, num_ranks or 1))
+    cluster = cluster_of(text, topology)
+    if cluster.num_hosts == 1 and not torch.cuda.is_available():
+        cluster = shared_by(cluster, num_ranks or cluster.count)
     return PlanQuestion(
         cluster,
         lambda layout: machine_here(cluster, layout.num_ranks),
@@ -39,18 +40,40 @@ def question_here(
     )
 
 
+def shared_by(cluster: Cluster, num_ranks: int) -> Cluster:
+    """This machine as so many devices: more ranks than devices are on one host, too, and share its memory."""
+    if num_ranks <= cluster.count:
+        return cluster
+    device, topology = cluster.device, cluster.topology
+    room = device.capacity.value * cluster.count / num_ranks
+    size = replace(topology.devices_per_host, value=float(num_ranks))
+    return Cluster(
+        num_ranks,
+        replace(device, capacity=replace(device.capacity, value=room)),
+        replace(topology, devices_per_host=size),
+    )
+
+
 def machine_here(cluster: Cluster, num_ranks: int) -> PricedMachine:
-    """This machine for a run of so many ranks: on a GPU by its data, on processors with kernels timed."""
+    """This machine for a run of so many ranks: on a GPU by its data, on processors with kernels timed.
+
+    With more ranks than processors the kernels are timed on as many processes as there are processors, and
+    the ranks take turns (`ranks_per_processor`): a median of a few runs would miss the turns of
+    others.
+    """
     if torch.cuda.is_available():
         return PricedMachine.of(cluster)
-    neighbors = min(num_ranks, cluster.topology.host_size)
-    threads = max(1, (os.cpu_count() or 1) // neighbors)
+    if cluster.num_hosts == 1:
+        cluster = shared_by(cluster, num_ranks)
+    processors, neighbors = os.cpu_count() or 1, min(num_ranks, cluster.topology.host_size)
+    threads = int(os.environ.get("OMP_NUM_THREADS", max(1, processors // neighbors)))
     call = cluster.device.call_seconds
     return PricedMachine(
         cluster,
-        TimedKernels(neighbors, int(os.environ.get("OMP_NUM_THREADS", threads))),
+        TimedKernels(min(neighbors, max(1, processors // threads)), threads),
         launch_seconds=0.0,
         call_seconds=call.value if call else 0.0,
+        ranks_per_processor=max(1.0, neighbors * threads / processors),
         shares_memory=True,
         onednn=is_faster(),
     )

@@ -147,6 +147,11 @@ def dims_of(told: BatchDim, step: Callable[..., Any], batch: Sequence[Any], *, f
     return found
 
 
+def has_sequence(x: Tensor) -> bool:
+    """Whether dim 1 is likely of tokens: of integers (samples, tokens), or of (samples, tokens, features)."""
+    return x.ndim == 3 or (x.ndim == 2 and not x.is_floating_point())
+
+
 def why_unsplit(unsplit: Unsplit) -> str:
     """The reason in the table of `explain`."""
     return f"{unsplit.size} samples do not divide by {unsplit.axis}={unsplit.ways}: each rank computes all"

@@ -20,6 +20,7 @@ from tutti.propagate.batch_dim import (
     Dims,
     Unsplit,
     candidates,
+    has_sequence,
     micro_of,
     split_of,
     warn_of_micro,
@@ -316,8 +317,7 @@ def _seed_batch(made: ShardingPlan, dims: Dims, asked: int) -> None:
                 made.reasons[name] = why_unsplit(unsplit)
             elif made.layout.micro != asked:
                 made.reasons[name] = f"micro={asked} does not divide a rank's samples"
-        sequence = val.ndim == 3 or (val.ndim == 2 and not val.is_floating_point())
-        if "seq" in mesh and sequence and dim != 1:
+        if "seq" in mesh and has_sequence(val) and dim != 1:
             if val.shape[1] % mesh.size("seq") == 0:
                 axes[1] = ("seq",)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.costs.collective_seconds import collective_seconds
-from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE
+from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE, SHARED
 from tutti.planner.estimates.layout_estimate import Estimate, estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.estimates.rank_groups import RankGroups
@@ -102,3 +103,20 @@ def test_slower_links_take_longer() -> None:
     far = estimated("data=8 zero=3", "8 x rtx-4090", rows=16)
     assert far.seconds > near.seconds
     assert far.nbytes == near.nbytes
+
+
+def test_ranks_that_share_a_processor_take_turns() -> None:
+    """Side by side they all wait; in a pipeline one works in the bubble of another."""
+    for layout, expected in (("data=2", 2.0), ("pipe=2 micro=2", None)):
+        program = programs().program(Layout.parse(layout))
+        machine = second_a_matmul("2 x h100")
+        alone = estimate(program, machine)
+        shared = estimate(program, replace(machine, ranks_per_processor=2.0))
+        assert shared.peak_nbytes == alone.peak_nbytes
+        assert shared.kinds[SHARED] == pytest.approx(shared.seconds - alone.seconds)
+        if expected is not None:
+            assert shared.seconds == pytest.approx(expected * alone.seconds)
+        else:
+            # One after the other: the work of both ranks, of two micro-batches of 11 matmuls.
+            assert shared.seconds == pytest.approx(22, rel=0.01)
+            assert alone.seconds < shared.seconds < 2 * alone.seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,12 @@ from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.planner.placement import placement
-from tutti.planner.placement.placement import Placement, cost_of, find_place
+from tutti.planner.placement.placement import Placement, cost_of, find_place, found_seeds
 from tutti.planner.placement.reduced import reduced
 from tutti.propagate.plan import plan
 from tutti.report.collective_records import records
 from tutti.report.explanation import explain
+from tutti.verification import verdict
 
 sys.path.append(str(Path(__file__).parent))
 from hand_placed import MODELS, texts
@@ -104,20 +105,32 @@ def test_no_more_time_than_the_place_of_an_example(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the placement that the tests above look at; one model searches again, as a user's run does."""
+    """With tokens split as on GPUs, where they divide; one model searches again, as a user's run does."""
     if name != SEARCHED:
-        made = found(name, WAYS[name])
-        monkeypatch.setattr(placement, "find_place", lambda *_, **__: made)
+        one = found(name, WAYS[name])
+        monkeypatch.setattr(placement, "find_place", lambda *_, **__: one)
+    monkeypatch.setattr(verdict, "found_seeds", partial(found_seeds, on_processors=False))
     step, model, optimizer, batch = MODELS[name].arguments()
-    verdict = tutti.verify(step, model, optimizer, batch, f"data=2 tensor={WAYS[name]}")
-    assert verdict.ok and verdict.max_error < 1e-9, str(verdict)
+    made = tutti.verify(step, model, optimizer, batch, f"data=2 tensor={WAYS[name]}")
+    assert made.ok and made.max_error < 1e-9, str(made)
+
+
+def test_processors_keep_tokens_whole() -> None:
+    """There a meeting of ranks costs more than the norms that split tokens save."""
+    layout, outputs = Layout.parse("tensor=2"), parts("llama", 2)[1]
+    assert outputs
+    here = found_seeds(captured("llama"), layout, {})
+    assert here == found_seeds(captured("llama"), layout, {}, on_processors=True)
+    assert not outputs.keys() & here["found"].keys() and here["found"]
+    gpus = found_seeds(captured("llama"), layout, {}, on_processors=False)
+    assert outputs.keys() <= gpus["found"].keys()
 
 
 def test_same_numbers_in_micro_batches_and_stages() -> None:
     """Tokens stay whole there: rows of samples and tokens cannot be cut in time and over `tensor`."""
     step, model, optimizer, batch = MODELS["bert"].arguments()
-    verdict = tutti.verify(step, model, optimizer, batch, "pipe=2 tensor=2 micro=2")
-    assert verdict.ok and verdict.max_error < 1e-9, str(verdict)
+    made = tutti.verify(step, model, optimizer, batch, "pipe=2 tensor=2 micro=2")
+    assert made.ok and made.max_error < 1e-9, str(made)
 
 
 def test_words_name_parameters_by_pattern() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -74,3 +75,43 @@ def test_what_does_not_divide_is_refused(space: Space, text: str) -> None:
 def test_words_that_do_not_exist_are_refused() -> None:
     with pytest.raises(LayoutError, match="unknown word"):
         Space(4, 8, given="dat=2").layouts()
+
+
+INNER = ("data", "pipe", "tensor", "seq", "expert")
+
+
+def _folded(layout: Layout) -> Layout:
+    """`seq` given to `data`."""
+    axes = dict(layout.axes)
+    axes["data"] = axes.get("data", 1) * axes.pop("seq", 1)
+    return Layout(axes={a: n for a, n in axes.items() if n > 1}, micro=layout.micro)
+
+
+@pytest.mark.parametrize(("num_ranks", "rows"), [(4, 2), (8, 4), (8, 8), (4, 16)])
+def test_seq_is_there_where_data_cannot_be_larger(num_ranks: int, rows: int) -> None:
+    """Layouts with `seq` are left out if there is one with a larger `data` instead, and no others."""
+    every = Space(num_ranks, rows, ("data", "pipe", "seq")).layouts()
+    kept = Space(num_ranks, rows, ("data", "pipe", "seq"), below_sample=False).layouts()
+    without = Space(num_ranks, rows, ("data", "pipe")).layouts() if rows >= num_ranks else []
+    splits = {tuple(sorted(x.axes.items())) for x in without}
+    assert set(without) <= set(kept) <= set(every)
+    for layout in (x for x in every if "seq" in x.axes):
+        is_folded = tuple(sorted(_folded(layout).axes.items())) in splits
+        if rows >= num_ranks:
+            assert (layout not in kept) == is_folded
+        below = rows // (layout.axes.get("data", 1) * layout.micro) < layout.axes["seq"]
+        assert layout in kept or below
+
+
+def test_a_given_seq_is_kept() -> None:
+    found = Space(4, 16, ("data", "seq"), given="seq=2", below_sample=False).layouts()
+    assert found and all(x.axes["seq"] == 2 for x in found)
+
+
+def test_axes_within_layers_stay_within_a_host() -> None:
+    found = Space(16, 16, INNER, inner=4).layouts()
+    inner = [math.prod(x.axes.get(a, 1) for a in ("tensor", "seq", "expert")) for x in found]
+    assert max(inner) == 4
+    assert any({"expert", "tensor"} <= set(x.axes) for x in found)
+    alone = Space(16, 16, INNER, inner=4, expert_and_tensor=False).layouts()
+    assert {x for x in found if not {"expert", "tensor"} <= set(x.axes)} == set(alone)

@@ -9,6 +9,7 @@ import pytest
 from tutti.errors import PlanError, ShardingError
 from tutti.layout import Layout
 from tutti.planner.estimates.layout_estimate import Estimate
+from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.planner.search.ranking import ranked
 
 TABLE = {
@@ -68,3 +69,25 @@ def test_refined_pipelines_are_sorted_again() -> None:
     found = ranked(layouts(), estimated, 100, refined=refined)
     assert [row.layout for row in found.rows] == ["data=2", "data=2 zero=3", "pipe=2 micro=2", ""]
     assert asked == ["pipe=2 micro=2"]
+
+
+def test_layouts_that_split_nothing_are_left_out() -> None:
+    def with_idle(layout: Layout) -> Estimate:
+        if "seq" in layout.axes:
+            raise IdleAxisError("seq", 2)
+        return estimated(layout)
+
+    found = ranked([*layouts(), Layout.parse("seq=2")], with_idle, 85)
+    assert found.left_out == (("seq=2", "seq=2 splits nothing of this step"),)
+    assert len(found.rows) == 4 and len(found.refused) == 1
+    with pytest.raises(PlanError, match="splits nothing"):
+        found.row("seq=2")
+    with pytest.raises(PlanError, match="allows none") as error:
+        _ = ranked([Layout.parse("seq=2")], with_idle, 85).best
+    assert "splits nothing" in str(error.value)
+
+
+def test_two_rankings_of_one_step_are_one() -> None:
+    whole = ranked(layouts(), estimated, 85)
+    first, second = (ranked(part, estimated, 85) for part in (layouts()[:2], layouts()[2:]))
+    assert first.merged(second) == whole

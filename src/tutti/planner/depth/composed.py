@@ -25,6 +25,7 @@ from tutti.planner.estimates.graph_clock import (
     COMPUTE,
     IDLE,
     OVERLAP_SLOWDOWN,
+    SHARED,
 )
 from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
@@ -95,15 +96,34 @@ class _Composition:
         renewed = max(self._renewed(p) for p in ranks)
         kinds[COMPUTE] += computing + update  # type: ignore[assignment]
         kinds[COLLECTIVES] += renewed  # type: ignore[assignment]
+        alone, share = seconds + update + renewed, self.machine.ranks_per_processor
+        if timeline is not None:
+            shared = timeline.shared_seconds(share) + share * (alone - timeline.seconds)
+        else:  # all work must find room on the processors
+            shared = max(alone, share * (alone if self.pipe == 1 else self._busy))
+        kinds[SHARED] += shared - alone  # type: ignore[assignment]
         return Estimate(
             layout=self.layout,
-            seconds=seconds + update + renewed,
+            seconds=shared,
             kinds={k: x for k, x in kinds.items() if x > 0},
             hidden_seconds=hidden,
             nbytes=self._sent(busiest),
             peak_nbytes=int(max(self._peak(i) for i in range(self.pipe))),
             timeline=timeline,
         )
+
+    @property
+    def _busy(self) -> float:
+        """Seconds that a rank of the pipeline works, in the mean."""
+        share = self.data if self.layout.zero else 1
+        return sum(
+            self.layout.micro * (p.forward + p.backward)
+            + self._gathered(p)
+            + self._reduced(p)
+            + p.update / share
+            + self._renewed(p)
+            for p in self._rank_pieces
+        ) / len(self._rank_pieces)
 
     def _alone(self, piece: Piece, computing: float) -> tuple[float, float, float]:
         """Without a pipeline: seconds of compute, of collectives beside it, and of those it waits for."""

@@ -30,6 +30,8 @@ from tutti.planner.estimates.rank_groups import RankGroups
 OVERLAP_SLOWDOWN = 1.126
 # Kinds of seconds.
 COMPUTE, COLLECTIVES, MESSAGES, IDLE = "compute", "collectives", "messages", "idle"
+# Of ranks that wait for a processor, because there are more ranks than processors.
+SHARED = "shared processors"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from tutti.pipeline.timed import Timed
 from tutti.planner.estimates.graph_clock import (
     COMPUTE,
     IDLE,
+    SHARED,
     GraphClock,
     Playback,
     TraceEvent,
@@ -149,7 +150,7 @@ class _ProgramEstimate:
             return self._pipeline(made, graphs, memory)
         played = self.clocks[0].whole(graphs[0])
         self.events = [played.events]
-        return self._estimate(played, memory)
+        return self._estimate(played, self._share * played.seconds, memory)
 
     @cached_property
     def _target(self) -> Target:
@@ -164,13 +165,20 @@ class _ProgramEstimate:
         return optimized(program, self._target)
 
     def _estimate(
-        self, played: Playback, memory: PeakMemory, timeline: Timeline | None = None
+        self,
+        played: Playback,
+        shared: float,
+        memory: PeakMemory,
+        timeline: Timeline | None = None,
     ) -> Estimate:
+        """`shared`: the seconds of ranks that share processors."""
         call = self.machine.call_seconds
+        seconds = shared + self._share * call
         played.kinds[COMPUTE] += call  # type: ignore[assignment]
+        played.kinds[SHARED] += seconds - played.seconds - call  # type: ignore[assignment]
         return Estimate(
             layout=self.layout,
-            seconds=played.seconds + call,
+            seconds=seconds,
             kinds={k: x for k, x in played.kinds.items() if x > 0},
             hidden_seconds=played.hidden_seconds,
             nbytes=dict(played.nbytes),
@@ -205,7 +213,12 @@ class _ProgramEstimate:
             self.events.append(
                 [*ends[0], *self._row_events(timeline, parts, pipe_rank, first), *ends[1]]
             )
-        return self._estimate(total, memory, timeline)
+        shared = self._share * (first + last) + timeline.shared_seconds(self._share)
+        return self._estimate(total, shared, memory, timeline)
+
+    @property
+    def _share(self) -> float:
+        return self.machine.ranks_per_processor
 
     @property
     def _link(self) -> str:

@@ -22,6 +22,7 @@ class PricedMachine:
 
     kernels: the seconds of each kernel of a final graph, by its last node.
     launch_seconds: of the host, for each collective. call_seconds: of a call of the step, beside its ops.
+    ranks_per_processor: ranks that compute in turns on one; more than 1 on a machine with too few of them.
     shares_memory: ranks of one host exchange through shared memory, so the passes write that program.
     onednn: matmuls run by oneDNN's kernels.
     """
@@ -30,6 +31,7 @@ class PricedMachine:
     kernels: KernelSeconds
     launch_seconds: float
     call_seconds: float = 0.0
+    ranks_per_processor: float = 1.0
     shares_memory: bool = False
     onednn: bool = False
 

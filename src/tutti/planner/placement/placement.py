@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch import Tensor
+
 from tutti.capture.step import Captured
 from tutti.graph.ops.boundary import shard_as_op
 from tutti.layout import Layout, Sharding
@@ -65,14 +67,32 @@ def found_seeds(
     *,
     known: Mapping[str, Sharding] | None = None,
     dims: Dims | None = None,
+    on_processors: bool | None = None,
+    ready: Place | None = None,
+    memory_nbytes: float | None = None,
 ) -> dict[str, Any]:
     """The arguments `found` and `words` of `plan` for a run: what nobody has given, by `find_place`.
 
-    With servers there are none: workers have the weights whole unless `place` says otherwise.
+    With servers there are none: workers have the weights whole unless `place` says otherwise. Processors
+    (`on_processors`; by default as the step was captured) keep tokens whole: each collective is a meeting of
+    ranks, and costs more than the norms that it would split. `ready` is what a plan has found before;
+    `memory_nbytes` bounds the search.
     """
     if layout.server:
         return {}
-    made = find_place(captured, layout, given=given, known=known, dims=dims)
+    if ready is not None:
+        return {"found": ready, "words": [f"{n}: {text}, by the plan" for n, text in ready.items()]}
+    if on_processors is None:
+        on_processors = not _is_on_gpu(captured)
+    made = find_place(
+        captured,
+        layout,
+        given=given,
+        known=known,
+        dims=dims,
+        memory_nbytes=memory_nbytes,
+        splits_tokens=not on_processors,
+    )
     return {"found": made.place, "words": made.words}
 
 
@@ -86,6 +106,7 @@ def find_place(
     axes: tuple[str, ...] | None = None,
     cluster: Cluster | None = None,
     memory_nbytes: float | None = None,
+    splits_tokens: bool = True,
 ) -> Placement:
     """The compute shardings of least predicted time, for parameters without one.
 
@@ -102,6 +123,7 @@ def find_place(
         cluster: weighs bytes and arithmetic; by default rates of an H100 host, without latencies.
         memory_nbytes: of a device, for state, gradients and activations; the search exceeds it only if
             every placement does, and then as little as possible.
+        splits_tokens: `tensor` may split tokens between the blocks.
 
     Raises:
         PlanError: the cluster's device has no peak of a matmul's dtype.
@@ -125,9 +147,15 @@ def find_place(
         splits = found[-1].splits
     tokens: dict[str, str] = {}
     # `seq` splits the tokens already; rows of samples and tokens, cut in time, too, would be gathered.
-    if found[-1].axis == "tensor" and layout.axes.get("seq", 1) == 1 and not layout.in_time:
+    seq = layout.axes.get("seq", 1)
+    if splits_tokens and found[-1].axis == "tensor" and seq == 1 and not layout.in_time:
         found[-1], tokens = with_tokens_split(costing, found[-1], bound_nbytes=bound)
     return _placement(captured, costing, found, tokens)
+
+
+def _is_on_gpu(captured: Captured) -> bool:
+    vals = (node.meta["val"] for node in captured.placeholders.values())
+    return any(isinstance(val, Tensor) and val.device.type == "cuda" for val in vals)
 
 
 def cost_of(

@@ -5,13 +5,16 @@
     micro      powers of two that divide the rows of a data rank; at least one for each pipeline rank
     schedule   1f1b, zb, interleaved(2), with pipe
     remat      none, full
+    seq        where `data` cannot be larger instead, or to hold less than a sample
 
-Words that the user gave are kept as they are.
+`tensor`, `seq` and `expert` exchange values within each layer, so they stay within `inner` ranks. Words that
+the user gave are kept as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -22,6 +25,7 @@ from tutti.layout.layout import AXES
 SCHEDULES = ("", "zb", "interleaved(2)")
 # Micro-batches of a pipeline beyond this many for each rank gain little: a bubble of a ninth.
 _MOST_PER_PIPE_RANK = 8
+_INNER = ("tensor", "seq", "expert")
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,9 @@ class Space:
     """What may vary.
 
     num_ranks: of the layouts. rows: samples of the global batch. axes: those to use. given: the words that
-    every layout has, as the user wrote them. most: the largest size of an axis, where there is one.
+    every layout has, as the user wrote them. most: the largest size of an axis, where there is one. inner: of
+    the product of `tensor`, `seq` and `expert`. below_sample: `seq` also where it only saves memory.
+    expert_and_tensor: both in one layout.
     """
 
     num_ranks: int
@@ -37,6 +43,9 @@ class Space:
     axes: tuple[str, ...] = ("data", "tensor", "pipe")
     given: str = ""
     most: tuple[tuple[str, int], ...] = ()
+    inner: int | None = None
+    below_sample: bool = True
+    expert_and_tensor: bool = True
 
     def layouts(self) -> list[Layout]:
         """Every layout, without duplicates.
@@ -67,6 +76,8 @@ class Space:
             for micro, schedule, remat in product(micros, schedules, remats):
                 if schedule.startswith("interleaved") and micro % pipe:
                     continue
+                if "seq" not in own.axes and not self._needs_seq(axes, micro, "micro" in words):
+                    continue
                 for zero in [own.zero] if "zero" in words else _zeros(data, micro):
                     if zero and data == 1:
                         continue
@@ -87,8 +98,27 @@ class Space:
         most = dict(self.most)
         for sizes in _factors(self.num_ranks // fixed, len(free)):
             axes = own.axes | dict(zip(free, sizes, strict=True))
-            if all(axes[a] <= most.get(a, self.num_ranks) for a in free):
+            inner = math.prod(axes[a] for a in _INNER if a in free)
+            within = inner <= (self.inner or self.num_ranks)
+            if not self.expert_and_tensor and {"expert", "tensor"} <= set(free):
+                within = within and 1 in (axes["expert"], axes["tensor"])
+            if within and all(axes[a] <= most.get(a, self.num_ranks) for a in free):
                 yield {a: axes[a] for a in AXES if axes.get(a, 1) > 1}
+
+    def _needs_seq(self, axes: Mapping[str, int], micro: int, is_given: bool) -> bool:
+        """Whether `seq` can do what a larger `data` cannot, which would exchange no keys and values.
+
+        Either the samples, or the micro-batches of a pipeline, are too few for it, or a micro-batch has less
+        than a sample for each rank.
+        """
+        seq, data = axes.get("seq", 1), axes.get("data", 1)
+        if seq == 1:
+            return True
+        least = micro if is_given else axes.get("pipe", 1)
+        rows = self.rows // (data * seq)
+        if self.rows % (data * seq) or rows < least or (is_given and rows % micro):
+            return True
+        return self.below_sample and self.rows // (data * micro) < seq
 
     def _micros(self, data: int, pipe: int) -> Iterator[int]:
         rows, micro = self.rows // data, 1

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tutti.errors import LayoutError, PlanError, ScheduleError, ShardingError
 from tutti.layout import Layout
 from tutti.planner.estimates.layout_estimate import Estimate
+from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.quantities import format_nbytes
 
 # Layouts at the top of the table whose pipelines are played on a clock.
@@ -35,11 +36,19 @@ class Ranking:
     rows: those that fit, the fastest first; then those that do not, the smallest first.
     refused: layouts that the step does not allow, with the reason.
     capacity: bytes of a device that a step may use.
+    left_out: layouts with an axis that splits nothing, with the reason.
     """
 
     rows: tuple[RankedLayout, ...]
     refused: tuple[tuple[str, str], ...]
     capacity: float
+    left_out: tuple[tuple[str, str], ...] = ()
+
+    def merged(self, other: Ranking) -> Ranking:
+        """With the layouts of another ranking of the same step."""
+        rows = tuple(_sorted([*self.rows, *other.rows]))
+        refused, left_out = self.refused + other.refused, self.left_out + other.left_out
+        return Ranking(rows, refused, self.capacity, left_out)
 
     @property
     def best(self) -> RankedLayout:
@@ -51,7 +60,8 @@ class Ranking:
         if self.rows and self.rows[0].fits:
             return self.rows[0]
         if not self.rows:
-            layout, why = self.refused[0] if self.refused else ("", "there is no layout")
+            against = (*self.refused, *self.left_out, ("", "there is no layout"))
+            layout, why = against[0]
             raise PlanError("the step allows none of the layouts", at=layout, why=why)
         least = self.rows[0]
         over = least.estimate.peak_nbytes - self.capacity
@@ -74,7 +84,9 @@ class Ranking:
         for row in self.rows:
             if row.layout == wanted:
                 return row
-        why = dict(self.refused).get(wanted, "it is not among the layouts of this plan")
+        why = dict(self.refused + self.left_out).get(
+            wanted, "it is not among the layouts of this plan"
+        )
         raise PlanError(f'no estimate of layout "{wanted}"', why=why)
 
 
@@ -97,10 +109,13 @@ def ranked(
     """
     rows: list[RankedLayout] = []
     refused: list[tuple[str, str]] = []
+    left_out: list[tuple[str, str]] = []
     for layout in layouts:
         seen(layout)
         try:
             made = estimate(layout)
+        except IdleAxisError as error:
+            left_out.append((str(layout), error.what))
         except (LayoutError, ShardingError, ScheduleError) as error:
             refused.append((str(layout), error.what))
         else:
@@ -108,7 +123,7 @@ def ranked(
     rows = _sorted(rows)
     if refined is not None:
         rows = _with_refined(rows, refined, capacity)
-    return Ranking(tuple(rows), tuple(refused), capacity)
+    return Ranking(tuple(rows), tuple(refused), capacity, tuple(left_out))
 
 
 def _with_refined(

@@ -1,0 +1,55 @@
+"""This machine as a plan's cluster: fewer, as many and more ranks than processors."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.planning.test_hardware_files import FOUND
+from tutti.layout import Layout
+from tutti.planner.estimates.rank_groups import RankGroups
+from tutti.planning import hardware_files
+from tutti.planning.this_machine import machine_here, question_here, shared_by
+from tutti.planning.timed_kernels import TimedKernels
+
+
+@pytest.fixture
+def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware_files.write(FOUND, tmp_path)
+    monkeypatch.setenv("TUTTI_HARDWARE", str(tmp_path))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "processes", "threads", "share"),
+    [(1, 1, 4, 1.0), (2, 2, 2, 1.0), (4, 4, 1, 1.0), (8, 4, 1, 2.0), (6, 4, 1, 1.5)],
+)
+@pytest.mark.usefixtures("calibrated")
+def test_ranks_take_turns_where_processors_are_few(
+    num_ranks: int, processes: int, threads: int, share: float
+) -> None:
+    made = machine_here(hardware_files.cluster_here(), num_ranks)
+    assert made.kernels == TimedKernels(processes, threads)
+    assert made.ranks_per_processor == share
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_one_thread_each_leaves_processors_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = machine_here(hardware_files.cluster_here(), 2)
+    assert (made.kernels, made.ranks_per_processor) == (TimedKernels(2, 1), 1.0)
+
+
+@pytest.mark.usefixtures("calibrated")
+def test_more_ranks_than_devices_are_on_one_host_and_share_its_memory() -> None:
+    cluster = hardware_files.cluster_here()
+    assert shared_by(cluster, 2) is cluster
+    crowded = question_here(num_ranks=8).cluster
+    assert (crowded.count, crowded.num_hosts) == (8, 1)
+    assert crowded.device.capacity.value == cluster.device.capacity.value / 2
+    groups = RankGroups(Layout.parse("data=8").mesh, crowded.topology.host_size)
+    assert groups["data",].num_hosts == 1
+    assert question_here(num_ranks=2).cluster == cluster
