@@ -79,6 +79,10 @@ class Call:
         args = (str(Sharding(sharding.dims)), dim, str(device))
         return self.local.call(collectives.positions, args, {}, self.node, val)
 
+    def result_shape(self) -> list[int]:
+        """The shape of this rank's part of the (first) result."""
+        return list(self.choice.results[0].local_shape(self.local.mesh))
+
 
 def _substituted(x: Any, operands: Iterator[fx.Node], scalars: Any) -> Any:
     if isinstance(x, fx.Node):
