@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from tutti.graph.ops.expert_rows import (
+    cut_slots,
     expert_mm,
     expert_outer,
     expert_slots,
+    fill_slots,
     from_experts,
     to_experts,
 )
@@ -99,3 +101,14 @@ def test_a_product_on_slots_is_the_product_of_the_rows() -> None:
     made = expert_mm(flat, weight, kinds, False, 3, 3).reshape(3, 4, 6, OUT)
     have = from_experts(made, experts, EXPERTS, 3)
     torch.testing.assert_close(have, expert_mm(x, weight, experts, False, 1, 1))
+
+
+@pytest.mark.parametrize(("fullest", "size"), [(5, 5), (0, 1), (6, 6)])
+def test_only_filled_slots_move(fullest: int, size: int) -> None:
+    """At least one slot, since collectives do not move nothing; others come back as the filler."""
+    slots = floats(0, 3, 4, 6, IN)
+    slots[:, :, fullest:] = -1.0
+    cut = cut_slots(slots, torch.tensor(fullest), 3)
+    assert cut.shape == (3, 4, size, IN) and cut.is_contiguous()
+    assert cut.data_ptr() != slots.data_ptr()
+    assert torch.equal(fill_slots(cut, 6, -1), slots)

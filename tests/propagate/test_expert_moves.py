@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import tutti
 from mixtures import (
+    EXPERTS,
     LENGTH,
     NAMES,
     NUM_LAYERS,
@@ -29,10 +31,12 @@ from mixtures import (
 )
 from ranks import Ranks
 from tutti.capture.step import capture
+from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.planner.placement.placement import find_place
 from tutti.propagate.plan import plan
+from tutti.report.collective_records import records
 
 PLACE = {"*.experts.gate_up_proj": "expert, -, -", "*.experts.down_proj": "expert, -, -"}
 NUM_ROWS = SAMPLES * LENGTH * TOP
@@ -66,11 +70,13 @@ def test_two_all_to_alls_a_layer_and_direction(name: str, layout: str) -> None:
     }
 
 
-def test_a_rank_sends_the_slots_of_other_ranks() -> None:
-    """Each rank has room for every row of its block at each group."""
+def test_bytes_of_evenly_chosen_experts() -> None:
+    """Of the rows of a rank, in each all-to-all those of the other ranks; integers for them are 8 bytes."""
     made = program("Mixtral", "data=2 expert=2")
-    sizes = [n.meta["val"].numel() for n in made.collectives if n.meta["val"].ndim == 4]
-    assert sizes == [NUM_ROWS // 4 * 2 * WIDTH] * 8
+    sent = [r for r in records(made) if r.kind == "all_to_all"]
+    rows = NUM_ROWS // 4 // 2
+    assert [r.nbytes for r in sent if r.dtype == "f32"] == [rows * WIDTH * 4] * 8
+    assert [r.nbytes for r in sent if r.dtype == "i64"] == [rows * 8] * 2
 
 
 def test_ranks_that_share_a_batch_take_their_rows_of_it() -> None:
@@ -195,3 +201,47 @@ def test_real_ranks_train_as_one_device(name: str, layout: str, n: int, ranks: R
         for have, value in zip(found["moments"], want["moments"], strict=True):
             torch.testing.assert_close(have, value, rtol=10 * near, atol=near * near)
         assert found["experts"] * 2 == want["experts"]
+
+
+def numbers_moved(favorite: int | None) -> list[int]:
+    """The numbers that each all-to-all of two ranks takes on this rank, in one step of `Routed`."""
+    taken: list[int] = []
+    exchanged = ProcessGroups.exchanged
+
+    def counted(self: Any, xs: Any, axes: Any) -> Any:
+        taken.extend(x.numel() for x in xs)
+        return exchanged(self, xs, axes)
+
+    model = routed()
+    if favorite is not None:  # every row goes to this expert and the next one, of one rank
+        with torch.no_grad():
+            for layer in (model[0], model[2]):
+                layer.router = Favorites(favorite)
+    step = tutti.distribute(points_step, model, _adam(model), "expert=2")
+    with mock.patch.object(ProcessGroups, "exchanged", counted):
+        step(*points())
+    return taken
+
+
+class Favorites(torch.nn.Module):
+    """Prefers one expert and the next one."""
+
+    def __init__(self, favorite: int) -> None:
+        super().__init__()
+        self.register_buffer("scores", torch.zeros(EXPERTS, dtype=torch.float64))
+        self.scores[favorite : favorite + 2] = 9.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores + 0 * x[:, :EXPERTS]
+
+
+def test_ranks_move_as_many_slots_as_the_fullest_block_has(ranks: Ranks) -> None:
+    """16 points of two experts on each rank: 32 slots a block, which only one-sided choices fill.
+
+    The batch needs no gradient: the first of two layers returns none.
+    """
+    full = [2 * 32 * WIDTH] * 7 + [2 * 32] * 2
+    for taken in ranks.run(numbers_moved, 2, n=2):
+        assert sorted(taken) == sorted(full)
+    for taken in ranks.run(numbers_moved, None, n=2):
+        assert len(taken) == 9 and sum(taken) < 0.8 * sum(full)

@@ -76,7 +76,7 @@ class _PartitionWriter:
     def __init__(self, made: ShardingPlan, strict: bool, chooser: Chooser) -> None:
         self.plan, self.mesh, self.strict = made, made.mesh, strict
         self.captured = made.captured
-        self.local = Local(self.captured.mode, self.mesh)
+        self.local = Local(self.captured.mode, self.mesh, made.slots)
         self.program = Program(self.local.graph, self.captured, made.layout, made)
         self.chooser = chooser
         self.scalars: dict[fx.Node, Any] = {}

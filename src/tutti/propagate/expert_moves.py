@@ -42,10 +42,13 @@ Placed = Callable[[str], Sharding | None]
 
 @dataclass
 class ExpertMoves:
-    """The shardings of the values on slots; those in `held` change to theirs at once, by an all-to-all."""
+    """The shardings of the values on slots.
+
+    Those in `held` change to theirs at once, by an all-to-all; it maps each to the experts of its slots.
+    """
 
     seeds: dict[fx.Node, Sharding] = field(default_factory=dict)
-    held: set[fx.Node] = field(default_factory=set)
+    held: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
 
 def products_of(captured: Captured) -> dict[fx.Node, list[fx.Node]]:
@@ -124,6 +127,7 @@ class _Mover:
         self.between = self._between()
         self.on_slots: dict[fx.Node, fx.Node] = {}
         self.moved: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
+        self.slots: fx.Node | None = None
 
     def write(self) -> None:
         slots: fx.Node | None = None
@@ -206,13 +210,16 @@ class _Mover:
 
     def _experts_of_slots(self, emit: Emit) -> fx.Node:
         given = (self.experts, self.num_experts, self.groups, self.room)
-        return self._flat(emit, emit(expert_slots, *given))
+        slots = emit(expert_slots, *given)
+        flat = self._flat(emit, slots)
+        self.slots = slots
+        return flat
 
     def _flat(self, emit: Emit, moved: fx.Node) -> fx.Node:
         """Slots as one dim, on the ranks of their groups."""
         _, _, _, *rest = shape(moved)
         self.made.seeds[moved] = self._sharding(rest, self._before())
-        self.made.held.add(moved)
+        self.made.held[moved] = self.slots or moved
         return self._seeded(shaped(emit, moved, [self.groups * self.num_rows, *rest]))
 
     def _back(self, emit: Emit, flat: fx.Node, like: fx.Node) -> fx.Node:
@@ -225,7 +232,8 @@ class _Mover:
             blocked = Segment(blocks, self.batch_axes)
             dims = ((whole,), (blocked,), *((Segment(n),) for n in (self.room, *rest)))
             self.made.seeds[apart] = Sharding(dims)
-            self.made.held.add(apart)
+            assert self.slots is not None
+            self.made.held[apart] = self.slots
         back = emit(from_experts, apart, self.experts, self.num_experts, self.groups)
         assert back.meta["val"].shape == like.meta["val"].shape
         return back

@@ -51,7 +51,8 @@ class ShardingPlan:
     `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held` are
     values whose sharding the user asked for, `patterns` the entry of `place` by weight, `words` describe what
     a search has found for the others. `samples` are the shardings over which the step computes the tensors of
-    the batch, `shards` those of the ones that arrive in shards; the others arrive whole.
+    the batch, `shards` those of the ones that arrive in shards; the others arrive whole. `batch_axes` may
+    split the samples. `slots` maps values that move between experts to the experts of their slots.
     """
 
     captured: Captured
@@ -68,6 +69,7 @@ class ShardingPlan:
     shards: Mapping[str, Sharding] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     batch_axes: tuple[str, ...] = BATCH_AXES
+    slots: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -207,9 +209,10 @@ def _axes_of_samples(
 def _seed_moves(made: ShardingPlan, moves: ExpertMoves) -> None:
     """The shardings of rows on the ranks of their experts."""
     for node, sharding in moves.seeds.items():
-        held = node in moves.held
-        made.spread.seed(node, sharding, "rows go to their experts", closed=held)
-    made.held |= moves.held
+        closed = node in moves.held
+        made.spread.seed(node, sharding, "rows go to their experts", closed=closed)
+    made.held |= moves.held.keys()
+    made.slots |= moves.held
 
 
 def _alias_weights(made: ShardingPlan) -> None:

@@ -21,6 +21,14 @@ back. A block has `room` rows, and each group as many slots for it, so every row
 row are zeros. So a mesh axis that splits the groups, and the experts, can hold the slots: moving the axis
 from the blocks to the groups is one all-to-all.
 
+    tutti::cut_slots(slots, num, share) -> the first `num` slots of each block
+    tutti::fill_slots(cut, room, filler) -> all slots again
+
+A block fills its slots of a group from the front. So an all-to-all between the two moves as many slots of
+each block as the fullest one has, which ranks agree on: a size of the call, and at most `room`. The fake
+values have the size `room`. `share` tells costs that one of so many slots is filled, if experts are chosen
+evenly.
+
 With `groups` above 1 the rows of a product are those slots, flattened, and `experts` counts within a group.
 `padding` is the number of slots for each row: it tells costs, not values.
 
@@ -31,9 +39,10 @@ dropped).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 _LIBRARY = torch.library.Library("tutti", "FRAGMENT")
 _LIBRARY.define(
@@ -47,6 +56,9 @@ _LIBRARY.define(
 )
 _LIBRARY.define("expert_slots(Tensor experts, int num_experts, int groups, int room) -> Tensor")
 _LIBRARY.define("from_experts(Tensor slots, Tensor experts, int num_experts, int groups) -> Tensor")
+_LIBRARY.define("cut_slots(Tensor slots, Tensor num, int share) -> Tensor")
+_LIBRARY.define("fill_slots(Tensor cut, int room, int filler) -> Tensor")
+_ROOM = 2  # the dim of the slots of a block
 
 
 def _sorted_rows(experts: Tensor, num_experts: int, groups: int) -> tuple[Tensor, list[int]]:
@@ -130,6 +142,16 @@ def _from_experts(slots: Tensor, experts: Tensor, num_experts: int, groups: int)
     return found.masked_fill(none, 0)
 
 
+def _cut_slots(slots: Tensor, num: Tensor, share: int) -> Tensor:
+    return slots.narrow(_ROOM, 0, max(1, int(num))).clone(memory_format=torch.contiguous_format)
+
+
+def _fill_slots(cut: Tensor, room: int, filler: int) -> Tensor:
+    made = cut.new_full((*cut.shape[:_ROOM], room, *cut.shape[_ROOM + 1 :]), filler)
+    made.narrow(_ROOM, 0, cut.shape[_ROOM]).copy_(cut)
+    return made
+
+
 def _fake_mm(
     x: Tensor, weight: Tensor, experts: Tensor, transposed: bool, groups: int, padding: int
 ) -> Tensor:
@@ -154,12 +176,22 @@ def _fake_from(slots: Tensor, experts: Tensor, num_experts: int, groups: int) ->
     return slots.new_empty((experts.shape[0], *slots.shape[3:]))
 
 
+def _fake_cut(slots: Tensor, num: Tensor, share: int) -> Tensor:
+    return slots.new_empty(slots.shape)
+
+
+def _fake_fill(cut: Tensor, room: int, filler: int) -> Tensor:
+    return cut.new_empty(cut.shape)
+
+
 for _name, _kernel, _fake in (
     ("expert_mm", _expert_mm, _fake_mm),
     ("expert_outer", _expert_outer, _fake_outer),
     ("to_experts", _to_experts, _fake_to),
     ("expert_slots", _expert_slots, _fake_slots),
     ("from_experts", _from_experts, _fake_from),
+    ("cut_slots", _cut_slots, _fake_cut),
+    ("fill_slots", _fill_slots, _fake_fill),
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tutti::{_name}", _fake, lib=_LIBRARY)
@@ -169,4 +201,15 @@ expert_outer = torch.ops.tutti.expert_outer.default
 to_experts = torch.ops.tutti.to_experts.default
 expert_slots = torch.ops.tutti.expert_slots.default
 from_experts = torch.ops.tutti.from_experts.default
+cut_slots = torch.ops.tutti.cut_slots.default
+fill_slots = torch.ops.tutti.fill_slots.default
 PRODUCTS = (expert_mm, expert_outer)
+
+
+def share_moved(node: fx.Node) -> int:
+    """A collective moves one of so many slots of its value, if experts are chosen evenly; 1 for others."""
+    operand = node.args[0]
+    if not isinstance(operand, fx.Node) or operand.target is not cut_slots:
+        return 1
+    share: Any = operand.args[2]
+    return share
