@@ -83,8 +83,19 @@ def test_a_matrix_for_each_row_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_mixtures_of_hugging_face(name: str) -> None:
-    """Two products a layer in the forward; two and two gradients of weights in the backward."""
-    found = counts(capture(*arguments(name)))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_mixtures_of_hugging_face(name: str, precision: str) -> None:
+    """Two products a layer in the forward; two and two gradients of weights in the backward.
+
+    Under autocast each weight is cast once.
+    """
+    captured = capture(*arguments(name), precision=precision)
+    found = counts(captured)
     assert found[expert_mm] == 4 * NUM_LAYERS[name]
     assert found[expert_outer] == 2 * NUM_LAYERS[name]
+    products = [n for n in captured.graph.nodes if n.target is expert_mm]
+    assert len({n.args[1] for n in products}) == 2 * NUM_LAYERS[name]
+    dtypes = {n.meta["val"].dtype for n in products}
+    assert dtypes == {torch.bfloat16 if precision == "bf16" else torch.float32}
+    picked = [n for n in captured.graph.nodes if n.target is torch.ops.aten.bmm.default]
+    assert not any(n.args[0].target is torch.ops.aten.index.Tensor for n in picked)

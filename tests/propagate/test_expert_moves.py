@@ -121,6 +121,7 @@ def test_the_same_step_in_float64(name: str, layout: str) -> None:
         "expert=2 seq=2",
         "data=4 expert=2",
         "expert=2 remat=full",
+        "data=2 expert=2 zero=3 precision=bf16",
     ],
 )
 def test_with_other_words(layout: str) -> None:

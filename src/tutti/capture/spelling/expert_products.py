@@ -5,8 +5,9 @@
     bmm(a, b)                (S, N, K)   \\
     index_put(0, [e], that)  (E, N, K)   /   expert_outer(a, b, e)
 
-The second form is the gradient of the first with respect to W. An index below 0 counts from the end in
-PyTorch, and is no expert in `expert_mm`: it is counted from the start first.
+The second form is the gradient of the first with respect to W. A cast of the picked weights (autocast)
+becomes one of W, and a cast of the outer products one of their sum, as of any weight. An index below 0 counts
+from the end in PyTorch, and is no expert in `expert_mm`: it is counted from the start first.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _product(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.N
     if left is None or right is None:
         return None
     for picked, row, is_left in ((left, right, True), (right, left, False)):
-        base, is_swapped = _unswapped(picked)
+        base, is_swapped = _peeled(picked)
         lookup = _row_lookup(base)
         length = _shape(row)[2 if is_left else 1]
         if lookup is None or length != 1:
@@ -60,6 +61,7 @@ def _product(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.N
         # weights (N, K) times a column (K, 1), or a row (1, K) times weights (K, N)
         transposed = is_swapped == is_left
         of = _experts(emit, lookup, experts)
+        weight = _cast(emit, weight, picked)
         made = emit(expert_mm, rows, weight, of, transposed, 1, 1)
         return shaped(emit, made, _shape(node))
     return None
@@ -72,19 +74,19 @@ def _gradient(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.
     zeros = base.target is aten.full.default and base.args[1] == 0
     if not zeros or len(given) < 4 or not given[3]:
         return None
-    product, is_swapped = _unswapped(values)
+    product, is_swapped = _peeled(values)
     lookup = _row_lookup(node)
     if lookup is None or product.target is not aten.bmm.default:
         return None
     operands: Any = product.args
     left, right = operands
-    if _shape(left)[2] != 1 or left.meta["val"].dtype != node.meta["val"].dtype:
+    if _shape(left)[2] != 1:
         return None
     num_rows = _shape(left)[0]
     a, b = (_flat(emit, x, [num_rows, -1]) for x in (left, right))
     a, b = (b, a) if is_swapped else (a, b)
     of = _experts(emit, lookup, experts)
-    return emit(expert_outer, a, b, of, _shape(node), 1, 1)
+    return _cast(emit, emit(expert_outer, a, b, of, _shape(node), 1, 1), node)
 
 
 def _row_lookup(node: fx.Node) -> IndexLookup | None:
@@ -107,11 +109,27 @@ def _experts(emit: Emit, lookup: IndexLookup, known: dict[fx.Node, fx.Node]) -> 
     return known[index]
 
 
-def _unswapped(x: fx.Node) -> tuple[fx.Node, bool]:
-    """The base of a transpose of the last two dims, and whether `x` is one."""
-    if x.target is aten.permute.default and x.args[1] == _SWAPPED:
-        return x.args[0], True  # type: ignore[return-value]
-    return x, False
+def _peeled(x: fx.Node) -> tuple[fx.Node, bool]:
+    """The value below casts, and transposes of the last two dims; and whether these transpose."""
+    is_swapped = False
+    while True:
+        base: Any = x.args[0] if x.args else None
+        if x.target is aten.permute.default and x.args[1] == _SWAPPED:
+            is_swapped = not is_swapped
+        elif x.target is not aten._to_copy.default or not _floats(x, base):
+            return x, is_swapped
+        x = base
+
+
+def _floats(*nodes: fx.Node) -> bool:
+    return all(n.meta["val"].is_floating_point() for n in nodes)
+
+
+def _cast(emit: Emit, x: fx.Node, like: fx.Node) -> fx.Node:
+    """`x` in the dtype of `like`."""
+    dtype = like.meta["val"].dtype
+    same = x.meta["val"].dtype == dtype
+    return x if same else emit(aten._to_copy.default, x, dtype=dtype)
 
 
 def _flat(emit: Emit, x: Any, shape: list[int]) -> fx.Node:
