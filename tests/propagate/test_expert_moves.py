@@ -204,6 +204,30 @@ def test_real_ranks_train_as_one_device(name: str, layout: str, n: int, ranks: R
         assert found["experts"] * 2 == want["experts"]
 
 
+def evaluate(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.nn.functional.mse_loss(model(x), y)
+
+
+def evaluated(layout: str) -> list[float]:
+    """Losses of training, of evaluations on the same model, and of batches that two ranks cannot divide."""
+    model = routed()
+    if not layout:
+        step, test = partial(points_step, model, _adam(model)), partial(evaluate, model)
+    else:
+        step = tutti.distribute(points_step, model, _adam(model), layout)
+        test = tutti.distribute(evaluate, model, layout=layout)
+    x, y = points(5)
+    found = [step(*points(1)), test(x, y), step(x[:7], y[:7]), test(x[:1], y[:1]), step(*points(2))]
+    return [float(loss) for loss in found]
+
+
+def test_evaluations_and_uneven_batches(ranks: Ranks) -> None:
+    """Rows that do not divide by `expert` are shared: each of its ranks takes those of its experts."""
+    for found in ranks.run(evaluated, "expert=2", n=2):
+        assert found == pytest.approx(evaluated(""), rel=1e-12)
+
+
 def numbers_moved(favorite: int | None) -> list[int]:
     """The numbers that each all-to-all of two ranks takes on this rank, in one step of `Routed`."""
     taken: list[int] = []
