@@ -82,6 +82,27 @@ def test_a_matrix_for_each_row_stays_as_it_is() -> None:
     assert not any(found[op] for op in PRODUCTS)
 
 
+class Among(nn.Module):
+    """Rows of activations picked by an index: as many matrices as samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, 5 * WIDTH)
+        self.register_buffer("others", torch.randint(0, ROWS, (ROWS,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrices: Tensor = self.wide(x).view(ROWS, 5, WIDTH)
+        return torch.bmm(matrices[self.others], x.unsqueeze(-1)).squeeze(-1)
+
+
+def test_activations_are_no_experts() -> None:
+    torch.manual_seed(0)
+    model = Among()
+    given = step, model, torch.optim.SGD(model.parameters(), 0.1), (torch.randn(ROWS, WIDTH),)
+    found = counts(capture(*given))
+    assert not any(found[op] for op in PRODUCTS)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_mixtures_of_hugging_face(name: str, precision: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.capture.spelling.rewrites import VIEWS
 from tutti.graph.analysis.lookup import IndexLookup
 from tutti.graph.edits.edit import Editor, Emit, shaped
 from tutti.graph.ops.expert_rows import expert_mm, expert_outer
@@ -54,7 +55,7 @@ def _product(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.N
         base, is_swapped = _peeled(picked)
         lookup = _row_lookup(base)
         length = _shape(row)[2 if is_left else 1]
-        if lookup is None or length != 1:
+        if lookup is None or length != 1 or not _is_weight(base.args[0]):
             continue
         weight: Any = base.args[0]
         rows = _flat(emit, row, [_shape(row)[0], -1])
@@ -78,6 +79,8 @@ def _gradient(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.
     lookup = _row_lookup(node)
     if lookup is None or product.target is not aten.bmm.default:
         return None
+    if lookup.indices[0] not in experts:
+        return None  # not the gradient of a product by expert
     operands: Any = product.args
     left, right = operands
     if _shape(left)[2] != 1:
@@ -87,6 +90,13 @@ def _gradient(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.
     a, b = (b, a) if is_swapped else (a, b)
     of = _experts(emit, lookup, experts)
     return _cast(emit, emit(expert_outer, a, b, of, _shape(node), 1, 1), node)
+
+
+def _is_weight(x: Any) -> bool:
+    """Whether `x` is a parameter, or a view of one: it has few experts for many rows, unlike activations."""
+    while x.op == "call_function" and (x.target in VIEWS or x.target is aten._to_copy.default):
+        x = x.args[0]
+    return x.meta.get("kind") == "parameter"
 
 
 def _row_lookup(node: fx.Node) -> IndexLookup | None:
