@@ -21,6 +21,7 @@ from torch import Tensor, fx
 
 from tutti.environment import CUDA_GRAPH
 from tutti.graph.ops import collectives
+from tutti.graph.ops.expert_rows import PRODUCTS
 from tutti.graph.ops.fused_updates import KERNELS
 from tutti.graph.ops.loop import graphs_of
 from tutti.graph.randomness.draw import draw
@@ -39,6 +40,7 @@ _ON_HOST: dict[Any, str] = {
     draw: "draws random numbers",
     collectives.draw_part: "draws random numbers",
     torch.ops.aten._local_scalar_dense.default: "reads a value of a tensor",
+    **dict.fromkeys(PRODUCTS, "counts the rows of each expert"),
 }
 _BY_OPS: ContextVar[bool] = ContextVar("by_ops", default=False)
 

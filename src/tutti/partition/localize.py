@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,18 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 
 
 class Local:
-    """The local graph under construction."""
+    """The local graph under construction.
 
-    def __init__(self, mode: FakeTensorMode, mesh: Mesh) -> None:
+    `slots` maps values of the whole step on slots to the experts of these, `num_slots` the latter to the
+    local number of slots to move.
+    """
+
+    def __init__(
+        self, mode: FakeTensorMode, mesh: Mesh, slots: Mapping[fx.Node, fx.Node] | None = None
+    ) -> None:
         self.graph, self.mode, self.mesh = fx.Graph(), mode, mesh
+        self.slots: Mapping[fx.Node, fx.Node] = slots or {}
+        self.num_slots: dict[fx.Node, fx.Node] = {}
         self._empty: dict[Any, Tensor] = {}
 
     def call(self, target: Any, args: Any, kwargs: Any, like: fx.Node, val: Any = None) -> fx.Node:
@@ -78,6 +86,10 @@ class Call:
             val = torch.empty(size, dtype=torch.int64, device=device)
         args = (str(Sharding(sharding.dims)), dim, str(device))
         return self.local.call(collectives.positions, args, {}, self.node, val)
+
+    def result_shape(self) -> list[int]:
+        """The shape of this rank's part of the (first) result."""
+        return list(self.choice.results[0].local_shape(self.local.mesh))
 
 
 def _substituted(x: Any, operands: Iterator[fx.Node], scalars: Any) -> Any:

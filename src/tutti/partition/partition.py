@@ -27,8 +27,6 @@ from tutti.rules.rule import results_of
 from tutti.user_lines import quoted
 
 aten = torch.ops.aten
-# The axes that split the batch: values split over them stay split.
-BATCH_AXES = frozenset({"replica", "data", "micro", "seq"})
 # On a call of the whole step with gathered operands, for lack of a rule.
 WITHOUT_RULE = "without_rule"
 _ANY = Rule((), (), {})  # of a call without splits
@@ -78,7 +76,7 @@ class _PartitionWriter:
     def __init__(self, made: ShardingPlan, strict: bool, chooser: Chooser) -> None:
         self.plan, self.mesh, self.strict = made, made.mesh, strict
         self.captured = made.captured
-        self.local = Local(self.captured.mode, self.mesh)
+        self.local = Local(self.captured.mode, self.mesh, made.slots)
         self.program = Program(self.local.graph, self.captured, made.layout, made)
         self.chooser = chooser
         self.scalars: dict[fx.Node, Any] = {}
@@ -86,6 +84,8 @@ class _PartitionWriter:
         self.values = Values(made.spread, self.local, self.scalars, self.program.made)
         self.results: dict[fx.Node, tuple[fx.Node, Choice]] = {}
         self.names = {n: name for name, n in self.captured.placeholders.items()}
+        # The axes that split the batch: values split over them stay split.
+        self.stays = frozenset({*made.batch_axes, "seq"})
 
     def write(self) -> Program:
         for node in self.captured.graph.nodes:
@@ -210,7 +210,7 @@ class _PartitionWriter:
 
     def _offer(self, x: fx.Node, user: fx.Node) -> OperandOffer:
         val: Tensor = x.meta["val"]
-        keeps = BATCH_AXES if user.meta.get("region") in COMPUTE else frozenset()
+        keeps = self.stays if user.meta.get("region") in COMPUTE else frozenset()
         axes = self.values.first(x).axes
         placed = bool(axes) and bool(self._weight(x))
         if placed:

@@ -7,6 +7,13 @@
 
 One device rounds such a sum once; ranks that add in half precision would round at every addition. The price
 is twice the bytes. Other moves (a maximum, a gather) keep the dtype.
+
+An all-to-all of slots of experts (`graph.ops.expert_rows`) moves the filled ones:
+
+    %6: i64[] = all_reduce(%5, expert, max)        the most slots that a block fills on a rank
+    %7: f32[2, 2@expert, 32, 16] = cut_slots(%4, %6)
+    %8: f32[2@expert, 2, 32, 16] = all_to_all(%7)
+    %9: f32[2@expert, 2, 32, 16] = fill_slots(%8)
 """
 
 from __future__ import annotations
@@ -17,6 +24,8 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph.ops import collectives
+from tutti.graph.ops.expert_rows import cut_slots, fill_slots
+from tutti.layout import Sharding
 from tutti.partition.localize import Local
 from tutti.partition.reshard import RouteStep
 
@@ -34,12 +43,42 @@ class Mover:
 
     def move(self, node: fx.Node, step: RouteStep) -> fx.Node:
         """The value after `step`, in its own dtype."""
+        experts = self.local.slots.get(self.value)
+        if experts is not None and step.kind == "all_to_all":
+            return self._exchanged(node, step, experts)
         if not self._adds(step):
             self.wide = None
             return self._collective(node, step, self.dtype)
         wide = self.wide or self._cast(node, torch.float32)
         self.wide = self._collective(wide, step, torch.float32)
         return self._cast(self.wide, self.dtype)
+
+    def _exchanged(self, node: fx.Node, step: RouteStep, experts: fx.Node) -> fx.Node:
+        """An all-to-all of slots: only the filled ones move, as many of each block."""
+        num = self.local.num_slots.get(experts)
+        if num is None and self.value is experts:
+            num = self.local.num_slots[experts] = self._fullest(node, step)
+        if num is None:
+            return self._collective(node, step, self.dtype)
+        axes: Any = step.arguments[0]
+        share = self.local.mesh.size(axes)
+        cut = self.local.call(cut_slots, (node, num, share), {}, self.user)
+        moved = self._collective(cut, step, self.dtype)
+        room = int(moved.meta["val"].shape[2])
+        filler = -1 if self.value is experts else 0
+        made = self.local.call(fill_slots, (moved, room, filler), {}, self.user)
+        made.meta["sharding"] = step.result
+        return made
+
+    def _fullest(self, experts: fx.Node, step: RouteStep) -> fx.Node:
+        """The most slots that a block fills on any rank of the group; int64, no dims."""
+        filled = self.local.call(aten.ge.Scalar, (experts, 0), {}, self.user)
+        each = self.local.call(aten.sum.dim_IntList, (filled, [2]), {}, self.user)
+        own = self.local.call(aten.amax.default, (each,), {}, self.user)
+        args = (own, step.arguments[0], "max")
+        made = self.local.call(collectives.all_reduce, args, {}, self.user, own.meta["val"])
+        made.meta |= {"sharding": Sharding(()), "value": self.value, "user": self.user}
+        return made
 
     def _adds(self, step: RouteStep) -> bool:
         half = self.dtype in (torch.bfloat16, torch.float16)

@@ -51,17 +51,30 @@ def candidates(captured: Captured) -> list[Dims]:
     return [*found, dict.fromkeys(sizes, 0)] if len(groups) > 1 else found or [{}]
 
 
+def batch_axes(mesh: Mesh, *, with_experts: bool) -> tuple[str, ...]:
+    """The axes that may split the samples, major to minor.
+
+    `expert` is one if rows move to the ranks of their experts: its ranks then share the rest of the step.
+    """
+    return (*BATCH_AXES, "expert") if with_experts and "expert" in mesh else BATCH_AXES
+
+
 def split_of(
-    name: str, val: Tensor, dim: int, mesh: Mesh, layout: Layout
+    name: str,
+    val: Tensor,
+    dim: int,
+    mesh: Mesh,
+    layout: Layout,
+    among: Sequence[str] = BATCH_AXES,
 ) -> tuple[tuple[str, ...], Unsplit | None]:
-    """The axes over which the samples split, and the reasons against the others.
+    """The axes, of those `among`, over which the samples split, and the reasons against the others.
 
     Raises `ShardingError` if they do not divide by the workers that share a program: each takes its own
     rows of the batch.
     """
     size = left = int(val.shape[dim])
     axes, unsplit = [], None
-    for axis in (a for a in BATCH_AXES if a in mesh):
+    for axis in (a for a in among if a in mesh):
         ways = mesh.size(axis)
         if left % ways == 0:
             axes.append(axis)
@@ -73,7 +86,7 @@ def split_of(
                 why=f'layout "{layout}" gives each worker its rows of the batch',
                 fix=f"a batch size that {ways} divides ({-(-size // ways) * ways}), as by drop_last=True",
             )
-        else:
+        elif axis != "expert":  # its ranks compute other experts anyway
             unsplit = unsplit or Unsplit(name, left, axis, ways)
     return tuple(axes), unsplit
 

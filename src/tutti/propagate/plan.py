@@ -16,9 +16,11 @@ from tutti.graph.edits.edit import Editor, erase_dead
 from tutti.graph.ops.boundary import shard_as_op
 from tutti.layout import AXES, Layout, Mesh, Segment, Sharding, split_order
 from tutti.propagate.batch_dim import (
+    BATCH_AXES,
     MOST_WHOLE,
     Dims,
     Unsplit,
+    batch_axes,
     candidates,
     has_sequence,
     micro_of,
@@ -30,6 +32,7 @@ from tutti.propagate.batch_dim import (
     why_unsplit,
 )
 from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
+from tutti.propagate.expert_moves import ExpertMoves, insert_moves, movable
 from tutti.propagate.factors import axes_of
 from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage_sharding import PARAMETERS_FROM, SLOTS_FROM, slot_like, with_zero
@@ -49,7 +52,8 @@ class ShardingPlan:
     `compute` and `storage` are by state name; `reasons` says why a tensor is not split further. `held` are
     values whose sharding the user asked for, `patterns` the entry of `place` by weight, `words` describe what
     a search has found for the others. `samples` are the shardings over which the step computes the tensors of
-    the batch, `shards` those of the ones that arrive in shards; the others arrive whole.
+    the batch, `shards` those of the ones that arrive in shards; the others arrive whole. `batch_axes` may
+    split the samples. `slots` maps values that move between experts to the experts of their slots.
     """
 
     captured: Captured
@@ -65,6 +69,8 @@ class ShardingPlan:
     samples: dict[str, Sharding] = field(default_factory=dict)
     shards: Mapping[str, Sharding] = field(default_factory=dict)
     words: tuple[str, ...] = ()
+    batch_axes: tuple[str, ...] = BATCH_AXES
+    slots: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -152,15 +158,20 @@ def _planned(
     }
     asked = layout.micro
     layout = micro_of(layout, [int(shapes[n][d]) for n, d in dims.items() if d is not None])
+    mesh = layout.program_mesh
+    products = movable(captured, mesh, lambda name: _given_to(name, captured, mesh, seeds))
+    axes = batch_axes(mesh, with_experts=bool(products))
+    moves = insert_moves(captured, mesh, products, _axes_of_samples(captured, dims, layout, axes))
     boundaries = insert_boundaries(captured)
-    spread = Spread(layout.program_mesh, book=seeds.book)
-    made = ShardingPlan(captured, layout, spread, boundaries)
+    spread = Spread(mesh, book=seeds.book)
+    made = ShardingPlan(captured, layout, spread, boundaries, batch_axes=axes)
     _alias_weights(made)
     made.words = seeds.words
     _seed_known(made, seeds.known)
     _seed_place(made, seeds.place)
     _seed_found(made, seeds.found)
     _seed_batch(made, dims, asked)
+    _seed_moves(made, moves)
     made.spread.run(captured.graph)
     _seed_hints(made)
     made.spread.run(captured.graph)
@@ -173,6 +184,36 @@ def _planned(
     while _decompose(made):
         made.spread.run(captured.graph)
     return made
+
+
+def _given_to(name: str, captured: Captured, mesh: Mesh, seeds: _Seeds) -> Sharding | None:
+    """The compute sharding of a parameter from an earlier step, from `place` or from a search."""
+    if name in seeds.known:
+        return seeds.known[name]
+    entries = [*seeds.place.items(), *seeds.found.items()]
+    text = next((t for pattern, t in entries if fnmatchcase(name, pattern)), None)
+    shape = tuple(captured.placeholder(name).meta["val"].shape)
+    return None if text is None else placed(text, shape, mesh, name)
+
+
+def _axes_of_samples(
+    captured: Captured, dims: Dims, layout: Layout, axes: Sequence[str]
+) -> tuple[str, ...]:
+    """The axes that split the samples of the first tensor of the batch."""
+    for name, dim in dims.items():
+        if dim is not None:
+            val = captured.placeholder(name).meta["val"]
+            return split_of(name, val, dim, layout.program_mesh, layout, axes)[0]
+    return ()
+
+
+def _seed_moves(made: ShardingPlan, moves: ExpertMoves) -> None:
+    """The shardings of rows on the ranks of their experts."""
+    for node, sharding in moves.seeds.items():
+        closed = node in moves.held
+        made.spread.seed(node, sharding, "rows go to their experts", closed=closed)
+    made.held |= moves.held.keys()
+    made.slots |= moves.held
 
 
 def _alias_weights(made: ShardingPlan) -> None:
@@ -311,7 +352,7 @@ def _seed_batch(made: ShardingPlan, dims: Dims, asked: int) -> None:
         axes: list[tuple[str, ...]] = [()] * val.ndim
         dim = dims.get(name)
         if dim is not None:
-            axes[dim], unsplit = split_of(name, val, dim, mesh, made.layout)
+            axes[dim], unsplit = split_of(name, val, dim, mesh, made.layout, made.batch_axes)
             if unsplit is not None:
                 made.unsplit.append(unsplit)
                 made.reasons[name] = why_unsplit(unsplit)

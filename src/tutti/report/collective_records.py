@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from tutti.graph import text
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
+from tutti.graph.ops.expert_rows import share_moved
 from tutti.graph.ops.loop import loop
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
@@ -24,7 +25,8 @@ class Record:
 
     `dtype` is short (`f32`): that of the moved data, which for a sum over ranks may be wider than the value.
     `nbytes` is the traffic of each rank by a bandwidth-optimal algorithm on its group, for each of the
-    `times` that it runs in a step: once a micro-batch inside a loop. `pipe_rank` is the pipeline rank of its
+    `times` that it runs in a step: once a micro-batch inside a loop. Of slots of experts it is the traffic if
+    rows choose their experts evenly. `pipe_rank` is the pipeline rank of its
     ranks.
     """
 
@@ -86,7 +88,7 @@ def _record(program: Program, node: fx.Node) -> Record:
         region=user.meta.get("region", "output"),
         shape=tuple(operand.shape),
         dtype=dtype_text(operand),
-        nbytes=int(full * factor),
+        nbytes=int(full * factor / share_moved(node)),
     )
 
 

@@ -14,6 +14,7 @@ from tutti.rules.families import (
     contraction,
     convolution,
     cuts,
+    experts,
     fourier,
     indexing,
     interpolation,
@@ -31,8 +32,8 @@ Entry = str | Callable[[fx.Node], Rule | None]
 
 TABLE: dict[Any, Entry] = {}
 _FAMILIES = (
-    *(views, contraction, reductions, losses, cuts),
-    *(indexing, attention, norms, convolution, interpolation, fourier, linear_algebra, updates),
+    *(views, contraction, reductions, losses, cuts, indexing, experts),
+    *(attention, norms, convolution, interpolation, fourier, linear_algebra, updates),
 )
 for _family in _FAMILIES:
     TABLE.update(_family.RULES)

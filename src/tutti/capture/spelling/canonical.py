@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from tutti.capture.spelling.compounds import COMPOUNDS
+from tutti.capture.spelling.expert_products import take_products_by_expert
 from tutti.capture.spelling.rewrites import AGAIN, REWRITES, SAME, shape_list
 from tutti.capture.spelling.strided import STRIDED, note_layout
 from tutti.graph.edits.edit import Editor, erase_dead
@@ -31,6 +32,8 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
         if node.target is aten.linalg_vector_norm.default:
             _norm_of_norms(editor, node)
     _share(editor)
+    if take_products_by_expert(editor):
+        _share(editor)
     erase_dead(graph)
     graph.lint()
 

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tutti.graph.analysis.aliases import viewed
 from tutti.graph.edits.edit import value_of
+from tutti.graph.ops.expert_rows import PRODUCTS, expert_outer
 from tutti.graph.ops.matmul import matmul
 from tutti.torch_private.pytrees import tree_leaves
 
@@ -80,10 +81,18 @@ def flops_of_call(
     packet = _IN_PLACE.get(packet, packet)
     if "attention" in str(packet):
         return _attention(str(packet), args)
+    if target in PRODUCTS:
+        return 2.0 * _product_size(target, args) / args[5]
     if packet in _ROWS:
         return 2.0 * result.numel() * args[1].shape[1]
     count = flop_registry.get(packet)
     return None if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+def _product_size(target: Any, args: Sequence[Any]) -> int:
+    """The rows of a product by expert, times both dims of an expert's weights."""
+    dims = args[3] if target is expert_outer else args[1].shape
+    return args[0].shape[0] * dims[1] * dims[2]
 
 
 def _attention(name: str, args: Sequence[Any]) -> float:

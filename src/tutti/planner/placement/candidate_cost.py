@@ -39,7 +39,7 @@ class PlacedCost:
     Args:
         seconds: of the step, predicted.
         sent_nbytes: bytes that a rank sends in forward and backward over the axes of the weights.
-        counts: by region and kind the number of collectives.
+        counts: by region and kind the number of collectives of floating values.
         memory_nbytes: state, gradients and the activations that the backward reads.
         shardings: by parameter of the reduced step, those that split it.
         gathered: parameters that an op needs otherwise than they are split.
@@ -180,6 +180,9 @@ def _gathered(program: Program, call: fx.Node) -> str:
 def _counts(calls: Iterable[tuple[CollectiveCall, int]]) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
     for call, times in calls:
+        val = call.node.meta.get("val")
+        if isinstance(val, Tensor) and not val.is_floating_point():
+            continue  # a few numbers, for the collectives of others
         key = call.node.meta["user"].meta.get("region", "output"), call.kind
         found[key] = found.get(key, 0) + times
     return found

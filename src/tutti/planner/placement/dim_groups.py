@@ -15,11 +15,13 @@ from typing import Any
 from torch import Tensor, fx
 
 from tutti.capture.step import Captured
+from tutti.graph.ops.expert_rows import PRODUCTS
 from tutti.graph.text import op_name
 from tutti.planner.placement.reduced import ReducedStep
 from tutti.propagate.spread import tensors_of
 from tutti.rules import Rule, is_tensor_call
 from tutti.rules.book import Book
+from tutti.rules.families.experts import EXPERTS
 from tutti.rules.rule import Factors
 
 # A dim of a value, or a factor of a call, and the number of blocks in it before a split: 1 for a whole dim.
@@ -105,7 +107,16 @@ def _joined(captured: Captured, ways: int) -> tuple[_Joined, list[tuple[fx.Node,
         for one, other in rule.follows:
             if rule.sizes[one] % ways == 0 and rule.sizes[other] % ways == 0:
                 joined.join((node, one, 1), (node, other, 1))
+    _join_experts(joined, ruled)
     return joined, list(places)
+
+
+def _join_experts(joined: _Joined, ruled: Sequence[tuple[fx.Node, Rule]]) -> None:
+    """The experts of all products of the same rows: rows move to the ranks of their experts once."""
+    first: dict[object, fx.Node] = {}
+    for node, _ in ruled:
+        if node.target in PRODUCTS:
+            joined.join((first.setdefault(node.args[2], node), EXPERTS, 1), (node, EXPERTS, 1))
 
 
 def _starts(ruled: Sequence[tuple[fx.Node, Rule]]) -> list[int]:

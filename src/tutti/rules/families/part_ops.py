@@ -29,8 +29,12 @@ class LocalCall(Protocol):
         """The global indices that this rank holds along `dim` of the operand, int64, 1-D."""
         ...
 
+    def result_shape(self) -> list[int]:
+        """The shape of this rank's part of the (first) result."""
+        ...
 
-def _own(part: LocalCall, index: Any, positions: fx.Node) -> tuple[fx.Node, fx.Node]:
+
+def own_rows(part: LocalCall, index: Any, positions: fx.Node) -> tuple[fx.Node, fx.Node]:
     """`index` counted within this rank's rows, and the mask of indices in them.
 
     A rank's rows ascend but need not be contiguous: a view may merge a dim whose minor part is split.
@@ -48,7 +52,7 @@ def _size(x: Any, dim: int) -> int:
 def embedding_part(part: LocalCall) -> fx.Node:
     """Zeros for rows of other ranks; the sum over ranks has every row."""
     weight, index = part.args[:2]
-    local, inside = _own(part, index, part.positions(0, 0))
+    local, inside = own_rows(part, index, part.positions(0, 0))
     rows = part.emit(aten.embedding.default, weight, local)
     return part.emit(aten.mul.Tensor, rows, part.emit(aten.unsqueeze.default, inside, -1))
 
@@ -58,7 +62,7 @@ def embedding_backward_part(part: LocalCall) -> fx.Node:
     grad, index, _, padding, by_frequency = part.args
     assert not by_frequency
     positions = part.positions(-1, 0)
-    local, inside = _own(part, index, positions)
+    local, inside = own_rows(part, index, positions)
     if padding >= 0:
         inside = part.emit(
             aten.bitwise_and.Tensor, inside, part.emit(aten.ne.Scalar, index, padding)
@@ -70,7 +74,7 @@ def embedding_backward_part(part: LocalCall) -> fx.Node:
 
 def _own_target(part: LocalCall, target: Any, operand: int, ignore: int) -> fx.Node:
     """Targets among this rank's classes, counted within them; -100 for all others."""
-    local, inside = _own(part, target, part.positions(operand, 1))
+    local, inside = own_rows(part, target, part.positions(operand, 1))
     valid = part.emit(aten.bitwise_and.Tensor, inside, part.emit(aten.ne.Scalar, target, ignore))
     none = part.emit(aten.full_like.default, local, -100)
     return part.emit(aten.where.self, valid, local, none)

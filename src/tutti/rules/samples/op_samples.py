@@ -7,6 +7,7 @@ import torch
 from tutti.graph.ops.boundary import shard_as_op
 from tutti.graph.randomness.draw import draw
 from tutti.rules.samples.ctc_samples import CTC
+from tutti.rules.samples.expert_samples import EXPERTS
 from tutti.rules.samples.image_samples import IMAGES, INTERPOLATION
 from tutti.rules.samples.layer_samples import ATTENTION, NORMS
 from tutti.rules.samples.matrix_samples import CONTRACTIONS, LINEAR_ALGEBRA
@@ -247,6 +248,7 @@ FAMILIES = {
     "losses": LOSSES,
     "cuts": CUTS,
     "lookups": LOOKUPS,
+    "experts": EXPERTS,
     "norms": NORMS,
     "images": IMAGES,
     "interpolation": INTERPOLATION,
