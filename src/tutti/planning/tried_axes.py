@@ -60,7 +60,7 @@ def tried_axes(
 def _stacked(model: nn.Module) -> Iterator[int]:
     """How many experts each weight of three dims may stack; a kernel of a convolution is none."""
     for module in model.modules():
-        if not isinstance(module, nn.modules.conv._ConvNd):
+        if not isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
             for p in module.parameters(recurse=False):
                 if p.ndim == _STACKED:
                     yield int(p.shape[0])

@@ -186,7 +186,7 @@ def test_tokens_stay_whole_in_micro_batches() -> None:
     batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
     machine = PricedMachine.of(Cluster.parse("8 x h100"))
     made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
-    whole = CandidatePrograms(job, batch)
+    whole = CandidatePrograms(job, batch, on_processors=False)
     for text, micro in (("data=2 tensor=4", False), ("tensor=4 micro=2", True)):
         layout = Layout.parse(text)
         program = whole.program(layout)
