@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 import tutti
 from one_rank import as_rank
 from small_datasets import Numbers
+from tutti.data import own_reads
+from tutti.data.sample_errors import Whereabouts
 
 
 def message(error: pytest.ExceptionInfo[BaseException]) -> str:
@@ -144,6 +148,36 @@ def test_a_worker_that_dies(persistent: bool) -> None:
             list(loader)
         assert "a worker of the loader died while it read sample 5 of Fatal" in message(error)
         assert isinstance(error.value.__cause__, RuntimeError)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_batch_that_cannot_be_fetched_from_a_dead_worker(
+    dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has sent its batch shares its memory on request: its connection breaks first."""
+    waits = iter([False, dies])
+
+    @contextmanager
+    def told() -> Iterator[None]:
+        if next(waits):
+            raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly")
+        yield
+
+    def source() -> Iterator[Any]:
+        raise ConnectionResetError(104, "Connection reset by peer")
+        yield
+
+    class Reader:
+        whereabouts = Whereabouts(1)
+        name = staticmethod(lambda dataset, sample: f"sample {sample}")
+
+    monkeypatch.setattr(own_reads, "told_of_deaths", told)
+    monkeypatch.setattr(own_reads, "_DEATH_SECONDS", 0.0)
+    reads = own_reads.OwnReads(source(), Reader())
+    failed = reads.next()
+    assert failed is not None and reads.lost is dies
+    with pytest.raises(tutti.TuttiError if dies else ConnectionResetError):
+        failed["failure"].throw()
 
 
 def test_a_worker_that_takes_too_long() -> None:

@@ -46,6 +46,14 @@ def test_the_killed_rank_is_the_cause_though_others_reported_first() -> None:
     assert exit_code(ends) == 1
 
 
+def test_an_error_of_gloo_outside_of_a_known_collective_has_a_cause_elsewhere() -> None:
+    text = "RuntimeError: [gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
+    gloo = Failure(0, "RuntimeError", text, 0.5, line="train.py:9")
+    assert first_cause([end(0, 1, gloo), end(1, -9, seen=Seen(ended=0.7))]).rank == 1
+    own = Failure(0, "OSError", "OSError: Connection reset by peer", 0.5, line="train.py:9")
+    assert first_cause([end(0, 1, own), end(1, -9, seen=Seen(ended=0.7))]).rank == 0
+
+
 def test_the_first_of_several_failures_is_shown_alone() -> None:
     failures = [
         Failure(r, "ValueError", f"ValueError: {r}", 10.0 - r, line="a.py:1") for r in (0, 1)

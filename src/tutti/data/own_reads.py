@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 from tutti.data.sample_errors import ReadFailure, lost_worker
 from tutti.data.worker_deaths import told_of_deaths
+
+# A process whose connection broke has ended, or does so now.
+_DEATH_SECONDS = 2.0
 
 
 class Unread(Protocol):
@@ -52,6 +56,9 @@ class OwnReads:
         try:
             with told_of_deaths():
                 answer = next(self._source, None)
+        except (ConnectionError, EOFError, FileNotFoundError) as error:
+            self.fail(_death_behind(error))
+            return self._failed
         except Exception as error:
             self.fail(error)
             return self._failed
@@ -66,3 +73,13 @@ class OwnReads:
         if found is not None:
             failure, self.lost = ReadFailure(found, RuntimeError(found.why)), True
         self._source, self._failed = None, {"failure": failure}
+
+
+def _death_behind(error: Exception) -> Exception:
+    """The death of a worker, from which a batch could not be fetched any more; the error if there is none."""
+    try:
+        with told_of_deaths():
+            time.sleep(_DEATH_SECONDS)  # PyTorch's handler of SIGCHLD raises in it
+    except RuntimeError as death:
+        return death
+    return error

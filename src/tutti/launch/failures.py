@@ -19,6 +19,10 @@ _UNKNOWN = float("inf")
 UNSEEN = Seen()
 
 
+# In the messages of Gloo, also where no collective is known.
+_OF_TRANSPORT = "gloo/transport/"
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """The end of one rank: its exit code (minus a signal's number if that killed it) and records.
@@ -39,8 +43,9 @@ class RankEnd:
     def is_victim(self) -> bool:
         """Whether the rank ended only because another one did, or the launcher ended it."""
         if self.failure is not None:
-            waited = self.failure.is_comm or bool(self.failure.collective)
-            return waited and lost_peer(self.failure.text)
+            text = self.failure.text
+            waited = self.failure.is_comm or self.failure.collective or _OF_TRANSPORT in text
+            return bool(waited) and lost_peer(text)
         if self.was_stopped:
             return False
         return self.seen.killed or self.exit_code in _STOPPED or self.left_early

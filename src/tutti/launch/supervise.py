@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -183,12 +183,20 @@ class Supervisor:
                 self.codes.get(x.rank, 0) == 0 for x in self._worker_of(one) if x is not one
             )
             if first:
-                how = next(end.said for end in self._ends() if end.rank == one.rank)
-                self._say(f"{one.role} {how}{'; the others go on' if self._others(one) else ''}")
+                cause, end = self._cause(one)
+                going_on = "; the others go on" if self._others(one) else ""
+                self._say(f"{cause.role} {end.said}{going_on}")
             for x in fellows:  # all ranks of a worker end together
                 self._guard.kill(x.rank)
                 with contextlib.suppress(ProcessLookupError):
                     x.process.send_signal(signal.SIGKILL)
+
+    def _cause(self, one: Started) -> tuple[Started, failures.RankEnd]:
+        """Of the ranks of its worker that have ended by now, the one whose end ended the others."""
+        dead = {x.rank: x for x in self._worker_of(one) if not x.lives}
+        codes = {rank: x.process.returncode for rank, x in dead.items()}
+        end = failures.first_cause([end for end in self._ends(codes) if end.rank in dead])
+        return dead[end.rank], end
 
     def _worker_of(self, one: Started) -> list[Started]:
         """The ranks of a worker, or a server."""
@@ -238,10 +246,13 @@ class Supervisor:
         if self._failed():
             self._say(f"{failures.report(self._ends())}\n{failures.where_logs(self._kept)}")
 
-    def _ends(self) -> list[failures.RankEnd]:
+    def _ends(self, codes: Mapping[int, int] | None = None) -> list[failures.RankEnd]:
+        """Of the processes of this host; `codes` are exit codes beside those at hand."""
         logs = {x.rank: self._log(x.role) for x in self.started if x.role != self.roles[0]}
         seen = self._guard.seen
-        every = failures.read_ends(self.run_dir, self.codes, self._num_ranks, logs, seen)
+        every = failures.read_ends(
+            self.run_dir, {**self.codes, **(codes or {})}, self._num_ranks, logs, seen
+        )
         here = {x.rank for x in self.started}
         return [end for end in every if end.rank in here]
 
