@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
 import tutti
 from forked import Forked
+from tests.recording.test_step_watch import train
 from tutti.environment import REPORT, RUN_DIR
 from tutti.execution.measure import peak_nbytes
 
@@ -36,14 +37,6 @@ found = [step(torch.ones(8, 16)).item() for _ in range(8)]
 if os.environ["RANK"] == "0":
     print(found)
 """
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def run(folder: Path, **environment: str) -> tuple[str, str]:

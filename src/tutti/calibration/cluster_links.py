@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.calibration.measurement import SECONDS, measured
+from tutti.calibration.measurement import SECONDS, measured, rank_device, ring_rate, wait_for
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.groups import Groups
@@ -115,17 +115,14 @@ class _Between:
         axes = ("host",)
         groups = Groups({"host": num_hosts, "device": per_host}, [axes])
         self.group = groups[axes]
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        self.device = rank_device()
 
     def found(self) -> MeasuredHosts:
         """The figures of the slowest rank."""
         small, large = self._all_reduce(_SMALL_NBYTES), self._all_reduce(_LARGE_NBYTES)
-        passed = 2 * (self.num_hosts - 1) / self.num_hosts * _LARGE_NBYTES
         own = {
             "start": small,
-            "rate": passed / max(1e-9, large - small),
+            "rate": ring_rate(self.num_hosts, _LARGE_NBYTES, small, large),
             "message": _LARGE_NBYTES / self._message(),
         }
         every = [json.loads(x) for x in exchange_texts(json.dumps(own), Group.world())]
@@ -166,6 +163,5 @@ class _Between:
     def _timed(self, call: Callable[[], object]) -> float:
         begin = time.perf_counter()
         call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(self.device)
         return time.perf_counter() - begin

@@ -88,6 +88,27 @@ def _processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def rank_device() -> torch.device:
+    """This rank's GPU, or its processor."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def ring_rate(count: int, nbytes: int, small: float, large: float) -> float:
+    """Bytes per second of each of `count` ranks in a ring.
+
+    `small`, `large`: seconds of an all-reduce of a few bytes, and of `nbytes`.
+    """
+    return 2 * (count - 1) / count * nbytes / max(1e-9, large - small)
+
+
 class _RankMeasurement:
     """What one process measures, in step with the others."""
 
@@ -95,9 +116,8 @@ class _RankMeasurement:
         self.seconds = seconds
         ensure_process_group()
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        self.device = rank_device()
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.groups = Groups({"data": self.count}, [AXES] if self.count > 1 else [])
 
@@ -121,20 +141,16 @@ class _RankMeasurement:
         repeats = max(3, int(repeats * self.seconds)) if repeats else 0
         self._meet()
         call()
-        self._wait()
+        wait_for(self.device)
         times: list[float] = []
         least = 0.0 if repeats else share * self.seconds
         while len(times) < repeats or (sum(times) < least and len(times) < 2000):
             begin = time.perf_counter()
             call()
-            self._wait()
+            wait_for(self.device)
             times.append(time.perf_counter() - begin)
         self._meet()
         return statistics.median(times)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _matmul(self, dtype: torch.dtype) -> float:
         """FLOP/s of the fastest of some matmuls."""
@@ -198,8 +214,7 @@ class _RankMeasurement:
             rate = self._bandwidth()
             return {"start": 0.0, "rate": rate, "message": rate}
         small, large = self._all_reduce(_SMALL_NBYTES), self._all_reduce(_LARGE_NBYTES)
-        passed = 2 * (self.count - 1) / self.count * _LARGE_NBYTES
-        rate = passed / max(1e-9, large - small)
+        rate = ring_rate(self.count, _LARGE_NBYTES, small, large)
         return {"start": small, "rate": rate, "message": min(rate, self._message())}
 
     def _all_reduce(self, nbytes: int) -> float:

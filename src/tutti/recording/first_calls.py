@@ -8,7 +8,8 @@ calls 3 to 5    are timed: their median is the measured step
 from __future__ import annotations
 
 import statistics
-from typing import Protocol, TypeVar
+import time
+from typing import Protocol
 
 from tutti.torch_private.profilers import profiler_is_used
 
@@ -18,11 +19,7 @@ MEASURED_CALL, NUM_TIMED = 2, 3
 class Measurable(Protocol):
     """What is read of a program."""
 
-    number: int
     measured: int | None
-
-
-Program = TypeVar("Program", bound=Measurable)
 
 
 class FirstCalls:
@@ -30,7 +27,7 @@ class FirstCalls:
 
     Args:
         wants_memory: measure the memory of a call.
-        wants_seconds: time calls.
+        wants_seconds: keep the times of calls.
     """
 
     def __init__(self, *, wants_memory: bool, wants_seconds: bool) -> None:
@@ -39,17 +36,27 @@ class FirstCalls:
         self.program: Measurable | None = None
         self.num_calls = 0  # of the current program, in a row
         self._timed: list[float] = []
+        self._begun = self._ended = time.perf_counter()
 
     def begins(self) -> bool:
         """A call begins; whether to take it as `Step.measure` does. The user's own profiler stays alone."""
         due = self.wants_memory and not self.measuring and self.program is not None
-        if not due or self.num_calls != MEASURED_CALL - 1:
-            return False
-        if profiler_is_used():
-            self.wants_memory = False
-            return False
-        self.measuring = True
-        return True
+        if due and self.num_calls == MEASURED_CALL - 1:
+            self.measuring = not profiler_is_used()
+            self.wants_memory = self.measuring
+            if self.measuring:
+                return True
+        self._begun = time.perf_counter()
+        return False
+
+    def seconds(self, now: float, *, on_gpu: bool) -> float:
+        """Of the call that ends now. One on a GPU ends before its work: from one call's end to the next it
+        takes no less."""
+        return now - (self._ended if on_gpu and self.num_calls else self._begun)
+
+    def ended(self) -> None:
+        """All that belongs to a call has ended."""
+        self._ended = time.perf_counter()
 
     def ended_measuring(self, program: Measurable | None) -> None:
         """The end of a measured call. One that made its program, or was an eager one, does not count: another

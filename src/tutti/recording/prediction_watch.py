@@ -19,7 +19,6 @@ _numbers = count(1)  # of the steps that train, in this process
 class MeasuredProgram(Protocol):
     """What is read of a program."""
 
-    number: int
     measured: int | None
 
     def memory_facts(self) -> dict[str, Any]: ...
@@ -31,34 +30,29 @@ class PredictionWatch:
     Args:
         name: of the function of the step.
         predicted_seconds: of a step by the plan that chose the layout; None without a plan.
-        on_gpu: a call ends before its work, so calls are timed from one end to the next.
+        on_gpu: the model is there.
     """
 
     def __init__(self, name: str, predicted_seconds: float | None, *, on_gpu: bool) -> None:
         self._number, self._name = next(_numbers), name
         self._predicted_seconds, self._on_gpu = predicted_seconds, on_gpu
         self._first = FirstCalls(wants_memory=True, wants_seconds=True)
-        self._begun = self._ended = 0.0
 
     def begins(self) -> bool:
         """A call begins; whether to take it as `Step.measure` does."""
-        if self._first.begins():
-            return True
-        self._begun = time.perf_counter()
-        return False
+        return self._first.begins()
 
     def ended(self, step: int, result: Any, program: MeasuredProgram | None) -> None:
         """A call has ended; None for the program of a first, eager one."""
         first = self._first
         if not first.wants_seconds:
             return
-        now = time.perf_counter()
-        seconds = now - (self._ended if self._on_gpu else self._begun)
-        self._ended = now
+        seconds = first.seconds(time.perf_counter(), on_gpu=self._on_gpu)
         if program is None or program is not first.program:
             first.change(program)
         elif (measured := first.add(seconds)) is not None:
             self._tell(measured, program)
+        first.ended()
 
     def ended_measuring(self, program: MeasuredProgram | None) -> None:
         """The end of a measured call."""

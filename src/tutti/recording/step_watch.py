@@ -57,22 +57,17 @@ class StepWatch:
         trains = bool(optimizers_of(job.optimizer))
         self._first = FirstCalls(wants_memory=out.leads and trains, wants_seconds=out.leads)
         self._on_gpu: bool | None = None
-        self._begun = self._ended = time.perf_counter()
 
     def begins(self) -> bool:
         """A call begins; whether to take it as `Step.measure` does."""
-        if self._first.begins():
-            return True
-        self._begun = time.perf_counter()
-        return False
+        return self._first.begins()
 
     def ended(self, step: int, result: Any, program: Watched | None) -> None:
         """A call has ended with `result` after `step` steps; None for the program of a first, eager one."""
         now = time.perf_counter()
         if self._on_gpu is None:
             self._describe_step()
-        # A call on a GPU ends before its work: from one call's end to the next it takes no less.
-        seconds = now - (self._ended if self._on_gpu and self._first.num_calls else self._begun)
+        seconds = self._first.seconds(now, on_gpu=bool(self._on_gpu))
         if program is not self._first.program:
             self._scalars.forget()
         if program is not None and program is self._first.program:
@@ -85,7 +80,7 @@ class StepWatch:
             self._change(step, seconds, program)
         values = self._scalars.of(result)
         self._rows.add(step, now, seconds, self._scalars.names, values)
-        self._ended = time.perf_counter()
+        self._first.ended()
 
     def ended_measuring(self, program: Watched | None) -> None:
         """The end of a measured call."""
