@@ -94,6 +94,13 @@ def test_weights_that_are_split_otherwise_do_not_move_rows() -> None:
     assert made.plan.samples["batch.0"].is_whole
 
 
+def test_a_wrong_entry_for_experts_is_named() -> None:
+    with pytest.raises(
+        tutti.ShardingError, match=r'at   place\["\*\.experts\.\*"\] for .*gate_up_proj'
+    ):
+        program("Mixtral", "expert=2", {"*.experts.*": "exprt, -, -"})
+
+
 def test_experts_split_over_two_axes_add_up() -> None:
     """Rows stay: each rank multiplies those of its experts, and the sum over ranks has all."""
     place = {

@@ -35,7 +35,7 @@ from tutti.rules.book import Book
 from tutti.rules.rule import Rule, shape
 
 EXPERT = "expert"
-_RESHAPE = torch.ops.aten.reshape.default
+_RESHAPE, _CAST = torch.ops.aten.reshape.default, torch.ops.aten._to_copy.default
 # Gives the compute sharding of a parameter that the user, a search or an earlier step has placed.
 Placed = Callable[[str], Sharding | None]
 
@@ -70,7 +70,7 @@ def movable(captured: Captured, mesh: Mesh, placed: Placed) -> list[list[fx.Node
 
 
 def _are_split(products: Sequence[fx.Node], names: dict[fx.Node, str], placed: Placed) -> bool:
-    weights = {_source(n.args[1]) for n in products}
+    weights = dict.fromkeys(_source(n.args[1]) for n in products)  # in the order of the graph
     shardings = [placed(names[w]) if w in names else None for w in weights]
     return bool(shardings) and all(
         s is not None and tuple(a for seg in s.dims[0] for a in seg.axes) == (EXPERT,)
@@ -80,7 +80,7 @@ def _are_split(products: Sequence[fx.Node], names: dict[fx.Node, str], placed: P
 
 def _source(x: Any) -> fx.Node:
     """The parameter of which `x` is a cast."""
-    while x.op == "call_function" and len(x.all_input_nodes) == 1 and "_to_copy" in str(x.target):
+    while x.target is _CAST:
         x = x.args[0]
     return x
 

@@ -190,10 +190,12 @@ def _given_to(name: str, captured: Captured, mesh: Mesh, seeds: _Seeds) -> Shard
     """The compute sharding of a parameter from an earlier step, from `place` or from a search."""
     if name in seeds.known:
         return seeds.known[name]
-    entries = [*seeds.place.items(), *seeds.found.items()]
-    text = next((t for pattern, t in entries if fnmatchcase(name, pattern)), None)
     shape = tuple(captured.placeholder(name).meta["val"].shape)
-    return None if text is None else placed(text, shape, mesh, name)
+    for entries, what in ((seeds.place, 'place["{0}"] for {1}'), (seeds.found, "{1}, found")):
+        for pattern, text in entries.items():
+            if fnmatchcase(name, pattern):
+                return placed(text, shape, mesh, what.format(pattern, name))
+    return None
 
 
 def _axes_of_samples(
