@@ -74,8 +74,10 @@ test-oldest: $(OLDEST)/.installed
 $(OLDEST)/.installed: pyproject.toml constraints.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	grep -v '^torch==' constraints.txt >$(OLDEST)/constraints.txt
+	echo $(firstword $(OLDEST_TORCH)) >>$(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet $(OLDEST_TORCH)
 	$(OLDEST)/bin/python -m pip install --quiet -c $(OLDEST)/constraints.txt -e '.[examples,dev]'
+	$(OLDEST)/bin/python -m pip freeze | grep -x '$(firstword $(OLDEST_TORCH))\(+.*\)\?'
 	touch $@
 
 bench: $(VENV)/.bench

@@ -6,8 +6,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import forked
+from tutti.calls.processors import gpu_name, refuse_shared_gpus
+from tutti.errors import CommError
 
 SCRIPT = """
 import os
@@ -49,3 +52,24 @@ def test_equal_ranks_and_replicas_play(tmp_path: Path) -> None:
     unlike = {"ONEDNN_MAX_CPU_ISA": "SSE41"}
     code, said = run(tmp_path, unlike, "replica=2 sync=average(every=2)")
     assert code == 0 and "played" in said
+
+
+def test_two_ranks_of_one_gpu_are_refused() -> None:
+    names = ["GPU-a one", "GPU-b one", "GPU-a two"]
+    refuse_shared_gpus(names)
+    refuse_shared_gpus(["", ""])  # processors
+    with pytest.raises(CommError, match="ranks 1 and 3 lie on one GPU"):
+        refuse_shared_gpus([*names, "GPU-b one"])
+
+
+def test_only_a_gpu_has_a_name() -> None:
+    assert gpu_name(torch.device("cpu")) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its name not read")
+def test_the_name_of_a_gpu_names_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = gpu_name(torch.device("cuda"))
+    assert name and name == gpu_name(torch.device("cuda", torch.cuda.current_device()))
+    monkeypatch.setenv("NCCL_HOSTID", "another")
+    assert gpu_name(torch.device("cuda")) != name

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tutti
@@ -328,21 +329,43 @@ def test_evaluating_a_bf16_model_needs_no_master_weights() -> None:
     assert {dtype(n) for n in matmuls(captured, "forward")} == {HALF}
 
 
+class Dtypes(TorchDispatchMode):
+    """The dtypes in which ops of some kinds compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmuls: set[torch.dtype] = set()
+        self.norms: set[tuple[Any, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in MATMULS:
+            self.matmuls.add(result.dtype)
+        if func in NORMS:
+            self.norms.add((func, (result if isinstance(result, Tensor) else result[0]).dtype))
+        return result
+
+
+NORMS = (aten.native_layer_norm.default, aten._log_softmax.default, aten._softmax.default)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: its autocast not run")
 @pytest.mark.parametrize("name", ["gpt", "llama", "resnet"])
 def test_on_a_gpu_its_own_lists_count(name: str) -> None:
+    """As of PyTorch's own autocast: cross entropy asks its softmax for the dtype of the logits."""
     step, model, optimizer, batches = zoo.CASES[name].build()
     assert optimizer is not None
     model = model.cuda()  # in place: the optimizer's parameters are these
     batch = tuple(x.cuda() for x in batches[0])
     found = Subject(step, model, optimizer, batch, precision="bf16")
+    with Dtypes() as eager, torch.autocast("cuda", HALF):
+        step(model, optimizer, *batch)
     contractions = list(matmuls(found.captured, "forward", "backward"))
-    assert contractions and {dtype(n) for n in contractions} == {HALF}
-    norms = (aten.native_layer_norm.default, aten._log_softmax.default, aten._softmax.default)
-    for node in found.captured.graph.nodes:
-        if node.target in norms:
-            val = node.meta["val"]
-            assert (val[0] if isinstance(val, list | tuple) else val).dtype == torch.float32
+    assert contractions and {dtype(n) for n in contractions} == eager.matmuls
+    norms = [n for n in found.captured.graph.nodes if n.target in NORMS]
+    results = [(n.target, n.meta["val"]) for n in norms]
+    dtypes = {(op, (v[0] if isinstance(v, list | tuple) else v).dtype) for op, v in results}
+    assert dtypes == eager.norms
     for layout in ("data=2", "data=2 zero=3"):
         assert found.verdict(tutti.Layout.parse(f"{layout} precision=bf16")).ok

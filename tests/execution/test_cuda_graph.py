@@ -29,6 +29,7 @@ from tutti.execution.cuda_graph import (
     CudaGraph,
     obstacle,
     op_by_op,
+    waits_on_gpu,
 )
 from tutti.planner.memory import predict
 
@@ -320,6 +321,20 @@ def test_a_step_that_waits_for_the_gpu_is_never_recorded(
     with pytest.warns(UserWarning, match=f"since an op waits for the GPU: {told}"):
         losses, _, _ = trained(zoo.CASES["gpt"])
     assert len(losses) == NUM_STEPS
+
+
+def test_only_waits_count_as_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch says once that the mode which tells of them is new, and others warn meanwhile."""
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    new = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing"
+    monkeypatch.setattr(
+        torch.cuda, "set_sync_debug_mode", lambda mode: mode and warnings.warn(new, stacklevel=2)
+    )
+    waits = "called a synchronizing CUDA operation"
+    with pytest.warns(UserWarning, match="^mine$") as told, waits_on_gpu() as found:
+        warnings.warn("mine", stacklevel=2)
+        warnings.warn(waits, stacklevel=2)
+    assert found == [waits] and len(told) == 1
 
 
 def test_a_constant_elsewhere_is_played_op_by_op(recorded: None) -> None:

@@ -1,4 +1,4 @@
-"""Checks at the first call that all ranks of a program compute with the same kernels.
+"""Checks at the first call that all ranks of a program compute with the same kernels, each on its own GPU.
 
 Each rank computes its own copy of a replicated value (a bias under `tensor`, weights under `data`). PyTorch,
 oneDNN and MKL choose kernels by the features of the processor; other kernels round differently, and the
@@ -15,9 +15,12 @@ import torch.distributed as dist
 
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group
+from tutti.comm.host.hosts import host_name
 from tutti.errors import CommError
 
 CAPABILITY = "ATEN_CPU_CAPABILITY"
+# By this name NCCL tells hosts apart, if it is set.
+_HOST = "NCCL_HOSTID"
 # The variables that override a library's choice of kernels.
 _CHOICES = (
     "ONEDNN_MAX_CPU_ISA",
@@ -29,9 +32,10 @@ _CHOICES = (
 
 
 def refuse_unlike(num_programs: int, device: torch.device) -> None:
-    """Raise `CommError` on all ranks if the ranks of one program choose different kernels.
+    """Raise `CommError` on all ranks if the ranks of one program choose different kernels, or if two ranks
+    have one GPU.
 
-    All ranks call together. There is no comparison for a step on another device than a CPU.
+    All ranks call together. There is no comparison of kernels for a step on another device than a CPU.
 
     Args:
         num_programs: the run's number of programs, with equally many ranks each.
@@ -39,7 +43,10 @@ def refuse_unlike(num_programs: int, device: torch.device) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    said = exchange_texts(json.dumps(_kernels() if device.type == "cpu" else {}), Group.world())
+    own = [_kernels() if device.type == "cpu" else {}, gpu_name(device)]
+    both = [json.loads(text) for text in exchange_texts(json.dumps(own), Group.world())]
+    refuse_shared_gpus([gpu for _, gpu in both])
+    said = [json.dumps(kernels) for kernels, _ in both]
     size = max(1, len(said) // num_programs)
     programs = [said[i : i + size] for i in range(0, len(said), size)]
     if all(len(set(one)) == 1 for one in programs):
@@ -50,6 +57,28 @@ def refuse_unlike(num_programs: int, device: torch.device) -> None:
         + "; what they keep alike would drift apart by rounding",
         fix=f"start all ranks with the same of these variables, such as {CAPABILITY}={_least(said)}",
     )
+
+
+def gpu_name(device: torch.device) -> str:
+    """A name of a GPU that no other one has; "" for another device."""
+    if device.type != "cuda":
+        return ""
+    host = os.environ.get(_HOST) or host_name()
+    return f"{torch.cuda.get_device_properties(device).uuid} {host}"
+
+
+def refuse_shared_gpus(names: list[str]) -> None:
+    """Raise `CommError` if two ranks, whose `names` of GPUs these are, have the same GPU."""
+    first: dict[str, int] = {}
+    for rank, name in enumerate(names):
+        if name and name in first:
+            raise CommError(
+                f"the models of ranks {first[name]} and {rank} lie on one GPU",
+                why="collectives of GPUs (NCCL) want one GPU for each rank",
+                fix="as many ranks on a host as it has GPUs, and under torchrun, before the model moves, "
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])); or keep the model on the CPU',
+            )
+        first[name] = rank
 
 
 def _kernels() -> dict[str, str]:

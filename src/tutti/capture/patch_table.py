@@ -26,6 +26,7 @@ from tutti.torch_private import default_group
 from tutti.torch_private.autograd_engine import ENGINE_RUNS
 from tutti.torch_private.fake_tensors import LOG, FakeTensor
 from tutti.torch_private.optimizer_marks import CHOICE_OF_SCALER, SCALED_BY_KERNEL
+from tutti.torch_private.recurrent import ENTRIES
 from tutti.torch_private.selective_checkpoints import CHECK_OF_TRACING
 from tutti.torch_private.tracing import PythonKeyTracer
 from tutti.torch_private.value_checks import (
@@ -79,6 +80,16 @@ _SCATTERED = "a masked scatter is a choice for each element"
 MASKED_SCATTER = (
     Patch(Tensor, "masked_scatter", _SCATTERED),
     Patch(torch, "masked_scatter", _SCATTERED),
+)
+_CUDNN = "without cuDNN, whose ops hide what they write"
+BATCH_NORM = Patch(torch, "batch_norm", _CUDNN)
+INSTANCE_NORM = Patch(torch, "instance_norm", _CUDNN)
+_STEPS = "on a GPU it runs one time step after another, in ops that can be split"
+RECURRENT = each(
+    ENTRIES,
+    ("lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell"),
+    _STEPS,
+    create=True,
 )
 CHECK_TENSOR = Patch(*CHECK_OF_VALUES, "a trace has no values to check")
 SCALER_SKIPS = Patch(*CHOICE_OF_SCALER, "a scaler asks by a branch whether to skip an update")

@@ -20,8 +20,8 @@ LEAVE_SECONDS = 0.1
 def ensure_process_group() -> bool:
     """Join the run of `tutti run` or `torchrun`, if there is one and this process has not joined.
 
-    Gloo on CPU; NCCL for CUDA tensors, on the device `LOCAL_RANK`, if there is one. Collectives
-    wait `TUTTI_TIMEOUT` seconds at most. Returns whether this process is one rank of several.
+    Gloo on CPU; NCCL for CUDA tensors. Collectives wait `TUTTI_TIMEOUT` seconds at most. Returns whether
+    this process is one rank of several.
     """
     check_seconds()
     if dist.is_initialized():
@@ -39,11 +39,21 @@ def ensure_process_group() -> bool:
 
 
 def _backend() -> str:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if not torch.cuda.is_available() or local_rank >= torch.cuda.device_count():
+    """NCCL on every host with a GPU, whether or not a model lies there: all ranks name the same backends."""
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "gloo"
-    torch.cuda.set_device(local_rank)
+    choose_gpu()
     return "cpu:gloo,cuda:nccl"
+
+
+def choose_gpu() -> None:
+    """Make the GPU `LOCAL_RANK` this process's own: "cuda" means it from then on.
+
+    A process to which one GPU is visible keeps that one.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank < torch.cuda.device_count() and torch.cuda.current_device() == 0:
+        torch.cuda.set_device(local_rank)
 
 
 def _rendezvous(group: int, rank: int, world_size: int) -> dict[str, Any]:

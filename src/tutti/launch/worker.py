@@ -55,9 +55,22 @@ def main() -> None:
     script, *args = sys.argv[1:]
     sys.argv = [script, *args]
     sys.path[0] = str(Path(script).resolve().parent)
+    _choose_gpu()
     code = _run(script, rank, run_dir)
     _note(run_dir, Exit(rank, code, time.monotonic()))
     _leave(code)
+
+
+def _choose_gpu() -> None:
+    """Let "cuda" mean this rank's GPU in a script that is written for one device."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return  # the first GPU is the default
+    from torch import cuda
+
+    if cuda.is_available():
+        from tutti.launch.ranks import choose_gpu
+
+        choose_gpu()
 
 
 def _run(script: str, rank: int, run_dir: Path) -> int:

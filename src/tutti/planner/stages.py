@@ -15,15 +15,12 @@ from functools import cached_property
 
 from torch import fx
 
-from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
+from tutti.graph.analysis.cost import nbytes_of, rates_of, seconds_of
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
 from tutti.pipeline.schedule.action import COMPUTE
 from tutti.pipeline.timed import Timed
 from tutti.planner.simulator import Timeline, simulate
-
-# Bytes a second from rank to rank: shared memory of one host; a link between GPUs.
-LINKS = {"cpu": RATES["cpu"].bytes, "cuda": 5e10}
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,9 @@ class Forecast:
 
 def forecast(made: Timed) -> Forecast:
     """The forecast of a program split in time."""
-    device = next((v.device.type for b in made.bodies for v in b.vals.values()), "cpu")
+    rates = rates_of([list(body.vals.values()) for body in made.bodies])
     stages = tuple(_stage(made, s) for s in range(made.schedule.num_stages))
-    return Forecast(made, stages, tuple(_messages(made)), LINKS.get(device, LINKS["cpu"]))
+    return Forecast(made, stages, tuple(_messages(made)), rates.link)
 
 
 def _stage(made: Timed, number: int) -> Stage:

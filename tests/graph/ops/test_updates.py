@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tutti.graph.ops.fused_updates import KERNELS, Kernel
+from tutti.graph.ops.fused_updates import _FUSED, KERNELS, Kernel
 
 BY_NAME = {k.name: k for k in KERNELS}
 SHAPES = ((3, 5), (7,), (), (2, 3, 4, 5))
@@ -148,3 +148,16 @@ def test_which_devices_and_types_have_a_kernel() -> None:
     assert not adamw.has(torch.device("meta"), torch.float32)
     fused = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_adamw_", "CUDA")
     assert adamw.has(torch.device("cuda"), torch.float32) == fused
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_kernels_off_the_cpu_get_counts_of_float32(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They read them as such: float64 would be another number in silence."""
+    seen: list[Tensor] = []
+    monkeypatch.setitem(_FUSED, "adamw", lambda *lists, **_: seen.extend(lists[-1]))
+    x = torch.ones(3, dtype=torch.float64, device=device)
+    steps = [torch.ones((), dtype=torch.float64, device=device)]
+    BY_NAME["adamw"].overwrite([x], [x], [x], [x], [], steps, **CASES["adamw_amsgrad_maximize"][1])
+    assert [s.dtype for s in seen] == [torch.float64 if device == "cpu" else torch.float32]

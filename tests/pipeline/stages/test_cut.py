@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import combinations
 
@@ -38,7 +39,7 @@ def slowest(found: Stages) -> float:
         total[stage] += seconds_of(node)
     for boundary in range(1, found.num_stages):
         total[boundary - 1] += sum(
-            2 * nbytes_of(n) / RATES["cpu"].bytes
+            2 * nbytes_of(n) / RATES["cpu"].link
             for n in found.forward
             if found.stage[n] < boundary and max(_readers(n, found), default=0) >= boundary
         )
@@ -142,3 +143,14 @@ def test_a_later_program_leaves_state_where_it_is(name: str, schedule: str) -> N
 
 def _reads_state(node: fx.Node) -> bool:
     return any(x.meta.get("kind") == "parameter" for x in node.all_input_nodes)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_no_cut_takes_a_tuple_apart_elsewhere(name: str) -> None:
+    """A message holds tensors: the parts of a result of several tensors stay with it."""
+    cutter = _StageCutter(moments(program(name, "micro=4")), 2)
+    parts = [n for n in cutter.seconds if n.target is operator.getitem]
+    assert any(n in cutter.position for n in parts)
+    for position in range(1, len(cutter.forward)):
+        stage = cutter.stages([position]).stage
+        assert all(stage[n] == stage[n.args[0]] for n in parts if n.args[0] in stage)  # type: ignore[index]

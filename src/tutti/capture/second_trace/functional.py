@@ -67,6 +67,13 @@ class _Replay(Copying):
             return apart(target, args, kwargs)
         if target in BY_RECORDED:
             return _one_by_one(BY_RECORDED[target], args, kwargs)
+        if target in _HIDING:
+            raise CaptureError(
+                f"{target} is not supported",
+                at=self.node.meta.get("source", ""),
+                why="it writes running statistics that its schema does not name",
+                fix="call torch.nn.functional.batch_norm",
+            )
         if target in _BATCH_NORMS:
             return _batch_norm(*args)
         return super().call_function(target, args, kwargs)
@@ -81,11 +88,11 @@ _BATCH_NORMS = dict.fromkeys(
     (
         aten.native_batch_norm.default,
         aten._native_batch_norm_legit.default,
-        aten.cudnn_batch_norm.default,
-        aten.miopen_batch_norm.default,
     ),
     _running_statistics,
 )
+
+_HIDING = (aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
 
 
 def _has_own_form(target: Any) -> bool:

@@ -33,6 +33,7 @@ from tutti.capture.state.lift import (
     is_scheduled,
     names_of,
     optimizers_of,
+    place_counts,
     without_hooks,
 )
 from tutti.capture.state.slots_by_form import make_slots_by_form
@@ -70,6 +71,8 @@ def make_slots(optimizer: Any) -> None:
             continue
         if not (_is_of_pytorch(one) and make_slots_by_form(one)):
             create_slots(one)
+        for inner in inner_optimizers(one):
+            place_counts(inner)
 
 
 def make_places(optimizer: Any) -> None:

@@ -219,7 +219,6 @@ def create_slots(optimizer: Any) -> None:
                 p.grad = grad
             undo.undo()
         part_from_weights(one, fresh)
-        place_counts(one, fresh)
 
 
 @contextlib.contextmanager
@@ -240,15 +239,25 @@ def _at_first(optimizer: Optimizer) -> Iterator[None]:
             group[key] = value
 
 
-def place_counts(optimizer: Optimizer, fresh: list[Tensor]) -> None:
-    """Move step counts to the device that a fused or a capturable step needs."""
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    for p in fresh:
-        group, slots = groups[id(p)], optimizer.state.get(p, {})
-        count, fused = slots.get("step"), group.get("fused")
-        wanted = fused or ("capturable" in group and p.device.type != "cpu")
-        if wanted and isinstance(count, Tensor):
-            slots["step"] = count.to(p.device, torch.float32 if fused else count.dtype)
+def place_counts(optimizer: Optimizer) -> None:
+    """Move counts and other single numbers to the device that a fused or a capturable step needs.
+
+    PyTorch keeps them on the CPU for other steps, such as those before the capture, and in `load_state_dict`.
+    """
+    for group in optimizer.param_groups:
+        fused = group.get("fused")
+        for p in group["params"]:
+            if not (fused or ("capturable" in group and p.device.type != "cpu")):
+                continue
+            slots = optimizer.state.get(p, {})
+            for key, x in slots.items():
+                if isinstance(x, Tensor) and not x.dim() and key in _NUMBERS:
+                    wide = fused and key == "step"
+                    slots[key] = x.to(p.device, torch.float32 if wide else x.dtype)
+
+
+# The slots of one number of PyTorch's own optimizers.
+_NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
 @contextlib.contextmanager

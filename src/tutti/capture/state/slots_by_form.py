@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tutti.capture.state.lift import place_counts
 from tutti.capture.state.stand_ins import StandIns
 
 MOST_ELEMENTS, LONGEST = 64, 2  # of a stand-in
@@ -43,7 +42,6 @@ def make_slots_by_form(one: Optimizer) -> bool:
         like = copies.of[id(p)]
         if slots := made[id(like)]:
             one.state[p] = {key: _at_full_size(x, like, p) for key, x in slots.items()}
-    place_counts(one, fresh)
     return True
 
 

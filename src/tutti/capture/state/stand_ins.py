@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.capture.state.first_step import inner_optimizers
-from tutti.capture.state.lift import create_slots
+from tutti.capture.state.lift import create_slots, place_counts
 from tutti.capture.state.optimizer_copies import Memo, copied, optimizers_copied_whole
 from tutti.graph.players.device import device_of
 from tutti.torch_private.optimizer_marks import remove_hooks
@@ -83,6 +83,8 @@ class StandIns:
         """Make slots as `create_slots` does before a capture."""
         with OurRandomness(SEED, NUM_STEPS) as ours, rewinding(ours):
             create_slots(self.optimizer)
+        for inner in inner_optimizers(self.optimizer):
+            place_counts(inner)
 
     def after_steps(self, by_closure: bool) -> list[Any]:
         """All values after a few steps, which draw the random numbers of captured steps."""
@@ -108,7 +110,7 @@ def values_like(shape: list[int], like: Tensor, draw: torch.Generator) -> Tensor
     if not (like.is_floating_point() or like.is_complex()):
         return torch.ones(shape, dtype=like.dtype, device=device)
     wide = torch.complex64 if like.is_complex() else torch.float32
-    return torch.randn(shape, generator=draw, dtype=wide).to(device, like.dtype)
+    return torch.randn(shape, generator=draw, dtype=wide, device=draw.device).to(device, like.dtype)
 
 
 def step_with(

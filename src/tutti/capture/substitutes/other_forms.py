@@ -24,7 +24,7 @@ from tutti.capture.patch_table import (
     MASKED_SCATTER,
     SETITEM,
 )
-from tutti.capture.substitutes import bags, ctc_loss, masks, scaler
+from tutti.capture.substitutes import bags, ctc_loss, masks, scaler, without_cudnn
 from tutti.graph.edits.patch import replaced
 
 aten = torch.ops.aten
@@ -69,6 +69,7 @@ _FUNCTIONS = (
     (SETITEM, masks.write),
     *((patch, masks.scattered) for patch in MASKED_SCATTER),
     (CHECK_TENSOR, _unchecked),
+    *without_cudnn.FUNCTIONS,
 )
 
 

@@ -26,19 +26,23 @@ from tutti.torch_private.pytrees import tree_leaves
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device, per second."""
+    """Rates of a device, per second; `link` in bytes to another device."""
 
     flops: float
     bytes: float
     cached_bytes: float
     exponentials: float
+    link: float
 
     def moving(self, x: Tensor) -> float:
         """Seconds to read or write `x`."""
         return x.nbytes / (self.cached_bytes if x.nbytes <= CACHE_NBYTES else self.bytes)
 
 
-RATES = {"cpu": Rates(9e10, 6e9, 3e10, 1e9), "cuda": Rates(3e14, 2e12, 4e12, 1e12)}
+RATES = {
+    "cpu": Rates(9e10, 6e9, 3e10, 1e9, 6e9),
+    "cuda": Rates(3e14, 2e12, 4e12, 1e12, 5e10),
+}
 CACHE_NBYTES = 2**20
 # An op with one of these in its name computes an exponential or a logarithm of each element.
 _EXPONENTIALS = ("softmax", "exp", "log", "gelu", "silu", "tanh", "sigmoid", "erf")
@@ -53,6 +57,12 @@ _IN_PLACE: dict[Any, Any] = {
 _FREE = ("getitem", "positions")
 
 
+def rates_of(values: Any) -> Rates:
+    """The rates of the device of the first tensor in `values`, nested in any way."""
+    first = next((x for x in tree_leaves(values) if isinstance(x, Tensor)), None)
+    return RATES["cpu"] if first is None else RATES.get(first.device.type, RATES["cpu"])
+
+
 def seconds_of(node: fx.Node) -> float:
     """The predicted time of one node."""
     if node.op != "call_function" or getattr(node.target, "__name__", "") in _FREE:
@@ -60,7 +70,7 @@ def seconds_of(node: fx.Node) -> float:
     made = [x for x in tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
     if not made or viewed(node) is not None:
         return 0.0
-    rates = RATES.get(made[0].device.type, RATES["cpu"])
+    rates = rates_of(made)
     read = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
     moving = sum(rates.moving(x) for x in (*made, *read))
     hard = any(name in str(node.target) for name in _EXPONENTIALS)

@@ -69,9 +69,10 @@ class Kernel:
         overwrite.silent = self.overwrite  # type: ignore[attr-defined]
         return overwrite
 
-    def overwrite(self, *lists: Sequence[Tensor], **numbers: Any) -> None:
+    def overwrite(self, *operands: Sequence[Tensor], **numbers: Any) -> None:
         """Run PyTorch's kernel, which assumes equal strides of all tensors of a parameter."""
         fused, numbers = _FUSED[self.name], {**numbers, **dict(self.constants)}
+        lists = self._with_counts_of_float32(operands)
         if all(map(Tensor.is_contiguous, chain.from_iterable(lists))):
             fused(*lists, **numbers)
             return
@@ -83,6 +84,15 @@ class Kernel:
             for x, made in zip(lists[k], alike[k], strict=True):
                 if made is not x:
                     x.copy_(made)
+
+    def _with_counts_of_float32(self, lists: Sequence[Any]) -> Sequence[Any]:
+        """A GPU's kernel reads counts as float32 without a look at their dtype; a CPU's converts them."""
+        if "steps" not in self.lists:
+            return lists
+        k = self.lists.index("steps")
+        if all(x.dtype == torch.float32 or x.is_cpu for x in lists[k]):
+            return lists
+        return [*lists[:k], [x.float() for x in lists[k]], *lists[k + 1 :]]
 
     def one_by_one(self, lists: Sequence[Any]) -> Iterator[tuple[list[list[Any]], list[Any]]]:
         """For each parameter its own lists, and the tensors of them that the kernel writes."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -20,7 +21,7 @@ from itertools import combinations, pairwise
 from torch import fx
 
 from tutti.errors import LayoutError
-from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
+from tutti.graph.analysis.cost import nbytes_of, rates_of, seconds_of
 from tutti.pipeline.micro_batches.moments import Moments
 from tutti.pipeline.stages.backward import Backward, backward_of
 from tutti.pipeline.stages.recomputed import read_what_is_there
@@ -31,7 +32,6 @@ FORWARD_AND_BACKWARD = 3.0
 CANDIDATES = 24
 # The most assignments of nodes to try for an exhaustive search of a small graph.
 TRIED_NODES = 200_000
-_MOVED_BYTES = RATES["cpu"].bytes
 
 
 @dataclass
@@ -94,6 +94,7 @@ class _StageCutter:
         self.backward = Backward(moments, num_stages, self.forward, rest, self.free)
         self.position = {n: i for i, n in enumerate(self.forward)}
         self.seconds = {n: seconds_of(n) for n in own}
+        self.link = rates_of([n.meta.get("val") for n in own]).link
         costly = sum(1 for n in self.forward if self.seconds[n] > 0)
         if 1 < num_stages > costly:
             if costly:
@@ -111,6 +112,9 @@ class _StageCutter:
         for stage, (low, high) in enumerate(pairwise(bounds)):
             found.stage |= dict.fromkeys(self.forward[low:high], stage)
         self.backward.assign(found.stage)
+        for node in found.stage:  # a tuple is taken apart where it is made: messages are tensors
+            if node.target is operator.getitem and node.args[0] in found.stage:
+                found.stage[node] = found.stage[node.args[0]]
         return found
 
     def named(self, names: Sequence[str]) -> list[int]:
@@ -190,7 +194,7 @@ class _StageCutter:
             total[stage] += self.seconds[node]
         for position in cuts:
             stage = found[self.forward[position]]
-            total[stage - 1] += 2 * self.crossing[position] / _MOVED_BYTES
+            total[stage - 1] += 2 * self.crossing[position] / self.link
         return max(total)
 
     @cached_property
