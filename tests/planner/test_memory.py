@@ -31,6 +31,8 @@ from subjects import program
 from tutti.capture.step import capture
 from tutti.comm.collectives import transport
 from tutti.execution.measure import peak_nbytes
+from tutti.graph.analysis.scratch import borrowed
+from tutti.graph.analysis.storage import Storages
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.passes.bucket import BUCKET_NBYTES
@@ -281,3 +283,26 @@ def test_views_share_and_in_place_ops_reuse() -> None:
     assert found.call_nbytes == 800 and found.peak_nbytes == 1200
     assert (found.op, found.activation_nbytes, found.other_nbytes) == ("neg", 800, 400)
     assert [h.nbytes for h in found.largest] == [400, 400, 400]
+
+
+@pytest.mark.parametrize(
+    "name", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss", "huber_loss"]
+)
+@pytest.mark.parametrize("reduction", [0, 1])
+def test_a_loss_that_is_one_number_may_keep_the_memory_of_all(name: str, reduction: int) -> None:
+    op = getattr(aten, name).default
+    options = {"binary_cross_entropy": (None, reduction)}.get(name, (reduction,))
+    mode, graph = FakeTensorMode(), fx.Graph()
+    x, y = (graph.placeholder(n) for n in "xy")
+    with mode:
+        x.meta["val"] = y.meta["val"] = torch.empty(64, 1024)
+    loss = graph.call_function(op, (x, y, *options))
+    with mode:
+        loss.meta["val"] = op(x.meta["val"], y.meta["val"], *options)
+    graph.output(([loss], []))
+    storages = Storages(graph, mode)
+    given = torch.rand(2, 64, 1024).unbind()
+    peak, result = peak_nbytes(lambda: op(*given, *options))
+    (block,) = storages.of[loss]
+    assert block.nbytes == result.untyped_storage().nbytes()
+    assert abs(block.nbytes + borrowed(loss, storages) - peak) <= 64

@@ -25,13 +25,17 @@ from torch import Tensor
 from tutti.api import distribute
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.transport import Distributed
+from tutti.environment import PREDICTION
 from tutti.errors import PlanError
 from tutti.launch.launch import launch
 from tutti.launch.ranks import ensure_process_group
 from tutti.planning.hardware_files import Measured
 
 AXES = ("data",)
-_MATMULS = ((1024, 1024, 1024), (2048, 1024, 1024), (512, 2048, 512))
+_MATMULS = {
+    "cpu": ((1024, 1024, 1024), (2048, 1024, 1024), (512, 2048, 512)),
+    "cuda": ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 4096, 4096)),
+}
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _MEMORY_NBYTES = 1 << 28
 _LARGE_NBYTES, _SMALL_NBYTES = 1 << 25, 64
@@ -155,7 +159,7 @@ class _RankMeasurement:
     def _matmul(self, dtype: torch.dtype) -> float:
         """FLOP/s of the fastest of some matmuls."""
         best = 0.0
-        for m, n, k in _MATMULS:
+        for m, n, k in _MATMULS[self.device.type]:
             x, y = self._random((m, k), dtype), self._random((n, k), dtype)
             seconds = self._median(lambda x=x, y=y: torch.nn.functional.linear(x, y), 0.25)
             best = max(best, 2.0 * m * n * k / seconds)
@@ -186,6 +190,7 @@ class _RankMeasurement:
 
     def _call(self) -> float:
         """Seconds of a call of the smallest step, beside its ops."""
+        os.environ[PREDICTION.name] = "0"  # of no interest here
         model = torch.nn.Linear(2, 2, bias=False).to(self.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
 

@@ -47,6 +47,11 @@ def _matmul(operands: tuple[Any, ...], result: Any) -> int:
     return _laid_out(operands[0], 0)
 
 
+def _elements(operands: tuple[Any, ...], result: Any) -> int:
+    """The loss of each element, before the sum, where the result is one number."""
+    return 0 if result.dim() else operands[0].nbytes
+
+
 def _grad_copy(operands: tuple[Any, ...], result: Any) -> int:
     return operands[0].nbytes
 
@@ -98,6 +103,9 @@ _BORROWED: dict[Any, Borrow] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution_backward,
     aten.native_batch_norm_backward.default: _grad_copy,
+    aten.mse_loss.default: _elements,
+    aten.smooth_l1_loss.default: _elements,
+    aten.huber_loss.default: _elements,
     ctc_loss: _paths,
     ctc_slopes: _paths_both_ways,
     draw: _hash,

@@ -62,7 +62,7 @@ class Storages:
                 for x in tree_leaves(value):
                     if isinstance(x, Tensor):
                         memory = x.untyped_storage()
-                        nbytes = 0 if _is_look(node) else memory.nbytes()
+                        nbytes = 0 if _is_look(node) else _kept_nbytes(node, memory.nbytes())
                         number = storage_id(memory)
                         block = known.get(number) or StorageBlock(node, nbytes)
                         blocks[known.setdefault(number, block)] = None
@@ -111,6 +111,21 @@ class Storages:
         return _fresh(node.meta["val"])
 
 
+def _kept_nbytes(node: fx.Node, nbytes: int) -> int:
+    """The bytes of the memory of a result: some losses are reduced within the memory of all elements."""
+    if node.target not in LOSSES_IN_PLACE:
+        return nbytes
+    x = node.args[0].meta["val"]  # type: ignore[union-attr]
+    return max(nbytes, x.numel() * node.meta["val"].element_size())
+
+
+# Losses whose result, one number, stays in memory of the size of their operands.
+LOSSES_IN_PLACE = (
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+    torch.ops.aten.soft_margin_loss.default,
+)
 _SHARED = (collectives.buffer, collectives.part, collectives.gather_into, collectives.together_)
 
 
