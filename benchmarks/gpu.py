@@ -100,6 +100,8 @@ def ways(case: Case, device: str) -> dict[str, Way]:
         made[name] = step
     made["compiled"] = compiled(case, device)
     made["reduced"] = compiled(case, device, mode="reduce-overhead")
+    for name in ("compiled", "reduced"):
+        made[name](*batches[0])
     for step in made.values():
         for k in range(NUM_WARM_UP + 2):
             step(*batches[k % NUM_BATCHES])
@@ -167,6 +169,8 @@ def main() -> int:
     (options.out / f"{found['date']}-gpu.json").write_text(text + "\n")
     for name, ratio in found["against compiled"].items():
         print(f"{name:<10}{found['tokens per second'][name]:>12.0f} tokens/s{ratio:>8.3f}")
+    last = {name: values[-1] for name, values in found["losses"].items()}
+    print("loss: " + ", ".join(f"{name} {value:.3f}" for name, value in last.items()))
     predicted, measured = found["peak nbytes"].values()
     print(
         f"peak of a call: predicted {predicted}, measured {measured} ({measured / predicted:.3f})"

@@ -11,6 +11,7 @@ import torch
 
 from tutti.calls.first_call import refuse_where_apart
 from tutti.capture.batch import taken
+from tutti.capture.default_device import in_own_default
 from tutti.capture.state.models import as_one_module
 from tutti.data.arguments import checked_loader, refuse_others
 from tutti.data.loader import Loader
@@ -31,6 +32,7 @@ from tutti.verification.verdict import Verdict
 from tutti.version import VERSION
 
 
+@in_own_default
 def distribute(
     train_step: Callable[..., Any],
     model: Any,
@@ -110,6 +112,7 @@ def _automatic(layout: str | Layout | None) -> str | None:
     return " ".join(word for word in words if word != "auto") if "auto" in words else None
 
 
+@in_own_default
 def verify(
     train_step: Callable[..., Any],
     model: Any,

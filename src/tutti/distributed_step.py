@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tutti.calls.first_call import FirstCall
 from tutti.capture.batch import taken
+from tutti.capture.default_device import own_default_in
 from tutti.capture.substitutes.sparse import dense
 from tutti.environment import CHECK_NAN
 from tutti.errors import LayoutError
@@ -43,11 +44,11 @@ Look = Callable[["Step", tuple[Any, ...]], Any]
 LOOK: ContextVar[Look | None] = ContextVar("look", default=None)
 
 
+@own_default_in("__call__", "state_dict", "load_state_dict", "save", "load", "explain")
 class Step:
     """A captured training step, called with the *global* batch.
 
-    Made by `tutti.distribute`. The first call captures, partitions and compiles; so does the first
-    call with other shapes. Each program is cached.
+    Made by `tutti.distribute`. The first call of each form of batch captures, partitions and compiles.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class Step:
                 warnings.warn(
                     f"step {self.num_steps - 1} returned {x.item()}; run again with {CHECK_NAN}=1 to "
                     "stop at the first node that makes it",
-                    stacklevel=3,
+                    stacklevel=4,
                 )
 
     @property
@@ -187,8 +188,7 @@ class Step:
     def collectives(self) -> list[Record]:
         """A record for every collective of this rank in a call like the last one.
 
-        One that runs once a micro-batch is one record, with `times`. Messages between pipeline ranks
-        are no collectives: `explain` shows them.
+        One that runs once a micro-batch is one record, with `times`. `explain` shows messages, too.
         """
         return [r for r in records(self.program, self._timed) if r.pipe_rank == self._pipe_rank]
 

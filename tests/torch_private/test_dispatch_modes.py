@@ -13,6 +13,7 @@ from tutti.torch_private.dispatch_modes import (
     no_modes,
     no_torch_function,
     not_overridden,
+    num_function_modes,
 )
 from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 
@@ -67,3 +68,15 @@ class _OpsOnly(Tensor):
 def test_a_subclass_may_leave_functions_as_they_are() -> None:
     x = torch.ones(2).as_subclass(_OpsOnly)
     assert type(x) is _OpsOnly and type(x + 1) is Tensor
+
+
+def test_default_devices_are_counted_among_the_modes() -> None:
+    assert num_function_modes() == 0
+    with torch.device("meta"):
+        assert num_function_modes() == 1
+    torch.set_default_device("meta")
+    try:
+        assert num_function_modes() == 1
+    finally:
+        torch.set_default_device(None)
+    assert num_function_modes() == 0

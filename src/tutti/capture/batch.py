@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from tutti.capture.default_device import users_default
 from tutti.capture.forms import flattened
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import register_pytree_node, tree_unflatten
@@ -53,9 +54,10 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
 
 def called(function: Callable[..., Any], args: Sequence[Any], batch: Sequence[Any]) -> Any:
     """Call the step on a batch from `taken`."""
-    if batch and type(batch[-1]) is Keywords:
-        return function(*args, *batch[:-1], **batch[-1])
-    return function(*args, *batch)
+    with users_default():
+        if batch and type(batch[-1]) is Keywords:
+            return function(*args, *batch[:-1], **batch[-1])
+        return function(*args, *batch)
 
 
 def check(x: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from tutti.capture.default_device import own_default_in
 from tutti.checkpoint.unanimous import ranks_of
 from tutti.environment import ROLE
 from tutti.errors import CheckpointError, CommError
@@ -36,6 +37,7 @@ _TIME, _FAILED, _BUSY = (1 << len(SIGNALS) + k for k in range(3))
 _ROUNDS_TO_KNOW = 2
 
 
+@own_default_in("tick", "save", "restore")
 class Checkpoints:
     """The checkpoints of a run: saved while it trains and when a signal ends it, restored in any layout.
 
