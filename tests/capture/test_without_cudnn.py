@@ -117,3 +117,11 @@ def test_the_entries_are_put_back() -> None:
     with in_other_forms():
         assert vars(ENTRIES) != before
     assert vars(ENTRIES) == before
+
+
+def test_weights_are_not_joined_in_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that would look at addresses, which they have not."""
+    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda _layer: pytest.fail("joined"))
+    one = nn.LSTM.__new__(nn.LSTM)
+    with in_other_forms():
+        one.flatten_parameters()

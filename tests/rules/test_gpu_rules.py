@@ -24,6 +24,7 @@ from brute_force import (
 )
 from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import assemble
+from tutti.passes.attention_memory import attention_memory
 from tutti.rules import rule_of
 from tutti.rules.rule import results_of
 from tutti.rules.samples.gpu_samples import GPU
@@ -132,6 +133,7 @@ def test_every_way_to_split_on_a_gpu(call: Sample) -> None:
         if choice is None:
             continue
         graph: fx.Graph = written(node, rule, choice, mesh)[0]
+        attention_memory(graph)
         fed = [
             parts_of(v, s, mesh, generator) for v, s in zip(values, choice.operands, strict=True)
         ]

@@ -269,6 +269,27 @@ def _summed() -> fx.Graph:
     return _with_loop(Body(2, parts, row, ("g", "x"), (Sum("w", "sum"),), ("w",)), 4, 4)
 
 
+def attention() -> fx.Graph:
+    """The backward of a GPU's attention, with a result that the forward here has not made."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+    names = ("grad", "q", "k", "v", "out", "lse", "seed", "offset")
+    with mode:
+        like = torch.empty(2, 3, 32, 8, dtype=torch.float16, device="cuda")
+        row = torch.empty(2, 3, 32, device="cuda")
+        one = torch.empty((), dtype=torch.int64)
+    given = [graph.placeholder(name) for name in names]
+    for x, val in zip(given, (*[like] * 5, row, one, one), strict=True):
+        x.meta |= {"val": val, "kind": "batch", "name": x.name}
+    grad, q, k, v, out, lse, seed, offset = given
+    args = (grad, q, k, v, None, out, lse, seed, offset, 0.0, [True, True, True, False])
+    both = graph.call_function(aten._scaled_dot_product_efficient_attention_backward.default, args)
+    both.meta["val"] = (like, like, like, None)
+    first = graph.call_function(operator.getitem, (both, 0))
+    first.meta["val"] = like
+    graph.output(([first], []))
+    return graph
+
+
 def _row(name: str) -> Pass:
     return next(row for row in pass_table.PASSES if row.name == name)
 
@@ -294,6 +315,7 @@ PROGRAMS: dict[str, tuple[Callable[[], fx.Graph], Callable[[], Setting]]] = {
     "in_place": (_decayed, lambda: _setting("w")),
     "linear": (_layer, _setting),
     "onednn": (_large, lambda: _setting(onednn=True)),
+    "attention_memory": (attention, _setting),
     "early_sends": (_sent, _setting),
     "accumulate": (_summed, _setting),
     "copy_parts_given_away": (_part_given_away, lambda: _setting("w")),

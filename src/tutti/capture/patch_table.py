@@ -81,6 +81,7 @@ MASKED_SCATTER = (
     Patch(Tensor, "masked_scatter", _SCATTERED),
     Patch(torch, "masked_scatter", _SCATTERED),
 )
+FLATTEN = Patch(nn.RNNBase, "flatten_parameters", "in a trace weights have no memory to join")
 _CUDNN = "without cuDNN, whose ops hide what they write"
 BATCH_NORM = Patch(torch, "batch_norm", _CUDNN)
 INSTANCE_NORM = Patch(torch, "instance_norm", _CUDNN)

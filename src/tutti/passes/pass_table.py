@@ -21,6 +21,7 @@ from tutti.layout.budget import Budget
 from tutti.partition.partition import Program
 from tutti.passes.accumulate import accumulate
 from tutti.passes.at_once import gathered_once, reduced_then_split
+from tutti.passes.attention_memory import attention_memory
 from tutti.passes.bucket import bucket
 from tutti.passes.common import common
 from tutti.passes.early_sends import early_sends
@@ -164,6 +165,7 @@ PASSES = (
     Pass("in_place", _over_what_dies, _over_what_dies),
     Pass("linear", _alone(linear), _alone(linear)),
     Pass("onednn", _aimed(onednn), _aimed(onednn)),
+    Pass("attention_memory", _alone(attention_memory), _alone(attention_memory), needed=True),
     Pass("early_sends", on_loop=_sent_early),
     Pass("accumulate", on_loop=accumulate),
     Pass("copy_parts_given_away", _alone(copy_parts_given_away), needed=True),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.capture.patch_table import BATCH_NORM, INSTANCE_NORM, RECURRENT
+from tutti.capture.patch_table import BATCH_NORM, FLATTEN, INSTANCE_NORM, RECURRENT
 from tutti.capture.substitutes import time_steps
 from tutti.torch_private.recurrent import ENTRIES
 
@@ -47,6 +47,7 @@ INSTEAD: dict[str, Callable[..., Any]] = {
     "gru_cell": time_steps.gru_cell,
 }
 FUNCTIONS = (
+    (FLATTEN, lambda _layer: None),
     (BATCH_NORM, _plain(torch.batch_norm)),
     (INSTANCE_NORM, _plain(torch.instance_norm)),
     *((RECURRENT[name], _off_the_cpu(name, instead)) for name, instead in INSTEAD.items()),

@@ -24,6 +24,7 @@ from torch import Tensor, fx
 from tutti.graph.analysis.aliases import viewed
 from tutti.graph.analysis.cost import flops_of
 from tutti.graph.ops import collectives
+from tutti.graph.ops.fused_updates import BY_OP
 from tutti.graph.ops.matmul import matmul
 from tutti.torch_private.op_tables import schema_of
 from tutti.torch_private.pytrees import tree_leaves
@@ -72,7 +73,8 @@ class DeviceKernel:
     flops: of convolutions and attention, whose `matmul` is None, in `dtype`; causal attention skips the pairs
         of tokens that its mask hides.
     is_attention: a fused kernel of attention.
-    num_launches: kernels that one op needs; each reads the operands.
+    num_launches: kernels that one op needs; each reads the operands. Fused updates have none of
+        their own: one kernel updates many parameters.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -209,10 +211,10 @@ def _kernel(nodes: list[fx.Node]) -> DeviceKernel:
     written = [n for n in nodes if any(r not in inside for r in _readers(n))] or nodes[-1:]
     heavy = next((n for n in nodes if not _is_pointwise(n)), nodes[-1])
     shape = matmul_shape(heavy)
-    launches = _NUM_LAUNCHES.get(_op_of(heavy), 1)
+    launches = 0 if heavy.target in BY_OP else _NUM_LAUNCHES.get(_op_of(heavy), 1)
     return DeviceKernel(
         nodes=tuple(nodes),
-        read_nbytes=launches * sum(_nbytes_read(s, heavy) for s in read),
+        read_nbytes=max(1, launches) * sum(_nbytes_read(s, heavy) for s in read),
         written_nbytes=sum(map(_nbytes, written)),
         matmul=shape,
         flops=flops_of(heavy) * _computed_share(heavy) if shape is None else shape.flops,
