@@ -28,8 +28,8 @@ from tutti.planner.hardware.topology import Topology
 
 DEVICE, TOPOLOGY = "a100-80gb", "hgx-a100-4-hdr"
 LEAST_LAYOUTS = 4
-# Fitted (`--fit`): seconds of the host for each op of eager Megatron-DeepSpeed under a profiler. A step of tutti
-# needs a tenth of it.
+# Fitted (`--fit`): seconds of the host for each op of eager Megatron-DeepSpeed under a profiler. A step of
+# tutti needs a tenth of it.
 HOST_SECONDS = 6.3e-5
 
 
