@@ -128,6 +128,9 @@ def obstacle(
             if isinstance(val, Tensor) and val.device.type != device.type and val.dim():
                 return f"a constant of shape {list(val.shape)} lies on {val.device.type}"
     kept = [name for name in program.captured.updated if name not in donated]
+    if kept and program.captured.reads:
+        at = os.path.basename(program.captured.reads.source or "an unknown line")
+        return f"it branches on a value of a tensor at {at}"
     if kept:
         return f'"{kept[0]}" shares memory with other state'
     return ""

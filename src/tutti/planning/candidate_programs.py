@@ -23,7 +23,8 @@ from tutti.graph.edits.quick import quickly_written
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
-from tutti.planner.placement.placement import found_seeds
+from tutti.planner.placement.counted_programs import CountedPrograms
+from tutti.planner.placement.placement import AXES_FOUND, found_seeds, programs_of
 from tutti.planner.search.idle_axes import IdleAxisError, idle_axis
 from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import plan
@@ -58,6 +59,7 @@ class CandidatePrograms:
         self._idle: set[tuple[str, str, int]] = set()
         self._captured: dict[str, Captured] = {}
         self._found: dict[Any, dict[str, Any]] = {}
+        self._counted: dict[Any, CountedPrograms] = {}
 
     def captured(self, precision: str) -> Captured:
         """The step as one graph.
@@ -120,8 +122,21 @@ class CandidatePrograms:
                 dims=dims,
                 on_processors=self.on_processors,
                 memory_nbytes=0.0 if smallest else None,
+                programs=self._programs(captured, layout, dims),
             )
         return self._found[key]
+
+    def _programs(
+        self, captured: Captured, layout: Layout, dims: Dims | None
+    ) -> CountedPrograms | None:
+        """The programs that searches share for layouts with the same axes of weights; None without any."""
+        sizes = tuple(layout.axes.get(a, 1) for a in AXES_FOUND)
+        if max(sizes) == 1:
+            return None
+        key = layout.precision, sizes
+        if key not in self._counted:
+            self._counted[key] = programs_of(captured, layout, given=self.job.place, dims=dims)
+        return self._counted[key]
 
     @contextmanager
     def _here(self, precision: str) -> Iterator[tuple[Any, Any, Any]]:

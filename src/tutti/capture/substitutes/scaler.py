@@ -7,6 +7,7 @@ program, without the update.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,9 +25,18 @@ _STEP: Any = GradScaler.step
 
 
 def _unscale(grads: Sequence[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiply the gradients by `inverse`; `found` is 1 where one of them is not finite."""
+    """Multiply the gradients by `inverse`; `found` is 1 where one of them is not finite.
+
+    The largest of a gradient is one kernel, and keeps NaN; few more compare those of all.
+    """
+    largest: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
-        found.copy_(torch.maximum(found, grad.isfinite().logical_not().any().to(found.dtype)))
+        if grad.numel():
+            largest.setdefault(grad.dtype, []).append(torch.linalg.vector_norm(grad, math.inf))
+    for norms in largest.values():
+        bad = torch.stack(norms).isfinite().all().logical_not()
+        found.copy_(torch.maximum(found, bad.to(found.dtype)))
+    for grad in grads:
         grad.mul_(inverse)
 
 

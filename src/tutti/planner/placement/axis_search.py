@@ -43,6 +43,8 @@ def search_axis(
 ) -> Search:
     """The best splits over `axis`.
 
+    Who gives an axis `expert` wants the experts apart, even where whole ones would be faster.
+
     Args:
         costing: counts the costs.
         axis: of the layout.
@@ -58,7 +60,7 @@ def search_axis(
         splits = splits_of([given[i] for i in chosen], axis, before)
         return costing.of(place_of(splits, costing.num_dims))
 
-    found = search(given, count, bound_nbytes=bound_nbytes)
+    found = search(given, count, bound_nbytes=bound_nbytes, takes_one=axis == "expert")
     splits = splits_of([given[i] for i in found.chosen], axis, before)
     return Search(axis, tuple(given), found, splits)
 

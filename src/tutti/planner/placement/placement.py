@@ -16,6 +16,7 @@ from tutti.layout import Layout, Sharding
 from tutti.planner.hardware.cluster import Cluster
 from tutti.planner.placement.axis_search import Search, search_axis
 from tutti.planner.placement.candidate_cost import Costing, PlacedCost
+from tutti.planner.placement.counted_programs import CountedPrograms
 from tutti.planner.placement.decisions import Splits, needs_wide_layers, place_of
 from tutti.planner.placement.dim_groups import dim_groups
 from tutti.planner.placement.patterns import patterns_of, template
@@ -70,13 +71,14 @@ def found_seeds(
     on_processors: bool | None = None,
     ready: Place | None = None,
     memory_nbytes: float | None = None,
+    programs: CountedPrograms | None = None,
 ) -> dict[str, Any]:
     """The arguments `found` and `words` of `plan` for a run: what nobody has given, by `find_place`.
 
     With servers there are none: workers have the weights whole unless `place` says otherwise. Processors
     (`on_processors`; by default as the step was captured) keep tokens whole: each collective is a meeting of
     ranks, and costs more than the norms that it would split. `ready` is what a plan has found before;
-    `memory_nbytes` bounds the search.
+    `memory_nbytes` bounds the search; `programs` are those of layouts with the same axes of weights.
     """
     if layout.server:
         return {}
@@ -92,6 +94,7 @@ def found_seeds(
         dims=dims,
         memory_nbytes=memory_nbytes,
         splits_tokens=not on_processors,
+        programs=programs,
     )
     return {"found": made.place, "words": made.words}
 
@@ -107,6 +110,7 @@ def find_place(
     cluster: Cluster | None = None,
     memory_nbytes: float | None = None,
     splits_tokens: bool = True,
+    programs: CountedPrograms | None = None,
 ) -> Placement:
     """The compute shardings of least predicted time, for parameters without one.
 
@@ -124,6 +128,8 @@ def find_place(
         memory_nbytes: of a device, for state, gradients and activations; the search exceeds it only if
             every placement does, and then as little as possible.
         splits_tokens: `tensor` may split tokens between the blocks.
+        programs: of `programs_of` with the same arguments, for a layout with the same axes of weights; by
+            default of this search alone.
 
     Raises:
         PlanError: the cluster's device has no peak of a matmul's dtype.
@@ -137,8 +143,10 @@ def find_place(
     fixed = {n for n in names if n in known or any(fnmatchcase(n, p) for p in given)}
     if not axes or len(fixed) == len(names):
         return Placement()
-    step = _reduced(captured, layout, axes, given, known)
-    costing = _costing(captured, step, layout, given, known, dims, cluster)
+    if programs is None:
+        rest: Any = {"given": given, "known": known, "dims": dims, "cluster": cluster}
+        programs = programs_of(captured, layout, axes=axes, **rest)
+    costing = Costing(captured, programs, layout, Yardstick.of(layout, cluster))
     splits: Splits = {}
     found: list[Search] = []
     bound = math.inf if memory_nbytes is None else memory_nbytes
@@ -156,6 +164,30 @@ def find_place(
 def _is_on_gpu(captured: Captured) -> bool:
     vals = (node.meta["val"] for node in captured.placeholders.values())
     return any(isinstance(val, Tensor) and val.device.type == "cuda" for val in vals)
+
+
+def programs_of(
+    captured: Captured,
+    layout: Layout,
+    *,
+    given: Place | None = None,
+    known: Mapping[str, Sharding] | None = None,
+    dims: Dims | None = None,
+    axes: tuple[str, ...] | None = None,
+    cluster: Cluster | None = None,
+) -> CountedPrograms:
+    """The programs that `find_place` counts, for several searches; the arguments are its own.
+
+    Of the layout the axes of the weights count, `expert` and `tensor`, and no other word.
+    """
+    given, known = given or {}, known or {}
+    if axes is None:
+        axes = free_axes(captured, layout, given)
+    step = reduced(captured, keeps_all=bool(given) or bool(known))
+    ways = max((layout.axes.get(a, 1) for a in axes), default=1)
+    if needs_wide_layers(dim_groups(step, ways)):  # neighbors need different shardings
+        step = reduced(captured, wide=True)
+    return _counted(step, layout, given, known, dims, cluster)
 
 
 def cost_of(
@@ -177,38 +209,23 @@ def cost_of(
     Raises:
         ShardingError: `place` does not fit the parameters.
     """
-    step = reduced(captured, keeps_all=True)
-    return _costing(captured, step, layout, place, {}, dims, cluster).of({})
+    programs = _counted(reduced(captured, keeps_all=True), layout, place, {}, dims, cluster)
+    return Costing(captured, programs, layout, Yardstick.of(layout, cluster)).of({})
 
 
-def _reduced(
-    captured: Captured,
-    layout: Layout,
-    axes: tuple[str, ...],
-    given: Place,
-    known: Mapping[str, Sharding],
-) -> ReducedStep:
-    """The reduced step; with layers two by two if neighbors need different shardings."""
-    step = reduced(captured, keeps_all=bool(given) or bool(known))
-    ways = max(layout.axes[a] for a in axes)
-    return reduced(captured, wide=True) if needs_wide_layers(dim_groups(step, ways)) else step
-
-
-def _costing(
-    captured: Captured,
+def _counted(
     step: ReducedStep,
     layout: Layout,
     given: Place,
     known: Mapping[str, Sharding],
     dims: Dims | None,
     cluster: Cluster | None,
-) -> Costing:
-    own = tuple(a for a in AXES_FOUND if layout.axes.get(a, 1) > 1)
+) -> CountedPrograms:
+    own = Layout(axes={a: layout.axes[a] for a in AXES_FOUND if layout.axes.get(a, 1) > 1})
     inputs = set(step.captured.inputs)
     dims = None if dims is None else {n: d for n, d in dims.items() if n in inputs}
-    yardstick = Yardstick.of(layout, cluster)
-    rest = {"given": given, "known": known, "dims": dims, "axes": own}
-    return Costing(captured, step, layout, yardstick, **rest)
+    kernel = Yardstick.of(layout, cluster).kernel
+    return CountedPrograms(step, own, kernel, given=given, known=known, dims=dims)
 
 
 def _placement(
@@ -231,7 +248,7 @@ def _placement(
         whole_seconds=none.seconds,
         sent_nbytes=last.sent_nbytes,
         memory_nbytes=last.memory_nbytes,
-        num_counted=costing.num_counted,
+        num_counted=costing.programs.num_counted,
     )
 
 

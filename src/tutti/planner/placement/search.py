@@ -37,6 +37,7 @@ def search(
     count: Callable[[Chosen], PlacedCost],
     *,
     bound_nbytes: float = math.inf,
+    takes_one: bool = False,
 ) -> BestSubset:
     """The best subset of decisions that `count` confirms.
 
@@ -47,6 +48,7 @@ def search(
         given: decisions of one axis.
         count: the cost of a subset, by position; raises nothing.
         bound_nbytes: the memory of a device for state, gradients and activations.
+        takes_one: take the best decision even if none pays.
     """
     none = count(())
     alone = tuple(count((i,)) for i in range(len(given)))
@@ -57,8 +59,9 @@ def search(
     among = [(taken.index(i), taken.index(j)) for i, j in excluded if i in taken and j in taken]
     room = {"used_nbytes": none.memory_nbytes, "bound_nbytes": bound_nbytes}
     first = tuple(taken[i] for i in best_subset(gains, memory, among, **room))
-    around = _Around(set(excluded), count, bound_nbytes)
-    best = min([first, (), *((i,) for i in taken)], key=around.rank)
+    around = _Around(set(excluded), count, bound_nbytes, least=int(takes_one and bool(taken)))
+    starts = [first, (), *((i,) for i in taken)]
+    best = min((c for c in starts if len(c) >= around.least), key=around.rank)
     doubtful = [i for i in taken if gains[taken.index(i)] > -_SURE * none.seconds]
     for _ in range(_MOST_ROUNDS):
         better = around.better(best, first, doubtful)
@@ -70,11 +73,12 @@ def search(
 
 @dataclass(frozen=True)
 class _Around:
-    """Subsets near a subset."""
+    """Subsets near a subset, of `least` decisions or more."""
 
     excluded: set[tuple[int, int]]
     count: Callable[[Chosen], PlacedCost]
     bound_nbytes: float
+    least: int
 
     def rank(self, chosen: Chosen) -> tuple[float, float]:
         """Bytes beyond the memory first, then seconds and a price for each decision."""
@@ -86,6 +90,7 @@ class _Around:
         """The best subset without a doubtful decision, or with one more of the first; None without a gain."""
         near = [tuple(i for i in chosen if i != out) for out in chosen if out in doubtful]
         near += [self._with(chosen, i) for i in first if i not in chosen]
+        near = [c for c in near if len(c) >= self.least]
         best = min(near, key=self.rank, default=chosen)
         return best if self.rank(best) < self.rank(chosen) else None
 
