@@ -12,8 +12,9 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 # New objects between two collections. Graphs are many small permanent objects: with Python's own 700 up to
 # a fifth of a compilation goes to collections.
 _NUM_NEW = 20_000
-# Processor seconds. A compilation of this length ends with a collection of its objects; shorter ones share
-# one after this total: a collection takes a tenth of a second, one of the whole process three.
+# Processor seconds. A compilation of this length ends with a collection of its objects; shorter ones, and
+# those within another one, share one after this total: a collection takes a tenth of a second, one of the
+# whole process three.
 _LONG = 1.5
 _TOGETHER = 8.0
 # PyTorch keeps the results of calls on fakes for the life of the process: some 200 a new length, 2 kB each.
@@ -43,7 +44,7 @@ def rarely_collected() -> Iterator[None]:
     try:
         yield
         took = time.thread_time() - begin
-        if took > _LONG:
+        if took > _LONG and _depth == 1:
             gc.collect()
             return
         _spent += took

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tutti.execution.collector import rarely_collected
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.estimates.priced_machine import PricedMachine
@@ -130,7 +131,8 @@ def answer(
         done = iter(range(len(layouts)))
         refined = estimates.refined if estimates.is_refinable else None
         at = {"refined": refined, "seen": lambda _: seen(next(done), len(layouts))}
-        return ranked(layouts, estimates, capacity, **at)
+        with rarely_collected():
+            return ranked(layouts, estimates.of_many(layouts), capacity, **at)
 
     ranking, not_tried = ranking_of(layouts), tried.not_tried
     wanted = _wanted_later(ranking)

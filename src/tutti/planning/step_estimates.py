@@ -7,7 +7,7 @@ captured with few of its repeated layers, and composed (`planner/depth`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from tutti.planner.estimates.layout_estimate import (
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.placement.placement import AXES_FOUND
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows
+from tutti.planning.side_by_side import OtherProcess, can_share, other_half, outcome_of
 from tutti.torch_private.pytrees import tree_flatten
 
 # Nodes of all programs together that are written in some 20 seconds.
@@ -73,8 +74,9 @@ class StepEstimates:
             IdleAxisError: an axis of it splits nothing.
         """
         made = self._estimate(layout, played=False)
-        if made.peak_nbytes <= self._capacity or not _SEARCHED & set(layout.axes):
-            return made
+        ways = math.prod(layout.axes.get(a, 1) for a in _SEARCHED)
+        if not self._capacity < made.peak_nbytes <= ways * self._capacity:
+            return made  # it fits, or would not if all of it were split
         programs = self._short_programs if self._is_composed else self._programs
         if (found := programs.smallest_place(layout)) is None:
             return made
@@ -83,6 +85,31 @@ class StepEstimates:
             return made
         self.found[layout] = found
         return smaller
+
+    def of_many(self, layouts: Sequence[Layout]) -> Callable[[Layout], Estimate]:
+        """The estimates of these layouts, asked for in this order, as calls of this object give them.
+
+        Those of a deep model are made in two processes. Kernels timed here would disturb each other.
+        """
+        if self._on_processors or not self._is_composed or not can_share(layouts):
+            return self
+        rest = other_half(layouts)
+        theirs = set(rest)
+        other = OtherProcess(rest, lambda layout: outcome_of(layout, self, self.found))
+        own = {x: outcome_of(x, self, self.found) for x in layouts if x not in theirs}
+        outcomes = own | other.outcomes()
+
+        def estimate(layout: Layout) -> Estimate:
+            known = outcomes.get(layout)
+            if known is None:  # the other process has failed
+                return self(layout)
+            if isinstance(known, Exception):
+                raise known
+            if known[1] is not None:
+                self.found[layout] = dict(known[1])
+            return known[0]
+
+        return estimate
 
     def refined(self, layout: Layout) -> Estimate:
         """The estimate with the pipeline's schedule on a clock.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 
 from tutti.errors import LayoutError, PlanError
 from tutti.layout import Layout
-from tutti.planner.search.layout_choices import Space
+from tutti.planner.search.layout_choices import Space, doubled_divisors
 
 SIZES = (1, 2, 3, 4, 6, 8, 12)
 
@@ -25,12 +25,27 @@ def test_axes_are_all_products(num_ranks: int) -> None:
         for sizes in product(SIZES, repeat=3)
         if sizes[0] * sizes[1] * sizes[2] == num_ranks and 48 % sizes[0] == 0
     }
-    # A pipeline needs a power of two of micro-batches that divides the rows of a data rank.
+    # A pipeline needs a number of micro-batches that divides the rows of a data rank.
     assert found == {s for s in wanted if s[2] == 1 or _has_micro(48 // s[0], s[2])}
 
 
 def _has_micro(rows: int, pipe: int) -> bool:
-    return any(rows % m == 0 and pipe <= m <= 8 * pipe for m in (1, 2, 4, 8, 16, 32))
+    return any(pipe <= m <= 8 * pipe for m in doubled_divisors(rows))
+
+
+@pytest.mark.parametrize("number", range(1, 200))
+def test_divisors_double_up_to_the_number(number: int) -> None:
+    found = doubled_divisors(number)
+    assert found[0] == 1 and found[-1] == number
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    for one, following in pairwise(found):
+        assert following == min(d for d in divisors if d >= 2 * one)
+
+
+def test_the_largest_number_of_micro_batches_has_one_row_each() -> None:
+    """60 rows are no power of two: 4 micro-batches of 15 rows are not the least memory."""
+    micros = {x.micro for x in Space(4, 240, ("data",)).layouts()}
+    assert micros == {1, 2, 4, 10, 20, 60}
 
 
 @pytest.mark.parametrize(

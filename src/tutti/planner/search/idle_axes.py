@@ -13,12 +13,15 @@ class IdleAxisError(LayoutError):
     """A layout with an axis that splits nothing, which is slower than the layout without it."""
 
     def __init__(self, axis: str, size: int) -> None:
-        self.axis = axis
+        self.axis, self.size = axis, size
         super().__init__(
             f"{axis}={size} splits nothing of this step",
             why="its ranks would all compute the same",
             fix=f"leave {axis} out",
         )
+
+    def __reduce__(self) -> tuple[type[IdleAxisError], tuple[str, int]]:
+        return type(self), (self.axis, self.size)
 
 
 def idle_axis(made: ShardingPlan) -> str | None:

@@ -2,7 +2,8 @@
 
     ranks      every product of axes that gives the number: data, tensor, seq, expert, pipe
     zero       0 to 3, with data; 2 differs from 1 only with micro-batches
-    micro      powers of two that divide the rows of a data rank; at least one for each pipeline rank
+    micro      divisors of the rows of a data rank, each about twice the one before, up to one row each; at
+               least one for each pipeline rank
     schedule   1f1b, zb, interleaved(2), with pipe
     remat      none, full
     seq        where `data` cannot be larger instead, or to hold less than a sample
@@ -121,12 +122,22 @@ class Space:
         return self.below_sample and self.rows // (data * micro) < seq
 
     def _micros(self, data: int, pipe: int) -> Iterator[int]:
-        rows, micro = self.rows // data, 1
-        while micro <= rows:
-            enough = pipe <= micro <= _MOST_PER_PIPE_RANK * pipe or pipe == 1
-            if rows % micro == 0 and enough:
+        for micro in doubled_divisors(self.rows // data):
+            if pipe <= micro <= _MOST_PER_PIPE_RANK * pipe or pipe == 1:
                 yield micro
-            micro *= 2
+
+
+def doubled_divisors(number: int) -> list[int]:
+    """Divisors from 1 to the number itself, each the next one of at least twice the one before.
+
+    1, 2, 4, ... for a power of two; 1, 2, 4, 10, 20, 60 for 60.
+    """
+    low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    found = [1]
+    for divisor in sorted({*low, *(number // d for d in low)}):
+        if divisor >= 2 * found[-1]:
+            found.append(divisor)
+    return found
 
 
 def partial_layout(text: str) -> Layout:
