@@ -40,6 +40,7 @@ INTERRUPTED = 128 + signal.SIGINT
 # A failed rank's interpreter gets this long to shut down: it may wait for peers that are gone.
 EXIT_SECONDS = 5.0
 RECORD_SECONDS, POLL_SECONDS = 1.0, 0.01
+SECOND_GPU = "/dev/nvidia1"
 
 
 def main() -> None:
@@ -62,15 +63,16 @@ def main() -> None:
 
 
 def _choose_gpu() -> None:
-    """Let "cuda" mean this rank's GPU in a script that is written for one device."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        return  # the first GPU is the default
-    from torch import cuda
+    """Let "cuda" mean this rank's GPU in a script that is written for one device.
 
-    if cuda.is_available():
-        from tutti.launch.ranks import choose_gpu
+    It means the first one by itself. The script may still set variables that CUDA reads at its start.
+    """
+    if not os.path.exists(SECOND_GPU):
+        return
+    from tutti.launch.ranks import choose_gpu
+    from tutti.torch_private.gpus import when_cuda_starts
 
-        choose_gpu()
+    when_cuda_starts(choose_gpu)
 
 
 def _run(script: str, rank: int, run_dir: Path) -> int:

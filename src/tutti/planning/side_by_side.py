@@ -5,6 +5,7 @@ A layout's kind is the sizes of its model axes: layouts of one kind share placem
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections import Counter
@@ -75,7 +76,8 @@ class OtherProcess:
 def _run(
     layouts: Iterable[Layout], outcome: Callable[[Layout], Outcome], sending: Connection
 ) -> None:
-    sending.send({layout: outcome(layout) for layout in layouts})
+    with contextlib.suppress(KeyboardInterrupt):  # the other process says it
+        sending.send({layout: outcome(layout) for layout in layouts})
     sending.close()
 
 
