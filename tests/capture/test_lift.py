@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 import tutti
 import zoo
 from subjects import subject
-from tutti.capture.state.lift import create_slots, hypers_of, state_of
+from tutti.capture.state.lift import create_slots, hypers_of, place_counts, state_of
 from tutti.errors import CaptureError, TuttiError
 from tutti.modes import plain
 from zoo_models import GPT, MLP
@@ -198,3 +198,20 @@ def test_learning_rate_and_step_counts_are_inputs() -> None:
     for name in ("optim.0.lr", "optim.up.weight.step"):
         assert captured.placeholder(name).users, name
     assert "optim.up.weight.step" in captured.updated
+
+
+@pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.AdamW])
+def test_numbers_of_an_optimizer_go_where_a_capturable_step_needs_them(kind: Any) -> None:
+    """`meta` stands for a GPU. PyTorch has made them on the CPU, as by steps before the capture."""
+    p = nn.Parameter(torch.zeros(3))
+    optimizer = kind([p])
+    p.grad = torch.ones(3)
+    optimizer.step()
+    numbers = {k for k, x in optimizer.state[p].items() if isinstance(x, Tensor) and not x.dim()}
+    place_counts(optimizer)
+    assert {optimizer.state[p][k].device.type for k in numbers} == {"cpu"}
+    elsewhere = nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer.state[elsewhere] = optimizer.state.pop(p)
+    optimizer.param_groups[0]["params"] = [elsewhere]
+    place_counts(optimizer)
+    assert numbers and {optimizer.state[elsewhere][k].device.type for k in numbers} == {"meta"}

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
+from tutti.capture.second_trace.functional import _Replay
 from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.capture.substitutes import time_steps, without_cudnn
 from tutti.capture.substitutes.other_forms import in_other_forms
+from tutti.errors import CaptureError
 from tutti.torch_private.recurrent import ENTRIES
 
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
@@ -125,3 +127,14 @@ def test_weights_are_not_joined_in_a_trace(monkeypatch: pytest.MonkeyPatch) -> N
     one = nn.LSTM.__new__(nn.LSTM)
     with in_other_forms():
         one.flatten_parameters()
+
+
+def test_an_op_that_hides_what_it_writes_is_refused() -> None:
+    op, graph = torch.ops.aten.cudnn_batch_norm.default, fx.Graph()
+    node = graph.call_function(op)
+    node.meta["source"] = "train.py:7"
+    replay = _Replay.__new__(_Replay)
+    replay.node = node
+    with pytest.raises(CaptureError, match="cudnn_batch_norm") as caught:
+        replay.call_function(op, (), {})
+    assert caught.value.at == "train.py:7"

@@ -40,7 +40,7 @@ def test_halves_have_whole_kinds_and_half_of_the_pieces() -> None:
 
 
 def test_another_process_finds_the_same() -> None:
-    found = OtherProcess(LAYOUTS, outcome).outcomes()
+    found = OtherProcess(LAYOUTS, outcome).outcomes
     assert list(found) == LAYOUTS
     for layout, made in found.items():
         own = outcome(layout)
@@ -50,7 +50,7 @@ def test_another_process_finds_the_same() -> None:
 
 
 def test_a_process_that_dies_leaves_nothing() -> None:
-    assert OtherProcess(LAYOUTS, lambda _: os._exit(1)).outcomes() == {}
+    assert OtherProcess(LAYOUTS, lambda _: os._exit(1)).outcomes == {}
 
 
 def test_it_takes_two_processors_many_layouts_and_no_gpu_in_use(

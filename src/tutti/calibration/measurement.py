@@ -28,7 +28,7 @@ from tutti.comm.collectives.transport import Distributed
 from tutti.environment import PREDICTION
 from tutti.errors import PlanError
 from tutti.launch.launch import launch
-from tutti.launch.ranks import ensure_process_group
+from tutti.launch.ranks import choose_gpu, ensure_process_group
 from tutti.planning.hardware_files import Measured
 
 AXES = ("data",)
@@ -93,10 +93,11 @@ def _processor() -> str:
 
 
 def rank_device() -> torch.device:
-    """This rank's GPU, or its processor."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    """This rank's GPU, its own from now on, or its processor."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    choose_gpu()
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def wait_for(device: torch.device) -> None:
@@ -121,8 +122,6 @@ class _RankMeasurement:
         ensure_process_group()
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = rank_device()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
         self.groups = Groups({"data": self.count}, [AXES] if self.count > 1 else [])
 
     def found(self) -> dict[str, float]:

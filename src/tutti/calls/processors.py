@@ -46,14 +46,14 @@ def refuse_unlike(num_programs: int, device: torch.device) -> None:
     own = [_kernels() if device.type == "cpu" else {}, gpu_name(device)]
     both = [json.loads(text) for text in exchange_texts(json.dumps(own), Group.world())]
     refuse_shared_gpus([gpu for _, gpu in both])
-    said = [json.dumps(kernels) for kernels, _ in both]
+    said = [kernels for kernels, _ in both]
     size = max(1, len(said) // num_programs)
     programs = [said[i : i + size] for i in range(0, len(said), size)]
-    if all(len(set(one)) == 1 for one in programs):
+    if all(kernels == one[0] for one in programs for kernels in one):
         return
     raise CommError(
         "the ranks choose kernels by other features of their processors",
-        why="; ".join(f"rank {rank}: {_words(text)}" for rank, text in enumerate(said))
+        why="; ".join(f"rank {rank}: {_words(kernels)}" for rank, kernels in enumerate(said))
         + "; what they keep alike would drift apart by rounding",
         fix=f"start all ranks with the same of these variables, such as {CAPABILITY}={_least(said)}",
     )
@@ -86,12 +86,12 @@ def _kernels() -> dict[str, str]:
     return found | {name: os.environ[name] for name in _CHOICES if name in os.environ}
 
 
-def _words(text: str) -> str:
-    return " ".join(f"{k}={v}" for k, v in json.loads(text).items()) or "no CPU"
+def _words(kernels: dict[str, str]) -> str:
+    return " ".join(f"{k}={v}" for k, v in kernels.items()) or "no CPU"
 
 
-def _least(said: list[str]) -> str:
+def _least(said: list[dict[str, str]]) -> str:
     """The lowest capability, in PyTorch's own spelling of the variable."""
     order = ["DEFAULT", "AVX2", "AVX512"]
-    found = {json.loads(text).get(CAPABILITY, "DEFAULT") for text in said}
+    found = {kernels.get(CAPABILITY, "DEFAULT") for kernels in said}
     return next((x for x in order if x in found), "default").lower()

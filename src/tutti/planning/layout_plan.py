@@ -132,7 +132,7 @@ def answer(
         refined = estimates.refined if estimates.is_refinable else None
         at = {"refined": refined, "seen": lambda _: seen(next(done), len(layouts))}
         with rarely_collected():
-            return ranked(layouts, estimates.of_many(layouts), capacity, **at)
+            return ranked(*estimates.of_many(layouts), capacity, **at)
 
     ranking, not_tried = ranking_of(layouts), tried.not_tried
     wanted = _wanted_later(ranking)

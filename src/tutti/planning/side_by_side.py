@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,12 +20,11 @@ from tutti.errors import LayoutError, ScheduleError, ShardingError
 from tutti.layout import Layout
 from tutti.planner.depth.block_work import MODEL_AXES
 from tutti.planner.estimates.layout_estimate import Estimate
-from tutti.planner.search.idle_axes import IdleAxisError
 
 # Fewer are done before a second process pays.
 LEAST_LAYOUTS = 200
 # An estimate and its placement of least memory, if it has one; or why the step does not allow the layout.
-Outcome = tuple[Estimate, Mapping[str, str] | None] | LayoutError
+Outcome = tuple[Estimate, Mapping[str, str] | None] | LayoutError | ShardingError | ScheduleError
 
 
 def other_half(layouts: Sequence[Layout]) -> list[Layout]:
@@ -62,6 +62,7 @@ class OtherProcess:
         self._process.start()
         sending.close()
 
+    @cached_property
     def outcomes(self) -> dict[Layout, Outcome]:
         """What it has found, once it has ended; nothing if it has failed."""
         try:
@@ -81,12 +82,14 @@ def _run(
     sending.close()
 
 
-def outcome_of(layout: Layout, estimate: Callable[[Layout], Estimate], found: Any) -> Outcome:
+def outcome_of(
+    layout: Layout,
+    estimate: Callable[[Layout], Estimate],
+    found: Mapping[Layout, Mapping[str, str]],
+) -> Outcome:
     """The outcome of one layout, in a form that another process can read."""
     try:
         made = estimate(layout)
-    except IdleAxisError as error:
-        return IdleAxisError(error.axis, layout.axes[error.axis])
     except (LayoutError, ShardingError, ScheduleError) as error:
-        return LayoutError(error.what)
+        return error
     return made, found.get(layout)

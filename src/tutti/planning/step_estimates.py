@@ -86,22 +86,21 @@ class StepEstimates:
         self.found[layout] = found
         return smaller
 
-    def of_many(self, layouts: Sequence[Layout]) -> Callable[[Layout], Estimate]:
-        """The estimates of these layouts, asked for in this order, as calls of this object give them.
+    def of_many(
+        self, layouts: Sequence[Layout]
+    ) -> tuple[Sequence[Layout], Callable[[Layout], Estimate]]:
+        """The layouts in the order in which to ask for their estimates, and the function to ask.
 
         Those of a deep model are made in two processes. Kernels timed here would disturb each other.
         """
         if self._on_processors or not self._is_composed or not can_share(layouts):
-            return self
-        rest = other_half(layouts)
-        theirs = set(rest)
+            return layouts, self
+        rest = dict.fromkeys(other_half(layouts))
         other = OtherProcess(rest, lambda layout: outcome_of(layout, self, self.found))
-        own = {x: outcome_of(x, self, self.found) for x in layouts if x not in theirs}
-        outcomes = own | other.outcomes()
 
         def estimate(layout: Layout) -> Estimate:
-            known = outcomes.get(layout)
-            if known is None:  # the other process has failed
+            known = other.outcomes.get(layout) if layout in rest else None
+            if known is None:  # this process's part, or the other one has failed
                 return self(layout)
             if isinstance(known, Exception):
                 raise known
@@ -109,7 +108,7 @@ class StepEstimates:
                 self.found[layout] = dict(known[1])
             return known[0]
 
-        return estimate
+        return [*(x for x in layouts if x not in rest), *rest], estimate
 
     def refined(self, layout: Layout) -> Estimate:
         """The estimate with the pipeline's schedule on a clock.

@@ -19,6 +19,7 @@ from tutti.errors import CaptureError
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.edits.patch import replaced
 from tutti.graph.ops.fused_updates import BY_RECORDED, Kernel
+from tutti.graph.ops.overloads import arguments_of
 from tutti.graph.randomness.draw import draw
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.op_tables import OpOverload, schema_of
@@ -116,10 +117,7 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: A
 
 def _attention_dropout(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
     """The dropout probability of a fused attention."""
-    for position, argument in enumerate(schema_of(target).arguments):
-        if argument.name == "dropout_p":
-            return args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
-    return 0.0
+    return arguments_of(target, args, kwargs).get("dropout_p", 0.0)
 
 
 def apart(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

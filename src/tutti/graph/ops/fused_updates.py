@@ -90,7 +90,7 @@ class Kernel:
         if "steps" not in self.lists:
             return lists
         k = self.lists.index("steps")
-        if all(x.dtype == torch.float32 or x.is_cpu for x in lists[k]):
+        if all(x.is_cpu for x in lists[k][:1]) or all(x.dtype == torch.float32 for x in lists[k]):
             return lists
         return [*lists[:k], [x.float() for x in lists[k]], *lists[k + 1 :]]
 

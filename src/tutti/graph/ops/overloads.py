@@ -1,7 +1,8 @@
-"""An op and its counterpart of another name: `mul` and `mul_`."""
+"""An op and its counterpart of another name, `mul` and `mul_`; the arguments of a call by name."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,3 +27,10 @@ def name_of(target: OpOverload) -> str:
 
 def _takes(target: Any) -> list[tuple[str, str]]:
     return [(a.name, str(a.type)) for a in schema_of(target).arguments]
+
+
+def arguments_of(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an op by name; those not given have their defaults."""
+    taken = schema_of(target).arguments
+    defaults = {a.name: a.default_value for a in taken if a.has_default_value()}
+    return defaults | dict(zip((a.name for a in taken), args, strict=False)) | dict(kwargs)

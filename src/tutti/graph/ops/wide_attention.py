@@ -16,7 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from tutti.graph.ops.overloads import arguments_of
+from tutti.torch_private.op_tables import schema_of
 
 aten = torch.ops.aten
 
@@ -90,120 +94,56 @@ def _for_each_key_head(grad: Tensor, like: Tensor) -> Tensor:
 # --- in the form of each kernel -------------------------------------------------------------------
 
 _BLOCK = 32  # the memory-efficient kernel rounds the length of its log-sum-exp up
+_RANDOM_STATE = ("rng_state", "unused", "philox_seed", "philox_offset")  # no dropout reads it
 
 
-def _state() -> list[Tensor]:
-    """The two values of a random state, which no dropout reads."""
-    return [torch.zeros((), dtype=torch.int64) for _ in range(2)]
+def _played(op: Any) -> Callable[..., tuple[Any, ...]]:
+    """The forward in the form of `op`: its arguments and results by their names."""
+    results = [r.name for r in schema_of(op).returns]
+
+    def forward(*args: Any, **named: Any) -> tuple[Any, ...]:
+        x = arguments_of(op, args, named)
+        out, lse = attention(*_operands(x))
+        if op is aten._scaled_dot_product_cudnn_attention.default:
+            lse = lse.unsqueeze(-1)
+        elif op is aten._scaled_dot_product_efficient_attention.default:
+            padded = F.pad(lse, (0, -lse.shape[-1] % _BLOCK), value=math.inf)
+            lse = padded if x["compute_log_sumexp"] else padded[..., :0]
+        made: dict[str, Any] = {n: torch.zeros((), dtype=torch.int64) for n in _RANDOM_STATE}
+        made |= {"output": out, "logsumexp": lse, "log_sumexp": lse}
+        made |= {"max_q": x["query"].shape[2], "max_k": x["key"].shape[2]}
+        return tuple(made.get(name) for name in results)
+
+    return forward
 
 
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    out, lse = attention(query, key, value, None, is_causal, scale)
-    lengths = (None, None, query.shape[2], key.shape[2])
-    return (out, lse, *lengths, *_state(), None)
+def _played_backward(op: Any) -> Callable[..., tuple[Any, ...]]:
+    """The backward in the form of `op`."""
+
+    def backward(*args: Any, **named: Any) -> tuple[Any, ...]:
+        x = arguments_of(op, args, named)
+        grad = x["grad_out_"] if "grad_out_" in x else x["grad_out"]
+        query, key, value, bias, causal, scale = _operands(x)
+        saved = x["out"], x["logsumexp"].flatten(2)
+        found = attention_backward(grad, query, key, value, bias, *saved, causal, scale)
+        wanted = x.get("grad_input_mask", [True] * 3)
+        return tuple(g if w else None for g, w in zip(found, wanted, strict=False))
+
+    return backward
 
 
-def _flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    causal = rest[5]
-    given = (grad, query, key, value, None, out, lse, causal, scale)
-    return attention_backward(*given)[:3]
-
-
-def _efficient(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    out, lse = attention(query, key, value, bias, is_causal, scale)
-    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _BLOCK), value=math.inf)
-    return (out, lse if compute_log_sumexp else lse[..., :0], *_state())
-
-
-def _efficient_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    philox_seed: Any,
-    philox_offset: Any,
-    dropout_p: float,
-    grad_input_mask: list[bool],
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    found = attention_backward(grad, query, key, value, bias, out, lse, is_causal, scale)
-    return tuple(x if wanted else None for x, wanted in zip(found, grad_input_mask, strict=True))
-
-
-def _cudnn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    out, lse = attention(query, key, value, bias, is_causal, scale)
-    lengths = (None, None, query.shape[2], key.shape[2])
-    return (out, lse.unsqueeze(-1), *lengths, *_state(), None)
-
-
-def _cudnn_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    philox_seed: Any,
-    philox_offset: Any,
-    bias: Tensor | None,
-    *rest: Any,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    causal = rest[5]
-    given = (grad, query, key, value, bias, out, lse.squeeze(-1), causal, scale)
-    return attention_backward(*given)[:3]
+def _operands(x: dict[str, Any]) -> tuple[Any, ...]:
+    return (
+        *(x[n] for n in ("query", "key", "value")),
+        x.get("attn_bias"),
+        x["is_causal"],
+        x["scale"],
+    )
 
 
 # By the op whose kernel has no float64.
-IN_FLOAT64: dict[Any, Callable[..., tuple[Any, ...]]] = {
-    aten._scaled_dot_product_flash_attention.default: _flash,
-    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    aten._scaled_dot_product_efficient_attention.default: _efficient,
-    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
-    aten._scaled_dot_product_cudnn_attention.default: _cudnn,
-    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
-}
+IN_FLOAT64: dict[Any, Callable[..., tuple[Any, ...]]] = {}
+for _name in ("flash", "efficient", "cudnn"):
+    _op = getattr(aten, f"_scaled_dot_product_{_name}_attention").default
+    _back = getattr(aten, f"_scaled_dot_product_{_name}_attention_backward").default
+    IN_FLOAT64 |= {_op: _played(_op), _back: _played_backward(_back)}

@@ -94,6 +94,12 @@ class _StageCutter:
         self.backward = Backward(moments, num_stages, self.forward, rest, self.free)
         self.position = {n: i for i, n in enumerate(self.forward)}
         self.seconds = {n: seconds_of(n) for n in own}
+        # An op and the parts of its tuple stay together: messages are tensors.
+        self.parts = [
+            (n, n.args[0])
+            for n in own
+            if n.target is operator.getitem and n.args[0] in self.seconds
+        ]
         self.link = rates_of([n.meta.get("val") for n in own]).link
         costly = sum(1 for n in self.forward if self.seconds[n] > 0)
         if 1 < num_stages > costly:
@@ -112,9 +118,8 @@ class _StageCutter:
         for stage, (low, high) in enumerate(pairwise(bounds)):
             found.stage |= dict.fromkeys(self.forward[low:high], stage)
         self.backward.assign(found.stage)
-        for node in found.stage:  # a tuple is taken apart where it is made: messages are tensors
-            if node.target is operator.getitem and node.args[0] in found.stage:
-                found.stage[node] = found.stage[node.args[0]]
+        for part, whole in self.parts:
+            found.stage[part] = found.stage[whole]
         return found
 
     def named(self, names: Sequence[str]) -> list[int]:

@@ -26,7 +26,7 @@ from tutti.graph.analysis.cost import flops_of
 from tutti.graph.ops import collectives
 from tutti.graph.ops.fused_updates import BY_OP
 from tutti.graph.ops.matmul import matmul
-from tutti.torch_private.op_tables import schema_of
+from tutti.graph.ops.overloads import arguments_of
 from tutti.torch_private.pytrees import tree_leaves
 
 aten = torch.ops.aten
@@ -232,8 +232,7 @@ def _computed_share(node: fx.Node) -> float:
     """The share of the pairs of tokens that attention computes: blocks above the diagonal are skipped."""
     if not _is_attention(node):
         return 1.0
-    names = (argument.name for argument in schema_of(node.target).arguments)
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given = arguments_of(node.target, node.args, node.kwargs)
     return 0.5 if given.get("is_causal") is True else 1.0
 
 

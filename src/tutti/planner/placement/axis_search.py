@@ -43,7 +43,7 @@ def search_axis(
 ) -> Search:
     """The best splits over `axis`.
 
-    Who gives an axis `expert` wants the experts apart, even where whole ones would be faster.
+    An axis `expert` splits the experts, even where whole experts would be faster.
 
     Args:
         costing: counts the costs.

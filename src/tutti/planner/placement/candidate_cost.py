@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
 from tutti.capture.step import Captured
 from tutti.layout import Layout, Sharding
 from tutti.planner.costs.graph_seconds import CollectiveCall
-from tutti.planner.placement.counted_programs import CountedProgram, CountedPrograms
+from tutti.planner.placement.counted_programs import NO_NODE, CountedProgram, CountedPrograms
 from tutti.planner.placement.yardstick import Yardstick, sent_nbytes
 
 # Axes that split the batch: their ranks share activations and their work.
@@ -63,10 +62,16 @@ class Costing:
         self.slots = _slot_nbytes(captured)
         self.weights = dict(_parameters(captured))
         self.num_dims = {n: self.weights[n].ndim for n in self.step.kinds}
+        self._found: dict[tuple[tuple[str, str], ...], PlacedCost] = {}
 
     def of(self, place: Mapping[str, str]) -> PlacedCost:
-        """The cost of shardings by parameter of the reduced step."""
-        made = self.programs.of(place)
+        """The cost of shardings by parameter of the reduced step; a search asks for each many times."""
+        key = tuple(sorted(place.items()))
+        if key not in self._found:
+            self._found[key] = self._cost(self.programs.of(place))
+        return self._found[key]
+
+    def _cost(self, made: CountedProgram) -> PlacedCost:
         collectives = sum(n * self.yardstick.collective(c, self.share) for c, n in made.calls)
         local = self._local_nbytes(made)
         return PlacedCost(
@@ -97,7 +102,7 @@ class Costing:
         read = sum((3 + 2 * self._slots(name)) * n for name, n in local.items())
         seconds = self.yardstick.memory(read / (data if self.layout.zero else 1))
         if data > 1:
-            call = CollectiveCall(_NO_NODE, "all_reduce", int(nbytes), ("data",))
+            call = CollectiveCall(NO_NODE, "all_reduce", int(nbytes), ("data",))
             seconds += self.yardstick.collective(call)
         return seconds
 
@@ -114,9 +119,6 @@ class Costing:
     def _slots(self, name: str) -> float:
         """Bytes of its slots for each byte of a parameter."""
         return self.slots.get(name, 0.0) / max(1, self.weights[name].nbytes)
-
-
-_NO_NODE: Any = None
 
 
 def _slot_nbytes(captured: Captured) -> dict[str, float]:

@@ -108,7 +108,7 @@ class CountedPrograms:
                 for k in work.kernels
                 if k.node.meta.get("region") != "update"
             ),
-            calls=tuple((replace(c, node=_NO_NODE), n) for c, n in calls),
+            calls=tuple((replace(c, node=NO_NODE), n) for c, n in calls),
             kept_nbytes=_kept_nbytes(program, times),
             shardings={n: compute[n] for n in self.step.kinds},
             counts=_counts(calls),
@@ -116,7 +116,7 @@ class CountedPrograms:
         )
 
 
-_NO_NODE: Any = None  # a node would keep its program
+NO_NODE: Any = None  # a node would keep its program
 
 
 def _gathered(program: Program, call: fx.Node) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tutti.graph.ops.overloads import arguments_of
 from tutti.rules.families.part_ops import causal_backward_part, causal_forward_part
 from tutti.rules.rule import Rule, groups, operands_of, parse_rule, results_of, shape
 from tutti.torch_private.op_tables import schema_of
@@ -27,26 +28,22 @@ def _mask(dims: tuple[int, ...], q: tuple[int, ...], t: int, queries: str) -> st
 
 
 def _argument(node: fx.Node, name: str) -> Any:
-    for position, argument in enumerate(schema_of(node.target).arguments):
-        if argument.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, argument.default_value)
-    return None
+    return arguments_of(node.target, node.args, node.kwargs).get(name)
 
 
 def _bind(
     node: fx.Node, results: tuple[str, ...], queries: str = "s", lse: str = "s", **options: Any
 ) -> Rule:
     """Terms by argument name, `queries` and `lse` for those dims; other tensors stay whole."""
-    q, k = shape(_argument(node, "query")), shape(_argument(node, "key"))
+    given = arguments_of(node.target, node.args, node.kwargs)
+    q, k = shape(given["query"]), shape(given["key"])
     sizes = {"g": k[1], "r": q[1] // k[1], "t": k[2], "u": BLOCK}
     out = f"b (g r) {queries} e!"
     terms = {"query": f"b (g r) {queries} d!", "key": "b g t! d!", "value": "b g t! e!"}
     terms |= {"out": out, "grad_out": out, "grad_out_": out, "logsumexp": f"b (g r) {lse}"}
     spelled: list[str] = []
     for argument in schema_of(node.target).arguments:
-        value = _argument(node, argument.name)
+        value = given.get(argument.name)
         if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], Tensor):
             continue
         if argument.name in ("attn_mask", "attn_bias"):
