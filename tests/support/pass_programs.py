@@ -16,7 +16,8 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from small_programs import Builder
-from tutti.graph.ops import collectives
+from tutti.graph.edits.edit import value_of
+from tutti.graph.ops import collectives, expert_rows
 from tutti.graph.ops.fused_updates import KERNELS
 from tutti.graph.ops.loop import SEND, Body, Do, LoopPart, Sum, loop
 from tutti.layout import Layout
@@ -290,6 +291,47 @@ def attention() -> fx.Graph:
     return graph
 
 
+def experts() -> fx.Graph:
+    """Rows go to the experts of two ranks and back: 4 rows here, so 8 slots come."""
+    graph, mode = fx.Graph(), FakeTensorMode()
+
+    def given(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
+        node = graph.placeholder(name)
+        with mode:
+            node.meta = {"val": torch.empty(shape, dtype=dtype), "name": name, "kind": "batch"}
+        return node
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        with mode:
+            node.meta = {"val": target(*value_of(args))}
+        return node
+
+    def move(slots: fx.Node, *dims: int) -> fx.Node:
+        """The two leading dims change places: one of them is split over the ranks."""
+        node = graph.call_function(collectives.all_to_all, (slots, HERE, *dims))
+        val = slots.meta["val"]
+        with mode:
+            shape = (val.shape[1], val.shape[0], *val.shape[2:])
+            node.meta = {"val": torch.empty(shape, dtype=val.dtype)}
+        return node
+
+    x, kinds = given("x", 4, 3), given("kinds", 4, dtype=torch.int64)
+    weight, num = given("weight", 1, 3, 3), given("num", dtype=torch.int64)
+    own = call(expert_rows.expert_slots, kinds, 2, 2, 4)
+    came = move(call(expert_rows.cut_slots, own, num, 2), 0, 1, 1, 1)
+    of_slots = call(aten.reshape.default, call(expert_rows.fill_slots, came, 4, -1), [8])
+    slots = call(expert_rows.to_experts, x, kinds, 2, 2, 4)
+    came = move(call(expert_rows.cut_slots, slots, num, 2), 0, 1, 1, 1)
+    flat = call(aten.reshape.default, call(expert_rows.fill_slots, came, 4, 0), [8, 3])
+    made = call(aten.silu.default, call(expert_rows.expert_mm, flat, weight, of_slots, False, 1, 2))
+    apart = call(aten.reshape.default, made, [1, 2, 4, 3])
+    went = move(call(expert_rows.cut_slots, apart, num, 2), 1, 1, 0, 1)
+    back = call(expert_rows.fill_slots, went, 4, 0)
+    graph.output(([call(expert_rows.from_experts, back, kinds, 2, 2)], []))
+    return graph
+
+
 def _row(name: str) -> Pass:
     return next(row for row in pass_table.PASSES if row.name == name)
 
@@ -299,6 +341,7 @@ PROGRAMS: dict[str, tuple[Callable[[], fx.Graph], Callable[[], Setting]]] = {
     "own_results": (_returned, lambda: _setting("w")),
     "reduce_scatter": (_scattered, _setting),
     "regather": (_gathered_twice, _setting),
+    "filled_slots": (experts, _setting),
     "remat": (_two_layers, lambda: _setting(layout="remat=full")),
     "rows": (_batched, _setting),
     "simplify": (_by_one, _setting),

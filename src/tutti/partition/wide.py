@@ -11,13 +11,14 @@ is twice the bytes. Other moves (a maximum, a gather) keep the dtype.
 An all-to-all of slots of experts (`graph.ops.expert_rows`) moves the filled ones:
 
     %6: i64[] = all_reduce(%5, expert, max)        the most slots that a block fills on a rank
-    %7: f32[2, 2@expert, 32, 16] = cut_slots(%4, %6)
-    %8: f32[2@expert, 2, 32, 16] = all_to_all(%7)
+    %7: f32[2, 2@expert, 16, 16] = cut_slots(%4, %6)
+    %8: f32[2@expert, 2, 16, 16] = all_to_all(%7)
     %9: f32[2@expert, 2, 32, 16] = fill_slots(%8)
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, fx
 
 from tutti.graph.ops import collectives
 from tutti.graph.ops.expert_rows import cut_slots, fill_slots
-from tutti.layout import Sharding
+from tutti.layout import Segment, Sharding
 from tutti.partition.localize import Local
 from tutti.partition.reshard import RouteStep
 
@@ -63,8 +64,10 @@ class Mover:
         axes: Any = step.arguments[0]
         share = self.local.mesh.size(axes)
         cut = self.local.call(cut_slots, (node, num, share), {}, self.user)
-        moved = self._collective(cut, step, self.dtype)
-        room = int(moved.meta["val"].shape[2])
+        room, width = (int(x.meta["val"].shape[2]) for x in (node, cut))
+        lead, rest = step.result.dims[:2], step.result.dims[3:]
+        narrow = replace(step, result=Sharding((*lead, (Segment(width),), *rest)))
+        moved = self._collective(cut, narrow, self.dtype)
         filler = -1 if self.value is experts else 0
         made = self.local.call(fill_slots, (moved, room, filler), {}, self.user)
         made.meta["sharding"] = step.result

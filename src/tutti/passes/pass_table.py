@@ -26,6 +26,7 @@ from tutti.passes.bucket import bucket
 from tutti.passes.common import common
 from tutti.passes.early_sends import early_sends
 from tutti.passes.early_update import early_update
+from tutti.passes.filled_slots import filled_slots
 from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
 from tutti.passes.in_buffer import in_buffer
@@ -145,6 +146,7 @@ PASSES = (
     Pass("own_results", _alone(own_results), needed=True),
     Pass("reduce_scatter", taken_back=reduced_then_split),
     Pass("regather", taken_back=gathered_once),
+    Pass("filled_slots", _alone(filled_slots), before_split=True),
     Pass("remat", _remat, before_split=True),
     Pass("rows", _alone(rows), _alone(rows)),
     Pass("simplify", _alone(simplify), _alone(simplify)),

@@ -32,7 +32,7 @@ from tutti.graph.ops.expert_rows import (
 from tutti.layout import Mesh, Segment, Sharding, canonical
 from tutti.rules import is_tensor_call, operands_of
 from tutti.rules.book import Book
-from tutti.rules.rule import Rule, shape
+from tutti.rules.rule import shape
 
 EXPERT = "expert"
 _RESHAPE, _CAST = torch.ops.aten.reshape.default, torch.ops.aten._to_copy.default
@@ -169,7 +169,7 @@ class _Mover:
         if not operands or not all(x in rows for x in operands):
             return False
         rule = self.book.of(node) if isinstance(node.meta["val"], Tensor) else None
-        return rule is not None and _keeps_rows(rule, self.num_rows)
+        return rule is not None and rule.keeps_rows(self.num_rows)
 
     def _product(self, emit: Emit, node: fx.Node, slots: fx.Node) -> None:
         x, other, _, how = node.args[:4]
@@ -254,19 +254,3 @@ class _Mover:
         slots = canonical([s for dim in dims for s in dim], self.mesh)
         self.made.seeds[flat] = Sharding((slots, *((Segment(n),) for n in rest)))
         return flat
-
-
-def _keeps_rows(rule: Rule, num_rows: int) -> bool:
-    """Whether one factor runs along dim 0 of each tensor, nowhere else, and may be split as it is."""
-    terms = [*rule.operands, *rule.results]
-    leads = {term[0] if term else () for term in terms}
-    lead = leads.pop()
-    if leads or len(lead) != 1:
-        return False
-    (factor,) = lead
-    return (
-        not any(factor in dim for term in terms for dim in term[1:])
-        and factor not in rule.whole
-        and factor not in rule.parts
-        and rule.sizes[factor] == num_rows
-    )

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from tutti.graph import text
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
-from tutti.graph.ops.expert_rows import share_moved
 from tutti.graph.ops.loop import loop
 from tutti.partition.partition import Program
 from tutti.pipeline.ready import in_time
@@ -88,7 +87,7 @@ def _record(program: Program, node: fx.Node) -> Record:
         region=user.meta.get("region", "output"),
         shape=tuple(operand.shape),
         dtype=dtype_text(operand),
-        nbytes=int(full * factor / share_moved(node)),
+        nbytes=int(full * factor),
     )
 
 

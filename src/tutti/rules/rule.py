@@ -68,6 +68,22 @@ class Rule:
         mine = {f for dim in self.results[result] for f in dim}
         return {f for t in self.operands for dim in t for f in dim} - mine
 
+    def keeps_rows(self, num_rows: int) -> bool:
+        """Whether one factor of this size runs along dim 0 of each tensor, nowhere else, and may be split
+        as it is: the op treats each row by itself."""
+        terms = [*self.operands, *self.results]
+        leads = {term[0] if term else () for term in terms}
+        lead = leads.pop()
+        if leads or len(lead) != 1:
+            return False
+        (factor,) = lead
+        return (
+            not any(factor in dim for term in terms for dim in term[1:])
+            and factor not in self.whole
+            and factor not in self.parts
+            and self.sizes[factor] == num_rows
+        )
+
     def __str__(self) -> str:
         def term(t: Term) -> str:
             return " ".join(_word(dim, self.whole) for dim in t)

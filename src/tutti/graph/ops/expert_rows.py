@@ -23,11 +23,12 @@ from the blocks to the groups is one all-to-all.
 
     tutti::cut_slots(slots, num, share) -> the first `num` slots of each block
     tutti::fill_slots(cut, room, filler) -> all slots again
+    tutti::to_filled(x, experts, num_experts, groups, room, num, share) -> both: the cut slots of to_experts
 
-A block fills its slots of a group from the front. So an all-to-all between the two moves as many slots of
-each block as the fullest one has, which ranks agree on: a size of the call, and at most `room`. The fake
-values have the size `room`. `share` tells costs that one of so many slots is filled, if experts are chosen
-evenly.
+A block fills its slots of a group from the front. So an all-to-all between the first two moves as many slots
+of each block as the fullest one has, which ranks agree on: a size of the call, and at most `room`. The fake
+value of the cut slots has one of `share` slots, as many as are filled if experts are chosen evenly: costs and
+predicted memory read it. `from_experts` takes cut slots, too.
 
 With `groups` above 1 the rows of a product are those slots, flattened, and `experts` counts within a group.
 `padding` is the number of slots for each row: it tells costs, not values.
@@ -39,10 +40,9 @@ dropped).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 _LIBRARY = torch.library.Library("tutti", "FRAGMENT")
 _LIBRARY.define(
@@ -58,6 +58,10 @@ _LIBRARY.define("expert_slots(Tensor experts, int num_experts, int groups, int r
 _LIBRARY.define("from_experts(Tensor slots, Tensor experts, int num_experts, int groups) -> Tensor")
 _LIBRARY.define("cut_slots(Tensor slots, Tensor num, int share) -> Tensor")
 _LIBRARY.define("fill_slots(Tensor cut, int room, int filler) -> Tensor")
+_LIBRARY.define(
+    "to_filled(Tensor x, Tensor experts, int num_experts, int groups, int room, Tensor num, int share)"
+    " -> Tensor"
+)
 _ROOM = 2  # the dim of the slots of a block
 
 
@@ -101,8 +105,11 @@ def _expert_outer(
     return made
 
 
-def _slot_of(experts: Tensor, num_experts: int, groups: int, room: int) -> Tensor:
-    """The slot of each row among all groups * blocks * room, -1 for a row without an expert."""
+def _slot_of(experts: Tensor, num_experts: int, groups: int, room: int, width: int) -> Tensor:
+    """The slot of each row among all groups * blocks * width, -1 for a row without an expert.
+
+    A block has `room` rows, and `width` slots for them in each group.
+    """
     blocks = experts.numel() // room
     group = torch.div(experts, num_experts // groups, rounding_mode="floor")
     group = torch.where(experts < 0, -1, group).reshape(blocks, room)
@@ -110,7 +117,7 @@ def _slot_of(experts: Tensor, num_experts: int, groups: int, room: int) -> Tenso
     taken = mine.cumsum(1) - 1  # the rows before it of the same block and group
     place = taken.gather(2, group.clamp(min=0)[:, :, None])[:, :, 0]
     block = torch.arange(blocks, device=experts.device)[:, None]
-    slot = (group * blocks + block) * room + place
+    slot = (group * blocks + block) * width + place
     return torch.where(group < 0, -1, slot).flatten()
 
 
@@ -122,28 +129,42 @@ def _placed(x: Tensor, slot: Tensor, num_slots: int, empty: int) -> Tensor:
 
 
 def _to_experts(x: Tensor, experts: Tensor, num_experts: int, groups: int, room: int) -> Tensor:
-    slot = _slot_of(experts, num_experts, groups, room)
+    slot = _slot_of(experts, num_experts, groups, room, room)
     made = _fake_to(x, experts, num_experts, groups, room)
     return _placed(x, slot, groups * x.shape[0], 0).reshape(made.shape)
 
 
 def _expert_slots(experts: Tensor, num_experts: int, groups: int, room: int) -> Tensor:
-    slot = _slot_of(experts, num_experts, groups, room)
+    slot = _slot_of(experts, num_experts, groups, room, room)
     within = torch.remainder(experts, num_experts // groups)
     made = _fake_slots(experts, num_experts, groups, room)
     return _placed(within, slot, groups * experts.shape[0], -1).reshape(made.shape)
 
 
 def _from_experts(slots: Tensor, experts: Tensor, num_experts: int, groups: int) -> Tensor:
-    slot = _slot_of(experts, num_experts, groups, slots.shape[2])
+    room = experts.numel() // max(1, slots.shape[1])
+    slot = _slot_of(experts, num_experts, groups, room, slots.shape[_ROOM])
     flat = slots.reshape(-1, *slots.shape[3:])
     found = flat[slot.clamp(min=0)]
     none = (slot < 0).reshape(-1, *[1] * (found.ndim - 1))
     return found.masked_fill(none, 0)
 
 
+def _to_filled(
+    x: Tensor, experts: Tensor, num_experts: int, groups: int, room: int, num: Tensor, share: int
+) -> Tensor:
+    width, blocks = _width(num), x.shape[0] // room
+    slot = _slot_of(experts, num_experts, groups, room, width)
+    made = _placed(x, slot, groups * blocks * width, 0)
+    return made.reshape(groups, blocks, width, *x.shape[1:])
+
+
+def _width(num: Tensor) -> int:
+    return max(1, int(num))
+
+
 def _cut_slots(slots: Tensor, num: Tensor, share: int) -> Tensor:
-    return slots.narrow(_ROOM, 0, max(1, int(num))).clone(memory_format=torch.contiguous_format)
+    return slots.narrow(_ROOM, 0, _width(num)).clone(memory_format=torch.contiguous_format)
 
 
 def _fill_slots(cut: Tensor, room: int, filler: int) -> Tensor:
@@ -177,11 +198,27 @@ def _fake_from(slots: Tensor, experts: Tensor, num_experts: int, groups: int) ->
 
 
 def _fake_cut(slots: Tensor, num: Tensor, share: int) -> Tensor:
-    return slots.new_empty(slots.shape)
+    return slots.new_empty(_with_width(slots.shape, filled(slots.shape[_ROOM], share)))
 
 
 def _fake_fill(cut: Tensor, room: int, filler: int) -> Tensor:
-    return cut.new_empty(cut.shape)
+    return cut.new_empty(_with_width(cut.shape, room))
+
+
+def _fake_filled(
+    x: Tensor, experts: Tensor, num_experts: int, groups: int, room: int, num: Tensor, share: int
+) -> Tensor:
+    whole = _fake_to(x, experts, num_experts, groups, room)
+    return _fake_cut(whole, num, share)
+
+
+def filled(room: int, share: int) -> int:
+    """The slots of a block that are filled, of `room`, if one of `share` is."""
+    return -(-room // share)
+
+
+def _with_width(shape: Sequence[int], width: int) -> tuple[int, ...]:
+    return (*shape[:_ROOM], width, *shape[_ROOM + 1 :])
 
 
 for _name, _kernel, _fake in (
@@ -192,6 +229,7 @@ for _name, _kernel, _fake in (
     ("from_experts", _from_experts, _fake_from),
     ("cut_slots", _cut_slots, _fake_cut),
     ("fill_slots", _fill_slots, _fake_fill),
+    ("to_filled", _to_filled, _fake_filled),
 ):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"tutti::{_name}", _fake, lib=_LIBRARY)
@@ -203,13 +241,5 @@ expert_slots = torch.ops.tutti.expert_slots.default
 from_experts = torch.ops.tutti.from_experts.default
 cut_slots = torch.ops.tutti.cut_slots.default
 fill_slots = torch.ops.tutti.fill_slots.default
+to_filled = torch.ops.tutti.to_filled.default
 PRODUCTS = (expert_mm, expert_outer)
-
-
-def share_moved(node: fx.Node) -> int:
-    """A collective moves one of so many slots of its value, if experts are chosen evenly; 1 for others."""
-    operand = node.args[0]
-    if not isinstance(operand, fx.Node) or operand.target is not cut_slots:
-        return 1
-    share: Any = operand.args[2]
-    return share

@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from tutti.graph.ops import collectives
-from tutti.graph.ops.expert_rows import share_moved
 from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds
 from tutti.planner.costs.kernel_seconds import kernel_seconds
 from tutti.planner.costs.kernels import DeviceKernel, kernels_of
@@ -105,7 +104,7 @@ def collective_call(node: fx.Node) -> CollectiveCall | None:
     whole: Iterable[Any] = _results(node) if kind == "all_gather" else values  # type: ignore[arg-type]
     tensors = [x for v in whole for x in tree_leaves(v.meta.get("val")) if isinstance(x, Tensor)]
     nbytes = sum(x.nbytes for x in tensors)
-    return CollectiveCall(node, kind, nbytes // share_moved(node), tuple(axes))
+    return CollectiveCall(node, kind, nbytes, tuple(axes))
 
 
 _SEVERAL = (collectives.together, collectives.together_, collectives.start)

@@ -1,0 +1,119 @@
+"""`filled_slots`: ops between the all-to-alls of experts run on the filled slots alone."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import tutti
+from mixtures import EXPERTS, NAMES, NUM_LAYERS, WIDTH, arguments, points, points_step, routed
+from pass_programs import experts
+from ranks import Ranks
+from tutti.capture.step import capture
+from tutti.graph.ops.expert_rows import cut_slots, fill_slots, from_experts, to_experts, to_filled
+from tutti.layout import Layout
+from tutti.partition.partition import Program, partition
+from tutti.passes.filled_slots import filled_slots
+from tutti.passes.pass_table import optimized
+from tutti.passes.target import Target
+from tutti.planner.memory import predict
+from tutti.propagate.plan import plan
+
+aten = torch.ops.aten
+PLACE = {"*.experts.*_proj": "expert, -, -"}
+ROUTED = {"*.up": "expert, -, -", "*.down": "expert, -, -"}
+
+
+def program(name: str, layout: str) -> Program:
+    return partition(plan(capture(*arguments(name)), Layout.parse(layout), PLACE))
+
+
+def count(graph: fx.Graph, target: object) -> int:
+    return len([n for n in graph.nodes if n.target is target])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_slots_of_the_models_are_filled_up(name: str) -> None:
+    """Four moves a layer, and one of integers; only the latter are cut from all slots."""
+    made, layers = program(name, "data=2 expert=2"), NUM_LAYERS[name]
+    assert count(made.graph, fill_slots) == 5 * layers
+    graph = optimized(made, Target(frozenset()))
+    assert count(graph, fill_slots) == 0
+    assert count(graph, cut_slots) == layers and count(graph, to_filled) == 2 * layers
+
+
+def test_another_op_on_slots_keeps_all_of_them() -> None:
+    """A sum along the slots has other numbers, and another number of them, without the empty ones."""
+    graph = experts()
+    (silu,) = graph.find_nodes(op="call_function", target=aten.silu.default)
+    with graph.inserting_after(silu):
+        total = graph.call_function(aten.cumsum.default, (silu, 0))
+    total.meta = dict(silu.meta)
+    (apart,) = [n for n in silu.users if n.target is aten.reshape.default]
+    apart.update_arg(0, total)
+    before = [n.target for n in graph.nodes]
+    assert filled_slots(graph) == 0 and [n.target for n in graph.nodes] == before
+
+
+def test_slots_that_are_returned_stay() -> None:
+    graph = experts()
+    (silu,) = graph.find_nodes(op="call_function", target=aten.silu.default)
+    output = graph.output_node()
+    output.args = (([silu], []),)
+    assert filled_slots(graph) == 0
+
+
+def test_predicted_memory_is_that_of_evenly_chosen_experts() -> None:
+    """512 rows that go to two experts each; room for all on each of four ranks is four times as much."""
+    model = routed(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = (torch.randn(512, WIDTH), torch.randn(512, WIDTH))
+    captured = capture(points_step, model, optimizer, batch)
+    made = partition(plan(captured, Layout.parse("expert=4"), ROUTED))
+    with_all = optimized(made, Target(frozenset()), without={"filled_slots"})
+    filled = optimized(made, Target(frozenset()))
+    have, whole = predict(made, filled).call_nbytes, predict(made, with_all).call_nbytes
+    assert 2 * have < whole
+
+
+@pytest.mark.parametrize("num", [0, 1, 3, 6])
+def test_filled_slots_are_the_first_of_all_slots(num: int) -> None:
+    generator = torch.Generator().manual_seed(num)
+    x = torch.randn(24, 5, generator=generator)
+    kinds = torch.randint(-1, 6, (24,), generator=generator)
+    fullest = torch.tensor(num)
+    slots = to_experts(x, kinds, 6, 3, 6)
+    if num < 6:  # no block has more rows for a group
+        kinds = torch.where(kinds.reshape(4, 6) < 0, -1, kinds.reshape(4, 6))
+        kinds[:, num:] = -1
+        slots = to_experts(x, kinds.flatten(), 6, 3, 6)
+    made = to_filled(x, kinds.flatten(), 6, 3, 6, fullest, 3)
+    assert torch.equal(made, cut_slots(slots, fullest, 3))
+    rows = from_experts(made, kinds.flatten(), 6, 3)
+    assert torch.equal(rows, from_experts(slots, kinds.flatten(), 6, 3))
+
+
+def losses(layout: str, crowded: bool) -> list[float]:
+    """Of three steps; `crowded`: all rows choose the experts of the first rank."""
+    model: Any = routed()
+    if crowded:
+        with torch.no_grad():
+            for layer in (model[0], model[2]):
+                layer.router.weight[EXPERTS // 2 :] = -1e3
+                layer.router.weight[: EXPERTS // 2] *= 1e-3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step: Any = partial(points_step, model, optimizer)
+    if layout:
+        step = tutti.distribute(points_step, model, optimizer, layout, place=ROUTED)
+    return [float(step(*(x.abs() for x in points(k)))) for k in range(3)]
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_ranks_with_few_and_with_all_rows_train_as_one_device(crowded: bool, ranks: Ranks) -> None:
+    want = losses("", crowded)
+    for have in ranks.run(losses, "expert=2", crowded, n=2):
+        assert have == pytest.approx(want, rel=1e-12)
