@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from mixtures import EXPERTS, NAMES, NUM_LAYERS, WIDTH, arguments, points, point
 from pass_programs import experts
 from ranks import Ranks
 from tutti.capture.step import capture
+from tutti.graph.edits.edit import RECOMPUTED
+from tutti.graph.ops import collectives
 from tutti.graph.ops.expert_rows import cut_slots, fill_slots, from_experts, to_experts, to_filled
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
@@ -80,6 +83,17 @@ def test_predicted_memory_is_that_of_evenly_chosen_experts() -> None:
     assert 2 * have < whole
 
 
+def test_recomputation_moves_rows_again() -> None:
+    """Beside three moves a layer in the forward and two in the backward."""
+    moves = Counter(
+        (node.meta["region"], RECOMPUTED in node.meta)
+        for node in optimized(program("Mixtral", "expert=2 remat=full"), Target(frozenset())).nodes
+        if node.target is collectives.all_to_all
+    )
+    assert moves.pop(("backward", True)) > 0
+    assert moves == {("forward", False): 6, ("backward", False): 4}
+
+
 @pytest.mark.parametrize("num", [0, 1, 3, 6])
 def test_filled_slots_are_the_first_of_all_slots(num: int) -> None:
     generator = torch.Generator().manual_seed(num)
@@ -112,8 +126,18 @@ def losses(layout: str, crowded: bool) -> list[float]:
     return [float(step(*(x.abs() for x in points(k)))) for k in range(3)]
 
 
-@pytest.mark.parametrize("crowded", [False, True])
-def test_ranks_with_few_and_with_all_rows_train_as_one_device(crowded: bool, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("layout", "crowded"),
+    [
+        ("expert=2", False),
+        ("expert=2", True),
+        ("expert=2 remat=full", False),
+        ("expert=2 micro=2", True),
+    ],
+)
+def test_ranks_with_few_and_with_all_rows_train_as_one_device(
+    layout: str, crowded: bool, ranks: Ranks
+) -> None:
     want = losses("", crowded)
-    for have in ranks.run(losses, "expert=2", crowded, n=2):
+    for have in ranks.run(losses, layout, crowded, n=2):
         assert have == pytest.approx(want, rel=1e-12)

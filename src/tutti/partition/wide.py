@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph.ops import collectives
-from tutti.graph.ops.expert_rows import cut_slots, fill_slots
+from tutti.graph.ops.expert_rows import MOVES_SLOTS, cut_slots, fill_slots
 from tutti.layout import Segment, Sharding
 from tutti.partition.localize import Local
 from tutti.partition.reshard import RouteStep
@@ -68,6 +68,7 @@ class Mover:
         lead, rest = step.result.dims[:2], step.result.dims[3:]
         narrow = replace(step, result=Sharding((*lead, (Segment(width),), *rest)))
         moved = self._collective(cut, narrow, self.dtype)
+        moved.meta[MOVES_SLOTS] = True
         filler = -1 if self.value is experts else 0
         made = self.local.call(fill_slots, (moved, room, filler), {}, self.user)
         made.meta["sharding"] = step.result

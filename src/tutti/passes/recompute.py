@@ -15,10 +15,12 @@ from torch.fx.node import map_arg
 
 from tutti.graph.edits.edit import RECOMPUTED, erase_dead
 from tutti.graph.ops import collectives
+from tutti.graph.ops.expert_rows import MOVES_SLOTS
 from tutti.torch_private.pytrees import tree_leaves
 
 # Collectives whose results stay: to move bytes twice costs more than the memory is worth. A gathered value is
-# larger than its part, so the backward gathers it again.
+# larger than its part, so the backward gathers it again. It also moves slots of experts again: a row goes to
+# several experts, so they are several times as large as the layer's input.
 _ONCE = (collectives.all_reduce, collectives.reduce_scatter, collectives.all_to_all)
 
 
@@ -34,7 +36,7 @@ def is_forward(node: fx.Node) -> bool:
 
 def is_recomputable(node: fx.Node) -> bool:
     """Whether `node` can be recomputed: the same op on the same values, random ones included."""
-    return is_forward(node) and node.target not in _ONCE
+    return is_forward(node) and (node.target not in _ONCE or MOVES_SLOTS in node.meta)
 
 
 def state_only(graph: fx.Graph) -> set[fx.Node]:

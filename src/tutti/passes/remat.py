@@ -19,6 +19,7 @@ from tutti.errors import LayoutError
 from tutti.graph.analysis.cost import flops_of_call
 from tutti.graph.analysis.storage import StorageBlock, Storages
 from tutti.graph.ops import collectives
+from tutti.graph.ops.expert_rows import MOVES_SLOTS
 from tutti.graph.randomness.draw import draw
 from tutti.layout.budget import Budget, nbytes_text
 from tutti.passes.recompute import is_forward, is_recomputable, recompute, sources
@@ -26,8 +27,8 @@ from tutti.passes.remat_segments import kept_blocks
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
 # Work per element of an op's result, in floating-point operations: most ops wait for memory, and random bits
-# need a hash.
-_ELEMENT, _RANDOM = 32, 256
+# need a hash. And per byte that moves between ranks.
+_ELEMENT, _RANDOM, _MOVED = 32, 256, 4096
 # The number of plans to search for a budget in bytes.
 _NUM_PLANS = 32
 
@@ -96,6 +97,8 @@ class _Plans:
         made = sum(b.nbytes for b in self.storages.made(node))
         if node.target in (draw, collectives.draw_part):
             return float(_RANDOM * made)
+        if MOVES_SLOTS in node.meta:
+            return float(_MOVED * made)
         fakes = self.storages.fakes
         args, kwargs = map_arg((node.args, node.kwargs), fakes.__getitem__)
         flops = flops_of_call(node.target, args, kwargs, fakes[node])

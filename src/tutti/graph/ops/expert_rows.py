@@ -243,3 +243,5 @@ cut_slots = torch.ops.tutti.cut_slots.default
 fill_slots = torch.ops.tutti.fill_slots.default
 to_filled = torch.ops.tutti.to_filled.default
 PRODUCTS = (expert_mm, expert_outer)
+# The note of an all-to-all that moves slots.
+MOVES_SLOTS = "moves_slots"

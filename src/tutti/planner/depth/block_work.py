@@ -27,6 +27,7 @@ from tutti.graph.ops import collectives
 from tutti.graph.randomness.draw import draw
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
+from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
 from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.costs.graph_seconds import collective_call
@@ -49,7 +50,8 @@ class Piece:
     their part of collectives. update: seconds. kept: bytes of a micro-batch from forward to backward.
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
     state; slots with buffers. gradients: bytes that the update reads. sent: bytes over the model's axes.
-    once: bytes of results of collectives in the forward, which no backward recomputes.
+    once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
+    of the others.
     """
 
     forward: float = 0.0
@@ -63,6 +65,7 @@ class Piece:
     gradients: float = 0.0
     sent: float = 0.0
     once: float = 0.0
+    moved_again: float = 0.0
 
     def __add__(self, other: Piece) -> Piece:
         return Piece(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -176,7 +179,9 @@ class _BlockReader:
         passes = 2 if call.kind == "all_reduce" else 1
         self._add(node, region, seconds)
         self._add(node, "exchange", seconds)
-        if region == "forward":
+        if region == "forward" and is_recomputable(node):
+            self._add(node, "moved_again", seconds)
+        elif region == "forward":
             self._add(node, "once", nbytes_of(node))
         self._add(node, "sent", passes * (group.size - 1) / group.size * call.nbytes)
 

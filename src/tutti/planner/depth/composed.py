@@ -168,9 +168,12 @@ class _Composition:
         if self.layout.remat != "full" or not whole.kept:
             return whole
         segments = self._num_segments(pieces)
-        again = (whole.forward - whole.exchange / 3) * (1 - 1 / segments)
+        once = max(0.0, whole.exchange - 2 * whole.moved_again) / 3
+        again = (whole.forward - once) * (1 - 1 / segments)
+        moved = whole.moved_again * (1 - 1 / segments)
         kept = min(whole.kept, segments * self._between + whole.once)
-        return replace(whole, backward=whole.backward + again, kept=kept, cast=0.0)
+        more = {"backward": whole.backward + again, "exchange": whole.exchange + moved}
+        return replace(whole, **more, kept=kept, cast=0.0)
 
     def _segment(self, pieces: list[Piece]) -> float:
         """Bytes of one segment while it is recomputed, its weights in the dtype of the forward included."""
