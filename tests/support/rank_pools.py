@@ -91,12 +91,6 @@ class Pool:
         except EOFError:
             return False, "the process ended"
 
-    @property
-    def num_threads(self) -> int:
-        """The number of threads of the first rank; 0 where the system does not say."""
-        tasks = Path(f"/proc/{self._processes[0].pid}/task")
-        return len(list(tasks.iterdir())) if tasks.exists() else 0
-
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
