@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import tutti
+from captured_once import captured_once
 from mixtures import (
     EXPERTS,
     LENGTH,
@@ -30,22 +31,54 @@ from mixtures import (
     train_step,
 )
 from ranks import Ranks
-from tutti.capture.step import capture
+from tutti.capture.step import copied
 from tutti.comm.collectives.process_groups import ProcessGroups
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
-from tutti.planner.placement.placement import find_place
+from tutti.planner.placement.placement import Placement, find_place
 from tutti.propagate.plan import plan
 from tutti.report.collective_records import records
+from tutti.verification.verdict import Subject, Verdict
 
 PLACE = {"*.experts.gate_up_proj": "expert, -, -", "*.experts.down_proj": "expert, -, -"}
 NUM_ROWS = SAMPLES * LENGTH * TOP
 
 
-def program(name: str, layout: str, place: dict[str, str] = PLACE) -> Program:
+# What the search finds; a program of other layouts is given its place.
+SEARCHED = [(name, "expert=2") for name in NAMES]
+SEARCHED += [("Qwen3-MoE", "data=2 expert=4"), ("DeepSeek-V3", "expert=2 tensor=2")]
+
+
+@cache
+def subject(name: str, precision: str = "fp32") -> Subject:
+    """The step captured, and compared with the eager one, for all layouts."""
+    return Subject(*arguments(name), precision=precision)
+
+
+@cache
+def found(name: str, layout: str) -> Placement:
+    return find_place(subject(name).captured, Layout.parse(layout))
+
+
+@cache
+def program(name: str, layout: str) -> Program:
+    """With the place that the search finds, or with `PLACE`."""
+    if (name, layout) not in SEARCHED:
+        return placed(name, layout, PLACE)
+    made = found(name, layout)
+    graph, seeds = copied(subject(name).captured), {"found": made.place, "words": made.words}
+    return partition(plan(graph, Layout.parse(layout), **seeds))
+
+
+def placed(name: str, layout: str, place: dict[str, str]) -> Program:
+    parsed = Layout.parse(layout)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a batch that does not divide
-        return partition(plan(capture(*arguments(name)), Layout.parse(layout), place))
+        return subject(name, parsed.precision).program(parsed, place)
+
+
+def verdict(name: str, made: Program) -> Verdict:
+    return subject(name, made.layout.precision).verdict(made.layout, program=made)
 
 
 def moved(made: Program) -> Counter[tuple[str, str, bool]]:
@@ -89,7 +122,7 @@ def test_ranks_that_share_a_batch_take_their_rows_of_it() -> None:
 
 
 def test_weights_that_are_split_otherwise_do_not_move_rows() -> None:
-    made = program("Mixtral", "expert=2", {"*.experts.*_proj": "-, expert, -"})
+    made = placed("Mixtral", "expert=2", {"*.experts.*_proj": "-, expert, -"})
     assert not [n for n in made.collectives if n.target.__name__ == "all_to_all"]  # type: ignore[union-attr]
     assert made.plan.samples["batch.0"].is_whole
 
@@ -98,7 +131,7 @@ def test_a_wrong_entry_for_experts_is_named() -> None:
     with pytest.raises(
         tutti.ShardingError, match=r'at   place\["\*\.experts\.\*"\] for .*gate_up_proj'
     ):
-        program("Mixtral", "expert=2", {"*.experts.*": "exprt, -, -"})
+        placed("Mixtral", "expert=2", {"*.experts.*": "exprt, -, -"})
 
 
 def test_experts_split_over_two_axes_add_up() -> None:
@@ -107,15 +140,16 @@ def test_experts_split_over_two_axes_add_up() -> None:
         "*.experts.gate_up_proj": "expert+tensor, -, -",
         "*.experts.down_proj": "expert+tensor, -, -",
     }
-    verdict = tutti.verify(*arguments("Mixtral"), layout="expert=2 tensor=2", place=place)
-    assert verdict.ok and verdict.max_error < 1e-9, str(verdict)
+    made = verdict("Mixtral", placed("Mixtral", "expert=2 tensor=2", place))
+    assert made.ok and made.max_error < 1e-9, str(made)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["expert=2", "data=2 expert=2"])
+@pytest.mark.parametrize(
+    ("name", "layout"), [*((name, "data=2 expert=2") for name in NAMES), *SEARCHED]
+)
 def test_the_same_step_in_float64(name: str, layout: str) -> None:
-    verdict = tutti.verify(*arguments(name), layout=layout)
-    assert verdict.ok and verdict.max_error < 1e-9, str(verdict)
+    made = verdict(name, program(name, layout))
+    assert made.ok and made.max_error < 1e-9, str(made)
 
 
 @pytest.mark.parametrize(
@@ -132,18 +166,14 @@ def test_the_same_step_in_float64(name: str, layout: str) -> None:
     ],
 )
 def test_with_other_words(layout: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        verdict = tutti.verify(*arguments("Mixtral"), layout=layout, place=PLACE, steps=1)
-    assert verdict.ok and verdict.max_error < 1e-9, str(verdict)
+    made = verdict("Mixtral", placed("Mixtral", layout, PLACE))
+    assert made.ok and made.max_error < 1e-9, str(made)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", ["expert=2", "data=2 expert=4", "expert=2 tensor=2"])
+@pytest.mark.parametrize(("name", "layout"), SEARCHED)
 def test_the_search_splits_the_experts(name: str, layout: str) -> None:
-    made = find_place(capture(*arguments(name)), Layout.parse(layout))
-    found = {p: text for p, text in made.place.items() if ".experts." in p}
-    assert found == {
+    made = found(name, layout)
+    assert {p: text for p, text in made.place.items() if ".experts." in p} == {
         "model.layers.*.mlp.experts.gate_up_proj": "expert, -, -",
         "model.layers.*.mlp.experts.down_proj": "expert, -, -",
     }
@@ -176,39 +206,68 @@ def _whole(x: Any) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
-def on_rank(name: str, layout: str) -> dict[str, Any]:
-    """Three steps of a model in float64; "" is plain PyTorch, with Hugging Face's loop over experts."""
+def case(name: str, experts: str) -> tuple[Any, Any, list[Any]]:
+    """A step's function, model and batches, in float64."""
     if name == "Routed":
-        model, batches, function = routed(), [points(k) for k in range(3)], points_step
-    else:
-        model = mixture(name, "batched_mm" if layout else "eager").double()
-        batches, function = [(tokens(k),) for k in range(3)], train_step
+        return points_step, routed(), [points(k) for k in range(3)]
+    return train_step, mixture(name, experts).double(), [(tokens(k),) for k in range(3)]
+
+
+def played_before() -> tuple[dict[str, Any], list[float]]:
+    """What one device gives: each model in plain PyTorch, with Hugging Face's loop over experts.
+
+    Its steps are captured for ranks that are copies of this process.
+    """
+    want = {}
+    for name in ("Routed", *NAMES):
+        function, model, batches = case(name, "eager")
+        optimizer = _adam(model)
+        want[name] = _trained(model, partial(function, model, optimizer), batches)
+        want[name]["moments"] = _moments(model, optimizer)
+        function, model, batches = case(name, "batched_mm")
+        with captured_once(name):
+            tutti.distribute(function, model, _adam(model), "")(*batches[0])
+    return want, evaluated("")
+
+
+def on_rank(name: str, layout: str, place: dict[str, str] | None) -> dict[str, Any]:
+    """Three steps of a model."""
+    function, model, batches = case(name, "batched_mm")
     optimizer = _adam(model)
-    if layout:
-        step = tutti.distribute(function, model, optimizer, layout)
-    else:
-        step = partial(function, model, optimizer)
-    found = _trained(model, step, batches)
-    return found | {"moments": _moments(model, optimizer)}
+    with captured_once(name):
+        step = tutti.distribute(function, model, optimizer, layout, place=place)
+        made = _trained(model, step, batches)
+    return made | {"moments": _moments(model, optimizer)}
 
 
-@pytest.mark.parametrize("name", ["Routed", *NAMES])
-@pytest.mark.parametrize(("layout", "n"), [("expert=2", 2), ("data=2 expert=2", 4)])
-def test_real_ranks_train_as_one_device(name: str, layout: str, n: int, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout", "n", "place"),
+    [
+        ("Routed", "expert=2", 2, None),
+        ("Routed", "data=2 expert=2", 4, None),
+        ("Mixtral", "data=2 expert=2", 4, PLACE),
+        ("Qwen3-MoE", "expert=2", 2, PLACE),
+        ("DeepSeek-V3", "expert=2", 2, None),
+    ],
+)
+def test_real_ranks_train_as_one_device(
+    name: str, layout: str, n: int, place: dict[str, str] | None, ranks: Ranks
+) -> None:
     """Half of the experts on a rank; losses, weights and second moments equal those of one device.
 
     Hugging Face's models compute norms, routers and losses in float32 whatever their dtype: values equal to
     the last bit of float64 may round apart there by 1e-7.
     """
     near = 1e-12 if name == "Routed" else 1e-6
-    want = on_rank(name, "")
-    for found in ranks.run(on_rank, name, layout, n=n):
-        assert found["losses"] == pytest.approx(want["losses"], rel=near)
+    before = ranks.after(played_before)
+    want = before.result[0][name]
+    for made in before.run(on_rank, name, layout, place, n=n):
+        assert made["losses"] == pytest.approx(want["losses"], rel=near)
         for key, value in want["weights"].items():
-            torch.testing.assert_close(found["weights"][key], value, rtol=near, atol=near / 10)
-        for have, value in zip(found["moments"], want["moments"], strict=True):
+            torch.testing.assert_close(made["weights"][key], value, rtol=near, atol=near / 10)
+        for have, value in zip(made["moments"], want["moments"], strict=True):
             torch.testing.assert_close(have, value, rtol=10 * near, atol=near * near)
-        assert found["experts"] * 2 == want["experts"]
+        assert made["experts"] * 2 == want["experts"]
 
 
 def evaluate(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -231,8 +290,9 @@ def evaluated(layout: str) -> list[float]:
 
 def test_evaluations_and_uneven_batches(ranks: Ranks) -> None:
     """Rows that do not divide by `expert` are shared: each of its ranks takes those of its experts."""
-    for found in ranks.run(evaluated, "expert=2", n=2):
-        assert found == pytest.approx(evaluated(""), rel=1e-12)
+    before = ranks.after(played_before)
+    for losses in before.run(evaluated, "expert=2", n=2):
+        assert losses == pytest.approx(before.result[1], rel=1e-12)
 
 
 def numbers_moved(favorite: int | None) -> list[int]:
@@ -250,7 +310,8 @@ def numbers_moved(favorite: int | None) -> list[int]:
             for layer in (model[0], model[2]):
                 layer.router = Favorites(favorite)
     step = tutti.distribute(points_step, model, _adam(model), "expert=2")
-    with mock.patch.object(ProcessGroups, "exchanged", counted):
+    program = "Routed" if favorite is None else "favorites"
+    with mock.patch.object(ProcessGroups, "exchanged", counted), captured_once(program):
         step(*points())
     return taken
 
@@ -273,7 +334,8 @@ def test_ranks_move_as_many_slots_as_the_fullest_block_has(ranks: Ranks) -> None
     The batch needs no gradient: the first of two layers returns none.
     """
     full = [2 * 32 * WIDTH] * 7 + [2 * 32] * 2
-    for taken in ranks.run(numbers_moved, 2, n=2):
+    before = ranks.after(played_before)
+    for taken in before.run(numbers_moved, 2, n=2):
         assert sorted(taken) == sorted(full)
-    for taken in ranks.run(numbers_moved, None, n=2):
+    for taken in before.run(numbers_moved, None, n=2):
         assert len(taken) == 9 and sum(taken) < 0.8 * sum(full)
