@@ -13,17 +13,24 @@ import pytest
 import torch
 from torch import nn
 
-import tutti
 from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
 from tutti.planner.placement import placement
-from tutti.planner.placement.placement import Placement, cost_of, find_place, found_seeds
+from tutti.planner.placement.counted_programs import CountedPrograms
+from tutti.planner.placement.placement import (
+    Placement,
+    cost_of,
+    find_place,
+    found_seeds,
+    programs_of,
+)
 from tutti.planner.placement.reduced import reduced
 from tutti.propagate.plan import plan
 from tutti.report.collective_records import records
 from tutti.report.explanation import explain
 from tutti.verification import verdict
+from tutti.verification.verdict import Subject
 
 sys.path.append(str(Path(__file__).parent))
 from hand_placed import MODELS, texts
@@ -32,19 +39,28 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 # The number of ways changes which dims divide, and no rule: every model has one of two.
 CASES = list(zip(MODELS, cycle((2, 4)), strict=False))
 WAYS = dict(CASES)
-SEARCHED = "gpt2"
 # A decision must save this share of the time, and a hand-written placement may have one that saves less.
 WORTH = 1.005
 
 
 @cache
+def subject(name: str) -> Subject:
+    return Subject(*MODELS[name].arguments(), steps=1)
+
+
 def captured(name: str) -> Captured:
-    return capture(*MODELS[name].arguments())
+    return subject(name).captured
+
+
+@cache
+def programs(name: str) -> CountedPrograms:
+    """Those of all searches for the model, as a planner's searches share them."""
+    return programs_of(captured(name), Layout.parse(f"tensor={WAYS[name]}"))
 
 
 @cache
 def found(name: str, ways: int) -> Placement:
-    return find_place(captured(name), Layout.parse(f"tensor={ways}"))
+    return find_place(captured(name), Layout.parse(f"tensor={ways}"), programs=programs(name))
 
 
 def program(name: str, ways: int, place: dict[str, str]) -> Program:
@@ -91,46 +107,77 @@ def test_no_more_time_than_megatron(name: str, ways: int) -> None:
     assert made.seconds < made.whole_seconds
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_no_more_time_than_the_place_of_an_example(name: str) -> None:
-    sys.path.append(str(EXAMPLES))
-    example: Any = importlib.import_module(name)
-    model = example.GPT(128, 3, 4, 0.1) if name == "gpt" else example.make_model(3)
-    batch = torch.randint(256, (1 + (name == "gpt"), 8, 64))
-    made = capture(example.train_step, model, torch.optim.AdamW(model.parameters()), tuple(batch))
+def test_no_more_time_than_the_place_of_llamas_example() -> None:
+    layout = Layout.parse("tensor=2")
+    by_hand = cost_of(captured("llama"), layout, example("llama").PLACE)
+    assert found("llama", 2).seconds <= WORTH * by_hand.seconds
+
+
+def test_an_example_without_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search as in a user's run: the same numbers, in no more time than with the place of the example."""
+    made, one = example("gpt"), []
+    model = made.GPT(128, 3, 4, 0.1)
+    batch = torch.randint(256, (2, 8, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen = Subject(made.train_step, model, optimizer, tuple(batch), steps=1)
+
+    def searched(*args: Any, **rest: Any) -> Placement:
+        one.append(find_place(*args, **rest))
+        return one[-1]
+
+    split_tokens(monkeypatch)
+    monkeypatch.setattr(placement, "find_place", searched)
     layout = Layout.parse("data=2 tensor=2")
-    by_hand = cost_of(made, layout, example.PLACE)
-    assert find_place(made, layout).seconds <= WORTH * by_hand.seconds
+    assert_same_numbers(seen, layout)
+    by_hand = cost_of(seen.captured, layout, made.PLACE)
+    assert one[0].seconds <= WORTH * by_hand.seconds
+
+
+def example(name: str) -> Any:
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+def split_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs."""
+    monkeypatch.setattr(verdict, "found_seeds", partial(found_seeds, on_processors=False))
+
+
+def assert_same_numbers(seen: Subject, layout: Layout) -> None:
+    made = seen.verdict(layout)
+    assert made.ok and made.max_error < 1e-9, str(made)
+
+
+def share_programs(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A search under any words counts the programs of `found`."""
+    monkeypatch.setattr(placement, "find_place", partial(find_place, programs=programs(name)))
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_same_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With tokens split as on GPUs, where they divide; one model searches again, as a user's run does."""
-    if name != SEARCHED:
-        one = found(name, WAYS[name])
-        monkeypatch.setattr(placement, "find_place", lambda *_, **__: one)
-    monkeypatch.setattr(verdict, "found_seeds", partial(found_seeds, on_processors=False))
-    step, model, optimizer, batch = MODELS[name].arguments()
-    made = tutti.verify(step, model, optimizer, batch, f"data=2 tensor={WAYS[name]}")
-    assert made.ok and made.max_error < 1e-9, str(made)
+    """With tokens split as on GPUs, where they divide."""
+    share_programs(monkeypatch, name)
+    split_tokens(monkeypatch)
+    assert_same_numbers(subject(name), Layout.parse(f"data=2 tensor={WAYS[name]}"))
 
 
 def test_processors_keep_tokens_whole() -> None:
     """There a meeting of ranks costs more than the norms that split tokens save."""
     layout, outputs = Layout.parse("tensor=2"), parts("llama", 2)[1]
     assert outputs
-    here = found_seeds(captured("llama"), layout, {})
-    assert here == found_seeds(captured("llama"), layout, {}, on_processors=True)
+    seeds = partial(found_seeds, captured("llama"), layout, {}, programs=programs("llama"))
+    here = seeds()
+    assert here == seeds(on_processors=True)
     assert not outputs.keys() & here["found"].keys() and here["found"]
-    gpus = found_seeds(captured("llama"), layout, {}, on_processors=False)
+    gpus = seeds(on_processors=False)
     assert outputs.keys() <= gpus["found"].keys()
 
 
-def test_same_numbers_in_micro_batches_and_stages() -> None:
+def test_same_numbers_in_micro_batches_and_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens stay whole there: rows of samples and tokens cannot be cut in time and over `tensor`."""
-    step, model, optimizer, batch = MODELS["bert"].arguments()
-    made = tutti.verify(step, model, optimizer, batch, "pipe=2 tensor=2 micro=2")
-    assert made.ok and made.max_error < 1e-9, str(made)
+    share_programs(monkeypatch, "bert")
+    assert_same_numbers(subject("bert"), Layout.parse("pipe=2 tensor=2 micro=2"))
 
 
 def test_words_name_parameters_by_pattern() -> None:
@@ -154,7 +201,7 @@ def test_explain_says_what_was_found() -> None:
     assert "found" not in explain(program("llama", 2, dict(MODELS["llama"].place)))
 
 
-def deep(num_layers: int) -> Captured:
+def newly_captured(num_layers: int) -> Captured:
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True) for _ in range(num_layers)]
     model = nn.Sequential(nn.Embedding(64, 32), *layers, nn.Linear(32, 64))
@@ -170,12 +217,20 @@ def deep(num_layers: int) -> Captured:
     return capture(train_step, model, optimizer, (torch.randint(64, (4, 8)),))
 
 
+deep = cache(newly_captured)
+
+
+@cache
+def found_in_five() -> Placement:
+    return find_place(deep(5), Layout.parse("tensor=2"))
+
+
 def test_equal_layers_count_once() -> None:
-    """The counted step has the same size, and the same programs are counted, for 5 and for 12 layers."""
-    few, many = deep(5), deep(12)
+    """The counted step has the same size, and the same programs are counted, for 5 and for 8 layers."""
+    few, many = deep(5), deep(8)
     assert len(reduced(few).captured.graph.nodes) == len(reduced(many).captured.graph.nodes)
     layout = Layout.parse("tensor=2")
-    one, other = find_place(few, layout), find_place(many, layout)
+    one, other = found_in_five(), find_place(many, layout)
     assert one.num_counted == other.num_counted
     assert {p for p in other.place if "*" in p}
     covered = [n for n, kind in many.kinds.items() if kind == "parameter" and "linear1" in n]
@@ -184,14 +239,13 @@ def test_equal_layers_count_once() -> None:
 
 
 def test_members_stand_for_every_parameter() -> None:
-    many = deep(12)
+    many = deep(8)
     members = [m for names in reduced(many).members.values() for m in names]
     assert sorted(members) == sorted(n for n, kind in many.kinds.items() if kind == "parameter")
 
 
 def test_two_captures_give_one_placement() -> None:
-    layout = Layout.parse("tensor=2")
-    assert find_place(deep(4), layout) == find_place(deep(4), layout)
+    assert find_place(newly_captured(5), Layout.parse("tensor=2")) == found_in_five()
 
 
 def test_the_user_has_the_word() -> None:
@@ -208,9 +262,10 @@ def test_memory_decides_where_time_does_not() -> None:
     layout = Layout.parse("tensor=2")
     free = found("llama", 2)
     assert "model.embed_tokens.weight" not in free.place
-    tight = find_place(captured("llama"), layout, memory_nbytes=free.memory_nbytes - 1000)
+    bound = free.memory_nbytes - 1000
+    tight = find_place(captured("llama"), layout, memory_nbytes=bound, programs=programs("llama"))
     assert tight.place["model.embed_tokens.weight"] == "tensor, -"
-    assert tight.memory_nbytes < free.memory_nbytes - 1000
+    assert tight.memory_nbytes < bound
 
 
 def test_nothing_to_split_is_said() -> None:
