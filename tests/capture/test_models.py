@@ -140,8 +140,10 @@ def test_wrapped_and_several_modules(program: Any) -> None:
     assert_as_eager(program)
 
 
-@pytest.mark.parametrize("layout", ["data=2 zero=3", "data=2"])
-@pytest.mark.parametrize("program", [compiled_module, gan, pair], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    ("program", "layout"),
+    [(compiled_module, "data=2"), (gan, "data=2 zero=3"), (pair, "data=2 zero=3")],
+)
 def test_two_ranks(ranks: Ranks, program: Any, layout: str) -> None:
     assert_as_eager_on_ranks(ranks, program, layout)
 

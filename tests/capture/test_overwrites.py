@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import tutti
 import zoo
 from small_steps import step
 from tutti.capture.second_trace import functional, overwrites
 from tutti.capture.second_trace.overwrites import Overwrites
-from tutti.capture.step import Captured, capture
+from tutti.capture.step import capture
 from tutti.errors import CaptureError
 from tutti.graph.text import text
+from tutti.layout import Layout
+from tutti.verification.verdict import Subject
 
 
 class Writes(nn.Module):
@@ -112,16 +115,17 @@ def case(kind: str) -> tuple[Any, nn.Module, Any, tuple[Tensor]]:
     return step, model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), (torch.randn(6, 6),)
 
 
-def found_in(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Captured, Overwrites]:
+@cache
+def found_in(kind: str) -> tuple[Subject, Overwrites]:
+    """The step captured, and compared with the eager one, and the writes that became values."""
     seen: list[Overwrites] = []
 
     def noted(*args: Any) -> Overwrites:
         seen.append(overwrites.overwrites(*args))
         return seen[-1]
 
-    with monkeypatch.context() as patch:
-        patch.setattr(functional, "overwrites", noted)
-        return capture(*case(kind)), seen[0]
+    with mock.patch.object(functional, "overwrites", noted):
+        return Subject(*case(kind)), seen[0]
 
 
 def replayed(built: Any, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -133,8 +137,8 @@ def replayed(built: Any, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_graph_is_that_of_functionalize(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured, found = found_in(kind, monkeypatch)
-    assert text(captured.graph) == replayed(case(kind), monkeypatch)
+    subject, found = found_in(kind)
+    assert text(subject.captured.graph) == replayed(case(kind), monkeypatch)
     own = [n for n in found.values if n.meta.get("region") == "forward"]
     assert bool(own) == KINDS[kind]
     assert any("sgd_" in str(n.target) for n in found.values)
@@ -142,7 +146,7 @@ def test_the_graph_is_that_of_functionalize(kind: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_step_is_the_eager_step(kind: str) -> None:
-    found = tutti.verify(*case(kind), "data=2")
+    found = found_in(kind)[0].verdict(Layout.parse("data=2"))
     assert found.ok, str(found)
 
 

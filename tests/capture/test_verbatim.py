@@ -53,7 +53,7 @@ def case(name: str) -> tuple[Any, nn.Module, Any, Any]:
     return function, model, optimizer, batches[0]
 
 
-CASES = ("overwriting", "gpt", "resnet", "checkpoint", "accumulate")
+CASES = ("overwriting", "resnet", "checkpoint", "accumulate")
 
 
 def captured(name: str) -> Captured:

@@ -22,7 +22,7 @@ F, I, W = 1.0, 1.5, 1.25  # noqa: E741
 B = I + W
 COSTS = {"F": F, "I": I, "W": W}
 UNIT = {"F": 1.0, "I": 1.0, "W": 1.0}
-SIZES = [(p, m) for p in range(1, 9) for m in range(1, 17)]
+SIZES = [(p, m) for p in range(1, 7) for m in range(1, 13)]
 
 
 def idle(timeline: Timeline) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -44,6 +45,7 @@ def optimizer_of(one: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(one.parameters(), 0.1)
 
 
+@cache
 def planned(capacity: float) -> PlanAnswer:
     one = model()
     job = Job.of(train_step, one, optimizer_of(one), Layout())

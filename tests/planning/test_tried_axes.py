@@ -18,6 +18,8 @@ from tutti.planning.layout_plan import PlanAnswer, PlanQuestion, answer
 from tutti.planning.tried_axes import tried_axes
 
 TOKENS = torch.zeros(4, 6, dtype=torch.long)
+# Few layouts of each axis.
+WORDS = "micro=1 remat=none"
 
 
 class Experts(nn.Module):
@@ -55,9 +57,12 @@ def square_step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
     return loss
 
 
-def planned(step: Any, model: nn.Module, batch: Tensor, devices: str, **options: Any) -> PlanAnswer:
+def planned(
+    step: Any, model: nn.Module, batch: Tensor, given: str = WORDS, **options: Any
+) -> PlanAnswer:
+    """On two devices."""
     job = Job.of(step, model, torch.optim.SGD(model.parameters(), 0.1), Layout())
-    question = PlanQuestion.of(Cluster.parse(devices), num_ranks=2, **options)
+    question = PlanQuestion.of(Cluster.parse("2 x h100"), num_ranks=2, given=given, **options)
     return answer(job, (batch,), question)
 
 
@@ -86,7 +91,7 @@ def test_a_reason_against_each_axis_that_is_not_tried() -> None:
 
 def test_one_long_sample_is_split_over_seq() -> None:
     """`data` cannot split it."""
-    made = planned(train_step, language(nn.Linear(8, 8)), TOKENS[:1], "2 x h100")
+    made = planned(train_step, language(nn.Linear(8, 8)), TOKENS[:1])
     assert "seq" in axes_of(made) and "data" not in axes_of(made)
     # Six tokens over 4 ranks do not divide.
     model = language(nn.Linear(8, 8))
@@ -100,23 +105,23 @@ def test_one_long_sample_is_split_over_seq() -> None:
 
 
 def test_enough_samples_need_no_seq() -> None:
-    made = planned(train_step, language(nn.Linear(8, 8)), TOKENS, "2 x h100")
+    made = planned(train_step, language(nn.Linear(8, 8)), TOKENS, "remat=none")
     assert "seq" not in axes_of(made)
     assert any("layouts with seq are not tried" in text for text in made.not_tried)
 
 
 def test_less_than_a_sample_on_a_rank_where_memory_is_short() -> None:
     model, long = language(nn.Linear(8, 8)), torch.zeros(2, 512, dtype=torch.long)
-    made = planned(train_step, model, long, "2 x h100", capacity=1.0)
+    made = planned(train_step, model, long, "remat=none", capacity=1.0)
     peaks = {row.layout: row.estimate.peak_nbytes for row in made.ranking.rows}
     assert peaks["seq=2 micro=2"] < min(peaks["data=2"], peaks["data=2 zero=3"])
     assert not any("seq" in text for text in made.not_tried)
 
 
 def test_experts_are_split_or_left_out() -> None:
-    made = planned(train_step, language(Experts(4)), TOKENS, "2 x h100")
+    made = planned(train_step, language(Experts(4)), TOKENS)
     assert "expert=2" in [row.layout for row in made.ranking.rows]
-    three = planned(train_step, language(Experts(3)), TOKENS, "2 x h100")
+    three = planned(train_step, language(Experts(3)), TOKENS)
     assert "expert" not in axes_of(three)
     assert {why for layout, why in three.ranking.left_out if "expert" in layout} == {
         "expert=2 splits nothing of this step"
@@ -125,8 +130,8 @@ def test_experts_are_split_or_left_out() -> None:
 
 def test_a_model_that_tensor_cannot_split() -> None:
     """Seven does not divide by two."""
-    made = planned(square_step, nn.Linear(7, 7), torch.randn(4, 7), "2 x h100")
+    made = planned(square_step, nn.Linear(7, 7), torch.randn(4, 7))
     assert axes_of(made) == {"data"}
     assert {why for _, why in made.ranking.left_out} == {"tensor=2 splits nothing of this step"}
-    even = planned(square_step, nn.Linear(7, 8), torch.randn(4, 7), "2 x h100")
+    even = planned(square_step, nn.Linear(7, 8), torch.randn(4, 7))
     assert "tensor" in axes_of(even) and even.ranking.left_out == ()

@@ -31,8 +31,7 @@ def total(text: str) -> tuple[float, float]:
     return float(match[1]) * UNITS[match[2]], float(match[3]) * UNITS[match[4]]
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize("ways", [2, 8])
+@pytest.mark.parametrize(("name", "ways"), [("gpt", 2), ("llama", 8)])
 def test_zero_3_keeps_one_nth_of_all_state(name: str, ways: int) -> None:
     mine, whole = total(explain(program(name, f"data={ways} zero=3")))
     assert mine == pytest.approx(whole / ways, rel=0.02)

@@ -21,7 +21,7 @@ from tutti.planner.hardware.cluster import Cluster
 from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.planning.step_estimates import StepEstimates
 
-WIDTH, ROWS, TOKENS = 2048, 16, 1024
+WIDTH, ROWS, TOKENS, DEPTH = 2048, 16, 1024, 8
 PLACE = {"*.up.weight": "tensor, -", "*.down.weight": "-, tensor"}
 
 
@@ -61,7 +61,7 @@ def train_step(model: Any, optimizer: Any, tokens: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def estimates() -> StepEstimates:
     with torch.device("meta"):
-        model = Deep(12)
+        model = Deep(DEPTH)
     job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout(), place=PLACE)
     batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
     machine = PricedMachine.of(Cluster.parse("8 x h100"))
@@ -120,7 +120,7 @@ def test_closed_forms_are_near_the_clock(
 
 
 def test_more_stages_than_layers_are_refused(estimates: StepEstimates) -> None:
-    with pytest.raises(LayoutError, match="16 stages for 14 pieces"):
+    with pytest.raises(LayoutError, match="16 stages for 10 pieces"):
         estimates(Layout.parse("pipe=16 micro=16"))
 
 
@@ -139,7 +139,7 @@ def mixed_step(model: Any, optimizer: Any, tokens: Tensor) -> Tensor:
 @pytest.fixture(scope="module")
 def mixed() -> StepEstimates:
     with torch.device("meta"):
-        model = Deep(12)
+        model = Deep(DEPTH)
     place = PLACE | {"embed.weight": "tensor, -"}
     optimizer = torch.optim.AdamW(model.parameters())
     job = Job.of(mixed_step, model, optimizer, Layout(), place=place)
@@ -215,7 +215,7 @@ def test_masks_of_dropout_belong_to_a_micro_batch() -> None:
 
 def test_layers_count(estimates: StepEstimates) -> None:
     blocks = estimates._blocks_of(Layout(), estimates.machine(Layout()))
-    assert blocks.num_layers == 12
+    assert blocks.num_layers == DEPTH
     ((layer, _),) = blocks.layers
     assert layer.parameters == 4 * (8 * WIDTH * WIDTH + 2 * WIDTH)
     assert blocks.first.parameters == blocks.last.parameters == 4 * 1024 * WIDTH
@@ -226,7 +226,7 @@ def test_layers_count(estimates: StepEstimates) -> None:
 def test_operations_count_every_layer(estimates: StepEstimates) -> None:
     tokens = ROWS * TOKENS
     layer, head = 8 * WIDTH * WIDTH, WIDTH * 1024
-    assert estimates.flops() == pytest.approx(6 * tokens * (12 * layer + head), rel=1e-6)
+    assert estimates.flops() == pytest.approx(6 * tokens * (DEPTH * layer + head), rel=1e-6)
 
 
 class TwoKinds(Deep):
