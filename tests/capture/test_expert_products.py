@@ -103,7 +103,9 @@ def test_activations_are_no_experts() -> None:
     assert not any(found[op] for op in PRODUCTS)
 
 
-@pytest.mark.parametrize(("name", "precision"), zip(NAMES, ("fp32", "bf16", "bf16"), strict=True))
+@pytest.mark.parametrize(
+    ("name", "precision"), list(zip(NAMES, ("fp32", "bf16", "bf16"), strict=True))
+)
 def test_mixtures_of_hugging_face(name: str, precision: str) -> None:
     """Two products a layer in the forward; two and two gradients of weights in the backward.
 
