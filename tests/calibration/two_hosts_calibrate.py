@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -22,6 +23,8 @@ def given(per_host: int, seconds: float) -> Measured:
 
 if __name__ == "__main__":
     host = int(os.environ["GROUP_RANK"])
+    copied = multiprocessing.get_context("fork")  # it need not import torch again
+    cluster_links.get_context = lambda _: copied
     if host == 1:
         cluster_links._alone = given
     found, between = cluster_links.measured_together(0.02)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import tutti
+from captured_once import captured_once
 from ranks import Ranks
 from small_steps import step as train_step
 from tutti.calls import divergence
@@ -111,7 +112,8 @@ def ends(name: str, layout: str) -> tuple[list[str], int]:
         if k == BAD and dist.get_rank() == dist.get_world_size() - 1:
             fault(run)
         try:
-            run.step(run.x)
+            with captured_once("divergence"):
+                run.step(run.x)
             found.append("")
         except tutti.TuttiError as error:
             found.append(f"{type(error).__name__}: {error}")
@@ -161,7 +163,8 @@ def noticed_after(name: str) -> int:
             with torch.no_grad():
                 model.get_parameter(name).mul_(1.5)
         try:
-            step(torch.ones(8, 8).double())
+            with captured_once("layers"):
+                step(torch.ones(8, 8).double())
         except CommError as error:
             assert name in error.what and "other values" in error.what, error
             return k - 2

@@ -22,8 +22,11 @@ def test_one_device_and_verify(name: str) -> None:
     assert_as_eager(first_steps.PROGRAMS[name], "data=2 zero=3", CALLS)
 
 
-@pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3"])
-@pytest.mark.parametrize("name", first_steps.PROGRAMS)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [(name, "data=2 zero=3") for name in first_steps.PROGRAMS]
+    + [(name, "data=2") for name in ("basis", "twice")],  # slots made by its step, or beside it
+)
 def test_two_ranks(ranks: Ranks, name: str, layout: str) -> None:
     assert_as_eager_on_ranks(ranks, first_steps.PROGRAMS[name], layout, CALLS)
 

@@ -78,7 +78,28 @@ def on_ranks(name: str, layout: str) -> list[Any]:
     return programs.values(name, distributed(layout))
 
 
-@pytest.mark.parametrize(("name", "layout"), in_turn(PROGRAMS, [["data=2"], ["data=2 zero=3"]]))
+# Programs of numbers alone, each with one that ranks play: its numbers are given, changed and branched on in
+# the same way. Where in Python they stand is the same to a rank as to one device.
+AS_ON_RANKS = {
+    "counter_in_a_dict": "trainer",
+    "dicts_that_make_values": "trainer",
+    "float_in_a_closure": "trainer",
+    "number_of_numpy": "trainer",
+    "attribute_of_a_function": "trainer",
+    "default_argument": "number_as_a_tensor",
+    "global_counter": "global_beside_its_optimizer",
+    "options_that_change": "lr_set_inside",
+    "step_lr_inside": "cosine_inside",
+    "lambda_inside": "cosine_inside",
+}
+ON_RANKS = [name for name in PROGRAMS if name not in AS_ON_RANKS]
+
+
+def test_programs_that_ranks_leave_out() -> None:
+    assert AS_ON_RANKS.keys() <= PROGRAMS.keys() and set(AS_ON_RANKS.values()) <= {*ON_RANKS}
+
+
+@pytest.mark.parametrize(("name", "layout"), in_turn(ON_RANKS, [["data=2"], ["data=2 zero=3"]]))
 def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
     expected = programs.values(name, programs.eager)
     for found in ranks.run(on_ranks, name, layout, n=2):
@@ -128,16 +149,15 @@ def test_a_branch_on_zero_is_a_guard() -> None:
         assert float(played(x, weight)) == pytest.approx(float(step(twin, other, x, weight)))
 
 
-def resumed(layout: str, folder: str) -> tuple[list[float], list[float]]:
+# Tensors of the step's own, and numbers beside slots; the others keep numbers alone, or tensors alike.
+SAVED_BY_RANKS = ("tensor_of_a_closure", "optimizer_that_counts")
+SAVED = (*SAVED_BY_RANKS, "trainer", "teacher", "cosine_inside")
+
+
+def resumed(layout: str, folder: str, names: tuple[str, ...]) -> tuple[list[float], list[float]]:
     """Losses of programs that went on, and of ones that were made anew and read a checkpoint."""
     went_on, began_again = [], []
-    for name in (
-        "trainer",
-        "optimizer_that_counts",
-        "teacher",
-        "tensor_of_a_closure",
-        "cosine_inside",
-    ):
+    for name in names:
         made, model, optimizer, _ = PROGRAMS[name]()
         step = tutti.distribute(made, model, optimizer, layout)
         for k in range(3):
@@ -158,12 +178,13 @@ def resumed(layout: str, folder: str) -> tuple[list[float], list[float]]:
 
 
 def test_checkpoints_hold_what_a_step_changes(tmp_path: Any) -> None:
-    went_on, began_again = resumed("", str(tmp_path))
+    went_on, began_again = resumed("", str(tmp_path), SAVED)
     assert began_again == pytest.approx(went_on, rel=1e-10)
 
 
 def test_checkpoints_of_ranks_hold_what_a_step_changes(ranks: Ranks, tmp_path: Any) -> None:
-    for went_on, began_again in ranks.run(resumed, "data=2 zero=3", str(tmp_path), n=2):
+    given = "data=2 zero=3", str(tmp_path), SAVED_BY_RANKS
+    for went_on, began_again in ranks.run(resumed, *given, n=2):
         assert began_again == pytest.approx(went_on, rel=1e-10)
 
 

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 import tutti
+from captured_once import captured_once
 from faults import train
 from faults.injected import FAULTS, Fault, apart, flip_a_bit, holds_checkpoint
 from forked import Forked
@@ -198,8 +199,9 @@ def resumed(folder: Path) -> list[float]:
     """The losses of all steps: from the checkpoint, then on one device to the end."""
     step = tutti.distribute(train.train_step, *train.make())
     losses = step.load(folder)["losses"]
-    while step.num_steps < STEPS:
-        losses.append(step(*train.batch_at(step.num_steps)).item())
+    with captured_once("faults"):
+        while step.num_steps < STEPS:
+            losses.append(step(*train.batch_at(step.num_steps)).item())
     return losses
 
 

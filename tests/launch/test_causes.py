@@ -93,8 +93,8 @@ PART = [
     Case("SIGSTOP", "1", DATA),
     Case("sleep", "0", PIPE),
 ]
-# Its launcher, workers and server are fresh interpreters; in the others all are copies (forked.py).
-FRESH = Case("segfault", "0", SERVED)
+# Its server and a worker are fresh interpreters; all others are copies (forked.py).
+FRESH, FRESH_ROLES = Case("segfault", "0", SERVED), ("server 0", "worker 0")
 ALL = os.environ.get("ALL_CAUSES") == "1"
 
 
@@ -146,7 +146,8 @@ def begun(case: Case, directory: Path) -> Started:
         "3" if waits(case) else "30"
     )  # replicas must give a stopped one up before the time-out
     words = ["-m", "tutti", "run", *options, *words]
-    return started(words, env=env, cwd=Path.cwd(), fresh=case == FRESH)
+    fresh = FRESH_ROLES if case == FRESH else ()
+    return started(words, env=env, cwd=Path.cwd(), fresh=fresh)
 
 
 @pytest.fixture(scope="module", autouse=True)

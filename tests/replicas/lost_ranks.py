@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import replicas_train as training
 import tutti
+from captured_once import captured_once
 
 BAD_STEP, STEPS = 5, 14
 
@@ -16,7 +17,8 @@ BAD_STEP, STEPS = 5, 14
 def run(step: tutti.Step, begin: int, end: int) -> list[float]:
     """The losses of some steps, on 12 samples."""
     batches = ([x.repeat(2, 1)[:12] for x in training.batch_at(k)] for k in range(begin, end))
-    return [step(*batch).item() for batch in batches]
+    with captured_once("replicas"):
+        return [step(*batch).item() for batch in batches]
 
 
 def train_without(

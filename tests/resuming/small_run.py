@@ -7,6 +7,7 @@ FOLDER/../losses.R, a line `step loss` each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -104,6 +105,26 @@ def losses_of(folder: str, layout: str, last: int, options: dict[str, Any]) -> l
     assert checkpoints.history["loss"][-len(found) :] == found
     assert run.average.n_averaged.item() == last and run.notes == {"epoch": last // 4}
     return found
+
+
+def with_writers(
+    folder: str, layout: str, last: int, options: dict[str, Any], fresh: list[int]
+) -> list[float]:
+    """As `losses_of`; the processes that write are copies of ranks but for the `fresh` ones."""
+    from forked_writers import forked_writers
+
+    is_fresh = int(os.environ["RANK"]) in fresh
+    with contextlib.nullcontext() if is_fresh else forked_writers():
+        return losses_of(folder, layout, last, options)
+
+
+def history_of(folder: str, layout: str, last: int, options: dict[str, Any]) -> list[float]:
+    """As `losses_of`, with the losses before the restored checkpoint as it keeps them."""
+    losses_of(folder, layout, last, options)
+    run = SmallRun(folder, layout, **options)
+    with run.checkpoints as checkpoints:
+        assert checkpoints.restore() == last
+        return checkpoints.history["loss"]
 
 
 def main(folder: Path, last: int, seconds: float) -> None:

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import runs
 import tutti
+from captured_once import captured_once
 from ranks import Ranks
 from resuming.small_run import SmallRun, losses_of
 from tutti.errors import CheckpointError, TuttiError
@@ -28,6 +29,13 @@ from tutti.resuming.due import Due
 
 STEPS, SAVED = 12, 8
 EVERY = {"every": SAVED}
+
+
+@pytest.fixture(autouse=True)
+def one_capture() -> Iterator[None]:
+    """All runs of this process share it."""
+    with captured_once("small run"):
+        yield
 
 
 @pytest.fixture

@@ -100,4 +100,4 @@ def test_a_killed_run_on_ranks_goes_on_with_the_same_losses(
     while any(map(lives, pids)):  # they die with the launcher, but not at once
         time.sleep(0.05)
     assert saved(tmp_path) and process.returncode != 0
-    assert finished(tmp_path, LAYOUT) == undisturbed(ranks, tmp_path, LAYOUT)
+    assert finished(ranks, tmp_path, LAYOUT) == undisturbed(ranks, tmp_path, LAYOUT)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,23 @@ import torch
 from torch import nn
 from upath import UPath
 
+import forked
 import tutti
-from forked_writers import forked_writers
+from captured_once import captured_once
 from ranks import Ranks
-from resuming.small_run import SmallRun, losses_of
+from resuming.small_run import SmallRun, losses_of, with_writers
 from tutti.checkpoint.manifest import MANIFEST
 from tutti.errors import CheckpointError, TuttiError
 from tutti.resuming.run_folder import look_at, numbers
 
 STEPS, SAVED = 12, 8
+
+
+@pytest.fixture(autouse=True)
+def one_capture() -> Iterator[None]:
+    """All runs of this process share it."""
+    with captured_once("small run"):
+        yield
 
 
 @pytest.fixture
@@ -46,25 +53,20 @@ def test_a_restored_run_has_the_losses_of_an_undisturbed_one(url: str, tmp_path:
     assert names(url) == ["step-00000010", "step-00000012"]
 
 
-def losses_with(folder: str, layout: str, last: int, options: dict[str, Any]) -> list[float]:
-    """As `losses_of`; the process that writes is a copy of this one."""
-    with forked_writers():
-        return losses_of(folder, layout, last, options)
-
-
 @pytest.mark.parametrize("options", [{}, {"asynchronous": True}])
 def test_ranks_write_and_read_a_remote_folder(
     ranks: Ranks, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     """The local file system of fsspec, in another layout after the save."""
-    every = {"every": SAVED, **options}
-    expected = ranks.run(losses_with, str(tmp_path / "a"), "data=2 zero=3", STEPS, every, n=2)[0]
+    every, layout = {"every": SAVED, **options}, "data=2 zero=3"
+    expected = ranks.run(with_writers, str(tmp_path / "a"), layout, STEPS, every, [], n=2)[0]
     url = f"file://{tmp_path}/b"
-    # Here in a fresh process, which has to find its way to the folder by itself.
-    found = ranks.run(losses_of, url, "data=2 zero=3", SAVED, every, n=2)
+    # On rank 1 in a fresh process, which has to find its way to the folder by itself.
+    found = ranks.run(with_writers, url, layout, SAVED, every, [1], n=2)
     assert found == [expected[:SAVED]] * 2
     assert numbers(UPath(url)) == [SAVED] and names(url) == [f"step-{SAVED:08d}"]  # type: ignore[arg-type]
-    assert ranks.run(losses_with, url, "data=2 zero=3", STEPS, every, n=2) == [expected[SAVED:]] * 2
+    found = ranks.run(with_writers, url, layout, STEPS, every, [], n=2)
+    assert found == [expected[SAVED:]] * 2
     assert look_at(tmp_path / "b", SAVED, check=True).damage == ""
 
 
@@ -149,22 +151,12 @@ def test_the_command_lists_a_remote_folder(tmp_path: Path) -> None:
     run = SmallRun(url, every=2, keep=None)
     with run.checkpoints:
         run.until(6)
-    command = [
-        sys.executable,
-        "-m",
-        "tutti",
-        "checkpoints",
-        url,
-        "--check",
-        "--json",
-        "--prune",
-        "2",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True)
+    command = ["-m", "tutti", "checkpoints", url, "--check", "--json", "--prune", "2"]
+    given: Any = {"env": dict(os.environ), "cwd": Path.cwd(), "timeout": 60}
+    done = forked.run(command, **given)
+    assert done.returncode == 0, done.stderr
     assert [one["step"] for one in json.loads(done.stdout)] == [4, 6]
     assert names(url) == ["step-00000004", "step-00000006"]
-    command[4] = f"file://{tmp_path}/none"
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=dict(os.environ), check=False
-    )
+    command[3] = f"file://{tmp_path}/none"
+    done = forked.run(command, **given)
     assert done.returncode == 2 and "directory" in done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from captured_once import captured_once
 from forked import Forked
 from ranks import Ranks
-from resuming.small_run import SmallRun, losses_of
+from resuming.small_run import SmallRun, history_of, losses_of
 from tutti.launch.records import read_script
 from tutti.resuming import stop_signals
 
@@ -67,12 +66,10 @@ def undisturbed(ranks: Ranks, directory: Path, layout: str) -> dict[int, str]:
     return {k + 1: loss.hex() for k, loss in enumerate(first)}
 
 
-def finished(directory: Path, layout: str) -> dict[int, str]:
-    """The losses of a run that ends by itself."""
-    process = started(directory, layout, 0.0)
-    out, err = process.communicate(timeout=RUN_SECONDS)
-    assert process.returncode == 0, out + err
-    return losses(directory)
+def finished(ranks: Ranks, directory: Path, layout: str) -> dict[int, str]:
+    """The losses of a run that ranks of a pool end, those that it has printed among them."""
+    first, _ = ranks.run(history_of, str(directory / "run"), layout, STEPS, {"every": 4}, n=2)
+    return {k + 1: loss.hex() for k, loss in enumerate(first)} | losses(directory)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +91,7 @@ def test_a_run_that_is_told_to_end_goes_on_as_if_it_had_not(
     assert process.returncode == code, out + err
     last = max(losses(tmp_path))
     assert last == max(losses(tmp_path, 1)) == saved(tmp_path)[-1] < STEPS
-    found = finished(tmp_path, layout)
-    assert found == expected
+    assert finished(ranks, tmp_path, layout) == expected
 
 
 @pytest.mark.parametrize("seconds", [0.002, 0.1])
@@ -170,7 +166,8 @@ def run(tmp_path: Path) -> Iterator[SmallRun]:
     """A run in this process, where SIGINT raises: whoever starts the tests may ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     made = SmallRun(tmp_path / "run", every=100)
-    yield made
+    with captured_once("small run"):
+        yield made
     made.checkpoints.close()
     signal.signal(signal.SIGINT, before)
 
@@ -281,18 +278,15 @@ def test_time_is_a_rhythm_too(tmp_path: Path) -> None:
 
 def test_ctrl_c_in_a_terminal_leaves_the_workers_of_a_loader(tmp_path: Path) -> None:
     """It reaches all processes of the run at once."""
-    words = [sys.executable, str(SCRIPT.with_name("with_workers.py")), str(tmp_path / "run")]
+    words = [SCRIPT.with_name("with_workers.py"), tmp_path / "run"]
     # Tensors of workers pass through sockets in TMPDIR, whose names may not be long.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        words, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = Forked(words, env=env, cwd=Path.cwd(), own_session=True)
     try:
-        assert process.stdout is not None and process.stdout.readline() == "begun\n"
+        assert process.stdout.readline() == "begun\n"
         os.killpg(process.pid, signal.SIGINT)
         out, _ = process.communicate(timeout=RUN_SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
     assert (process.returncode, out) == (0, "ended True\n")

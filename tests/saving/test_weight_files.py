@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import tutti
+from captured_once import captured_once
 from ranks import Ranks
 from tutti.errors import CheckpointError
 from tutti.saving import model_file, weight_files
@@ -57,6 +58,12 @@ def made(name: str, layout: str, *, seed: int = 0, device: str = "cpu") -> tutti
     return tutti.distribute(train_step, model, torch.optim.AdamW(model.parameters(), 1e-3), layout)
 
 
+def one_step(step: tutti.Step, name: str, device: str = "cpu") -> float:
+    """A loss; steps of one name and device share a capture."""
+    with captured_once((__name__, name, device)):
+        return float(step(TOKENS))
+
+
 def theirs(name: str, folder: Path, *, seed: int = 1) -> nn.Module:
     """A model that Hugging Face has written in several files."""
     model = built(name, seed=seed)
@@ -68,11 +75,11 @@ def theirs(name: str, folder: Path, *, seed: int = 1) -> nn.Module:
 def write_and_step(name: str, layout: str, path: str) -> float:
     """Save in several files under a layout; the loss of the next step."""
     step = made(name, layout)
-    step(TOKENS)
+    one_step(step, name)
     with mock.patch.object(model_file, "FILE_NBYTES", 20_000):
         step.save(path)
         step.save(path)
-    return float(step(TOKENS))
+    return one_step(step, name)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,7 @@ def read_and_step(name: str, layout: str, path: str, device: str) -> tuple[list[
     step = made(name, layout, seed=5, device=device)
     step.load(path)
     waits = is_deferred(step.model)
-    return [float(step(TOKENS)) for _ in range(2)], waits
+    return [one_step(step, name, device) for _ in range(2)], waits
 
 
 @pytest.mark.parametrize(
@@ -195,7 +202,7 @@ def test_on_one_device(tmp_path: Path, device: str) -> None:
         step = made("gpt2", "", device=device)
         step.load(path)
         if device == "meta":
-            step(TOKENS)
+            one_step(step, "gpt2", device)
             continue
         both = zip(step.model.parameters(), model.parameters(), strict=True)
         assert all(x.equal(y) for x, y in both)
@@ -280,7 +287,7 @@ def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     with mock.patch.object(model_file, "FILE_NBYTES", 20_000):
         step.save(tmp_path / INDEX_FILE)
         before = sorted(p.name for p in tmp_path.iterdir())
-        step(TOKENS)
+        one_step(step, "gpt2")
         with (
             mock.patch.object(model_file, "_write_index", side_effect=OSError(28, "No space left")),
             pytest.raises(CheckpointError, match="No space left"),

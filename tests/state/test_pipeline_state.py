@@ -17,11 +17,13 @@ import runs
 import tutti
 import zoo
 import zoo_models
+from captured_once import captured_once
 from ranks import After, Ranks
 from tutti.state.residence import is_here
 from wide import widened
 
 CASE, BEFORE, AFTER = "adamw_foreach", 3, 2
+PROGRAM = CASE, True  # as `runs.train` names it
 PIPE = "pipe=2 micro=2"
 
 
@@ -78,7 +80,7 @@ def kinds_of_state() -> dict[str, Any]:
     play = runs.prepare(CASE, PIPE)
     shapes = {n: tuple(p.shape) for n, p in play.step.model.named_parameters()}
     num_elements = sum(p.numel() for p in play.step.model.parameters())
-    play.losses(1)
+    play.losses(1, PROGRAM)
     state, model = play.step.state_dict(), play.step.model
     assert all(is_here(x) for x in state.values())
     # What plain PyTorch code looks at is as before.
@@ -92,9 +94,9 @@ def kinds_of_state() -> dict[str, Any]:
 
 
 def test_state_dict_holds_what_this_rank_keeps(ranks: Ranks) -> None:
-    first, second = ranks.run(kinds_of_state, n=2)
+    first, second = uninterrupted(ranks, CASE).run(kinds_of_state, n=2)
     play = runs.prepare(CASE)
-    play.losses(1)
+    play.losses(1, PROGRAM)
     every = {n: tuple(x.shape) for n, x in play.step.state_dict().items()}
     assert first | second == every
     assert set(first) & set(second) == {"num_steps"}
@@ -106,12 +108,12 @@ def test_state_dict_holds_what_this_rank_keeps(ranks: Ranks) -> None:
 def exchange(path: str) -> tuple[list[float], list[float]]:
     """Take whole tensors over, then what the step itself gave; the losses after each."""
     play = runs.prepare(CASE, PIPE)
-    play.losses(1)
+    play.losses(1, PROGRAM)
     play.step.load_state_dict(torch.load(path, weights_only=True))
     between = {n: x.clone() for n, x in play.step.state_dict().items()}
-    losses = play.losses(AFTER)
+    losses = play.losses(AFTER, PROGRAM)
     play.step.load_state_dict(between)
-    again = play.losses(AFTER)
+    again = play.losses(AFTER, PROGRAM)
     mine = next(n for n in between if n.endswith("weight"))
     for state in (
         {n: x for n, x in between.items() if n != mine},
@@ -124,10 +126,11 @@ def exchange(path: str) -> tuple[list[float], list[float]]:
 
 def test_whole_tensors_and_own_parts_load(ranks: Ranks, tmp_path: Path) -> None:
     play = runs.prepare(CASE)
-    play.losses(BEFORE)
+    play.losses(BEFORE, PROGRAM)
     torch.save(play.step.state_dict(), tmp_path / "state.pt")
-    expected = runs.on_one_device(CASE, BEFORE + AFTER)[0][BEFORE:]
-    for losses, again in ranks.run(exchange, str(tmp_path / "state.pt"), n=2):
+    one = uninterrupted(ranks, CASE)
+    expected = one.result[0][BEFORE:]
+    for losses, again in one.run(exchange, str(tmp_path / "state.pt"), n=2):
         runs.assert_same_losses(losses, expected)
         runs.assert_same_losses(again, expected)
 
@@ -135,16 +138,17 @@ def test_whole_tensors_and_own_parts_load(ranks: Ranks, tmp_path: Path) -> None:
 def through_safetensors(path: str) -> dict[str, Any]:
     """Train, write the model, train on, read it again: the parameters that lie here."""
     play = runs.prepare(CASE, PIPE)
-    play.losses(BEFORE)
+    play.losses(BEFORE, PROGRAM)
     play.step.save(path)
-    play.losses(1)
+    play.losses(1, PROGRAM)
     play.step.load(path)
     return play.whole_state()
 
 
 def test_safetensors_come_from_all_places_and_go_back(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    every = together_parameters(ranks.run(through_safetensors, str(path), n=2))
+    one = uninterrupted(ranks, CASE)
+    every = together_parameters(one.run(through_safetensors, str(path), n=2))
     written = load_file(path)
     expected = runs.on_one_device(CASE, BEFORE)[1]
     assert set(written) == set(every)
@@ -183,17 +187,19 @@ def two_steps(layout: str, first: str, tied: bool) -> tuple[list[float], list[li
     for k in range(3):
         order = (train, test) if first == "train" else (test, train)
         for step in order:
-            found.append(step(*batches[k % 2]).item())
+            with captured_once(("two steps", tied, step is train)):
+                found.append(step(*batches[k % 2]).item())
             lies.append([i for i, p in enumerate(model.parameters()) if is_here(p)])
     return found, lies
 
 
 @pytest.mark.parametrize(
-    ("first", "tied"), [("train", False), ("eval", False), ("eval", True), ("train", True)]
+    ("first", "tied"), [("train", False), ("eval", False), ("train", True), ("eval", True)]
 )
 def test_two_steps_share_one_residence(ranks: Ranks, first: str, tied: bool) -> None:
-    expected, _ = two_steps("", first, tied)
-    for losses, lies in ranks.run(two_steps, PIPE, first, tied, n=2):
+    one = ranks.after(two_steps, "", first, tied)
+    expected, _ = one.result
+    for losses, lies in one.run(two_steps, PIPE, first, tied, n=2):
         runs.assert_same_losses(losses, expected)
         assert all(here == lies[0] for here in lies)
 
@@ -206,13 +212,15 @@ def deferred(layout: str) -> tuple[list[float], dict[str, Any]]:
     batches = widened(model, *batches)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
     step = tutti.distribute(train_step, model, optimizer, layout, seed=3)
-    losses = [float(step(*batch)) for batch in batches[:2]]
+    with captured_once("deferred"):
+        losses = [float(step(*batch)) for batch in batches[:2]]
     return losses, {n: runs.whole(x).numpy().copy() for n, x in step.state_dict().items()}
 
 
 def test_a_deferred_model_starts_the_same(ranks: Ranks) -> None:
-    losses, state = deferred("")
-    found = ranks.run(deferred, PIPE, n=2)
+    one = ranks.after(deferred, "")
+    losses, state = one.result
+    found = one.run(deferred, PIPE, n=2)
     for here, _ in found:
         runs.assert_same_losses(here, losses)
     runs.assert_same_state(together([s for _, s in found]), state)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +70,25 @@ def make(layout: str) -> tuple[tutti.Step, Any, torch.optim.Optimizer, list[tupl
     return step, model, optimizer, batches  # type: ignore[return-value]
 
 
+def one(step: tutti.Step, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A step; all of them share a capture."""
+    with captured_once("tied"):
+        return step(*batch)
+
+
+@functools.cache
+def on_one_device(program: Callable[[str], list[Tensor]]) -> list[Tensor]:
+    """What a program finds there."""
+    return program("")
+
+
 def inside(layout: str) -> list[Tensor]:
     """Weights read and written in blocks between steps."""
     step, model, optimizer, batches = make(layout)
     average = copy.deepcopy(model)
     found = []
     for k, batch in enumerate(batches):
-        with captured_once("tied"):
-            found.append(step(*batch))
+        found.append(one(step, batch))
         with step.whole():
             found.append(evaluated(model, batch[0]))
             with torch.no_grad():
@@ -105,8 +118,7 @@ def outside(layout: str) -> list[Tensor]:
     step, model, _, batches = make(layout)
     found = []
     for k, batch in enumerate(batches):
-        with captured_once("tied"):
-            found.append(step(*batch))
+        found.append(one(step, batch))
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(1 - 0.5 * 0.01)
@@ -135,7 +147,7 @@ def outside(layout: str) -> list[Tensor]:
 def test_weights_between_steps_are_those_of_one_device(
     ranks: Ranks, program: Any, layout: str
 ) -> None:
-    expected = program("")
+    expected = on_one_device(program)
     for found in ranks.run(program, layout, n=2):
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
@@ -146,7 +158,7 @@ def kept(layout: str) -> tuple[bool, set[str], int, int]:
     step, model, optimizer, batches = make(layout)
     own = [*model.parameters()]
     for batch in batches[:2]:
-        step(*batch)
+        one(step, batch)
     now = [*model.parameters()]
     held = [p for group in optimizer.param_groups for p in group["params"]]
     same = all(a is b is c for a, b, c in zip(own, now, held, strict=True))
@@ -173,7 +185,7 @@ def on_one(layout: str) -> list[Tensor]:
     step, model, _, batches = make(layout)
     found = []
     for k, batch in enumerate(batches[:4]):
-        found.append(step(*batch))
+        found.append(one(step, batch))
         with step.whole(rank=1) as here:
             assert here == (dist.get_rank() == 1)
             if here:
@@ -187,11 +199,12 @@ def on_one(layout: str) -> list[Tensor]:
     return [x.detach().clone() for x in found]
 
 
+@functools.cache
 def on_one_expected() -> list[Tensor]:
     step, model, _, batches = make("")
     found = []
     for k, batch in enumerate(batches[:4]):
-        found.append(step(*batch).detach().clone())
+        found.append(one(step, batch).detach().clone())
         if k == 1:
             model.up.weight.data.mul_(0.5)
             model.down.weight.requires_grad_(False)
@@ -208,7 +221,7 @@ def test_one_rank_alone_holds_the_wholes(ranks: Ranks, layout: str) -> None:
 def refused(layout: str) -> list[str]:
     """What is refused in and around a block; the weights stay."""
     step, model, _, batches = make(layout)
-    step(*batches[0])
+    one(step, batches[0])
     before = step.model_state()
     said = []
 
@@ -243,7 +256,7 @@ def refused(layout: str) -> list[str]:
         tried(what)
     after = step.model_state()
     assert all(torch.equal(after[n], before[n]) for n in before)
-    step(*batches[1])
+    one(step, batches[1])
     return said
 
 
@@ -260,10 +273,10 @@ def test_a_block_refuses_what_would_be_lost(ranks: Ranks, layout: str) -> None:
 def averages(layout: str) -> list[Tensor]:
     """An average of PyTorch's own, outside of the step, used in a block."""
     step, model, _, batches = make(layout)
-    step(*batches[0])
+    one(step, batches[0])
     average = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
     for batch in batches:
-        step(*batch)
+        one(step, batch)
         average.update_parameters(model)
     with tutti.whole(average.module) if layout == "data=2" else step.whole():
         found = evaluated(model, batches[0][0])
@@ -275,7 +288,7 @@ def averages(layout: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("layout", ["data=2", "data=2 zero=3", "tensor=2"])
 def test_averages_of_pytorch_go_on(ranks: Ranks, layout: str) -> None:
-    expected = averages("")
+    expected = on_one_device(averages)
     for found in ranks.run(averages, layout, n=2):
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
@@ -284,7 +297,7 @@ def test_averages_of_pytorch_go_on(ranks: Ranks, layout: str) -> None:
 def saved(layout: str, path: str) -> None:
     """Rank 0 writes a file of the whole model."""
     step, _, _, batches = make(layout)
-    step(*batches[0])
+    one(step, batches[0])
     state = step.model_state(rank=0)
     assert bool(state) == (dist.get_rank() == 0)
     if state:
@@ -296,7 +309,7 @@ def test_a_plain_program_loads_what_rank_0_saves(ranks: Ranks, tmp_path: Path, l
     ranks.run(saved, layout, str(tmp_path / "model.pt"), n=2)
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     step, model, _, batches = make("")
-    step(*batches[0])
+    one(step, batches[0])
     for name, x in model.state_dict().items():
         torch.testing.assert_close(state[name], x, rtol=1e-10, atol=1e-12)
 
@@ -304,7 +317,7 @@ def test_a_plain_program_loads_what_rank_0_saves(ranks: Ranks, tmp_path: Path, l
 def elsewhere(layout: str) -> list[str]:
     """What is said of the tensors that another place of a pipeline keeps."""
     step, model, _, batches = make(layout)
-    step(*batches[0])
+    one(step, batches[0])
     said = []
     for p in model.parameters():
         if p.device_mesh.get_coordinate() is None:
@@ -323,7 +336,7 @@ def test_one_device_has_all_whole() -> None:
     step, model, _, batches = make("")
     with step.whole(rank=0) as here, tutti.whole(model):
         assert here and step.whole().nbytes == 0
-    step(*batches[0])
+    one(step, batches[0])
     with step.whole():
-        step(*batches[1])
+        one(step, batches[1])
     assert torch.equal(step.model_state()["up.weight"], model.up.weight)

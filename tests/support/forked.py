@@ -5,9 +5,9 @@
 
 A fresh interpreter takes 4 to 6 s of processor time until torch, tutti and transformers are imported, which
 is most of a short run. These are processes in all else: a pid, a parent, a group, streams, an environment and
-signals of their own; and so are the ranks that torch's elastic agent and `Supervisor` start in them.
-test_examples.py, launch/test_causes.py and launch/test_launch.py start fresh ones and show that these do the
-same.
+signals of their own; and so are the ranks that torch's elastic agent and `Supervisor` start in them, but for
+those that are to be `fresh`. test_examples.py, launch/test_causes.py and launch/test_launch.py start fresh
+ones and show that these do the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,7 +36,10 @@ from ranks import context
 class Forked:
     """What `subprocess.Popen([sys.executable, *words])` is, with pipes for what it prints.
 
-    With `network`, the file of a network namespace, it begins in that.
+    Args:
+        network: the file of a network namespace, in which it begins.
+        fresh: the ranks ("0") and roles ("server 0") that it starts as fresh interpreters.
+        own_session: whether it leads a session, as what a terminal starts.
     """
 
     def __init__(
@@ -46,11 +49,14 @@ class Forked:
         env: Mapping[str, str],
         cwd: Path,
         network: Path | None = None,
+        fresh: Collection[str] = (),
+        own_session: bool = False,
     ) -> None:
         ends = [context().Pipe(duplex=False) for _ in range(2)]
         theirs = [there for _, there in ends]
+        options = network, frozenset(fresh), own_session
         self._process = context().Process(
-            target=_become, args=([str(w) for w in words], dict(env), str(cwd), theirs, network)
+            target=_become, args=([str(w) for w in words], dict(env), str(cwd), theirs, *options)
         )
         self._process.start()
         for there in theirs:
@@ -98,11 +104,18 @@ Started = Forked | subprocess.Popen[str]
 
 
 def started(
-    words: Sequence[str | Path], *, env: Mapping[str, str], cwd: Path, fresh: bool = False
+    words: Sequence[str | Path],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    fresh: bool | Collection[str] = (),
 ) -> Started:
-    """A process with these words: a copy or, `fresh`, an interpreter as users start it."""
-    if not fresh:
-        return Forked(words, env=env, cwd=cwd)
+    """A process with these words: a copy or, with `fresh=True`, an interpreter as users start it.
+
+    Otherwise `fresh` names what it starts so; see `Forked`.
+    """
+    if fresh is not True:
+        return Forked(words, env=env, cwd=cwd, fresh=fresh or ())
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, *words], text=True, env=env, cwd=cwd, **pipes)
 
@@ -113,7 +126,7 @@ def run(
     env: Mapping[str, str],
     cwd: Path,
     timeout: float,
-    fresh: bool = False,
+    fresh: bool | Collection[str] = (),
 ) -> Any:
     """What `subprocess.run([sys.executable, *words])` is; see `started`."""
     process = started(words, env=env, cwd=cwd, fresh=fresh)
@@ -130,23 +143,35 @@ def _become(
     cwd: str,
     streams: list[Connection],
     network: Path | None,
+    fresh: Collection[str],
+    own_session: bool,
 ) -> None:
     """In a copy of the process that has imported: be an interpreter that was given these words."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+    from tutti.environment import ROLE
     from tutti.launch.supervise import Supervisor
 
+    if own_session:
+        os.setsid()
     os.chdir(cwd)
     if network is not None:
         with network.open() as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
                 raise OSError(ctypes.get_errno(), f"setns {network}")
-    SubprocessHandler._popen = (
-        lambda self, args, env: _Child(  # type: ignore[method-assign]
-            lambda: _interpret(args[1:], env, [self._stdout, self._stderr])
-        )
-    )
-    Supervisor.spawn = _spawned  # type: ignore[method-assign]
+    start, spawn = SubprocessHandler._popen, Supervisor.spawn
+
+    def started_rank(handler: Any, args: Any, env: dict[str, str]) -> Any:
+        if env["RANK"] in fresh:
+            return start(handler, args, env)
+        return _Child(lambda: _interpret(args[1:], env, [handler._stdout, handler._stderr]))
+
+    def started_role(supervisor: Any, environment: dict[str, str], log: Path | None) -> Any:
+        chosen = spawn if environment[ROLE.name] in fresh else _spawned
+        return chosen(supervisor, environment, log)
+
+    SubprocessHandler._popen = started_rank  # type: ignore[method-assign]
+    Supervisor.spawn = started_role  # type: ignore[method-assign]
     _interpret(words, env, streams)
 
 

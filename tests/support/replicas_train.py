@@ -57,9 +57,15 @@ def batch_at(step: int) -> tuple[Tensor, Tensor]:
     return x.double(), y.double()
 
 
+def one(step: tutti.Step, k: int) -> float:
+    """The loss of step k; steps of models of one kind share a capture."""
+    with captured_once("replicas"):
+        return step(*batch_at(k)).item()
+
+
 def run(step: tutti.Step, begin: int, end: int) -> list[float]:
     """The losses of some steps."""
-    return [step(*batch_at(k)).item() for k in range(begin, end)]
+    return [one(step, k) for k in range(begin, end)]
 
 
 def state_of(step: tutti.Step) -> State:
@@ -71,8 +77,7 @@ def train(layout: str, steps: int, kind: str = "adamw") -> tuple[list[float], St
     """On a rank: the losses of its replica, and the state after the run."""
     model, optimizer = make(kind, seed=dist.get_rank())  # rank 0's weights are those that count
     step = tutti.distribute(train_step, model, optimizer, layout, place=PLACE)
-    with captured_once(("replicas", kind)):
-        return run(step, 0, steps), state_of(step)
+    return run(step, 0, steps), state_of(step)
 
 
 def reference(
@@ -142,7 +147,7 @@ def one_replica_is_late(sync: str, steps: int, late_at: int, seen_at: int, path:
             while not note.exists() and time.monotonic() < until:
                 time.sleep(0.01)
             found.append(int(note.read_text()) if note.exists() else -1)
-        step(*batch_at(k))
+        one(step, k)
         if dist.get_rank() == 0 and k == seen_at:
             note.with_suffix(".draft").write_text(str(k))
             note.with_suffix(".draft").rename(note)
@@ -194,7 +199,7 @@ def train_with_calls(
     """What happened on this rank, (step, event), and its weights after every step; replica `slow` is."""
     step = tutti.distribute(train_step, *make(), layout)
     events: list[tuple[Any, ...]] = []
-    step(*batch_at(0))  # before the first round
+    one(step, 0)  # before the first round
     assert step.agreeing is not None and step.agreeing.team is not None
     step.agreeing.team.calls.note = lambda event: events.append((step.num_steps, *event))
     dist.barrier()
@@ -202,7 +207,7 @@ def train_with_calls(
     for k in range(1, steps):
         if dist.get_rank() == slow:
             time.sleep(0.02)
-        step(*batch_at(k))
+        one(step, k)
         seen.append(flat({n: x.detach() for n, x in step.state_dict().items()}, step.model))
     dist.barrier()
     return events, seen
