@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import runpy
 import signal
@@ -229,6 +230,7 @@ def _interpret(words: Sequence[str], env: dict[str, str], streams: Sequence[Any]
     import torch
 
     tempfile.tempdir = None  # found again, from TMPDIR
+    multiprocessing.set_start_method(None, force=True)  # of its children: the system's own
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

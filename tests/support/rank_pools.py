@@ -228,6 +228,7 @@ def _serve(
 
     torch.set_num_threads(1)
     collect_seldom()
+    multiprocessing.set_start_method(None, force=True)  # of its children: the system's own
     ensure_process_group()
     while True:
         try:
