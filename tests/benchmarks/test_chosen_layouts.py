@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks import choice_models, chosen_layouts
+from benchmarks import choice_models, chosen_layouts, harness
 from benchmarks.choice_models import placed_examples
 from benchmarks.choice_page import page
 from benchmarks.choice_statistics import (
@@ -24,6 +24,7 @@ from benchmarks.choice_statistics import (
     summary,
 )
 from benchmarks.chosen_layouts import PLACED_LAYOUTS, Pace, answered, cases, place_cases
+from ranks import context
 
 CANDIDATES = (
     Candidate("pipe=2 micro=2", 1.3, 60, 20),
@@ -123,7 +124,9 @@ def test_models_and_examples_have_steps() -> None:
     assert one.step(one.model, one.optimizer, *one.batch).isfinite()
 
 
-def test_two_tiny_layouts_from_plan_to_ratio() -> None:
+def test_two_tiny_layouts_from_plan_to_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = context()  # of a process that has imported
+    monkeypatch.setattr(harness.multiprocessing, "get_context", lambda _method: copies)
     layouts = ("data=2", "data=2 zero=3 micro=1")
     tiny = [Candidate(x, 1.0 + i / 9, 1000 - i, 500) for i, x in enumerate(layouts)]
     asked = questions_of("tiny", 2, tiny, [None])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from tutti.calibration import cluster_links
@@ -23,8 +24,11 @@ def given(per_host: int, seconds: float) -> Measured:
 
 if __name__ == "__main__":
     host = int(os.environ["GROUP_RANK"])
-    copied = multiprocessing.get_context("fork")  # it need not import torch again
-    cluster_links.get_context = lambda _: copied
+    # The process that measures need not import torch: it is copied before this one joins the other host.
+    copied = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(1, mp_context=copied, initializer=cluster_links._forget_ranks)
+    pool.submit(os.getpid).result()
+    cluster_links.ProcessPoolExecutor = lambda *_, **__: pool
     if host == 1:
         cluster_links._alone = given
     found, between = cluster_links.measured_together(0.02)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, schedule
 
+import forked
 import tutti
-from forked import Forked
 from tests.recording.test_step_watch import train
 from tutti.environment import REPORT, RUN_DIR
 from tutti.execution.measure import peak_nbytes
@@ -44,10 +42,9 @@ def run(folder: Path, **environment: str) -> tuple[str, str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     command = ["-m", "tutti", "run", "-n", "2", "--layout", "data=2 zero=1", script]
-    process = Forked(command, env={**os.environ, **environment}, cwd=folder)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    return out, err
+    done = forked.run(command, env={**os.environ, **environment}, cwd=folder, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
 def test_a_run_says_it_once_and_computes_the_same(tmp_path: Path) -> None:
@@ -61,10 +58,8 @@ def test_other_launchers_say_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment = {**os.environ, "RANK": "0"}
-    ran = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, check=True, env=environment
-    )
-    assert ran.stdout and ran.stderr == ""
+    ran = forked.run([script], env=environment, cwd=tmp_path, timeout=60)
+    assert ran.returncode == 0 and ran.stdout and ran.stderr == ""
 
 
 @pytest.mark.parametrize("variable", [RUN_DIR.name, REPORT.name])
