@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
-from benchmarks import choice_models, chosen_layouts, harness
+import forked
+from benchmarks import choice_models, chosen_layouts
 from benchmarks.choice_models import placed_examples
 from benchmarks.choice_page import page
 from benchmarks.choice_statistics import (
@@ -23,8 +27,8 @@ from benchmarks.choice_statistics import (
     rotated,
     summary,
 )
-from benchmarks.chosen_layouts import PLACED_LAYOUTS, Pace, answered, cases, place_cases
-from ranks import context
+from benchmarks.chosen_layouts import PLACED_LAYOUTS, cases, place_cases
+from tests.benchmarks import tiny_choice
 
 CANDIDATES = (
     Candidate("pipe=2 micro=2", 1.3, 60, 20),
@@ -124,17 +128,17 @@ def test_models_and_examples_have_steps() -> None:
     assert one.step(one.model, one.optimizer, *one.batch).isfinite()
 
 
-def test_two_tiny_layouts_from_plan_to_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = context()  # of a process that has imported
-    monkeypatch.setattr(harness.multiprocessing, "get_context", lambda _method: copies)
-    layouts = ("data=2", "data=2 zero=3 micro=1")
-    tiny = [Candidate(x, 1.0 + i / 9, 1000 - i, 500) for i, x in enumerate(layouts)]
-    asked = questions_of("tiny", 2, tiny, [None])
-    (found,) = answered(asked, Pace(rounds=2, turn_seconds=0.01, factor=1.3))
-    assert found.question.chosen.layout == "data=2" and found.num_measured == 2
-    assert found.best in layouts and found.ratio >= 1
-    assert found.best_seconds > 0 and found.seconds > 0
-    assert found.peak_nbytes > 500  # what is held between calls, and the measured call
+def test_two_tiny_layouts_from_plan_to_ratio() -> None:
+    root = Path(__file__).parents[2]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    script = Path(__file__).parent / "tiny_choice.py"
+    done = forked.run([script], env=env, cwd=root, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["chosen"] == "data=2" and found["num_measured"] == 2
+    assert found["best"] in tiny_choice.LAYOUTS and found["ratio"] >= 1
+    assert found["best_seconds"] > 0 and found["seconds"] > 0
+    assert found["peak_nbytes"] > 500  # what is held between calls, and the measured call
 
 
 def test_a_plan_of_a_tiny_model(tmp_path_factory: pytest.TempPathFactory) -> None:

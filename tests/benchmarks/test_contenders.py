@@ -21,6 +21,7 @@ from benchmarks.contenders.eager import Eager
 from benchmarks.models import Case, optimizer
 from benchmarks.ways import WAYS
 from benchmarks.worker import steps
+from captured_once import captured_once
 from ranks import Ranks
 from tests.benchmarks.tiny import GPT, LLAMA, PIPE, RESNET
 
@@ -70,7 +71,8 @@ def losses_on_rank(case: Case, way: str) -> list[float]:
     import torch.distributed as dist
 
     contender = WAYS[way].build(case, Place(dist.get_rank(), dist.get_world_size()))
-    return steps(contender, NUM_STEPS).losses
+    with captured_once(("contender", case.name)):
+        return steps(contender, NUM_STEPS).losses
 
 
 @pytest.fixture(scope="module", autouse=True)

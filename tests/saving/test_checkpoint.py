@@ -111,7 +111,7 @@ def exchange(layout: str, path: str) -> tuple[list[float], list[float]]:
 
 def test_whole_tensors_and_dtensors_load(ranks: Ranks, tmp_path: Path) -> None:
     play = runs.prepare("gpt")
-    play.losses(BEFORE)
+    play.losses(BEFORE, ("gpt", True))
     path = tmp_path / "state.pt"
     torch.save(play.step.state_dict(), path)
     one = uninterrupted(ranks, "gpt")
