@@ -69,6 +69,7 @@ FIRST = (
 )
 # These verify the same programs, captured once a process (subjects.py): one worker plays all of them.
 TOGETHER = FIRST[1:9]
+FEW_OBJECTS = 10_000  # new ones of a module of tests, which the next module's may well walk
 _TESTS = Path(__file__).parent
 _SHARED: list[Ranks] = []  # of all tests
 
@@ -117,8 +118,10 @@ def what_lasts() -> Iterator[None]:
         pools.renew()
     if subjects := sys.modules.get("subjects"):
         subjects.program.cache_clear()  # these do not stay, and would never go once frozen
-    gc.collect()
-    gc.freeze()
+    new, collections, _ = gc.get_count()
+    if collections or new > FEW_OBJECTS:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")

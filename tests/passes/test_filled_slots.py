@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import tutti
 from mixtures import EXPERTS, NAMES, NUM_LAYERS, WIDTH, arguments, points, points_step, routed
 from pass_programs import experts
 from ranks import Ranks
-from tutti.capture.step import capture
+from tutti.capture.step import Captured, capture, copied
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
 from tutti.graph.ops.expert_rows import cut_slots, fill_slots, from_experts, to_experts, to_filled
@@ -31,8 +31,13 @@ PLACE = {"*.experts.*_proj": "expert, -, -"}
 ROUTED = {"*.up": "expert, -, -", "*.down": "expert, -, -"}
 
 
+@cache
+def captured(name: str) -> Captured:
+    return capture(*arguments(name))
+
+
 def program(name: str, layout: str) -> Program:
-    return partition(plan(capture(*arguments(name)), Layout.parse(layout), PLACE))
+    return partition(plan(copied(captured(name)), Layout.parse(layout), PLACE))
 
 
 def count(graph: fx.Graph, target: object) -> int:
@@ -75,8 +80,8 @@ def test_predicted_memory_is_that_of_evenly_chosen_experts() -> None:
     model = routed(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = (torch.randn(512, WIDTH), torch.randn(512, WIDTH))
-    captured = capture(points_step, model, optimizer, batch)
-    made = partition(plan(captured, Layout.parse("expert=4"), ROUTED))
+    found = capture(points_step, model, optimizer, batch)
+    made = partition(plan(found, Layout.parse("expert=4"), ROUTED))
     with_all = optimized(made, Target(frozenset()), without={"filled_slots"})
     filled = optimized(made, Target(frozenset()))
     have, whole = predict(made, filled).call_nbytes, predict(made, with_all).call_nbytes
