@@ -78,7 +78,7 @@ class Masked(nn.Module):
         self.embed, self.head = nn.Linear(patch, width), nn.Linear(width, patch)
         self.places = nn.Parameter(torch.randn(1, count, width) * 0.02)
         self.masked = nn.Parameter(torch.zeros(1, 1, width))
-        self.encoder, self.decoder = Block(width), Block(width)
+        self.encoder, self.decoder = Block(width), nn.Sequential(nn.Linear(width, width), nn.GELU())
 
     def forward(self, x: Tensor, keep: Tensor, back: Tensor) -> Tensor:
         e = self.embed(x) + self.places
@@ -109,7 +109,7 @@ class Pair(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.patches, self.tokens = nn.Linear(6, width), nn.Embedding(20, width)
-        self.image, self.text = Block(width), Block(width)
+        self.image, self.text = Block(width), nn.Linear(width, width)
         self.scale = nn.Parameter(torch.tensor(2.6))
 
     def forward(self, image: Tensor, text: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def classes_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -
 def mobilenet(make: Make = adamw) -> Built:
     model = nn.Sequential(
         *(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU6()),
-        *(_narrow_wide_narrow(8, 8, 1), _narrow_wide_narrow(8, 16, 2)),
+        _narrow_wide_narrow(8, 16, 2),
         *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10)),
     )
     batch = torch.randn(4, 3, 8, 8), torch.randint(10, (4,))
@@ -223,11 +223,8 @@ class UNet(nn.Module):
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.down1, self.down2 = self._twice(3, width), self._twice(width, 2 * width)
-        self.low = self._twice(2 * width, 2 * width)
-        self.up = nn.ConvTranspose2d(2 * width, 2 * width, 2, 2)
-        self.again = self._twice(4 * width, width)
-        self.up2 = nn.ConvTranspose2d(width, width, 2, 2)
+        self.down, self.low = self._twice(3, width), self._twice(width, 2 * width)
+        self.up = nn.ConvTranspose2d(2 * width, width, 2, 2)
         self.head = nn.Conv2d(2 * width, 1, 1)
 
     def _twice(self, given: int, out: int) -> nn.Module:
@@ -237,11 +234,9 @@ class UNet(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self.down1(x)
-        second = self.down2(F.max_pool2d(first, 2))
-        low = self.low(F.max_pool2d(second, 2))
-        again = self.again(torch.cat([self.up(low), second], 1))
-        return self.head(torch.cat([self.up2(again), first], 1))
+        first = self.down(x)
+        low = self.low(F.max_pool2d(first, 2))
+        return self.head(torch.cat([self.up(low), first], 1))
 
 
 def masks_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
@@ -250,7 +245,7 @@ def masks_step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> 
 
 def unet(make: Make = adamw) -> Built:
     model = UNet()
-    batch = torch.randn(2, 3, 4, 4), torch.rand(2, 1, 4, 4).round()
+    batch = torch.randn(2, 3, 2, 2), torch.rand(2, 1, 2, 2).round()
     return masks_step, model, make(model.parameters()), batch
 
 
@@ -261,5 +256,5 @@ CASES: dict[str, tuple[Callable[[Make], Built], dict[str, str]]] = {
     "byol": (byol, {"predictor.0.weight": "tensor, -"}),
     "transformer": (transformer, {"*linear1.weight": "tensor, -"}),
     "mobilenet": (mobilenet, {"3.3.weight": "tensor, -, -, -"}),
-    "unet": (unet, {"down1.0.weight": "tensor, -, -, -"}),
+    "unet": (unet, {"down.0.weight": "tensor, -, -, -"}),
 }

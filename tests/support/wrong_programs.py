@@ -18,7 +18,11 @@ from tutti.verification.verdict import Verdict
 aten = torch.ops.aten
 
 
-def fresh(layout: str, place: dict[str, str] | None = None, name: str = "gpt") -> Program:
+# A GPT of one layer: its learning rate is stepped outside the program.
+SHORT = "scheduler"
+
+
+def fresh(layout: str, place: dict[str, str] | None = None, name: str = SHORT) -> Program:
     """A program of its own, to be edited."""
     return subject(name).program(Layout.parse(layout), place or zoo.CASES[name].place)
 

@@ -98,7 +98,7 @@ def hf(model: str, config: str, **sizes: Any) -> nn.Module:
     return getattr(transformers, model)(getattr(transformers, config)(**sizes))
 
 
-# llama and gpt have two layers: what layers do to each other; others one, as all of their layers are alike.
+# gpt and llama have two layers: what layers do to each other; others one, as all of their layers are alike.
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
 GQA = SMALL | {
     "num_attention_heads": 8,
@@ -168,8 +168,8 @@ PLACE_TRANSFORMER = linears("linear1", "linear2")  # in_proj_weight fuses q, k a
 
 def _models() -> list[Case]:
     """One case per architecture."""
-    dropout_gpt = partial(GPT, dropout=0.1, tied=True)
-    llama_eager = partial(LLAMA, attn_implementation="eager")
+    dropout_gpt = partial(GPT, num_layers=1, dropout=0.1, tied=True)
+    llama_eager = partial(LLAMA, num_hidden_layers=1, attn_implementation="eager")
     muon_mlp = partial(MLP, bias=False)
     lm: dict[str, Any] = {"seq_ok": True}
     random: dict[str, Any] = {"random": True}
@@ -185,8 +185,8 @@ def _models() -> list[Case]:
         Case("vit", lambda: build(VIT, image_batch, labels_step), PLACE_VIT),
         Case("transformer", lambda: build(Translator, decoder_batch), PLACE_TRANSFORMER,
              **lm, **random),
-        Case("mamba", lambda: build(MAMBA, step=labels_step)),
-        Case("lstm", lambda: build(LSTMLM, partial(token_batch, seq=SEQ // 2))),
+        Case("mamba", lambda: build(MAMBA, partial(token_batch, seq=SEQ // 2), labels_step)),
+        Case("lstm", lambda: build(LSTMLM, partial(token_batch, seq=SEQ // 4))),
         Case("resnet", lambda: build(RESNET, image_batch, labels_step, sgd), micro_ok=False),
         Case("unet", lambda: build(UNet, image_batch)),
         Case("mlp_muon", lambda: build(muon_mlp, vector_batch, optimizer=muon), PLACE_MUON),
@@ -227,17 +227,18 @@ def _optimizers() -> list[Case]:
 
 
 def _steps() -> list[Case]:
-    """One case per unusual training step, all on the same GPT."""
-    remat = partial(GPT, dropout=0.1, remat=True)
+    """One case per unusual training step, all on a GPT of one layer."""
+    short = partial(GPT, num_layers=1)
+    remat = partial(short, dropout=0.1, remat=True)
     halve = partial(StepLR, step_size=1, gamma=0.5)
     shared: dict[str, Any] = {"place": PLACE_GPT, "seq_ok": True}
     return [
-        Case("autocast", lambda: build(GPT, step=autocast_step), **shared),
+        Case("autocast", lambda: build(short, step=autocast_step), **shared),
         Case("checkpoint", lambda: build(remat), **shared, random=True),
-        Case("two_losses", lambda: build(GPT, step=two_losses_step), **shared),
-        Case("accumulate", lambda: build(GPT, step=accumulate_step), **shared),
-        Case("scheduler", lambda: build(GPT), **shared, scheduler=halve),
-        Case("eval", lambda: build(GPT, step=eval_step, optimizer=None), **shared),
+        Case("two_losses", lambda: build(short, step=two_losses_step), **shared),
+        Case("accumulate", lambda: build(short, step=accumulate_step), **shared),
+        Case("scheduler", lambda: build(short), **shared, scheduler=halve),
+        Case("eval", lambda: build(short, step=eval_step, optimizer=None), **shared),
     ]
 
 

@@ -17,7 +17,7 @@ from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.rules import table
 from tutti.verification.verdict import Subject, Verdict
-from wrong_programs import assert_caught, drop, find, fresh, mean_of_means
+from wrong_programs import SHORT, assert_caught, drop, find, fresh, mean_of_means
 from zoo_models import GPT
 from zoo_steps import plain_step, token_batch
 
@@ -34,20 +34,20 @@ def broken(monkeypatch: pytest.MonkeyPatch, op: Any, **changes: Any) -> None:
 def test_a_matmul_whose_shared_factor_is_not_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, aten.mm.default, apart=frozenset({0}))
     made = fresh("tensor=2")
-    assert_caught(verdict("gpt", "", made), "self.o(heads", "blocks.0.attn.o")
+    assert_caught(verdict(SHORT, "", made), "self.o(heads", "blocks.0.attn.o")
 
 
 def test_a_softmax_whose_dim_is_not_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch, aten._log_softmax.default, whole=frozenset())
     made = fresh("tensor=2", {"head.weight": "tensor, -"})
-    found = verdict("gpt", "", made)
+    found = verdict(SHORT, "", made)
     assert_caught(found, "F.cross_entropy(")
     assert found.first_difference is not None
     assert "_log_softmax" in found.first_difference.op
 
 
 def test_a_missing_reduction_of_an_activation() -> None:
-    made = fresh("tensor=2")
+    made = fresh("tensor=2", name="gpt")
     node = find(
         made,
         lambda n: (
@@ -78,13 +78,13 @@ def test_a_missing_reduction_of_a_gradient(layout: str) -> None:
         made.graph.erase_node(node)
     else:
         drop(made, node)
-    assert_caught(verdict("gpt", "", made), "clip_grad_norm_")
+    assert_caught(verdict(SHORT, "", made), "clip_grad_norm_")
 
 
 def test_a_mean_of_means() -> None:
     made = fresh("data=4")
     mean_of_means(made, "data")
-    assert_caught(verdict("gpt", "", made), "F.cross_entropy(")
+    assert_caught(verdict(SHORT, "", made), "F.cross_entropy(")
 
 
 def test_a_mean_of_means_is_the_mean_where_all_ranks_count_alike() -> None:
@@ -102,7 +102,7 @@ def test_a_mean_of_means_is_the_mean_where_all_ranks_count_alike() -> None:
 def test_a_gradient_norm_of_local_parts_only(layout: str) -> None:
     made = fresh(layout)
     drop(made, find(made, lambda n: n.meta["user"].target is aten.sqrt.default))
-    found = verdict("gpt", "", made)
+    found = verdict(SHORT, "", made)
     assert_caught(found, "clip_grad_norm_")
     assert found.first_difference is not None
     assert "sqrt" in found.first_difference.op

@@ -22,7 +22,7 @@ from tutti.pipeline.ranks import pipe_rank_graph
 from tutti.pipeline.ranks.pipe_ranks import PipelinePlan
 from tutti.pipeline.stages import tied
 from tutti.verification.verdict import IN_TIME, Verdict
-from wrong_programs import assert_caught, drop, fresh, mean_of_means
+from wrong_programs import SHORT, assert_caught, drop, fresh, mean_of_means
 
 
 def assert_caught_in_time(found: Verdict) -> None:
@@ -38,13 +38,13 @@ def test_a_gradient_that_is_not_added_up_over_micro_batches() -> None:
     assert node.target is collectives.all_reduce and node.args[1] == ("micro",)
     drop(made, node)
     with pytest.raises(ShardingError, match="embedding_dense_backward"):  # refused, never played
-        verdict("gpt", "", made)
+        verdict(SHORT, "", made)
 
 
 def test_a_mean_of_means_over_micro_batches() -> None:
     made = fresh("micro=4")
     mean_of_means(made, "micro")
-    assert_caught(verdict("gpt", "", made), "F.cross_entropy(")
+    assert_caught(verdict(SHORT, "", made), "F.cross_entropy(")
 
 
 def test_a_sum_that_keeps_the_last_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,10 +21,10 @@ LAYOUTS = ("", "data=2", "data=2 zero=1", "data=2 zero=2", "data=2 zero=3")
 HYBRIDS = ("tensor=2", "seq=2", "data=2 tensor=2 zero=3", "data=2 seq=2 tensor=2")
 
 
-# Every layout for these; for the others, which differ in their ops, one that splits all there is.
-THOROUGH = ("gpt", "llama")
-EACH = [(name, layout) for name in THOROUGH for layout in (*LAYOUTS, *HYBRIDS)]
-EACH += [(name, "data=2 zero=3") for name in CASES if name not in THOROUGH]
+# Every layout for one; for the others, which differ in their ops, those that split all there is.
+EACH = [("gpt", layout) for layout in (*LAYOUTS, *HYBRIDS)]
+EACH += [("llama", layout) for layout in ("", *HYBRIDS[2:])]
+EACH += [(name, "data=2 zero=3") for name in CASES if name not in ("gpt", "llama")]
 
 
 @pytest.mark.parametrize(("name", "layout"), EACH)
@@ -42,7 +42,7 @@ def test_partition_is_exact_and_capture_is_the_eager_step_under_autocast(
     assert "precision=bf16" in str(found)
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "gpt_tied"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_the_capture_is_far_nearer_to_autocast_than_float32_is(name: str) -> None:
     """Else the comparison would pass for a capture that leaves the word out."""
     _, model, _, batches = zoo.CASES[name].build()
