@@ -56,7 +56,8 @@ def test_ranks_take_the_steps_of_one_device(ranks: Ranks, name: str, layout: str
 def test_checkpoints_do_not_depend_on_it(ranks: Ranks, tmp_path: Path) -> None:
     """Saved in bf16 on two ranks, resumed in float32 on one device; and the other way round."""
     path = str(tmp_path / "half")
-    ranks.run(runs.train_and_save, "gpt", "data=2 zero=3 precision=bf16", 5, path, False, n=2)
+    half = ranks.after(train, "gpt", "precision=bf16")
+    half.run(runs.train_and_save, "gpt", "data=2 zero=3 precision=bf16", 5, path, False, n=2)
     whole = runs.on_one_device("gpt", 10, False)[0]
     losses, extra, state = runs.resume("gpt", "", 5, path, False)
     assert_near(extra["losses"], whole[:5], rtol=0.02)
@@ -64,7 +65,7 @@ def test_checkpoints_do_not_depend_on_it(ranks: Ranks, tmp_path: Path) -> None:
     assert {x.dtype for x in state.values() if x.dtype.kind == "f"} == {np.dtype("float32")}
     path = str(tmp_path / "full")
     runs.train_and_save("gpt", "", 5, path, False)
-    for found in ranks.run(runs.resume, "gpt", "data=2 zero=3 precision=bf16", 5, path, False, n=2):
+    for found in half.run(runs.resume, "gpt", "data=2 zero=3 precision=bf16", 5, path, False, n=2):
         assert_near(found[0], whole[5:], rtol=0.02)
         assert found[1]["losses"] == whole[:5]
 
@@ -91,7 +92,8 @@ def two_precisions(layout: str) -> tuple[float, float, bool]:
 
 
 def test_steps_on_one_model_may_differ_in_it(ranks: Ranks) -> None:
-    for full, half, sharded in ranks.run(two_precisions, "data=2 zero=3", n=2):
+    one = ranks.after(train, "gpt", "precision=bf16")
+    for full, half, sharded in one.run(two_precisions, "data=2 zero=3", n=2):
         assert sharded and full != half
         assert_near([half], [full], rtol=0.01)
 

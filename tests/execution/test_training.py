@@ -1,4 +1,4 @@
-"""Real ranks: twenty steps stay with one device, for every axis and level of zero; a few in float32."""
+"""Real ranks: ten steps stay with one device, for every axis and level of zero; a few in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ranks import Ranks
 from small_steps import step as train_step
 from tutti.state.residence import local_of
 
-NUM_STEPS, NUM_NARROW = 20, 4
+NUM_STEPS, NUM_NARROW = 10, 4
 ON_TWO = [
     ("llama", "tensor=2"),
     ("llama", "data=2 zero=3"),
@@ -58,8 +58,9 @@ def test_two_ranks_train_as_one(ranks: Ranks, name: str, layout: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt_tied"])
 def test_ranks_find_one_placement(ranks: Ranks, name: str) -> None:
     """Each rank searches by itself; a different result would be refused, or give other numbers."""
-    losses, state = runs.on_one_device(name, NUM_NARROW)
-    for found, whole in ranks.run(runs.train_unplaced, name, "tensor=2", NUM_NARROW, n=2):
+    one = ranks.after(runs.on_one_device, name, NUM_NARROW)
+    losses, state = one.result
+    for found, whole in one.run(runs.train_unplaced, name, "tensor=2", NUM_NARROW, n=2):
         runs.assert_same_losses(found, losses)
         runs.assert_same_state(whole, state)
 

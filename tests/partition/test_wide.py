@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 
+from in_turn import in_turn
 from subjects import program
 from tutti.capture.step import capture
 from tutti.graph.edits.edit import erase_dead
@@ -33,9 +34,16 @@ def half_sums(made: Program) -> list[fx.Node]:
     return [n for n in found if n.meta["val"].dtype in HALVES]
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "t5", "bert", "autocast", "checkpoint"])
+LAYOUTS = ("data=2 tensor=2", "data=2 seq=2 tensor=2", "data=2 zero=3 tensor=2")
+ONE_EACH = [(layout,) for layout in LAYOUTS]
+
+
 @pytest.mark.parametrize(
-    "layout", ["data=2", "data=2 tensor=2", "data=2 seq=2 tensor=2", "data=2 zero=3 tensor=2"]
+    ("name", "layout"),
+    [
+        *(("gpt", layout) for layout in ("data=2", *LAYOUTS)),
+        *in_turn(("llama", "t5", "bert", "autocast", "checkpoint"), ONE_EACH),
+    ],
 )
 def test_no_sum_over_ranks_is_in_a_half_type(name: str, layout: str) -> None:
     made = program(name, f"{layout} precision=bf16")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from zoo_steps import plain_step, token_batch
 LAYOUT = Layout.parse("data=2 tensor=2 zero=3")
 
 
+@cache
 def captured(num_layers: int) -> Captured:
     torch.manual_seed(0)
     model = zoo_models.GPT(num_layers=num_layers)

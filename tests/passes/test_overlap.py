@@ -107,6 +107,6 @@ def _over_gloo(name: str, layout: str, steps: int) -> tuple[list[float], dict[st
 def test_over_gloo_the_losses_are_those_of_one_device(ranks: Ranks, layout: str) -> None:
     graph = subjects.program("gpt", layout)
     assert Layout.parse(layout) == graph.layout
-    alone = train("gpt", "", 4)[0]
-    for losses, _ in ranks.run(_over_gloo, "gpt", layout, 4, n=2):
-        assert losses == pytest.approx(alone, rel=1e-5)
+    one = ranks.after(train, "gpt", "", 4)
+    for losses, _ in one.run(_over_gloo, "gpt", layout, 4, n=2):
+        assert losses == pytest.approx(one.result[0], rel=1e-5)

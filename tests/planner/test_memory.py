@@ -65,12 +65,12 @@ def zoo_case(make: Callable[[], nn.Module], batch: Callable[[], Any], opt: Any) 
 
 LLAMA = partial(
     zoo.hf, "LlamaForCausalLM", "LlamaConfig", vocab_size=256, hidden_size=64, head_dim=16,
-    intermediate_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=192, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=64,
 )  # fmt: skip
 RESNET = partial(
     zoo.hf, "ResNetForImageClassification", "ResNetConfig", embedding_size=16,
-    hidden_sizes=[16, 32], depths=[2, 2], layer_type="basic", num_labels=8,
+    hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=8,
 )  # fmt: skip
 
 
@@ -85,9 +85,8 @@ def _images() -> tuple[Tensor, Tensor]:
 
 CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gpt": partial(gpt_case, 256, 64, 64, 2, 8),
-    "wide vocabulary": partial(gpt_case, 4096, 32, 64, 2, 2),
-    "wide": partial(gpt_case, 256, 32, 256, 2, 2),
-    "wide in time": partial(gpt_case, 256, 32, 256, 2, 8),
+    "wide vocabulary": partial(gpt_case, 4096, 32, 64, 1, 2),
+    "wide": partial(gpt_case, 256, 32, 256, 2, 4),
     "llama": partial(zoo_case, LLAMA, _tokens, zoo.adamw),
     "resnet": partial(zoo_case, RESNET, _images, zoo.sgd),
 }
@@ -172,7 +171,7 @@ LAYOUTS = [f"data=2 zero={level}" for level in range(4)]
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *itertools.product(["gpt"], LAYOUTS),
+        *itertools.product(["gpt"], LAYOUTS[1::2]),
         *itertools.product(["wide"], LAYOUTS[::3]),
         *itertools.product(["wide vocabulary"], LAYOUTS[1:3]),
         *(("llama", LAYOUTS[3]), ("resnet", LAYOUTS[0])),
@@ -187,7 +186,7 @@ TIMED = ["pipe=2 micro=4", "pipe=2 micro=4 schedule=gpipe", "pipe=2 micro=4 sche
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [*itertools.product(["gpt"], TIMED), ("llama", TIMED[0])]
+    ("name", "layout"), [("llama", TIMED[0]), *itertools.product(["gpt"], TIMED[1:])]
 )
 def test_at_each_place_of_a_pipeline(ranks: Ranks, name: str, layout: str) -> None:
     check(ranks, name, layout)
@@ -199,7 +198,7 @@ SHARDED = ["data=2 zero=1 micro=2", "data=2 zero=3 micro=2", "pipe=2 data=2 zero
 
 @pytest.mark.parametrize("layout", SHARDED)
 def test_sharded_state_in_micro_batches(ranks: Ranks, layout: str) -> None:
-    check(ranks, "wide in time", layout)
+    check(ranks, "wide", layout)
 
 
 def test_in_micro_batches(ranks: Ranks) -> None:

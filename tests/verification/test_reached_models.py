@@ -137,9 +137,18 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 2, 1, 0])
 
 
+# Replicas make their own copies, of the same kinds of holders.
+REPLICAS = ("by_containers", "with_a_schedule", "closure", "method_of_the_model", "two_models")
+
+
 @pytest.mark.filterwarnings("error:Seems like")
-@pytest.mark.parametrize("layout", ["data=2 zero=3", "replica=2 sync=average(every=1)"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "layout"),
+    [
+        *((way, "data=2 zero=3") for way in WAYS),
+        *((way, "replica=2 sync=average(every=1)") for way in REPLICAS),
+    ],
+)
 def test_the_step_is_the_same_and_nothing_of_the_users_is_touched(way: str, layout: str) -> None:
     step, model, optimizer = WAYS[way]()
     models = list(model.values()) if isinstance(model, dict) else [model]

@@ -100,8 +100,9 @@ def test_ranks_that_agree_otherwise_are_caught(sync: str, other: str) -> None:
     assert "NOT the same step" in str(found)
 
 
-@pytest.mark.parametrize("layout", ["replica=2", "replica=2 data=2 zero=3"])
-@pytest.mark.parametrize("traffic", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("layout", "traffic"), [("replica=2", "bf16"), ("replica=2 data=2 zero=3", "int8")]
+)
 def test_errors_that_are_forgotten_are_caught(
     layout: str, traffic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

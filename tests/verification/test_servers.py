@@ -55,8 +55,7 @@ def verdict(layout: str, spoil: Any = None) -> Verdict:
     return verdict_of(made, feeds[:1], parsed, then=apart if due.both else None, spoil=spoil)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(("workers", "servers"), [(2, 1), (3, 2)])
 def test_step_is_one_device(workers: int, servers: int) -> None:
     found = verdict(f"replica={workers} server={servers} sync=step")
     assert found.ok and found.max_error < 1e-13, found

@@ -14,7 +14,6 @@ from tutti.server.protocol.messages import Push
 
 # With the states that there are at least.
 WORLDS = [
-    (Bounds("async", drops=1), 2000),
     (Bounds("async", doubles=1), 4000),
     (Bounds("async", server_crashes=1, drops=1), 6000),
     (Bounds("async", leases=1), 2000),
