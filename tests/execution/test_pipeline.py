@@ -19,7 +19,6 @@ from wide import wide_step, widened
 
 NUM_STEPS = 4
 ON_TWO = [
-    ("gpt2", "pipe=2 micro=4"),
     ("gpt_tied", "pipe=2 micro=4 schedule=zb"),
     ("llama", "pipe=2 micro=4 schedule=zbv"),
 ]

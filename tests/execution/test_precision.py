@@ -38,7 +38,6 @@ def train(name: str, layout: str) -> tuple[list[float], set[str]]:
     [
         ("gpt", "data=2 zero=3"),
         ("gpt", "tensor=2"),
-        ("gpt_tied", "data=2 zero=3"),
         ("resnet", "data=2"),
     ],
 )

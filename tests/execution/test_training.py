@@ -21,9 +21,7 @@ NUM_STEPS, NUM_NARROW = 10, 4
 ON_TWO = [
     ("llama", "tensor=2"),
     ("llama", "data=2 zero=3"),
-    ("gpt", "seq=2"),
     ("gpt2", "data=2 zero=2"),
-    ("resnet", "data=2"),
     ("resnet", "data=2 zero=3"),
     ("lstm", "data=2"),
     ("scheduler", "data=2 zero=1"),
@@ -36,7 +34,6 @@ ON_FOUR = [
 NARROW = [
     ("llama", "tensor=2"),
     ("gpt2", "data=2 zero=2"),
-    ("lstm", "data=2 zero=3"),
 ]
 INSENSITIVE = 1e-5
 
@@ -55,9 +52,9 @@ def test_two_ranks_train_as_one(ranks: Ranks, name: str, layout: str) -> None:
     check(ranks, name, layout, 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_tied"])
-def test_ranks_find_one_placement(ranks: Ranks, name: str) -> None:
+def test_ranks_find_one_placement(ranks: Ranks) -> None:
     """Each rank searches by itself; a different result would be refused, or give other numbers."""
+    name = "gpt_tied"
     one = ranks.after(runs.on_one_device, name, NUM_NARROW)
     losses, state = one.result
     for found, whole in one.run(runs.train_unplaced, name, "tensor=2", NUM_NARROW, n=2):
