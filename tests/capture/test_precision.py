@@ -168,7 +168,7 @@ def test_the_next_forward_of_a_step_is_in_bf16_again() -> None:
     captured = subject("accumulate", "bf16").captured
     forward = list(matmuls(captured, "forward"))
     assert {dtype(n) for n in forward} == {HALF}
-    once = list(matmuls(subject("gpt", "bf16").captured, "forward"))
+    once = list(matmuls(subject("scheduler", "bf16").captured, "forward"))
     assert len(forward) == 2 * len(once)
 
 

@@ -227,9 +227,9 @@ def _optimizers() -> list[Case]:
 
 
 def _steps() -> list[Case]:
-    """One case per unusual training step, all on a GPT of one layer."""
+    """One case per unusual training step, on a GPT of one layer; of two if they are recomputed."""
     short = partial(GPT, num_layers=1)
-    remat = partial(short, dropout=0.1, remat=True)
+    remat = partial(GPT, dropout=0.1, remat=True)
     halve = partial(StepLR, step_size=1, gamma=0.5)
     shared: dict[str, Any] = {"place": PLACE_GPT, "seq_ok": True}
     return [
