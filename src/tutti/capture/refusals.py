@@ -22,21 +22,6 @@ from tutti.torch_private.fake_tensors import (
     DynamicOutputShapeException,
 )
 from tutti.torch_private.symbolic import GuardOnDataDependentSymNode
-from tutti.user_lines import quoted, user_line
-
-
-def _refuse_grouped_matmul(*_args: Any, **_options: Any) -> Any:
-    raise CaptureError(
-        "the step multiplies groups of rows whose sizes depend on values",
-        at=quoted(user_line()),
-        why="which rows belong together is known only when the step runs, so they cannot be split over ranks",
-        fix="a matmul for each row with weights picked by index; of a model of Hugging Face: "
-        'model.set_experts_implementation("batched_mm")',
-    )
-
-
-# Ops that raise when the step calls them, in the form of `make_fx`'s decompositions.
-REFUSED_OPS = {torch.ops.aten._grouped_mm.default: _refuse_grouped_matmul}
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from tutti.capture.python.read_values import (
 )
 from tutti.capture.python.sizes import FreeSizes
 from tutti.capture.python.symbols import looked_at_by_ops, on_symbols
-from tutti.capture.refusals import REFUSED_OPS, explained
+from tutti.capture.refusals import explained
 from tutti.capture.regions import watching
 from tutti.capture.second_trace.functional import functional_graph
 from tutti.capture.spelling.canonical import canonicalize
@@ -327,7 +327,7 @@ class _Lifted:
             values_unknown(),
             symbols_stay(self.symbols),
         ):
-            table = {**REFUSED_OPS, **communicating_ops(), **OTHER_FORMS}
+            table = {**communicating_ops(), **OTHER_FORMS}
             self.symbols.begin()
             traced = make_fx(self._run, table, tracing_mode="real")(*self.inputs)
         self.reads = held(traced, self.symbols)

@@ -11,6 +11,7 @@ from torch import fx, nn
 from tutti.capture.spelling.compounds import COMPOUNDS
 from tutti.capture.spelling.expert_products import take_products_by_expert
 from tutti.capture.spelling.rewrites import AGAIN, REWRITES, SAME, shape_list
+from tutti.capture.spelling.sorted_rows import put_rows_back, refuse_sorted
 from tutti.capture.spelling.strided import STRIDED, note_layout
 from tutti.graph.edits.edit import Editor, erase_dead
 from tutti.torch_private.fake_tensors import FakeTensorMode
@@ -32,9 +33,10 @@ def canonicalize(graph: fx.Graph, owner: nn.Module, mode: FakeTensorMode) -> Non
         if node.target is aten.linalg_vector_norm.default:
             _norm_of_norms(editor, node)
     _share(editor)
-    if take_products_by_expert(editor):
+    if put_rows_back(editor) + take_products_by_expert(editor):
         _share(editor)
     erase_dead(graph)
+    refuse_sorted(graph)
     graph.lint()
 
 

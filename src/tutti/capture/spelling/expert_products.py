@@ -52,7 +52,7 @@ def _product(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.N
     if left is None or right is None:
         return None
     for picked, row, is_left in ((left, right, True), (right, left, False)):
-        base, is_swapped = _peeled(picked)
+        base, is_swapped = peeled(picked)
         lookup = _row_lookup(base)
         length = _shape(row)[2 if is_left else 1]
         if lookup is None or length != 1 or not _is_weight(base.args[0]):
@@ -62,7 +62,7 @@ def _product(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.N
         # weights (N, K) times a column (K, 1), or a row (1, K) times weights (K, N)
         transposed = is_swapped == is_left
         of = _experts(emit, lookup, experts)
-        weight = _cast(emit, weight, picked)
+        weight = cast_like(emit, weight, picked)
         made = emit(expert_mm, rows, weight, of, transposed, 1, 1)
         return shaped(emit, made, _shape(node))
     return None
@@ -75,7 +75,7 @@ def _gradient(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.
     zeros = base.target is aten.full.default and base.args[1] == 0
     if not zeros or len(given) < 4 or not given[3]:
         return None
-    product, is_swapped = _peeled(values)
+    product, is_swapped = peeled(values)
     lookup = _row_lookup(node)
     if lookup is None or product.target is not aten.bmm.default:
         return None
@@ -89,7 +89,7 @@ def _gradient(emit: Emit, node: fx.Node, experts: dict[fx.Node, fx.Node]) -> fx.
     a, b = (_flat(emit, x, [num_rows, -1]) for x in (left, right))
     a, b = (b, a) if is_swapped else (a, b)
     of = _experts(emit, lookup, experts)
-    return _cast(emit, emit(expert_outer, a, b, of, _shape(node), 1, 1), node)
+    return cast_like(emit, emit(expert_outer, a, b, of, _shape(node), 1, 1), node)
 
 
 def _is_weight(x: Any) -> bool:
@@ -119,7 +119,7 @@ def _experts(emit: Emit, lookup: IndexLookup, known: dict[fx.Node, fx.Node]) -> 
     return known[index]
 
 
-def _peeled(x: fx.Node) -> tuple[fx.Node, bool]:
+def peeled(x: fx.Node) -> tuple[fx.Node, bool]:
     """The value below casts, and transposes of the last two dims; and whether these transpose."""
     is_swapped = False
     while True:
@@ -135,7 +135,7 @@ def _floats(*nodes: fx.Node) -> bool:
     return all(n.meta["val"].is_floating_point() for n in nodes)
 
 
-def _cast(emit: Emit, x: fx.Node, like: fx.Node) -> fx.Node:
+def cast_like(emit: Emit, x: fx.Node, like: fx.Node) -> fx.Node:
     """`x` in the dtype of `like`."""
     dtype = like.meta["val"].dtype
     same = x.meta["val"].dtype == dtype

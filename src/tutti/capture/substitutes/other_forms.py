@@ -24,7 +24,7 @@ from tutti.capture.patch_table import (
     MASKED_SCATTER,
     SETITEM,
 )
-from tutti.capture.substitutes import bags, ctc_loss, masks, scaler, without_cudnn
+from tutti.capture.substitutes import bags, ctc_loss, grouped_matmul, masks, scaler, without_cudnn
 from tutti.graph.edits.patch import replaced
 
 aten = torch.ops.aten
@@ -47,6 +47,7 @@ OTHER_FORMS: dict[Any, Callable[..., Any]] = {
     # Functions that return a plain `bool` read a tensor's value.
     aten.equal.default: _equal,
     aten.allclose.default: _close,
+    aten._grouped_mm.default: grouped_matmul.grouped_mm,
     **scaler.FORMS,
 }
 _GAUSSIAN_NLL: Any = F.gaussian_nll_loss
