@@ -109,6 +109,11 @@ def inverted(rows: Tensor, order: Tensor) -> Tensor:
     return rows[inverse]
 
 
+def in_pairs(rows: Tensor) -> Tensor:
+    """Columns in turn, as GPT-OSS keeps gates and values."""
+    return torch.stack([rows[:, ::2].sigmoid(), rows[:, 1::2]], -1).flatten(1)
+
+
 def points_step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
     optimizer.zero_grad()
@@ -123,7 +128,9 @@ def built(**how: Any) -> Experts:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"group": stably}, {"undo": inverted}], ids=["put", "stable", "inverse"]
+    "how",
+    [{}, {"group": stably}, {"undo": inverted}, {"between": in_pairs}],
+    ids=["put", "stable", "inverse", "in pairs"],
 )
 def test_own_code(how: Any) -> None:
     model = built(**how)

@@ -273,9 +273,13 @@ def _dims(node: fx.Node, position: int) -> list[int]:
     ]
 
 
-# The position of the dims that an op joins, cuts or reduces.
+# The position of the dims that an op joins, takes apart or reduces.
 _OF_DIMS: dict[Any, int] = {
     aten.slice.Tensor: 1,
+    aten.select.int: 1,
+    aten.select_backward.default: 2,
+    aten.stack.default: 1,
+    aten.slice_backward.default: 2,
     aten.cat.default: 1,
     aten._softmax.default: 1,
     aten._softmax_backward_data.default: 2,
