@@ -174,7 +174,7 @@ class _RankMeasurement:
 
     def _bandwidth(self) -> float:
         """Bytes read and written a second by a sum of values that no cache holds."""
-        x, out = self._random((_MEMORY_NBYTES // 4,)), self._random((_MEMORY_NBYTES // 4,))
+        x, out = (torch.ones(_MEMORY_NBYTES // 4, device=self.device) for _ in range(2))
         return 2 * _MEMORY_NBYTES / self._median(lambda: torch.add(x, 1.0, out=out))
 
     def _launch(self) -> float:
