@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import forkserver
@@ -61,7 +60,6 @@ class Pool:
         self._dir = tempfile.TemporaryDirectory(prefix="ranks-")
         self._pipes: list[Connection] = []
         self._processes = []
-        self.last_call = time.monotonic()
         start = multiprocessing.get_context("fork") if copied else context()
         for rank in range(n):
             here, there = start.Pipe()
@@ -80,7 +78,6 @@ class Pool:
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args))
         answers = [self._answer(rank) for rank in range(len(self._pipes))]
-        self.last_call = time.monotonic()
         failed = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failed:
             raise RankFailed("\n".join(failed))
@@ -93,12 +90,6 @@ class Pool:
             return self._pipes[rank].recv()
         except EOFError:
             return False, "the process ended"
-
-    @property
-    def num_threads(self) -> int:
-        """The number of threads of the first rank; 0 where the system does not say."""
-        tasks = Path(f"/proc/{self._processes[0].pid}/task")
-        return len(list(tasks.iterdir())) if tasks.exists() else 0
 
     def kill(self) -> None:
         for process in self._processes:

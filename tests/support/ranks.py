@@ -17,7 +17,6 @@ The second form is for what one device does too, and for what several ranks woul
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,6 @@ from typing import Any
 from rank_pools import Original, Pool, RankFailed, can_be_copied, collect_seldom, context
 
 __all__ = ["After", "RankFailed", "Ranks", "collect_seldom", "context"]
-
-# Every Gloo group that a call has made lasts, with three threads, of which one wakes 100 times a second:
-# 0.07 % of a processor, in each rank. A rank that starts anew takes 0.2 s until its first step.
-MOST_THREADS, MOST_WAITED = 60, 800.0  # the latter in seconds of one thread
 
 
 class Ranks:
@@ -74,11 +69,14 @@ class Ranks:
             raise
 
     def renew(self) -> None:
-        """End pools with many threads, and those that waited for long; their next call starts them anew."""
-        for n, pool in list(self._pools.items()):
-            waited = pool.num_threads * (time.monotonic() - pool.last_call)
-            if pool.num_threads > MOST_THREADS or waited > MOST_WAITED:
-                self._pools.pop(n).kill()
+        """End every pool; the next call starts it anew, in 0.1 s.
+
+        Every Gloo group that a call has made lasts, with a thread that wakes 100 times a second: all idle
+        pools of a run of the suite would take a fifth of a processor.
+        """
+        for pool in self._pools.values():
+            pool.kill()
+        self._pools.clear()
         if self._original is not None:
             self._original.rest()
 

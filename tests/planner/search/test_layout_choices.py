@@ -48,6 +48,12 @@ def test_the_largest_number_of_micro_batches_has_one_row_each() -> None:
     assert micros == {1, 2, 4, 10, 20, 60}
 
 
+def test_micro_batches_of_experts_have_a_row_for_each_rank() -> None:
+    """120 rows of a data rank in 8 or 20 micro-batches would not divide by 8 ranks of `expert`."""
+    made = Space(16, 240, ("data", "expert"), "data=2").layouts()
+    assert {x.micro for x in made if x.axes.get("expert") == 8} == {1, 3, 15}
+
+
 @pytest.mark.parametrize(
     "given", ["", "zero=1", "micro=2 precision=bf16", "pipe=2", "remat=full data=2"]
 )

@@ -3,7 +3,7 @@
     ranks      every product of axes that gives the number: data, tensor, seq, expert, pipe
     zero       0 to 3, with data; 2 differs from 1 only with micro-batches
     micro      divisors of the rows of a data rank, each about twice the one before, up to one row each; at
-               least one for each pipeline rank
+               least one for each pipeline rank. `expert` splits the rows, too, if it divides them
     schedule   1f1b, zb, interleaved(2), with pipe
     remat      none, full
     seq        where `data` cannot be larger instead, or to hold less than a sample
@@ -71,7 +71,9 @@ class Space:
             data, pipe = axes.get("data", 1), axes.get("pipe", 1)
             if self.rows % data:
                 continue
-            micros = [own.micro] if "micro" in words else list(self._micros(data, pipe))
+            ways = data * axes.get("expert", 1)
+            rows = self.rows // (data if self.rows % ways else ways)
+            micros = [own.micro] if "micro" in words else list(_micros(rows, pipe))
             schedules = [own.schedule] if "schedule" in words or pipe == 1 else list(SCHEDULES)
             remats = [own.remat] if "remat" in words else ["none", "full"]
             for micro, schedule, remat in product(micros, schedules, remats):
@@ -121,10 +123,11 @@ class Space:
             return True
         return self.below_sample and self.rows // (data * micro) < seq
 
-    def _micros(self, data: int, pipe: int) -> Iterator[int]:
-        for micro in doubled_divisors(self.rows // data):
-            if pipe <= micro <= _MOST_PER_PIPE_RANK * pipe or pipe == 1:
-                yield micro
+
+def _micros(rows: int, pipe: int) -> Iterator[int]:
+    for micro in doubled_divisors(rows):
+        if pipe <= micro <= _MOST_PER_PIPE_RANK * pipe or pipe == 1:
+            yield micro
 
 
 def doubled_divisors(number: int) -> list[int]:
