@@ -197,6 +197,18 @@ def test_other_uses_of_sorted_rows_are_refused(name: str) -> None:
     assert "group here" in str(error.value)
 
 
+def test_sorted_rows_that_the_step_returns_are_refused() -> None:
+    model = built()
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> Any:
+        kinds, order, ends = by_expert(model.router(x).argmax(-1))
+        rows = F.grouped_mm(x[order], model.weight, offs=ends)  # group here
+        return points_step(model, optimizer, x), kinds, rows.detach()
+
+    with pytest.raises(CaptureError, match="multiplies groups of rows"):
+        capture(step, model, sgd(model), (torch.randn(TOKENS, WIDTH),))
+
+
 def losses(layout: str | None) -> list[float]:
     """Of three steps of a Mixtral as it comes; plain PyTorch without a layout."""
     model = mixture("Mixtral", "grouped_mm")

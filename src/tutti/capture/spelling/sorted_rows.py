@@ -154,7 +154,7 @@ class _SortedRows:
         """Ops that treat each row by itself, and sums over all rows."""
         if node.target is aten.sum.dim_IntList and _dims(node, 1) == [0]:
             return node.args[0] in self.moved
-        if not isinstance(node.meta["val"], Tensor) or shape(node)[:1] != (self.num_rows,):
+        if not isinstance(node.meta.get("val"), Tensor) or shape(node)[:1] != (self.num_rows,):
             return False
         operands = [x for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor)]
         if is_pointwise(node.target):
