@@ -12,12 +12,20 @@ from torch.fx.node import map_arg
 from tutti.graph.analysis.storage import Storages
 from tutti.graph.ops import collectives
 from tutti.graph.ops.ctc import ctc_loss, ctc_slopes
+from tutti.graph.ops.expert_rows import (
+    expert_mm,
+    expert_outer,
+    expert_slots,
+    from_experts,
+    to_experts,
+    to_filled,
+)
 from tutti.graph.ops.matmul import matmul
 from tutti.graph.randomness.draw import draw
 from tutti.graph.randomness.random import CHUNK_CPU
 
 aten = torch.ops.aten
-_INT32 = 4
+_INT32, _INT64 = 4, 8
 
 
 def borrowed(node: fx.Node, storages: Storages) -> int:
@@ -98,6 +106,27 @@ def _laid_out(x: Tensor, dim: int, outer: int = 1) -> int:
     return 0 if dim == 0 and outer == 1 and x.is_contiguous() else x.nbytes
 
 
+def _expert_mm(operands: tuple[Any, ...], result: Any) -> int:
+    """The filled rows sorted by expert, their products, and these in one piece."""
+    return (operands[0].nbytes + 2 * result.nbytes) // operands[5]
+
+
+def _expert_outer(operands: tuple[Any, ...], result: Any) -> int:
+    """The filled rows of both operands, sorted by expert."""
+    return (operands[0].nbytes + operands[1].nbytes) // operands[5]
+
+
+def _positions(operands: tuple[Any, ...], result: Any) -> int:
+    """Of each row in each group, counted twice."""
+    experts, _, groups = operands[:3]
+    return 2 * _INT64 * experts.numel() * groups
+
+
+def _from_experts(operands: tuple[Any, ...], result: Any) -> int:
+    """The rows, before those without an expert become zeros; by then the positions are gone."""
+    return max(result.nbytes, _positions(operands[1:], result))
+
+
 Borrow = Callable[[tuple[Any, ...], Any], int]
 _BORROWED: dict[Any, Borrow] = {
     aten.convolution.default: _convolution,
@@ -110,6 +139,12 @@ _BORROWED: dict[Any, Borrow] = {
     ctc_slopes: _paths_both_ways,
     draw: _hash,
     matmul: _matmul,
+    expert_mm: _expert_mm,
+    expert_outer: _expert_outer,
+    expert_slots: _positions,
+    to_experts: lambda operands, result: _positions(operands[1:], result),
+    to_filled: lambda operands, result: _positions(operands[1:], result),
+    from_experts: _from_experts,
     collectives.draw_part: _hash,
     collectives.all_gather: _all_gather,
     collectives.reduce_scatter: _reduce_scatter,
