@@ -65,8 +65,8 @@ OLDEST_TORCH ?= torch==2.11.0
 OLDEST := .venv-oldest
 OLDEST_TESTS := tests/torch_private tests/test_api.py tests/state/test_shards.py tests/state/test_whole.py \
     tests/saving/test_checkpoint.py tests/checkpoint/test_allow_list.py tests/capture/test_step.py \
-    tests/capture/test_compounds.py tests/capture/test_sorted_rows.py tests/calls/test_read_values.py tests/calls/test_signature.py \
-    tests/graph/test_text.py tests/execution/test_direct.py
+    tests/capture/test_compounds.py tests/capture/test_sorted_rows.py tests/calls/test_read_values.py \
+    tests/calls/test_signature.py tests/graph/test_text.py tests/execution/test_direct.py
 
 test-oldest: $(OLDEST)/.installed
 	$(TESTS) $(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(OLDEST_TESTS) $(ARGS)

@@ -110,6 +110,11 @@ def inverted(rows: Tensor, order: Tensor) -> Tensor:
     return rows[inverse]
 
 
+def beside_each_other(rows: Tensor) -> Tensor:
+    """A dim more, by its number from the first, and one less."""
+    return torch.stack([rows, rows.sin()], 2).select(-1, 1)
+
+
 def in_pairs(rows: Tensor) -> Tensor:
     """Columns in turn, as GPT-OSS keeps gates and values."""
     return torch.stack([rows[:, ::2].sigmoid(), rows[:, 1::2]], -1).flatten(1)
@@ -135,8 +140,9 @@ def built(**how: Any) -> Experts:
         ({"group": stably}, "micro=2"),
         ({"undo": inverted}, "data=2 zero=3"),
         ({"between": in_pairs}, "data=2"),
+        ({"between": beside_each_other}, "data=2"),
     ],
-    ids=["put", "stable", "inverse", "in pairs"],
+    ids=["put", "stable", "inverse", "in pairs", "beside"],
 )
 def test_own_code(how: Any, layout: str) -> None:
     model = built(**how)
@@ -179,6 +185,7 @@ WRONG: dict[str, Any] = {
     "other rows": {"group": of_other_rows},
     "a sum along the rows": {"between": lambda rows: rows.cumsum(0)},
     "the first rows only": {"between": lambda rows: F.pad(rows[:5], (0, 0, 0, len(rows) - 5))},
+    "stacked over the rows": {"between": lambda rows: torch.stack([rows] * len(rows), -3)[:, 0]},
     "neighbors": {"between": lambda rows: rows.roll(1, 0)},
     "not put back": {"undo": lambda rows, order: rows},
     "put elsewhere": {"undo": lambda rows, order: scattered(rows, order.flip(0))},

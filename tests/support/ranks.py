@@ -71,8 +71,8 @@ class Ranks:
     def renew(self) -> None:
         """End every pool; the next call starts it anew, in 0.1 s.
 
-        Every Gloo group that a call has made lasts, with a thread that wakes 100 times a second: all idle
-        pools of a run of the suite would take a fifth of a processor.
+        Every Gloo group that a call has made lasts, with a thread that wakes 100 times a second: a rank
+        that waits with seven groups takes 0.5 to 0.7 % of a processor.
         """
         for pool in self._pools.values():
             pool.kill()

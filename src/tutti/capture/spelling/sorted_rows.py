@@ -237,16 +237,13 @@ class _SortedRows:
                 made = self._repeated(emit, base)
             else:
                 made = self._summed(emit, rest[0], shape(node))
-            self._put(node, cast_like(emit, made, node))
+            node.replace_all_uses_with(cast_like(emit, made, node))
         values = [n for n in self.sort.users if n.args[1] == 0]
         for node in (*values, *self.experts):
             made = experts
             if node in self.experts and made.meta["val"].dtype != torch.int64:
                 made = self.editor.at(node)(aten._to_copy.default, made, dtype=torch.int64)
-            self._put(node, made)
-
-    def _put(self, node: fx.Node, made: fx.Node) -> None:
-        node.replace_all_uses_with(made)
+            node.replace_all_uses_with(made)
 
     def _repeated(self, emit: Emit, x: Any) -> fx.Node:
         """Each row as often as a token has rows."""
@@ -265,12 +262,10 @@ class _SortedRows:
 
 
 def _dims(node: fx.Node, position: int) -> list[int]:
-    """The dims in an argument, counted from the first."""
+    """The dims in an argument, counted from the first, of the larger of operand and result."""
     given: Any = node.args[position]
-    x: Any = node.all_input_nodes[0]
-    return [
-        d % max(1, len(shape(x))) for d in (given if isinstance(given, list | tuple) else [given])
-    ]
+    ndim = max(1, len(shape(node)), len(shape(node.all_input_nodes[0])))
+    return [d % ndim for d in (given if isinstance(given, list | tuple) else [given])]
 
 
 # The position of the dims that an op joins, takes apart or reduces.
