@@ -196,6 +196,15 @@ def test_what_a_batch_may_not_hold(given: Any, fix: str) -> None:
         tutti.verify(lambda m, x: m(x), nn.Linear(2, 2), None, (given,), "data=2")
 
 
+@pytest.mark.parametrize(
+    "given", [torch.ones(1, 4), np.ones((1, 4)), "ab"], ids=["tensor", "array", "text"]
+)
+def test_a_single_argument_outside_a_sequence_is_refused(given: Any) -> None:
+    model = nn.Linear(4, 4)
+    with pytest.raises(CaptureError, match=r"fix +a tuple of the arguments, \(x,\)"):
+        tutti.verify(lambda m, o, x: m(x).sum(), model, None, given, "data=1")
+
+
 def test_modules_without_state_are_constants() -> None:
     assert taken((nn.MSELoss(), torch.zeros(2)))[1].shape == (2,)
 

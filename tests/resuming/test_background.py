@@ -271,7 +271,8 @@ def test_the_folder_is_locked_until_the_process_of_a_killed_run_has_ended(tmp_pa
             run.until(1)
             stopped(run)
             run.until(4)
-            (tmp_path / "writer").write_text(str(the_process(run)))
+            (tmp_path / "draft").write_text(str(the_process(run)))
+            (tmp_path / "draft").rename(tmp_path / "writer")
             time.sleep(SECONDS)
         os._exit(0)
     until = time.monotonic() + SECONDS

@@ -15,6 +15,7 @@ from tutti.capture.forms import flattened
 from tutti.errors import CaptureError
 from tutti.torch_private.pytrees import register_pytree_node, tree_unflatten
 
+_SINGLE = (Tensor, np.ndarray, str, bytes)  # no sequences of arguments, though they can be iterated
 _PLAIN = frozenset({Tensor, float, int, bool, str, type(None)})
 
 
@@ -36,8 +37,11 @@ def taken(batch: Any, keywords: Mapping[str, Any] | None = None) -> tuple[Any, .
 
     A mapping as `batch` means `step(**batch)`.
 
-    Raises `CaptureError` for a leaf that is neither tensor nor constant.
+    Raises `CaptureError` for a leaf that is neither tensor nor constant, and for a single argument that is
+    not in a sequence.
     """
+    if isinstance(batch, _SINGLE):
+        raise _one_argument(batch)
     if isinstance(batch, Mapping):
         batch, keywords = (), batch
     if not keywords and all(type(x) is Tensor for x in batch):
@@ -106,6 +110,15 @@ def _matters(x: Any) -> bool:
 def _refused(x: Any, why: str, fix: str) -> CaptureError:
     kind = f"{type(x).__module__}.{type(x).__name__}"
     return CaptureError(f"the batch holds a {kind}, which the step cannot take", why=why, fix=fix)
+
+
+def _one_argument(batch: Any) -> CaptureError:
+    kind = f"{type(batch).__module__}.{type(batch).__name__}"
+    return CaptureError(
+        f"the batch is a {kind}, where the arguments of a call belong",
+        why="its rows would be the arguments of the step",
+        fix="a tuple of the arguments, (x,) for a single one; a dict for arguments by name",
+    )
 
 
 def _number(x: Any) -> Any:
