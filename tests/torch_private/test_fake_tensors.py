@@ -15,8 +15,13 @@ from tutti.torch_private.fake_tensors import (
     FakeTensor,
     FakeTensorMode,
     SizedFakeMode,
+    empty_fake,
+    fake_in,
+    new_memory,
+    under_modes,
 )
 from tutti.torch_private.op_tables import has_kernel
+from tutti.torch_private.storages import memory_id
 from tutti.torch_private.symbolic import ConstantSource, DimDynamic, NumberEnv
 
 
@@ -70,3 +75,33 @@ def test_every_op_is_worked_out_in_one_place_and_keeps_symbolic_sizes() -> None:
 
 def test_the_logger_is_that_of_fakes() -> None:
     assert logging.getLogger(FakeTensorMode.__module__) is LOG
+
+
+def test_a_fake_lies_in_memory_of_a_fake_or_in_new_memory() -> None:
+    mode, cpu = FakeTensorMode(), torch.device("cpu")
+    x = empty_fake(mode, (3, 4), torch.float64, cpu)
+    column = fake_in(mode, x.untyped_storage(), (3,), (4,), 1, torch.float64, cpu)
+    assert type(column) is FakeTensor and memory_id(column) == memory_id(x)
+    with mode:
+        y = column * x[:, 1]
+    assert y.fake_mode is mode and y.dtype == torch.float64 and y.device == cpu
+    alone = fake_in(mode, new_memory(64), (2,), (1,), 0, torch.float32, torch.device("cuda:0"))
+    assert memory_id(alone) != memory_id(x) and alone.untyped_storage().nbytes() == 64
+    assert alone.device == torch.device("cuda:0")
+
+
+def test_an_empty_fake_may_have_symbolic_sizes() -> None:
+    mode = SizedFakeMode(shape_env=NumberEnv(), static_shapes=True)
+    env, source = mode.shape_env, ConstantSource("size")
+    assert env is not None
+    symbol = env.create_symbol(6, source, DimDynamic.DYNAMIC)
+    size: Any = env.create_symintnode(symbol, hint=6, source=source)
+    fake = empty_fake(mode, (size, 4), torch.float32, torch.device("cpu"))
+    assert isinstance(fake.shape[0], torch.SymInt) and fake.shape[1] == 4
+
+
+def test_modes_are_seen() -> None:
+    assert not under_modes()
+    with FakeTensorMode() as mode:
+        assert under_modes()
+        assert empty_fake(mode, (2,), torch.float32, torch.device("cpu")).fake_mode is mode

@@ -15,7 +15,7 @@ from tutti.graph.randomness.draw import draw
 from tutti.layout import Mesh, Sharding
 from tutti.partition.choose import Choice
 from tutti.rules import Rule
-from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.fake_tensors import FakeTensorMode, empty_fake
 
 
 class Local:
@@ -53,9 +53,7 @@ class Local:
         key = (sharding.local_shape(self.mesh), dtype or like.dtype, like.device)
         found = self._empty.get(key)
         if found is None:
-            with self.mode:
-                found = torch.empty(key[0], dtype=key[1], device=key[2])
-            self._empty[key] = found
+            found = self._empty[key] = empty_fake(self.mode, *key)
         return found
 
 

@@ -10,6 +10,7 @@ for none beyond the parts. The buffers of a program are one block, which exists 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,11 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.graph.analysis.aliases import IN_PLACE
+from tutti.graph.analysis.known_calls import called
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
 from tutti.graph.randomness.draw import draw
-from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.fake_tensors import FakeTensorMode, empty_fake
 from tutti.torch_private.pytrees import tree_leaves
 from tutti.torch_private.storages import storage_id
 
@@ -53,20 +55,19 @@ class Storages:
         known: dict[int, StorageBlock] = {}
         self._arenas = _arenas(graph, mode)
         self._state = {n.meta.get("name"): n for n in graph.nodes if n.op == "placeholder"}
-        with mode, torch.no_grad():
-            for node in graph.nodes:
-                if node.op == "output":
-                    continue
-                value = self.fakes[node] = self._value(node)
-                blocks: dict[StorageBlock, None] = {}
-                for x in tree_leaves(value):
-                    if isinstance(x, Tensor):
-                        memory = x.untyped_storage()
-                        nbytes = 0 if _is_look(node) else _kept_nbytes(node, memory.nbytes())
-                        number = storage_id(memory)
-                        block = known.get(number) or StorageBlock(node, nbytes)
-                        blocks[known.setdefault(number, block)] = None
-                self.of[node] = tuple(blocks)
+        for node in graph.nodes:
+            if node.op == "output":
+                continue
+            value = self.fakes[node] = self._value(node)
+            blocks: dict[StorageBlock, None] = {}
+            for x in [value] if isinstance(value, Tensor) else tree_leaves(value):
+                if isinstance(x, Tensor):
+                    memory = x.untyped_storage()
+                    nbytes = 0 if _is_look(node) else _kept_nbytes(node, memory.nbytes())
+                    number = storage_id(memory)
+                    block = known.get(number) or StorageBlock(node, nbytes)
+                    blocks[known.setdefault(number, block)] = None
+            self.of[node] = tuple(blocks)
 
     @staticmethod
     def is_given(block: StorageBlock) -> bool:
@@ -86,14 +87,18 @@ class Storages:
     def _value(self, node: fx.Node) -> Any:
         given = node.meta.get("val")
         if node.op == "call_function" and node.target in _SHARED:
-            return self._shared(node, *map_arg(node.args, self.fakes.__getitem__))
+            with self.mode, torch.no_grad():
+                return self._shared(node, *map_arg(node.args, self.fakes.__getitem__))
         if node.op != "call_function" or node.target in _NAMES:
-            return _fresh(given)
-        if not any(isinstance(x, Tensor) for x in tree_leaves(given)):
-            return given
+            return self._fresh(given)
+        if not isinstance(given, Tensor):
+            if not any(isinstance(x, Tensor) for x in tree_leaves(given)):
+                return given
+        elif node.target is operator.getitem:
+            return self.fakes[node.args[0]][node.args[1]]  # type: ignore[index]
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
         args, kwargs = map_arg((node.args, node.kwargs), self.fakes.__getitem__)
-        return function(*args, **kwargs)
+        return called(self.mode, function, args, kwargs)
 
     def _shared(self, node: fx.Node, *args: Any) -> Any:
         """The value of a node in existing memory."""
@@ -108,7 +113,14 @@ class Storages:
             return [self.fakes[self._state[name]] for name in args[0]]
         if args[0] in IN_PLACE:
             return list(args[1])
-        return _fresh(node.meta["val"])
+        return self._fresh(node.meta["val"])
+
+    def _fresh(self, given: Any) -> Any:
+        if isinstance(given, list | tuple):
+            return [self._fresh(x) for x in given]
+        if not isinstance(given, Tensor):
+            return given
+        return empty_fake(self.mode, tuple(given.shape), given.dtype, given.device)
 
 
 def _kept_nbytes(node: fx.Node, nbytes: int) -> int:
@@ -143,11 +155,3 @@ def _arenas(graph: fx.Graph, mode: FakeTensorMode) -> dict[Any, Tensor]:
             nbytes[axes] = max(nbytes.get(axes, 0), offset + node.meta["val"].nbytes)
     with mode:
         return {axes: torch.empty(n, dtype=torch.uint8) for axes, n in nbytes.items()}
-
-
-def _fresh(given: Any) -> Any:
-    if isinstance(given, list | tuple):
-        return [_fresh(x) for x in given]
-    if not isinstance(given, Tensor):
-        return given
-    return torch.empty(tuple(given.shape), dtype=given.dtype, device=given.device)

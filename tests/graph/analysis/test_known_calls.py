@@ -1,0 +1,170 @@
+"""The memory of results of known calls is that of calls that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from subjects import program
+from tutti.graph.analysis import known_calls
+from tutti.graph.analysis.known_calls import called
+from tutti.graph.analysis.storage import Storages
+from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from tutti.torch_private.pytrees import tree_leaves
+from tutti.torch_private.storages import memory_id
+
+aten = torch.ops.aten
+MODE = FakeTensorMode()
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    with mock.patch.object(known_calls, "_KNOWN", {}):
+        yield
+
+
+def fake(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    with MODE:
+        return torch.empty(shape, dtype=dtype)
+
+
+def transposed() -> Tensor:
+    with MODE:
+        return torch.empty(6, 4).t()
+
+
+def column() -> Tensor:
+    with MODE:
+        return torch.empty(4, 6)[:, 2]
+
+
+def forms(result: Any, operands: list[Tensor]) -> list[Any]:
+    """Of each tensor its form, and the number of the memory in which it lies, those of operands first."""
+    memory: dict[int, int] = {}
+    for x in operands:
+        memory.setdefault(memory_id(x), len(memory))
+    return [
+        (
+            *(x.shape, x.stride(), x.storage_offset(), x.dtype, x.device),
+            x.untyped_storage().nbytes(),
+            memory.setdefault(memory_id(x), len(memory)),
+        )
+        if isinstance(x, Tensor)
+        else (type(x), x)
+        for x in tree_leaves(result)
+    ]
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+    "new": (aten.add.Tensor, lambda: (fake(4, 6), fake(6))),
+    "of another layout": (aten.exp.default, lambda: (transposed(),)),
+    "view": (aten.view.default, lambda: (fake(4, 6), [2, 12])),
+    "view of a part": (aten.slice.Tensor, lambda: (column(), 0, 1, 3)),
+    "view of another dtype": (aten.view.dtype, lambda: (fake(4, 6), torch.int32)),
+    "a reshape that copies": (aten.reshape.default, lambda: (transposed(), [24])),
+    "a reshape that does not": (aten.reshape.default, lambda: (fake(4, 6), [24])),
+    "in place": (aten.add_.Tensor, lambda: (fake(4, 6), fake(6))),
+    "several, new": (aten.native_layer_norm.default, lambda: (fake(4, 6), [6], None, None, 1e-5)),
+    "several, views": (aten.split.Tensor, lambda: (fake(4, 6), 2)),
+    "unused results": (
+        aten.convolution_backward.default,
+        lambda: (
+            *(fake(2, 3, 5, 5), fake(2, 4, 5, 5), fake(3, 4, 3, 3), [3]),
+            *([1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, True]),
+        ),
+    ),
+    "a list": (aten.cat.default, lambda: ([fake(2, 3), fake(4, 3)],)),
+    "part of a larger memory": (aten.as_strided.default, lambda: (fake(4, 6), [2], [6], 3)),
+    "numbers": (aten.sum.dim_IntList, lambda: (fake(4, 6), [-1], True)),
+    "complex": (aten.mul.Tensor, lambda: (fake(4, dtype=torch.complex64), 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_known_call_gives_the_memory_of_one_that_runs(name: str) -> None:
+    function, make = CALLS[name]
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return function(*args)
+
+    found = []
+    for _ in range(3):
+        args = make()
+        operands = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
+        found.append(forms(called(MODE, counted, args, {}), operands))
+    assert len(calls) == 1 and found[0] == found[1] == found[2]
+
+
+def test_equal_numbers_of_other_types_are_other_calls() -> None:
+    x = fake(3, dtype=torch.int64)
+    dtypes = [called(MODE, aten.mul.Tensor, (x, by), {}).dtype for by in (1, 1.0, 1, 1.0)]
+    assert dtypes == [torch.int64, torch.float32] * 2
+    y = fake(3)
+    kinds = [called(MODE, aten.sum.dim_IntList, (y, [0], k), {}).dim() for k in (False, True)]
+    assert kinds == [0, 1]
+
+
+def test_operands_that_share_memory() -> None:
+    x = fake(4, 6)
+    with MODE:
+        halves = list(x.split(2))
+    for _ in range(2):
+        result = called(MODE, aten.add_.Tensor, (halves[0], halves[1]), {})
+        assert memory_id(result) == memory_id(x)
+        assert memory_id(called(MODE, aten.add_.Tensor, (fake(2, 6), halves[1]), {})) != memory_id(
+            x
+        )
+
+
+def test_what_has_no_equal_runs_each_time() -> None:
+    class Body:
+        """Compared by identity, like the body of a loop."""
+
+    seen = []
+
+    def function(x: Tensor, body: Body) -> Tensor:
+        seen.append(body)
+        return x + 1
+
+    body = Body()
+    for _ in range(2):
+        called(MODE, function, (fake(2), body), {})
+    assert seen == [body, body] and not known_calls._KNOWN
+
+
+def test_a_call_under_a_mode_runs() -> None:
+    for _ in range(2):
+        with MODE:
+            assert type(called(MODE, aten.neg.default, (torch.empty(2),), {})) is FakeTensor
+
+
+def test_all_are_forgotten_before_they_are_too_many() -> None:
+    with mock.patch.object(known_calls, "_MOST", 3):
+        for n in range(10):
+            assert called(MODE, aten.neg.default, (fake(n),), {}).shape == (n,)
+            assert len(known_calls._KNOWN) <= 3
+
+
+def blocks(program: Any) -> list[list[tuple[str, int]]]:
+    """The blocks of each node: the node that makes each, and its bytes."""
+    found = Storages(program.graph, program.captured.mode).of
+    return [[(b.node.name, b.nbytes) for b in found.get(n, ())] for n in program.graph.nodes]
+
+
+@pytest.mark.parametrize(("name", "layout"), [("llama", "data=2 zero=3"), ("resnet", "tensor=2")])
+def test_a_program_has_the_same_blocks(name: str, layout: str) -> None:
+    made = program(name, layout)
+    with mock.patch.object(known_calls, "_MOST", 0):  # nothing is known for long
+        plain = blocks(made)
+    assert blocks(made) == plain
+    with mock.patch.object(known_calls, "_run", wraps=known_calls._run) as run:
+        assert blocks(made) == plain
+    again = {call.args[1].namespace for call in run.call_args_list}
+    assert again == {"tutti"}  # updates, whose rates are symbols
