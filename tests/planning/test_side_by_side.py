@@ -40,8 +40,16 @@ def test_halves_have_whole_kinds_and_half_of_the_pieces() -> None:
 
 
 def test_another_process_finds_the_same() -> None:
-    found = OtherProcess(LAYOUTS, outcome).outcomes
-    assert list(found) == LAYOUTS
+    made: list[Layout] = []
+
+    def noted(layout: Layout) -> Any:
+        made.append(layout)
+        return outcome(layout)
+
+    other = OtherProcess(LAYOUTS, noted, lambda: {layout: str(layout) for layout in made})
+    found = other.outcomes
+    assert list(found) == LAYOUTS and not made
+    assert other.pieces == {layout: str(layout) for layout in LAYOUTS}
     for layout, made in found.items():
         own = outcome(layout)
         assert type(made) is type(own) and str(made) == str(own)
@@ -50,7 +58,8 @@ def test_another_process_finds_the_same() -> None:
 
 
 def test_a_process_that_dies_leaves_nothing() -> None:
-    assert OtherProcess(LAYOUTS, lambda _: os._exit(1)).outcomes == {}
+    other = OtherProcess(LAYOUTS, lambda _: os._exit(1))
+    assert other.outcomes == {} and other.pieces == {}
 
 
 def test_it_takes_two_processors_many_layouts_and_no_gpu_in_use(

@@ -28,6 +28,7 @@ from tutti.planner.placement.placement import AXES_FOUND, found_seeds, programs_
 from tutti.planner.search.idle_axes import IdleAxisError, idle_axis
 from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import plan
+from tutti.rules.book import Book
 from tutti.torch_private.pytrees import tree_flatten, tree_unflatten
 from tutti.user_lines import OnlyUsersFrames
 from tutti.verification.copies import copies_in_place
@@ -58,6 +59,7 @@ class CandidatePrograms:
         self.refuses_idle = refuses_idle
         self._idle: set[tuple[str, str, int]] = set()
         self._captured: dict[str, Captured] = {}
+        self._books: dict[str, Book] = {}
         self._found: dict[Any, dict[str, Any]] = {}
         self._counted: dict[Any, CountedPrograms] = {}
 
@@ -94,7 +96,8 @@ class CandidatePrograms:
         captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
         with _quiet():
             found = self._place(captured, placed or layout, dims, smallest)
-            made = plan(copied(captured), layout, self.job.place, dims=dims, **found)
+            book = self._books.setdefault(layout.precision, Book()).for_copy()
+            made = plan(copied(captured), layout, self.job.place, dims=dims, book=book, **found)
             if self.refuses_idle and (axis := idle_axis(made)) is not None:
                 size = layout.axes[axis]
                 self._idle.add((layout.precision, axis, size))

@@ -52,33 +52,56 @@ def can_share(layouts: Sequence[Layout]) -> bool:
 
 
 class OtherProcess:
-    """A process that estimates some layouts by a copy of this one's estimates."""
+    """A process that estimates some layouts by a copy of this one's estimates.
 
-    def __init__(self, layouts: Iterable[Layout], outcome: Callable[[Layout], Outcome]) -> None:
+    Args:
+        layouts: to estimate.
+        outcome: of a layout.
+        pieces: what it has made on the way, for later estimates; it must be readable by another process.
+    """
+
+    def __init__(
+        self,
+        layouts: Iterable[Layout],
+        outcome: Callable[[Layout], Outcome],
+        pieces: Callable[[], Mapping[Any, Any]] = dict,
+    ) -> None:
         context = multiprocessing.get_context("fork")
         self._receiving, sending = context.Pipe(duplex=False)
-        args = (list(layouts), outcome, sending)
+        args = (list(layouts), outcome, pieces, sending)
         self._process = context.Process(target=_run, args=args, daemon=True)
         self._process.start()
         sending.close()
 
-    @cached_property
+    @property
     def outcomes(self) -> dict[Layout, Outcome]:
         """What it has found, once it has ended; nothing if it has failed."""
+        return self._answer[0]
+
+    @property
+    def pieces(self) -> Mapping[Any, Any]:
+        """What it has made on the way."""
+        return self._answer[1]
+
+    @cached_property
+    def _answer(self) -> tuple[dict[Layout, Outcome], Mapping[Any, Any]]:
         try:
             return self._receiving.recv()
         except (EOFError, OSError):
-            return {}
+            return {}, {}
         finally:
             self._receiving.close()
             self._process.join()
 
 
 def _run(
-    layouts: Iterable[Layout], outcome: Callable[[Layout], Outcome], sending: Connection
+    layouts: Iterable[Layout],
+    outcome: Callable[[Layout], Outcome],
+    pieces: Callable[[], Mapping[Any, Any]],
+    sending: Connection,
 ) -> None:
     with contextlib.suppress(KeyboardInterrupt):  # the other process says it
-        sending.send({layout: outcome(layout) for layout in layouts})
+        sending.send(({layout: outcome(layout) for layout in layouts}, pieces()))
     sending.close()
 
 

@@ -96,10 +96,17 @@ class StepEstimates:
         if self._on_processors or not self._is_composed or not can_share(layouts):
             return layouts, self
         rest = dict.fromkeys(other_half(layouts))
-        other = OtherProcess(rest, lambda layout: outcome_of(layout, self, self.found))
+        before = set(self._blocks)
+
+        def new_blocks() -> dict[Any, Blocks]:
+            return {key: blocks for key, blocks in self._blocks.items() if key not in before}
+
+        other = OtherProcess(rest, lambda layout: outcome_of(layout, self, self.found), new_blocks)
 
         def estimate(layout: Layout) -> Estimate:
             known = other.outcomes.get(layout) if layout in rest else None
+            if layout in rest:
+                self._blocks |= other.pieces
             if known is None:  # this process's part, or the other one has failed
                 return self(layout)
             if isinstance(known, Exception):

@@ -21,6 +21,12 @@ class Book:
         self._by_node: dict[fx.Node, Rule | None] = {}
         self._by_call: dict[object, Rule | None] = {}
 
+    def for_copy(self) -> Book:
+        """A book for another copy of the graph: it shares the rules, and holds no node of the first."""
+        book = Book()
+        book._by_call = self._by_call
+        return book
+
     def of(self, node: fx.Node) -> Rule | None:
         """The rule of a call, or None without one."""
         if node not in self._by_node:
