@@ -79,6 +79,15 @@ def test_calls_that_differ_in_anything_have_rules_of_their_own(first: Call, seco
         assert str(book.of(node)) == str(rule_of(node))
 
 
+def test_a_book_for_a_copy_has_the_rules_and_none_of_the_nodes() -> None:
+    one, other = pair(*ALIKE[0])
+    book = Book()
+    rule = book.of(one)
+    copy = book.for_copy()
+    assert not copy._by_node and copy.of(other) is rule and copy.num_rules == 1
+    assert list(book._by_node) == [one]
+
+
 def test_one_operand_twice_is_not_two_operands() -> None:
     """x * x is no linear op of x."""
     graph = fx.Graph()
