@@ -123,6 +123,19 @@ def test_operands_that_share_memory() -> None:
         )
 
 
+def test_a_result_in_the_second_of_two_operands_that_shared_memory_once() -> None:
+    with MODE:
+        halves = list(torch.empty(4, 6).split(2))
+
+    def written(x: Tensor, out: Tensor) -> Tensor:
+        return aten.neg.out(x, out=out)
+
+    for operands in (halves, [fake(2, 6), fake(4, 6)[2:]], halves):
+        assert memory_id(called(MODE, written, (operands[0], operands[1]), {})) == memory_id(
+            operands[1]
+        )
+
+
 def test_what_has_no_equal_runs_each_time() -> None:
     class Body:
         """Compared by identity, like the body of a loop."""

@@ -1,7 +1,8 @@
 """Calls of ops on fakes, for the memory of their results alone: a call equal to an earlier one does not run.
 
-What an op does with memory depends on the forms of its operands: it makes new memory, or its result lies in
-that of an operand. Layers repeat, and so do graphs, of which a plan compares many.
+What an op does with memory depends on the forms of its operands, and on which of them share memory: it makes
+new memory, or its result lies in that of an operand. Layers repeat, and so do graphs, of which a plan
+compares many.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tutti.torch_private.fake_tensors import (
     new_memory,
     under_modes,
 )
-from tutti.torch_private.storages import storage_id
+from tutti.torch_private.storages import memory_id
 
 # Results of this many calls are known; then all are forgotten.
 _MOST = 20_000
@@ -71,8 +72,11 @@ def called(
         args: fakes and constants, in lists and tuples; kwargs: as well.
     """
     operands: list[Tensor] = []
+    memory: dict[int, int] = {}
     try:
-        key = function, _key(args, operands), _key(tuple(kwargs.items()), operands)
+        own = _key(args, operands), _key(tuple(kwargs.items()), operands)
+        shared = [memory.setdefault(memory_id(x), i) for i, x in enumerate(operands)]
+        key = function, own, tuple(shared)
         known = _KNOWN.get(key, _NONE)
     except (_UnknownKind, TypeError):  # symbols have no hash
         return _run(mode, function, args, kwargs)
@@ -81,9 +85,6 @@ def called(
     result = _run(mode, function, args, kwargs)
     if len(_KNOWN) >= _MOST:
         _KNOWN.clear()
-    memory: dict[int, int] = {}
-    for i, x in enumerate(operands):
-        memory.setdefault(storage_id(x.untyped_storage()), i)
     with contextlib.suppress(_UnknownKind):
         _KNOWN[key] = _read(result, memory)
     return result
@@ -111,11 +112,10 @@ def _read(result: Any, memory: dict[int, int]) -> Any:
     if isinstance(result, list | tuple):
         return [_read(x, memory) for x in result]
     if type(result) is FakeTensor and not (result.is_conj() or result.is_neg()):
-        storage = result.untyped_storage()
-        number = memory.setdefault(storage_id(storage), -1 - len(memory))
+        number = memory.setdefault(memory_id(result), -1 - len(memory))
         offset: Any = result.storage_offset()
         form = tuple(result.shape), result.stride(), offset, result.dtype, result.device
-        return _Result(number, storage.nbytes(), *form)
+        return _Result(number, result.untyped_storage().nbytes(), *form)
     if type(result) in _CONSTANTS:
         return result
     raise _UnknownKind
