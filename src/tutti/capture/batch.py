@@ -108,17 +108,21 @@ def _matters(x: Any) -> bool:
 
 
 def _refused(x: Any, why: str, fix: str) -> CaptureError:
-    kind = f"{type(x).__module__}.{type(x).__name__}"
-    return CaptureError(f"the batch holds a {kind}, which the step cannot take", why=why, fix=fix)
+    return CaptureError(
+        f"the batch holds a {_type_name(x)}, which the step cannot take", why=why, fix=fix
+    )
 
 
 def _one_argument(batch: Any) -> CaptureError:
-    kind = f"{type(batch).__module__}.{type(batch).__name__}"
     return CaptureError(
-        f"the batch is a {kind}, where the arguments of a call belong",
+        f"the batch is a {_type_name(batch)}, where the arguments of a call belong",
         why="its rows would be the arguments of the step",
         fix="a tuple of the arguments, (x,) for a single one; a dict for arguments by name",
     )
+
+
+def _type_name(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__name__}"
 
 
 def _number(x: Any) -> Any:

@@ -7,8 +7,8 @@ captured with few of its repeated layers, and composed (`planner/depth`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from tutti.planner.estimates.layout_estimate import (
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.placement.placement import AXES_FOUND
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows
-from tutti.planning.side_by_side import OtherProcess, can_share, other_half, outcome_of
+from tutti.planning.side_by_side import OtherProcess, Outcome, can_share, other_half, outcome_of
 from tutti.torch_private.pytrees import tree_flatten
 
 # Nodes of all programs together that are written in some 20 seconds.
@@ -103,10 +103,13 @@ class StepEstimates:
 
         other = OtherProcess(rest, lambda layout: outcome_of(layout, self, self.found), new_blocks)
 
+        @cache
+        def outcomes() -> Mapping[Layout, Outcome]:
+            self._blocks |= other.pieces
+            return other.outcomes
+
         def estimate(layout: Layout) -> Estimate:
-            known = other.outcomes.get(layout) if layout in rest else None
-            if layout in rest:
-                self._blocks |= other.pieces
+            known = outcomes().get(layout) if layout in rest else None
             if known is None:  # this process's part, or the other one has failed
                 return self(layout)
             if isinstance(known, Exception):
