@@ -11,7 +11,7 @@ from tutti.torch_private.compiled_code import (
     plain,
     plain_module,
 )
-from tutti.torch_private.tracing import make_fx
+from tutti.torch_private.tracing import trace
 
 
 def _double(x: torch.Tensor) -> torch.Tensor:
@@ -32,6 +32,6 @@ def test_a_compiled_module_holds_the_plain_one() -> None:
 def test_compiled_code_runs_as_it_was_inside_of_a_trace() -> None:
     compiled = torch.compile(_double, backend="eager")
     with nested_traces_allowed(), torch.compiler.set_stance("force_eager"):
-        traced = make_fx(compiled)(torch.ones(2))
+        traced = trace(compiled, [torch.ones(2)])
     assert traced(torch.ones(2)).tolist() == [2, 2]
     assert torch.ops.aten.mul.Tensor in [n.target for n in traced.graph.nodes]

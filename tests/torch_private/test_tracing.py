@@ -14,8 +14,8 @@ from tutti.torch_private.tracing import (
     PythonKeyTracer,
     get_proxy_mode,
     get_proxy_slot,
-    make_fx,
     plain_of_functional,
+    trace,
     track_tensor_tree,
     without_code,
     wrapped_functional,
@@ -29,7 +29,9 @@ def _step(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_forward_and_a_backward_are_one_graph_with_fake_values() -> None:
     w, x = torch.ones(3, requires_grad=True), torch.ones(2, 3)
-    traced = make_fx(_step, tracing_mode="fake")(w, x)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(w), mode.from_tensor(x)]
+        traced = trace(_step, fakes)
     ops = [n.target for n in traced.graph.nodes if n.op == "call_function"]
     assert torch.ops.aten.mv.default in ops and torch.ops.aten.sub.Tensor in ops
     assert all("val" in n.meta for n in traced.graph.nodes if n.op != "output")
@@ -38,7 +40,7 @@ def test_a_forward_and_a_backward_are_one_graph_with_fake_values() -> None:
 
 def test_a_decomposition_takes_the_place_of_an_op() -> None:
     forms = {torch.ops.aten.sinh.default: lambda x: (x.exp() - (-x).exp()) / 2}
-    traced = make_fx(lambda x: x.sinh(), decomposition_table=forms)(torch.ones(2))
+    traced = trace(lambda x: x.sinh(), [torch.ones(2)], forms)
     assert torch.ops.aten.sinh.default not in [n.target for n in traced.graph.nodes]
 
 
@@ -53,7 +55,7 @@ def test_the_trace_that_runs_knows_the_node_of_a_value() -> None:
         found.append(get_proxy_slot(y, mode.tracer).proxy.node)
         return y
 
-    traced = make_fx(step)(torch.ones(2))
+    traced = trace(step, [torch.ones(2)])
     assert found[0].target is torch.ops.aten.add.Tensor and found[0] in [*traced.graph.nodes]
 
 
@@ -66,7 +68,7 @@ def test_a_value_can_be_made_known_as_a_node_s() -> None:
         track_tensor_tree(value, fx.Proxy(node, tracer), constant=None, tracer=tracer)
         return value
 
-    traced = make_fx(step)(torch.ones(2))
+    traced = trace(step, [torch.ones(2)])
     assert traced(torch.ones(2)).tolist() == [-1, -1]
 
 
@@ -76,14 +78,14 @@ def test_a_tracer_s_class_notes_on_each_node() -> None:
 
 def test_without_code_a_module_makes_none_before_it_is_called() -> None:
     with without_code():
-        traced = make_fx(lambda x: x + 1)(torch.ones(2))
+        traced = trace(lambda x: x + 1, [torch.ones(2)])
     assert "_LazyGraphModule" in [kind.__name__ for kind in type(traced).__mro__]
     assert traced(torch.ones(2)).tolist() == [2, 2]
 
 
 def test_a_node_s_metadata_can_be_left_out() -> None:
     with mock.patch.object(*METADATA_OF_NODES, lambda _: None):
-        traced = make_fx(lambda x: x + 1)(torch.ones(2))
+        traced = trace(lambda x: x + 1, [torch.ones(2)])
     node = next(n for n in traced.graph.nodes if n.op == "call_function")
     assert node.meta.get("tensor_meta") is None and node.meta["val"].shape == (2,)
 
@@ -109,6 +111,6 @@ def test_a_functional_tensor_is_unwrapped_after_its_writes_and_wrapped() -> None
 def test_fakes_are_traced_as_they_are() -> None:
     with FakeTensorMode() as mode:
         x = torch.empty(2, 3)
-    traced = make_fx(lambda x: x.sum(0))(x)
+    traced = trace(lambda x: x.sum(0), [x])
     val = next(n for n in traced.graph.nodes if n.op == "call_function").meta["val"]
     assert val.fake_mode is mode and val.shape == (3,)

@@ -67,7 +67,7 @@ from tutti.capture.unexpected import named, refuse_untraced
 from tutti.errors import CaptureError, TuttiError
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
-from tutti.torch_private.tracing import make_fx, without_code
+from tutti.torch_private.tracing import trace, without_code
 
 aten = torch.ops.aten
 _MOST_WAYS = 8
@@ -154,18 +154,23 @@ def capture(
     make_slots(optimizer)
     leaves, spec = flattened(dense(taken(batch)))
 
-    def walked() -> PythonState:
+    walked = [PythonState(train_step, model, optimizers_of(optimizer), findings)]
+    findings.expect(walked[0])
+
+    def python() -> PythonState:
+        """The state of the values now: each trace starts with its own."""
+        if walked:
+            return walked.pop()
         return PythonState(train_step, model, optimizers_of(optimizer), findings)
 
     def prepared(seen: Seen = seen or {}) -> _Lifted:
         mode = fake_mode(seen, sized=free is not None)
         state = state_of(model, optimizer)
         given = (train_step, model, optimizer, state, leaves, spec, mode, precision)
-        made = _Lifted(*given, walked(), renewed or {}, free)
+        made = _Lifted(*given, python(), renewed or {}, free)
         made.note_gradients = note_gradients
         return made
 
-    findings.expect(walked)
     with without_code():  # only the graphs matter: PyTorch makes no code for them
         lifted, traced = _traced(prepared, findings)
         refuse_sparse_constants(traced)
@@ -329,7 +334,7 @@ class _Lifted:
         ):
             table = {**communicating_ops(), **OTHER_FORMS}
             self.symbols.begin()
-            traced = make_fx(self._run, table, tracing_mode="real")(*self.inputs)
+            traced = trace(self._run, self.inputs, table)
         self.reads = held(traced, self.symbols)
         return traced
 

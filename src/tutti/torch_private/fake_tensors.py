@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tutti.torch_private.op_tables import has_kernel
+from tutti.torch_private.quick_fakes import quick_fake
 
 __all__ = [
     "LOG",
@@ -56,7 +57,7 @@ def fake_in(
     Why: a call under the mode takes five times as long. Public: none.
     """
     values = torch.empty(0, dtype=dtype, device="meta").set_(memory, offset, shape, stride)
-    return FakeTensor(mode, values, device)
+    return quick_fake(mode, values, device)
 
 
 def empty_fake(
@@ -66,7 +67,7 @@ def empty_fake(
     if under_modes() or not all(type(n) is int for n in shape):
         with mode:
             return torch.empty(shape, dtype=dtype, device=device)
-    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
+    return quick_fake(mode, torch.empty(shape, dtype=dtype, device="meta"), device)
 
 
 def under_modes() -> bool:

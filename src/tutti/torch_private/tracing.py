@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
@@ -21,14 +22,29 @@ __all__ = [
     "PythonKeyTracer",  # whose nodes get their line and region; public: a hook for new nodes
     "get_proxy_mode",  # the current trace; public: none
     "get_proxy_slot",  # the node of a traced value; public: none
-    "make_fx",  # a step as one graph; public: none, `torch.export` has no backward
     "plain_of_functional",
+    "trace",
     "track_tensor_tree",  # registers a value as a node's with the trace; public: none
     "without_code",
     "wrapped_functional",
 ]
 
 _torch: Any = torch
+
+
+def trace(
+    function: Callable[..., Any], inputs: Sequence[Any], table: Mapping[Any, Any] | None = None
+) -> fx.GraphModule:
+    """`function(*inputs)` as a graph, without the names of the functions called (`torch_fn`).
+
+    Args:
+        table: other forms of ops, as the decompositions of `make_fx`.
+
+    Why: a step as one graph; a mode that only notes names sees each call and property of a tensor.
+    Public: none, `torch.export` has no backward.
+    """
+    made = make_fx(function, table, tracing_mode="real", _disable_torch_fn_metadata_mode=True)  # type: ignore[arg-type]
+    return made(*inputs)
 
 
 def without_code() -> Any:

@@ -12,12 +12,13 @@ from tutti.capture.python.read_values import Seen, Symbols
 from tutti.capture.python.sizes import FreeSizes
 from tutti.graph.players.device import device_of
 from tutti.torch_private.fake_tensors import FakeTensorMode, SizedFakeMode
+from tutti.torch_private.quick_fakes import QuickFakeMode
 from tutti.torch_private.symbolic import ConstantSource, DimDynamic
 
 
 def fake_mode(seen: Seen, *, sized: bool) -> FakeTensorMode:
     """The fake mode of a trace that takes the branches of `seen`; with `sized`, sizes are symbols."""
-    kind = SizedFakeMode if sized else FakeTensorMode
+    kind = SizedFakeMode if sized else QuickFakeMode
     return kind(shape_env=Symbols(seen), static_shapes=True, allow_non_fake_inputs=True)
 
 

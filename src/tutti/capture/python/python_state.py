@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,11 +97,12 @@ class Findings:
     fixed: set[str] = field(default_factory=set)
     _expected: bool = False
 
-    def expect(self, walked: Callable[[], PythonState]) -> None:
+    def expect(self, state: PythonState) -> None:
         """Before the first trace: expect changes of the numbers to which the step's code assigns."""
         if not self._expected:
-            self.varying |= walked().likely()
+            self.varying |= state.likely()
             self._expected = True
+            state.find_inputs()
 
     def fix(self, inputs: Sequence[Number]) -> bool:
         """After a failed trace: make constants of the whole numbers among its inputs, or of all."""
@@ -130,12 +131,12 @@ class PythonState:
         groups = list(group_tables(optimizers))
         self._groups = {id(table) for table in groups}
         self.tables = [*reached.tables, *groups, *self._slots]
-        self.numbers = self._numbers()
+        self.find_inputs()
         self._by_prefix = {(t.kind, t.prefix): t for t in reversed(self.tables)}
         self._by_name: dict[str, TableEntry] | None = None
 
-    def _numbers(self) -> list[Number]:
-        """The numbers that are inputs."""
+    def find_inputs(self) -> None:
+        """Set `numbers`, those that are inputs, by the findings so far."""
         slots = {id(table) for table in self._slots}
         found: dict[Any, list[TableEntry]] = {}
         for name, entry, value in named(self.tables):
@@ -143,7 +144,7 @@ class PythonState:
                 one = id(entry.table) in slots
                 key = (name.partition(".")[0], entry.key, value) if one else name
                 found.setdefault(key, []).append(entry)
-        return [Number(entries[0].name, tuple(entries)) for entries in found.values()]
+        self.numbers = [Number(entries[0].name, tuple(entries)) for entries in found.values()]
 
     def _is_input(self, name: str, entry: TableEntry, value: Any) -> bool:
         if not is_plain_number(value) or name in self.findings.fixed or not entry.table.writable:

@@ -23,7 +23,7 @@ from tutti.graph.ops.overloads import arguments_of
 from tutti.graph.randomness.draw import draw
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.op_tables import OpOverload, schema_of
-from tutti.torch_private.tracing import PythonKeyTracer, make_fx
+from tutti.torch_private.tracing import PythonKeyTracer, trace
 
 aten = torch.ops.aten
 _CARRIED = (*NOTES, "output_of")
@@ -177,4 +177,4 @@ def functional_graph(
 
     with mode, torch.no_grad(), replaced((NODE_CARRIED, noted)):
         plain = [x.detach() if isinstance(x, Tensor) else x for x in inputs]
-        return make_fx(functionalize(run, remove="mutations"), tracing_mode="real")(*plain)
+        return trace(functionalize(run, remove="mutations"), plain)
