@@ -15,7 +15,6 @@ import zoo
 from fake_calls import CALLS, MODE, column, fake, forms, transposed
 from tutti.capture.python import inputs
 from tutti.capture.step import Captured, capture
-from tutti.graph.edits import quick
 from tutti.graph.text import text
 from tutti.torch_private import quick_fakes
 from tutti.torch_private.fake_tensors import (
@@ -258,7 +257,11 @@ def described(captured: Captured) -> list[Any]:
     memory: dict[int, int] = {}
     return [
         [
-            (*forms(x, [])[0][:-1], memory.setdefault(memory_id(x), len(memory)))
+            (
+                *forms(x, [])[0][:-1],
+                memory.setdefault(memory_id(x), len(memory)),
+                _C._dispatch_key_set(x),
+            )
             if isinstance(x, Tensor)
             else str(x)
             for x in tree_leaves(node.meta.get("val"))
@@ -276,9 +279,10 @@ def test_a_capture_is_the_same(name: str) -> None:
 
     with (
         mock.patch.object(inputs, "QuickFakeMode", FakeTensorMode),
-        mock.patch.object(quick, "snapshot", quick_fakes._plain_snapshot),
+        mock.patch.object(*SNAPSHOTS, quick_fakes._plain_snapshot),
     ):
         plain = captured()
-    for _ in range(3):
-        assert captured() == plain
+    with mock.patch.object(*SNAPSHOTS, snapshot):
+        for _ in range(3):
+            assert captured() == plain
     assert quick_fakes._KNOWN

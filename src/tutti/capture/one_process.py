@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from tutti.capture.patch_table import DEFAULT_GROUP, PROCESSES
 from tutti.errors import CaptureError
@@ -57,6 +58,16 @@ def communicating_ops() -> dict[Any, Callable[..., Any]]:
     return found
 
 
+class _ByAnyName(TorchFunctionMode):
+    """Under a mode PyTorch looks collectives up by their own name, whatever the user's module calls them.
+
+    from torch.distributed import all_reduce as average   # before the trace replaces `all_reduce`
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
     """For this thread `torch.distributed.is_initialized()` is false inside; collectives are refused.
@@ -70,7 +81,8 @@ def one_process() -> Iterator[None]:
         return
     group: Any = DEFAULT_GROUP.original
     nothing = property(lambda _: None, group.fset)
-    with replaced(*((p, _instead(p.name)) for p in PROCESSES), (DEFAULT_GROUP, nothing)):
+    every = (*((p, _instead(p.name)) for p in PROCESSES), (DEFAULT_GROUP, nothing))
+    with replaced(*every), _ByAnyName():
         yield
 
 

@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._dispatch.python import no_python_dispatcher
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.fx.experimental import proxy_tensor
 
 __all__ = ["SNAPSHOTS", "QuickFakeMode", "quick_fake", "snapshot"]
@@ -59,9 +64,8 @@ def snapshot(x: Tensor, include_real: bool = False) -> Any:
     """The same as the function of `SNAPSHOTS`."""
     if type(x) is not FakeTensor or x._has_symbolic_sizes_strides or not _is_plain(x):
         return _plain_snapshot(x, include_real)
-    with _C._DisableTorchDispatch():
-        lying = x.untyped_storage(), x.storage_offset(), x.shape, x.stride()
-        values = torch.empty(0, dtype=x.dtype, device="meta").set_(*lying)
+    with no_python_dispatcher(), in_kernel_invocation_manager(x.fake_mode):
+        values = torch.ops.aten.detach.default(x)
     return quick_fake(x.fake_mode, values, x.fake_device)
 
 
