@@ -106,6 +106,17 @@ def test_given_words_are_kept(script: Path) -> None:
     assert all({"precision=bf16", "micro=2"} <= one for one in words)
 
 
+def test_the_precision_varies_where_the_user_asks_for_it(script: Path) -> None:
+    words = "--devices", "2 x h100", "--layout", "data=2 zero=0 micro=1 remat=none"
+    found = {r["layout"] for r in records(script, *words, "--vary-precision")}
+    assert found == {"data=2", "data=2 precision=bf16"}
+    text = plan(script, *words, "--vary-precision").stdout
+    assert "in fp32 and " in text and "in bf16 FLOP/s" in text and "Not tried" not in text
+    assert "Not tried: precision=bf16, another computation" in plan(script, *words).stdout
+    given = (*words[:3], words[3] + " precision=bf16")
+    assert "Not tried" not in plan(script, *given).stdout
+
+
 def test_a_plan_is_saved(script: Path, tmp_path: Path) -> None:
     result = plan(script, "--devices", "2 x h100", "--save", str(tmp_path / "plan.json"))
     assert result.exit_code == 0, result.output
@@ -125,6 +136,7 @@ def test_a_plan_is_saved(script: Path, tmp_path: Path) -> None:
             ["no layout fits", "more on a device"],
         ),
         (["--devices", "4 x h100", "--memory", "lots"], ["cannot read"]),
+        (["--vary-precision", "--layout", "precision=bf16"], ["names one", "leave one of the two"]),
         (["--devices", "4 x h100", "--layout", "data=3"], ["does not divide 4 devices"]),
         (["--devices", "4 x h100", "--layout", "dat=4"], ["unknown word"]),
         (["--devices", "3 x h100", "--layout", "data=3"], ["no layout divides 4 samples"]),

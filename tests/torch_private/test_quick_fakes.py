@@ -160,7 +160,7 @@ def test_a_repeated_call_has_the_result_of_one_that_runs(name: str) -> None:
 def test_a_repeated_call_does_not_run() -> None:
     assert [run(aten.exp.default, (fake(4),))[1] for _ in range(3)] == [1, 0, 0]
     x = fake(4)
-    with mock.patch.object(FakeTensorMode, "_cached_dispatch_impl") as slow, MODE:
+    with mock.patch.object(FakeTensorMode, "__torch_dispatch__") as slow, MODE:
         assert aten.exp.default(x).shape == (4,)
     slow.assert_not_called()
 
@@ -270,7 +270,7 @@ def described(captured: Captured) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet", "checkpoint", "lstm", "accumulate"])
+@pytest.mark.parametrize("name", ["resnet", "checkpoint", "lstm"])
 def test_a_capture_is_the_same(name: str) -> None:
     def captured() -> tuple[str, list[Any]]:
         step, model, optimizer, batches = zoo.CASES[name].build()
@@ -283,6 +283,6 @@ def test_a_capture_is_the_same(name: str) -> None:
     ):
         plain = captured()
     with mock.patch.object(*SNAPSHOTS, snapshot):
-        for _ in range(3):
+        for _ in range(2):
             assert captured() == plain
     assert quick_fakes._KNOWN

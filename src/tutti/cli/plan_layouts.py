@@ -34,6 +34,12 @@ def plan(
     layout: Annotated[
         str, typer.Option(help='Words that every layout has, such as "precision=bf16 zero=1".')
     ] = "",
+    vary_precision: Annotated[
+        bool,
+        typer.Option(
+            "--vary-precision", help="Try every precision: another one is another computation."
+        ),
+    ] = False,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -60,7 +66,7 @@ def plan(
     from tutti.planning.layout_plan import answer
     from tutti.planning.plan_file import as_records
 
-    question = _question(devices, topology, global_batch, layout, memory, ranks)
+    question = _question(devices, topology, global_batch, layout, memory, ranks, vary_precision)
     found: list[PlanAnswer] = []
 
     def seen(step: Step, batch: tuple[Any, ...]) -> None:
@@ -83,8 +89,15 @@ def plan(
 
 
 def _question(
-    devices: str, topology: str, rows: int | None, layout: str, memory: str, ranks: int | None
+    devices: str,
+    topology: str,
+    rows: int | None,
+    layout: str,
+    memory: str,
+    ranks: int | None,
+    vary_precision: bool,
 ) -> PlanQuestion:
+    from tutti.layout.layout import PRECISIONS
     from tutti.planner.search.layout_choices import partial_layout
     from tutti.planning.hardware_files import NAME, cluster_of, is_here
     from tutti.planning.layout_plan import PlanQuestion
@@ -98,7 +111,14 @@ def _question(
             why="a plan compares layouts of the same step",
             fix="leave replica, sync and server out",
         )
+    if vary_precision and any(word.startswith("precision=") for word in layout.split()):
+        raise PlanError(
+            f'--vary-precision, and "{layout}" names one',
+            why="a layout of the table has one precision",
+            fix="leave one of the two out",
+        )
     options: dict[str, Any] = {
+        "precisions": PRECISIONS if vary_precision else (),
         "given": layout,
         "rows": rows,
         "capacity": parse_nbytes(memory) if memory else None,
@@ -115,14 +135,21 @@ def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -
     ranking = made.ranking
     if diff is not None:
         return compared(ranking.row(diff[0]), ranking.row(diff[1]))
-    scale = StepScale(made.rows, made.tokens, made.flops, made.peak)
+    scale = StepScale(made.rows, made.tokens, made.flops, made.peaks)
     text = [plan_table(ranking, scale, top)]
     if why and len(ranking.rows) > 1:
         text.append(compared(ranking.rows[0], ranking.rows[1]))
+    several = len(made.peaks) > 1
+    peaks = [f"{x:.3g}" + (f" in {name}" if several else "") for name, x in made.peaks.items()]
     text.append(
         f"{made.rows} samples a step. MFU: operations of the model, attention over all pairs of tokens, "
-        f"nothing recomputed, of the dense peak, {made.peak:.3g} FLOP/s a device."
+        f"nothing recomputed, of the dense peak, {' and '.join(peaks)} FLOP/s a device."
     )
+    if other := made.faster_precision:
+        text.append(
+            f"Not tried: precision={other}, another computation, in which these devices are faster "
+            "(--vary-precision tries it, too)."
+        )
     if ranking.refused:
         layout, reason = ranking.refused[0]
         text.append(f'{len(ranking.refused)} layouts are refused, such as "{layout}": {reason}')

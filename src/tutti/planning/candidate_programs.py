@@ -18,6 +18,7 @@ from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import awaiting, make_slots
 from tutti.capture.state.lift import optimizers_of
 from tutti.capture.step import Captured, capture, copied
+from tutti.errors import LayoutError
 from tutti.execution.collector import rarely_collected
 from tutti.graph.edits.quick import quickly_written
 from tutti.job import Job
@@ -58,7 +59,7 @@ class CandidatePrograms:
         self.job, self.batch, self.on_processors = job, batch, on_processors
         self.refuses_idle = refuses_idle
         self._idle: set[tuple[str, str, int]] = set()
-        self._captured: dict[str, Captured] = {}
+        self._captured: dict[str, Captured | LayoutError] = {}
         self._books: dict[str, Book] = {}
         self._found: dict[Any, dict[str, Any]] = {}
         self._counted: dict[Any, CountedPrograms] = {}
@@ -68,13 +69,21 @@ class CandidatePrograms:
 
         Raises:
             CaptureError: the step cannot be captured.
+            LayoutError: the model's weights do not go with the precision.
         """
         if precision not in self._captured:
-            with self._here(precision) as (step, model, optimizer):
-                self._captured[precision] = capture(
-                    step, model, optimizer, self.batch, precision=precision
-                )
-        return self._captured[precision]
+            self._captured[precision] = self._new(precision)
+        made = self._captured[precision]
+        if isinstance(made, LayoutError):
+            raise made
+        return made
+
+    def _new(self, precision: str) -> Captured | LayoutError:
+        with self._here(precision) as (step, model, optimizer):
+            try:
+                return capture(step, model, optimizer, self.batch, precision=precision)
+            except LayoutError as error:
+                return error
 
     def program(
         self, layout: Layout, *, placed: Layout | None = None, smallest: bool = False

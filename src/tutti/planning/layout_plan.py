@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from tutti.execution.collector import rarely_collected
 from tutti.job import Job
 from tutti.layout import Layout
@@ -39,6 +41,7 @@ class PlanQuestion:
         rows: samples of the global batch; by default those of the batch at hand.
         capacity: bytes of a device for a step; by default `USABLE` of its memory.
         num_ranks: try only layouts of so many ranks; by default of all devices, or of one.
+        precisions: of the layouts; by default that of `given`.
     """
 
     cluster: Cluster
@@ -47,6 +50,7 @@ class PlanQuestion:
     rows: int | None = None
     capacity: float | None = None
     num_ranks: int | None = None
+    precisions: tuple[str, ...] = ()
 
     @staticmethod
     def of(cluster: Cluster, **options: Any) -> PlanQuestion:
@@ -59,8 +63,8 @@ class PlanQuestion:
 class PlanAnswer:
     """Every layout ranked, and what the table shows beside: samples, tokens and operations of a step.
 
-    not_tried: sentences about axes that the plan does not try. found: placements of least memory, of the
-    layouts that fit with these alone.
+    peaks: dense FLOP/s of a device, by precision. not_tried: sentences about axes that the plan does not try.
+    found: placements of least memory, of the layouts that fit with these alone.
     """
 
     ranking: Ranking
@@ -68,10 +72,19 @@ class PlanAnswer:
     rows: int
     tokens: int
     flops: float
-    peak: float
+    peaks: Mapping[str, float]
     job: Job
     not_tried: tuple[str, ...] = ()
     found: Mapping[Layout, Mapping[str, str]] = field(default_factory=dict)
+
+    @property
+    def faster_precision(self) -> str | None:
+        """One that the plan has not tried and in which the devices have a higher peak."""
+        words = {word.partition("=")[0] for word in self.question.given.split()}
+        if self.question.precisions or "precision" in words:
+            return None
+        device, own = self.question.cluster.device, max(self.peaks.values())
+        return "bf16" if device.peak_of(torch.bfloat16) > own else None
 
     def plan(self, version: str, devices: str) -> Plan:
         """The best layout as a plan.
@@ -147,11 +160,17 @@ def answer(
         rows=rows,
         tokens=estimates.num_tokens,
         flops=estimates.flops(),
-        peak=device.peak_of(estimates.dtype),
+        peaks={x: device.peak_of(estimates.dtype_of(x)) for x in _precisions(ranking, given)},
         job=job,
         not_tried=not_tried,
         found=estimates.found,
     )
+
+
+def _precisions(ranking: Ranking, given: Layout) -> list[str]:
+    """Of the layouts that the step allows."""
+    found = (row.estimate.layout.precision for row in ranking.rows)
+    return list(dict.fromkeys(found)) or [given.precision]
 
 
 def _wanted_later(ranking: Ranking) -> dict[str, bool]:
@@ -181,6 +200,7 @@ def _space(question: PlanQuestion, tried: TriedAxes, rows: int) -> Space:
         tried.most,
         tried.inner,
         **dict.fromkeys(_LATER, False),
+        precisions=question.precisions,
     )
 
 
@@ -191,4 +211,4 @@ def _alone(question: PlanQuestion, rows: int) -> list[Layout]:
         return []
     words = {word.partition("=")[0]: word for word in question.given.split()}
     alone = " ".join(w for name, w in words.items() if name not in ("zero", "schedule"))
-    return Space(1, rows, (), alone).layouts()
+    return Space(1, rows, (), alone, precisions=question.precisions).layouts()

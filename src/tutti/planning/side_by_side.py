@@ -29,10 +29,10 @@ Outcome = tuple[Estimate, Mapping[str, str] | None] | LayoutError | ShardingErro
 
 def other_half(layouts: Sequence[Layout]) -> list[Layout]:
     """The layouts for another process: about half of those of different pieces, in whole kinds."""
-    pieces: dict[Any, set[tuple[int, bool]]] = {}
+    pieces: dict[Any, set[tuple[int, bool, str]]] = {}
     for one in layouts:
         rows = one.axes.get("data", 1) * one.micro
-        pieces.setdefault(_kind(one), set()).add((rows, one.in_time))
+        pieces.setdefault(_kind(one), set()).add((rows, one.in_time, one.precision))
     mine: Counter[bool] = Counter()
     goes: dict[Any, bool] = {}
     for kind, found in sorted(pieces.items(), key=lambda item: -len(item[1])):

@@ -211,10 +211,8 @@ class StepEstimates:
         graph = self._short_programs.captured(precision).graph
         return flops_of_nodes(graph.nodes) + sum(self._more_flops(graph))
 
-    @property
-    def dtype(self) -> torch.dtype:
+    def dtype_of(self, precision: str) -> torch.dtype:
         """In which most operations of the step compute: a step may cast its weights itself."""
-        precision = self.job.layout.precision
         if not self._is_composed:
             return dtype_of_nodes(self._programs.captured(precision).graph.nodes)
         self._capture_short(precision)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tutti.planner.estimates.layout_estimate import Estimate
@@ -17,14 +17,14 @@ LINKS = {"inside": "in host", "between": "between"}
 class StepScale:
     """What turns seconds into rates: samples, tokens and operations of a step, devices and their peak.
 
-    flops: of the model, without recomputation, attention over all pairs of tokens. peak: FLOP/s of a device,
-    dense, in the dtype of the layout's forward.
+    flops: of the model, without recomputation, attention over all pairs of tokens. peaks: FLOP/s of a device,
+    dense, in the dtype of the forward, by the layout's precision.
     """
 
     samples: int
     tokens: int
     flops: float
-    peak: float
+    peaks: Mapping[str, float]
 
     def rate(self, estimate: Estimate) -> str:
         """Tokens a second of all devices, else samples."""
@@ -37,7 +37,9 @@ class StepScale:
 
     def utilization(self, estimate: Estimate) -> float:
         """The share of the devices' dense peak that the model's own operations use (MFU)."""
-        return self.flops / (estimate.seconds * estimate.layout.num_ranks * self.peak)
+        layout = estimate.layout
+        peak = self.peaks[layout.precision]
+        return self.flops / (estimate.seconds * layout.num_ranks * peak)
 
 
 def plan_table(ranking: Ranking, scale: StepScale, most: int) -> str:

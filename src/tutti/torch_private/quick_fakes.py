@@ -107,18 +107,27 @@ class QuickFakeMode(FakeTensorMode):
     """
 
     _entry: Any = None  # of PyTorch's cache, for the call that runs
+    _key: Any = None  # of the call that is about to run
     _settings: Any = None
 
-    def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         try:
-            key = self._quick_key(func, args, kwargs)
+            key = self._quick_key(func, args, kwargs) if self.cache_enabled else None
             known = _KNOWN.get(key)
         except (_Unknown, TypeError):  # symbols have no hash
-            return super()._cached_dispatch_impl(func, types, args, kwargs)
+            key = known = None
         if known is not None:
             results, many = known
             made = [self._result(x, args) for x in results]
             return tuple(made) if many else made[0]
+        self._key = key
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _cached_dispatch_impl(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        key, self._key = self._key, None
+        if key is None:
+            return super()._cached_dispatch_impl(func, types, args, kwargs)
         outer, self._entry = self._entry, None
         try:
             result = super()._cached_dispatch_impl(func, types, args, kwargs)

@@ -175,7 +175,8 @@ def test_a_sum_of_the_embeddings_is_not_one_of_each_layer(mixed: StepEstimates) 
 def test_the_peak_is_that_of_the_dtype_of_most_operations(
     estimates: StepEstimates, mixed: StepEstimates
 ) -> None:
-    assert (estimates.dtype, mixed.dtype) == (torch.float32, torch.bfloat16)
+    made = estimates.dtype_of("fp32"), mixed.dtype_of(mixed.job.layout.precision)
+    assert made == (torch.float32, torch.bfloat16)
 
 
 def test_tokens_stay_whole_in_micro_batches() -> None:
@@ -211,6 +212,24 @@ def test_masks_of_dropout_belong_to_a_micro_batch() -> None:
     made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
     ((layer, _),) = made._blocks_of(Layout(), machine).layers
     assert layer.cast == 0  # weights stay in float32: nothing is kept for all micro-batches
+
+
+def test_a_last_stage_may_keep_nothing() -> None:
+    """Its pieces let go of the last layer's output, and a part of none is none."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+        loss = F.mse_loss(model(x), x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    job = Job.of(step, model, torch.optim.AdamW(model.parameters()), Layout())
+    machine = PricedMachine.of(Cluster.parse("4 x h100"))
+    made = StepEstimates(job, (torch.zeros(8, 64),), lambda _: machine, num_layouts=100_000)
+    for words in ("pipe=4 micro=2 remat=full", "pipe=4 micro=4 schedule=zb remat=full"):
+        assert made(Layout.parse(words)).peak_nbytes > 0
 
 
 def test_layers_count(estimates: StepEstimates) -> None:

@@ -165,7 +165,7 @@ class _Composition:
         `passes.remat_segments`: s segments, which keep `s m` and hold `n K / s` while one is recomputed.
         """
         whole = sum(pieces, Piece())
-        if self.layout.remat != "full" or not whole.kept:
+        if self.layout.remat != "full" or whole.kept <= 0:
             return whole
         segments = self._num_segments(pieces)
         once = max(0.0, whole.exchange - 2 * whole.moved_again) / 3
@@ -180,7 +180,7 @@ class _Composition:
         if self.layout.remat != "full":
             return 0.0
         whole = sum(pieces, Piece())
-        return (whole.kept + whole.cast) / self._num_segments(pieces)
+        return max(0.0, whole.kept + whole.cast) / self._num_segments(pieces)
 
     @property
     def _between(self) -> float:
@@ -188,7 +188,7 @@ class _Composition:
         return max(1.0, self.blocks.message)
 
     def _num_segments(self, pieces: list[Piece]) -> float:
-        kept = sum(piece.kept for piece in pieces)
+        kept = max(0.0, sum(piece.kept for piece in pieces))  # a loss may only let go
         return min(len(pieces), max(1.0, math.sqrt(kept / self._between)))
 
     @property

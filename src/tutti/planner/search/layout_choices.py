@@ -6,6 +6,7 @@
                least one for each pipeline rank. `expert` splits the rows, too, if it divides them
     schedule   1f1b, zb, interleaved(2), with pipe
     remat      none, full
+    precision  that of the given words, or each of `precisions`
     seq        where `data` cannot be larger instead, or to hold less than a sample
 
 `tensor`, `seq` and `expert` exchange values within each layer, so they stay within `inner` ranks. Words that
@@ -36,7 +37,7 @@ class Space:
     num_ranks: of the layouts. rows: samples of the global batch. axes: those to use. given: the words that
     every layout has, as the user wrote them. most: the largest size of an axis, where there is one. inner: of
     the product of `tensor`, `seq` and `expert`. below_sample: `seq` also where it only saves memory.
-    expert_and_tensor: both in one layout.
+    expert_and_tensor: both in one layout. precisions: to try; by default that of the given words.
     """
 
     num_ranks: int
@@ -47,6 +48,7 @@ class Space:
     inner: int | None = None
     below_sample: bool = True
     expert_and_tensor: bool = True
+    precisions: tuple[str, ...] = ()
 
     def layouts(self) -> list[Layout]:
         """Every layout, without duplicates.
@@ -76,7 +78,8 @@ class Space:
             micros = [own.micro] if "micro" in words else list(_micros(rows, pipe))
             schedules = [own.schedule] if "schedule" in words or pipe == 1 else list(SCHEDULES)
             remats = [own.remat] if "remat" in words else ["none", "full"]
-            for micro, schedule, remat in product(micros, schedules, remats):
+            precisions = self.precisions or (own.precision,)
+            for kind, micro, schedule, remat in product(precisions, micros, schedules, remats):
                 if schedule.startswith("interleaved") and micro % pipe:
                     continue
                 if "seq" not in own.axes and not self._needs_seq(axes, micro, "micro" in words):
@@ -84,9 +87,8 @@ class Space:
                 for zero in [own.zero] if "zero" in words else _zeros(data, micro):
                     if zero and data == 1:
                         continue
-                    yield replace(
-                        own, axes=axes, zero=zero, micro=micro, schedule=schedule, remat=remat
-                    )
+                    ways = {"axes": axes, "zero": zero, "micro": micro}
+                    yield replace(own, **ways, schedule=schedule, remat=remat, precision=kind)
 
     def _axes(self, own: Layout) -> Iterator[dict[str, int]]:
         """Sizes of axes whose product is the number of ranks; those of `own` are fixed."""

@@ -1,0 +1,80 @@
+"""A plan of several precisions is the plans of each, merged; it says which one it has not tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tutti.capture.step import capture
+from tutti.job import Job
+from tutti.layout import Layout
+from tutti.layout.layout import PRECISIONS
+from tutti.planner.hardware.cluster import Cluster
+from tutti.planner.search import ranking
+from tutti.planning import candidate_programs, step_estimates
+from tutti.planning.layout_plan import PlanAnswer, PlanQuestion, answer
+
+WORDS = "micro=2 schedule=1f1b"
+
+
+def train_step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), x)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6))).to(dtype)
+
+
+def planned(model: nn.Module, given: str, precisions: tuple[str, ...] = ()) -> PlanAnswer:
+    job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
+    cluster = Cluster.parse("4 x h100")
+    question = PlanQuestion.of(cluster, given=given, precisions=precisions)
+    batch = (torch.zeros(8, 64, dtype=next(model.parameters()).dtype),)
+    return answer(job, batch, question)
+
+
+def figures(made: PlanAnswer) -> dict[str, Any]:
+    return {r.layout: (r.estimate.seconds, r.estimate.peak_nbytes) for r in made.ranking.rows}
+
+
+@pytest.mark.parametrize("is_composed", [False, True])
+def test_both_precisions_are_the_plans_of_each(
+    is_composed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranking, "NUM_REFINED", 1000)
+    if is_composed:
+        monkeypatch.setattr(step_estimates, "_MOST_NODES", 0)
+    both = planned(deep(), WORDS, PRECISIONS)
+    plain, bf16 = planned(deep(), WORDS), planned(deep(), f"{WORDS} precision=bf16")
+    assert figures(both) == figures(plain) | figures(bf16)
+    assert both.peaks == plain.peaks | bf16.peaks and both.peaks["fp32"] < both.peaks["bf16"]
+    assert (plain.faster_precision, bf16.faster_precision, both.faster_precision) == (
+        "bf16",
+        None,
+        None,
+    )
+
+
+def test_weights_of_another_dtype_refuse_a_precision_and_the_rest_is_ranked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captures = []
+
+    def counted(*args: Any, precision: str) -> Any:
+        captures.append(precision)
+        return capture(*args, precision=precision)
+
+    monkeypatch.setattr(candidate_programs, "capture", counted)
+    made = planned(deep(torch.bfloat16), WORDS, PRECISIONS)
+    assert captures.count("bf16") == 1  # of several layouts
+    assert {r.estimate.layout.precision for r in made.ranking.rows} == {"fp32"}
+    assert any("bf16" in layout for layout, _ in made.ranking.refused)
+    assert planned(deep(torch.bfloat16), WORDS).faster_precision is None  # it computes in bf16
