@@ -216,7 +216,7 @@ def _results(entry: Any, func: Any) -> list[Any] | None:
         elif form.layout is not torch.strided or form.requires_grad or form.is_conj or form.is_neg:
             return None
         else:
-            view_of = info.view_idx if func.is_view else None
+            view_of = info.view_idx if getattr(func, "is_view", False) else None
             lying = form.shape, form.stride, form.storage_offset
             if not all(type(n) is int for n in (*lying[0], *lying[1], lying[2])):
                 return None

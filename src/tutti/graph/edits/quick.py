@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from tutti.graph.edits.patch import Patch, replaced
 from tutti.torch_private.pytrees import NO_SEARCH, SEARCH_OF_ARGUMENTS, searches_arguments
 from tutti.torch_private.quick_fakes import SNAPSHOTS, snapshot
+from tutti.torch_private.quick_nodes import RECORD_OF_OPS, recorded
 from tutti.torch_private.tracing import METADATA_OF_NODES
 
 PATCHES = (
     Patch(*SEARCH_OF_ARGUMENTS, "a new node's arguments are not searched for symbols to warn of"),
     Patch(*METADATA_OF_NODES, "a value is described once, as `val`"),
     Patch(*SNAPSHOTS, "the value of a node is copied without the checks of a new fake"),
+    Patch(*RECORD_OF_OPS, "an op with plain arguments is recorded without a search among them"),
 )
 
 
@@ -25,5 +27,5 @@ def quickly_written() -> Iterator[None]:
     if not searches_arguments():  # another PyTorch, or inside already
         yield
         return
-    with replaced(*zip(PATCHES, (NO_SEARCH, lambda _: None, snapshot), strict=True)):
+    with replaced(*zip(PATCHES, (NO_SEARCH, lambda _: None, snapshot, recorded), strict=True)):
         yield
