@@ -23,7 +23,13 @@ from tutti.torch_private.fake_tensors import (
     FakeTensorMode,
 )
 from tutti.torch_private.pytrees import tree_leaves
-from tutti.torch_private.quick_fakes import SNAPSHOTS, QuickFakeMode, quick_fake, snapshot
+from tutti.torch_private.quick_fakes import (
+    CONSTANTS,
+    SNAPSHOTS,
+    QuickFakeMode,
+    quick_fake,
+    snapshot,
+)
 from tutti.torch_private.storages import memory_id
 from tutti.torch_private.symbolic import ConstantSource, DimDynamic, NumberEnv
 
@@ -195,6 +201,13 @@ def test_calls_that_differ_are_told_apart() -> None:
     for _ in range(3):
         with MODE:
             assert [form(make()) for make in others()] == plain
+
+
+def test_a_constant_is_told_by_its_type_and_value() -> None:
+    values = (1, 1.0, True, "1", None, torch.int8, torch.device("cpu"), torch.strided)
+    values = (*values, torch.channels_last, 2, 2.0, torch.int16, torch.device("meta"))
+    assert {type(x) for x in values} == CONSTANTS
+    assert len({(type(x), x) for x in values}) == len(values)
 
 
 def test_the_default_dtype_and_inference_mode_are_part_of_a_call() -> None:

@@ -59,9 +59,8 @@ def communicating_ops() -> dict[Any, Callable[..., Any]]:
 
 
 class _ByAnyName(TorchFunctionMode):
-    """Under a mode PyTorch looks collectives up by their own name, whatever the user's module calls them.
-
-    from torch.distributed import all_reduce as average   # before the trace replaces `all_reduce`
+    """Under a mode PyTorch looks collectives up by their own name: `all_reduce` may have been imported, as
+    `average`, before the trace replaces it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -98,7 +98,7 @@ def _question(
     vary_precision: bool,
 ) -> PlanQuestion:
     from tutti.layout.layout import PRECISIONS
-    from tutti.planner.search.layout_choices import partial_layout
+    from tutti.planner.search.layout_choices import partial_layout, words_of
     from tutti.planning.hardware_files import NAME, cluster_of, is_here
     from tutti.planning.layout_plan import PlanQuestion
     from tutti.planning.plan_file import parse_nbytes
@@ -111,7 +111,7 @@ def _question(
             why="a plan compares layouts of the same step",
             fix="leave replica, sync and server out",
         )
-    if vary_precision and any(word.startswith("precision=") for word in layout.split()):
+    if vary_precision and "precision" in words_of(layout):
         raise PlanError(
             f'--vary-precision, and "{layout}" names one',
             why="a layout of the table has one precision",

@@ -13,7 +13,7 @@ from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.hardware.cluster import Cluster
-from tutti.planner.search.layout_choices import Space, partial_layout
+from tutti.planner.search.layout_choices import Space, partial_layout, words_of
 from tutti.planner.search.ranking import Ranking, ranked
 from tutti.planning.candidate_programs import num_rows, with_rows
 from tutti.planning.plan_file import Plan, as_records, fingerprint
@@ -80,8 +80,7 @@ class PlanAnswer:
     @property
     def faster_precision(self) -> str | None:
         """One that the plan has not tried and in which the devices have a higher peak."""
-        words = {word.partition("=")[0] for word in self.question.given.split()}
-        if self.question.precisions or "precision" in words:
+        if self.question.precisions or "precision" in words_of(self.question.given):
             return None
         device, own = self.question.cluster.device, max(self.peaks.values())
         return "bf16" if device.peak_of(torch.bfloat16) > own else None
@@ -209,6 +208,6 @@ def _alone(question: PlanQuestion, rows: int) -> list[Layout]:
     several = question.cluster.count > 1
     if question.num_ranks is not None or not several or partial_layout(question.given).axes:
         return []
-    words = {word.partition("=")[0]: word for word in question.given.split()}
-    alone = " ".join(w for name, w in words.items() if name not in ("zero", "schedule"))
+    words = words_of(question.given).items()
+    alone = " ".join(w for name, w in words if name not in ("zero", "schedule"))
     return Space(1, rows, (), alone, precisions=question.precisions).layouts()

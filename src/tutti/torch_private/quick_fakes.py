@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental import proxy_tensor
 
-__all__ = ["SNAPSHOTS", "QuickFakeMode", "quick_fake", "snapshot"]
+__all__ = ["CONSTANTS", "SNAPSHOTS", "QuickFakeMode", "quick_fake", "snapshot"]
 
 _C: Any = torch._C
 _subclass: Any = Tensor._make_subclass
 _FORMS = "_forms_of_fakes"
-_CONSTANTS = frozenset(
+# The types of arguments of which type and value say all that a call depends on.
+CONSTANTS = frozenset(
     (
         *(int, float, bool, str, type(None)),
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -181,7 +182,7 @@ class QuickFakeMode(FakeTensorMode):
                     raise _Unknown
                 form = x.shape, x.stride(), x.storage_offset(), x.untyped_storage().nbytes()
                 key.append((*form, x.dtype, x.fake_device, x.requires_grad))
-            elif kind in _CONSTANTS:
+            elif kind in CONSTANTS:
                 key.append(kind)
                 key.append(x)
             elif kind is list or kind is tuple:

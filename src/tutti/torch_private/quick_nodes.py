@@ -16,17 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer
 
+from tutti.torch_private.quick_fakes import CONSTANTS
+
 __all__ = ["RECORD_OF_OPS", "recorded"]
 
 _proxies: Any = proxy_tensor
 _C: Any = torch._C
 _PLAIN = "_plain_ops"
-_CONSTANTS = frozenset(
-    (
-        *(int, float, bool, str, type(None)),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    )
-)
 # Their records are constants of the trace, or ask for values.
 _OTHERS = frozenset(
     (
@@ -97,13 +93,10 @@ def _new_name(mode: Any, func: Any, table: Any) -> str | None:
         return None
     composite = _C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     asks = torch.Tag.data_dependent_output in func.tags
-    if composite or asks or mode.tracer.record_stack_traces or _emulates(mode):
+    notes_more = mode.tracer.record_stack_traces or getattr(mode, "emulate_precision_casts", False)
+    if composite or asks or notes_more:
         return None
     return mode.tracer.graph._target_to_str(func.overloadpacket.__name__)
-
-
-def _emulates(mode: Any) -> bool:
-    return bool(getattr(mode, "emulate_precision_casts", False))
 
 
 def _node(x: Any, tracer: Any) -> Any:
@@ -114,7 +107,7 @@ def _node(x: Any, tracer: Any) -> Any:
         if slot is None or slot.constant is not None:
             raise _NotPlain
         return slot.proxy.node
-    if kind in _CONSTANTS:
+    if kind in CONSTANTS:
         return x
     if kind is list:
         return [_node(y, tracer) for y in x]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from small_steps import trained
 from tutti.errors import LayoutError
 from tutti.graph.ops.collectives import COLLECTIVES, reduce_scatter
 from tutti.job import Job
@@ -217,14 +218,7 @@ def test_masks_of_dropout_belong_to_a_micro_batch() -> None:
 def test_a_last_stage_may_keep_nothing() -> None:
     """Its pieces let go of the last layer's output, and a part of none is none."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)))
-
-    def step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
-        loss = F.mse_loss(model(x), x)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
+    step = trained(lambda model, x: F.mse_loss(model(x), x))
     job = Job.of(step, model, torch.optim.AdamW(model.parameters()), Layout())
     machine = PricedMachine.of(Cluster.parse("4 x h100"))
     made = StepEstimates(job, (torch.zeros(8, 64),), lambda _: machine, num_layouts=100_000)

@@ -21,16 +21,11 @@ from tutti.torch_private.fake_tensors import (
     new_memory,
     under_modes,
 )
+from tutti.torch_private.quick_fakes import CONSTANTS
 from tutti.torch_private.storages import memory_id
 
 # Results of this many calls are known; then all are forgotten.
 _MOST = 20_000
-_CONSTANTS = frozenset(
-    (
-        *(int, float, bool, str, type(None)),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    )
-)
 
 
 class _Result(NamedTuple):
@@ -102,7 +97,7 @@ def _key(x: Any, operands: list[Tensor]) -> Any:
         return x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, x.is_conj(), x.is_neg()
     if isinstance(x, list | tuple):
         return isinstance(x, list), *(_key(y, operands) for y in x)
-    if kind in _CONSTANTS:
+    if kind in CONSTANTS:
         return kind, x
     raise _UnknownKind
 
@@ -116,7 +111,7 @@ def _read(result: Any, memory: dict[int, int]) -> Any:
         offset: Any = result.storage_offset()
         form = tuple(result.shape), result.stride(), offset, result.dtype, result.device
         return _Result(number, result.untyped_storage().nbytes(), *form)
-    if type(result) in _CONSTANTS:
+    if type(result) in CONSTANTS:
         return result
     raise _UnknownKind
 

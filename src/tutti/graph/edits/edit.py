@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 
 from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.quick_fakes import CONSTANTS
 
 aten = torch.ops.aten
 NOTES = ("source", "forward_source", "module", "region", "stream")
@@ -34,9 +35,6 @@ def value_of(x: Any) -> Any:
     return map_arg(x, lambda n: n.meta["val"])
 
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout)
-
-
 class _Unlike(Exception):
     """An operand without a form to compare."""
 
@@ -54,7 +52,7 @@ def _call_form(target: Any, args: Any, kwargs: Any) -> Any:
 def _form(x: Any) -> Any:
     if isinstance(x, fx.Node):
         x = x.meta["val"]
-    if type(x) in _PLAIN:
+    if type(x) in CONSTANTS:
         return type(x), x
     if isinstance(x, list | tuple):
         return tuple(map(_form, x))

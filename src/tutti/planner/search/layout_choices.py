@@ -68,7 +68,7 @@ class Space:
 
     def _all(self) -> Iterator[Layout]:
         own = partial_layout(self.given)
-        words = {word.partition("=")[0] for word in self.given.split()}
+        words = words_of(self.given)
         for axes in self._axes(own):
             data, pipe = axes.get("data", 1), axes.get("pipe", 1)
             if self.rows % data:
@@ -145,13 +145,18 @@ def doubled_divisors(number: int) -> list[int]:
     return found
 
 
+def words_of(text: str) -> dict[str, str]:
+    """The words of a layout by name: `{"zero": "zero=1"}`."""
+    return {word.partition("=")[0]: word for word in text.split()}
+
+
 def partial_layout(text: str) -> Layout:
     """A layout of some words, to which axes will be added: `zero=1` and `schedule=zb` have no axis yet.
 
     Raises:
         LayoutError: an unknown word or value.
     """
-    words = {word.partition("=")[0]: word for word in text.split()}
+    words = words_of(text)
     for name, axis in (("zero", "data=2"), ("schedule", "pipe=2 micro=2")):
         if name in words:
             Layout.parse(f"{axis} {words[name]}")
