@@ -40,7 +40,7 @@ def work() -> dict[int, Counter[str]]:
 def counted(given: Captured) -> Counter[str]:
     count: Counter[str] = Counter()
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((book, "rule_of"), (spread, "_outcome"), (choose, "choose")):
+        for module, name in ((book, "rule_of"), (spread, "_proposal"), (choose, "choose")):
             patch.setattr(module, name, _counting(getattr(module, name), name, count))
         route.cache_clear()
         made = plan(copied(given), LAYOUT, zoo.PLACE_GPT)
@@ -58,7 +58,7 @@ def _counting(function: Any, name: str, count: Counter[str]) -> Any:
     return counts
 
 
-@pytest.mark.parametrize("kind", ["rule_of", "_outcome", "choose", "route"])
+@pytest.mark.parametrize("kind", ["rule_of", "_proposal", "choose", "route"])
 def test_twice_the_layers_are_no_more_work(work: dict[int, Counter[str]], kind: str) -> None:
     assert work[6]["collectives"] > 1.7 * work[3]["collectives"]
     assert 0 < work[6][kind] == work[3][kind]

@@ -17,6 +17,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +28,7 @@ from tutti.layout.mesh import Mesh
 Axes = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of a dim: its global size and the axes that split it, major to minor."""
 
     size: int
@@ -127,6 +127,11 @@ class Sharding:
     def __hash__(self) -> int:
         return self._hash
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sharding):
+            return NotImplemented
+        return self is other or (self.dims == other.dims and self.partial == other.partial)
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.dims, self.partial))
@@ -192,7 +197,10 @@ class Sharding:
 
     def with_partial(self, partial: Iterable[tuple[str, str]]) -> Sharding:
         """The same splits with other pending reductions."""
-        return Sharding(self.dims, tuple(sorted(partial)))
+        partial = tuple(sorted(partial))
+        if partial == self.partial:
+            return self
+        return Sharding(self.dims, partial)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape that each rank holds."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tutti.layout import Mesh, Sharding
 from tutti.partition.reshard import route
 from tutti.propagate.factors import Assignment, axes_of, project, read
 from tutti.rules import Rule
+from tutti.rules.rule import Term
 
 # A rank's work on n elements, relative to moving them: enough to prefer the split with less work.
 WORK = 0.01
@@ -29,8 +31,7 @@ class Choice:
     cost: float
 
 
-@dataclass(frozen=True)
-class OperandOffer:
+class OperandOffer(NamedTuple):
     """An operand's existing shardings, and its wanted one.
 
     An axis in `keeps` is gathered only as a last resort: a placed weight keeps its sharding, and values
@@ -119,8 +120,13 @@ def _suggestions(
     for i in by_size[:4]:
         lead = (rule.operands[i], operands[i].versions[0])
         orders.append([*fixed, lead, *wanted, *have])
+    read_already: set[tuple[tuple[Term, Sharding], ...]] = set()
     for pairs in orders:
-        assigned = read(rule, pairs, mesh)
+        split = tuple((term, sharding) for term, sharding in pairs if sharding and sharding.axes)
+        if split in read_already:
+            continue
+        read_already.add(split)
+        assigned = read(rule, split, mesh)
         yield assigned
         for axis in sorted({a for dim in assigned.values() for a in axes_of(dim)}):
             yield {f: d for f, d in assigned.items() if axis not in axes_of(d)}

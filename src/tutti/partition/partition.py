@@ -81,6 +81,7 @@ class _PartitionWriter:
         self.chooser = chooser
         self.scalars: dict[fx.Node, Any] = {}
         self.wholes: dict[tuple[int, ...], Sharding] = {}
+        self.weights: dict[fx.Node, str] = {}  # of the values asked about so far
         self.values = Values(made.spread, self.local, self.scalars, self.program.made)
         self.results: dict[fx.Node, tuple[fx.Node, Choice]] = {}
         self.names = {n: name for name, n in self.captured.placeholders.items()}
@@ -216,7 +217,7 @@ class _PartitionWriter:
         if placed:
             keeps = frozenset(axes)
         return OperandOffer(
-            tuple(int(n) for n in val.shape),
+            tuple(map(int, val.shape)),
             self.values.shardings(x),
             self.plan.spread.of(x),
             keeps,
@@ -243,12 +244,18 @@ class _PartitionWriter:
 
     def _weight(self, x: fx.Node) -> str:
         """The weight that `x` is in the forward or backward, or of which it is a view; or ""."""
+        if x not in self.weights:
+            self.weights[x] = self._weight_of(x)
+        return self.weights[x]
+
+    def _weight_of(self, x: fx.Node) -> str:
         kind = self.plan.boundaries.get(x)
         if kind is not None:
             return kind.parameter
         rule = self.plan.spread.rule(x) if is_tensor_call(x) else None
         moved = rule is not None and (rule.structural or x.target is aten._to_copy.default)
-        return self._weight(operands_of(x)[0]) if moved and len(operands_of(x)) == 1 else ""
+        operands = operands_of(x) if moved else []
+        return self._weight(operands[0]) if len(operands) == 1 else ""
 
     def _wanted(self, node: fx.Node) -> list[tuple[tuple[int, ...], Sharding | None] | None]:
         users = (
@@ -260,7 +267,7 @@ class _PartitionWriter:
             None
             if r is None
             else (
-                tuple(int(n) for n in r.shape),
+                tuple(map(int, r.shape)),
                 self.plan.spread.of(users[i]) if i in users else None,
             )
             for i, r in enumerate(results_of(node))

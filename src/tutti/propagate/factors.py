@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, refines, split_dim
@@ -12,8 +12,10 @@ from tutti.rules.rule import Term
 Assignment = dict[str, Dim]
 
 
-def axes_of(dim: Iterable[Segment]) -> tuple[str, ...]:
+def axes_of(dim: Dim) -> tuple[str, ...]:
     """Every axis that splits the dim, major to minor."""
+    if len(dim) == 1:
+        return dim[0].axes
     return tuple(a for seg in dim for a in seg.axes)
 
 
@@ -35,7 +37,7 @@ def read(
         if sharding is None:
             continue
         for factors, dim in zip(term, sharding.dims, strict=True):
-            if not factors or not any(seg.axes for seg in dim):
+            if not factors or not axes_of(dim):
                 continue
             parts = split_dim(dim, [rule.sizes[f] for f in factors], mesh)
             if parts is None:
@@ -62,8 +64,12 @@ def project(
     term: Term, assigned: Mapping[str, Dim], rule: Rule, shape: Sequence[int], mesh: Mesh
 ) -> Sharding:
     """The sharding of a tensor under the splits `assigned` of the factors."""
-    dims = []
+    dims: list[Dim] = []
     for factors, size in zip(term, shape, strict=True):
+        if len(factors) == 1:
+            (factor,) = factors
+            dims.append(assigned.get(factor) or (Segment(rule.sizes[factor]),))
+            continue
         segments: list[Segment] = []
         for factor in factors:
             segments += assigned.get(factor, (Segment(rule.sizes[factor]),))

@@ -376,7 +376,7 @@ def _seed_hints(made: ShardingPlan) -> None:
             text: str = node.args[1]
             where = f'shard_as(x, "{text}") at {node.meta.get("source", "")}'
             sharding = placed(text, tuple(node.meta["val"].shape), made.mesh, where)
-            made.spread.wanted.pop(node, None)
+            made.spread.forget([node])
             made.spread.seed(node, sharding, f'shard_as "{text}"', closed=True)
             made.held.add(node)
 
@@ -437,14 +437,13 @@ def _decompose(made: ShardingPlan) -> bool:
         new = decompose(editor.at(node), node)
         if new is None:
             continue
-        for old in [node, *node.users]:
-            made.spread.wanted.pop(old, None)
+        made.spread.forget([node, *node.users])
         editor.replace(node, new)
         found = True
     if found:
         erase_dead(made.captured.graph)
         live = set(made.captured.graph.nodes)
-        made.spread.wanted = {n: s for n, s in made.spread.wanted.items() if n in live}
+        made.spread.forget([n for n in made.spread.wanted if n not in live])
     return found
 
 

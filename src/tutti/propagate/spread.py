@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor, fx
 
@@ -22,12 +22,30 @@ STRONG, WEAK = 0, 1
 Ranks = tuple[int, ...]
 
 
+class Change(NamedTuple):
+    """A further split of one tensor of an op: its position, its proposed and its new sharding."""
+
+    position: int
+    proposed: Sharding
+    sharding: Sharding
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An op's proposal for its tensors: the sharding of each, and the strength of each axis."""
+    """An op's proposal for its tensors: those that it splits further, and the strength of each axis."""
 
-    shardings: tuple[Sharding, ...]
+    changes: tuple[Change, ...]
     ranks: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Op:
+    """An op with a rule and its tensors. `head` is the number of its pair of rule and terms."""
+
+    rule: Rule
+    terms: tuple[Term, ...]
+    xs: list[fx.Node]
+    head: int
 
 
 @dataclass
@@ -47,11 +65,15 @@ class Spread:
     accepts: dict[fx.Node, frozenset[str]] = field(default_factory=dict)
     alias: dict[fx.Node, fx.Node] = field(default_factory=dict)
     book: Book = field(default_factory=Book)
-    outcomes: dict[tuple[Any, ...], Outcome | None] = field(default_factory=dict)
+    # Outcomes by the number of rule and terms, and the numbers of the tensors' shardings and strengths.
+    _outcomes: dict[tuple[int, ...], Outcome | None] = field(default_factory=dict)
+    _heads: dict[tuple[Rule, tuple[Term, ...]], int] = field(default_factory=dict)
+    _numbers: dict[tuple[Sharding, Ranks], int] = field(default_factory=dict)
+    _number_of: dict[fx.Node, int] = field(default_factory=dict)
     _nodes: list[fx.Node] = field(default_factory=list)  # of the last graph read
-    _ruled: list[tuple[fx.Node, Rule]] = field(default_factory=list)
-    _tensors: dict[fx.Node, tuple[tuple[Term, ...], list[fx.Node]]] = field(default_factory=dict)
+    _ops: dict[fx.Node, _Op] = field(default_factory=dict)
     _around: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    _changed: set[fx.Node] = field(default_factory=set)  # tensors, since the last run
     _due: set[fx.Node] = field(default_factory=set)
 
     def seed(
@@ -67,6 +89,15 @@ class Spread:
             self.rank.setdefault((node, axis), rank)
         if closed:
             self.closed.add(node)
+        self._note(node)
+        self._changed.add(node)
+
+    def forget(self, nodes: Iterable[fx.Node]) -> None:
+        """Drop the shardings wanted of some nodes."""
+        for node in nodes:
+            if self.wanted.pop(node, None) is not None:
+                del self._number_of[node]
+                self._changed.add(node)
 
     def of(self, node: fx.Node) -> Sharding | None:
         """The sharding wanted of a node so far."""
@@ -77,97 +108,127 @@ class Spread:
         return self.book.of(node)
 
     def run(self, graph: fx.Graph) -> None:
-        """Spread to a fixed point: cheap ops first, so that contractions see their settled shardings."""
+        """Spread to a fixed point: cheap ops first, so that contractions see their settled shardings.
+
+        A further run starts from the ops and tensors that changed since the last one.
+        """
         if not any(sharding.axes for sharding in self.wanted.values()):
             return  # one rank: no splits
         nodes = list(graph.nodes)
         if nodes != self._nodes:
             self._read(nodes)
-        cheap = [(n, rule) for n, rule in self._ruled if not _contracts(rule)]
-        self._due = {n for n, _ in self._ruled}
-        for stage in (cheap, self._ruled):
+        for x in self._changed:
+            self._due.update(self._around.get(x, ()))
+        self._changed.clear()
+        cheap = [(n, op) for n, op in self._ops.items() if not op.rule.contracts]
+        for stage in (cheap, list(self._ops.items())):
             while any([self._sweep(stage), self._sweep(stage[::-1])]):
                 pass
 
     def _read(self, nodes: list[fx.Node]) -> None:
-        """Note the ops with a rule, their tensors, and the ops around each tensor."""
-        calls = [n for n in nodes if is_tensor_call(n) and n.target is not boundary]
-        self._nodes = nodes
-        self._ruled = [(n, rule) for n in calls if (rule := self.rule(n)) is not None]
-        self._tensors.clear()
+        """Note the ops with a rule, their tensors, and the ops around each tensor; new ops are due."""
+        before, self._ops, self._nodes = self._ops, {}, nodes
         self._around.clear()
-        for node, rule in self._ruled:
+        for node in nodes:
+            if not is_tensor_call(node) or node.target is boundary:
+                continue
+            if (rule := self.rule(node)) is None:
+                continue
             pairs = tensors_of(node, rule)
+            terms = tuple(term for term, _ in pairs)
             xs = [self.alias.get(x, x) for _, x in pairs]
-            self._tensors[node] = tuple(term for term, _ in pairs), xs
+            head = self._heads.setdefault((rule, terms), len(self._heads))
+            op = self._ops[node] = _Op(rule, terms, xs, head)
+            if before.get(node) != op:
+                self._due.add(node)
             for x in xs:
                 self._around.setdefault(x, []).append(node)
 
-    def _sweep(self, nodes: list[tuple[fx.Node, Rule]]) -> bool:
+    def _sweep(self, ops: Iterable[tuple[fx.Node, _Op]]) -> bool:
         """Visit, in order, the ops with a changed tensor; return whether one changed a sharding."""
         changed = False
-        for node, rule in nodes:
+        for node, op in ops:
             if node in self._due:
                 self._due.discard(node)
-                changed |= self._visit(node, rule)
+                changed |= self._visit(node, op)
         return changed
 
-    def _visit(self, node: fx.Node, rule: Rule) -> bool:
-        terms, xs = self._tensors[node]
-        wanted = tuple(self.wanted.get(x) for x in xs)
-        if not any(s is not None and s.axes for s in wanted):
-            return False
-        ranks = tuple(
-            tuple(self.rank.get((x, axis), WEAK) for axis in sorted(s.axes)) if s else ()
-            for x, s in zip(xs, wanted, strict=True)
-        )
-        key = (rule, terms, wanted, ranks)
-        if key not in self.outcomes:
-            shapes = [tuple(x.meta["val"].shape) for x in xs]
-            self.outcomes[key] = _outcome(rule, terms, shapes, wanted, ranks, self.mesh)
-        outcome = self.outcomes[key]
-        if outcome is None:
-            return False
+    def _visit(self, node: fx.Node, op: _Op) -> bool:
+        number_of = self._number_of
+        key = (op.head, *[number_of.get(x, 0) for x in op.xs])
+        if key not in self._outcomes:
+            self._outcomes[key] = self._outcome(op)
+        outcome = self._outcomes[key]
         changed = False
-        for x, sharding in zip(xs, outcome.shardings, strict=True):
-            changed |= self._push(x, sharding, node, outcome.ranks)
+        for change in outcome.changes if outcome is not None else ():
+            x, new = op.xs[change.position], change.sharding
+            if number_of.get(x, 0) != key[1 + change.position]:  # an operand with two uses
+                new = merged(self._have(x), change.proposed, self.mesh)
+            changed |= self._push(x, new, node, outcome.ranks)  # type: ignore[union-attr]
         return changed
 
-    def _push(self, x: fx.Node, more: Sharding, via: fx.Node, ranks: dict[str, int]) -> bool:
+    def _outcome(self, op: _Op) -> Outcome | None:
+        wanted = [self.wanted.get(x) for x in op.xs]
+        if not any(s is not None and s.axes for s in wanted):
+            return None
+        ranks = [self._ranks(x, s) if s else () for x, s in zip(op.xs, wanted, strict=True)]
+        shapes = [tuple(x.meta["val"].shape) for x in op.xs]
+        proposal = _proposal(op.rule, op.terms, shapes, wanted, ranks, self.mesh)
+        if proposal is None:
+            return None
+        changes = []
+        for position, (x, more) in enumerate(zip(op.xs, proposal[0], strict=True)):
+            have = self._have(x)
+            new = merged(have, more, self.mesh)
+            if new.dims != have.dims:
+                changes.append(Change(position, more, new))
+        return Outcome(tuple(changes), proposal[1])
+
+    def _have(self, x: fx.Node) -> Sharding:
+        return self.wanted.get(x) or Sharding.whole(x.meta["val"].shape)
+
+    def _ranks(self, x: fx.Node, sharding: Sharding) -> Ranks:
+        return tuple(self.rank.get((x, axis), WEAK) for axis in sorted(sharding.axes))
+
+    def _note(self, x: fx.Node) -> None:
+        """Number a tensor's sharding and strengths."""
+        pair = self.wanted[x], self._ranks(x, self.wanted[x])
+        self._number_of[x] = self._numbers.setdefault(pair, len(self._numbers) + 1)
+
+    def _push(self, x: fx.Node, new: Sharding, via: fx.Node, ranks: dict[str, int]) -> bool:
         if x in self.closed or x.op == "placeholder":
             return False
-        have = self.wanted.get(x) or Sharding.whole(x.meta["val"].shape)
-        new = merged(have, more, self.mesh)
+        have = self._have(x)
+        more = new.axes - have.axes
         allowed = self.accepts.get(x)
-        if new.dims == have.dims or (allowed is not None and new.axes - have.axes - allowed):
+        if new.dims == have.dims or (allowed is not None and more - allowed):
             return False
         self.wanted[x] = new
-        for axis in new.axes - have.axes:
+        for axis in more:
             self.origin[x, axis] = via
             self.rank[x, axis] = ranks.get(axis, WEAK)
+        self._note(x)
         self._due.update(self._around[x])
         return True
 
 
-def _outcome(
+def _proposal(
     rule: Rule,
     terms: Sequence[Term],
     shapes: Sequence[tuple[int, ...]],
     wanted: Sequence[Sharding | None],
     ranks: Sequence[Ranks],
     mesh: Mesh,
-) -> Outcome | None:
-    """The op's proposal from the wanted shardings of its tensors; None without one."""
+) -> tuple[list[Sharding], dict[str, int]] | None:
+    """The shardings that an op proposes for its tensors, and the strength of each axis; None without any."""
     soft: Assignment = {}
     prefer, strongest = _strongest(rule, terms, wanted, ranks, mesh)
     assigned = read(rule, list(zip(terms, wanted, strict=True)), mesh, soft, prefer)
     _follow(rule, assigned, soft, mesh)
     if not assigned:
         return None
-    projected = (
-        project(t, assigned, rule, shape, mesh) for t, shape in zip(terms, shapes, strict=True)
-    )
-    return Outcome(tuple(projected), strongest)
+    pairs = zip(terms, shapes, strict=True)
+    return [project(t, assigned, rule, shape, mesh) for t, shape in pairs], strongest
 
 
 def _strongest(
@@ -209,7 +270,3 @@ def _follow(rule: Rule, assigned: Assignment, soft: Assignment, mesh: Mesh) -> N
             if rule.sizes[other] % mesh.size(part[0].axes):
                 continue
             assigned[other] = (Segment(rule.sizes[other], part[0].axes),)
-
-
-def _contracts(rule: Rule | None) -> bool:
-    return rule is not None and any(rule.reduced(i) for i in range(len(rule.results)))

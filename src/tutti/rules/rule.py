@@ -22,6 +22,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx
@@ -61,12 +62,22 @@ class Rule:
         seen = dict.fromkeys(f for t in self.operands + self.results for dim in t for f in dim)
         return tuple(seen)
 
-    def reduced(self, result: int) -> set[str]:
+    def reduced(self, result: int) -> frozenset[str]:
         """Factors of the operands that `result` lacks."""
-        if result in self.apart:
-            return set()
-        mine = {f for dim in self.results[result] for f in dim}
-        return {f for t in self.operands for dim in t for f in dim} - mine
+        return self._reduced[result]
+
+    @cached_property
+    def _reduced(self) -> tuple[frozenset[str], ...]:
+        given = frozenset(f for t in self.operands for dim in t for f in dim)
+        return tuple(
+            frozenset() if i in self.apart else given.difference(f for dim in t for f in dim)
+            for i, t in enumerate(self.results)
+        )
+
+    @cached_property
+    def contracts(self) -> bool:
+        """Whether a result lacks a factor of the operands."""
+        return any(self.reduced(i) for i in range(len(self.results)))
 
     def keeps_rows(self, num_rows: int) -> bool:
         """Whether one factor of this size runs along dim 0 of each tensor, nowhere else, and may be split
