@@ -25,13 +25,16 @@ WORDS = "micro=2 schedule=1f1b"
 train_step = trained(lambda model, x: F.mse_loss(model(x), x))
 
 
-def deep(dtype: torch.dtype = torch.float32) -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6))).to(dtype)
+def layers(count: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    made = (nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(count))
+    return nn.Sequential(*made).to(dtype)
 
 
-def planned(model: nn.Module, given: str, precisions: tuple[str, ...] = ()) -> PlanAnswer:
+def planned(
+    model: nn.Module, given: str, precisions: tuple[str, ...] = (), devices: str = "2 x h100"
+) -> PlanAnswer:
     job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
-    cluster = Cluster.parse("4 x h100")
+    cluster = Cluster.parse(devices)
     question = PlanQuestion.of(cluster, given=given, precisions=precisions)
     batch = (torch.zeros(8, 64, dtype=next(model.parameters()).dtype),)
     return answer(job, batch, question)
@@ -46,10 +49,14 @@ def test_both_precisions_are_the_plans_of_each(
     is_composed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranking, "NUM_REFINED", 1000)
-    if is_composed:
+    count, devices = 2, "2 x h100"
+    if is_composed:  # hundreds of layouts in a second
         monkeypatch.setattr(step_estimates, "_MOST_NODES", 0)
-    both = planned(deep(), WORDS, PRECISIONS)
-    plain, bf16 = planned(deep(), WORDS), planned(deep(), f"{WORDS} precision=bf16")
+        count, devices = 6, "4 x h100"
+    both = planned(layers(count), WORDS, PRECISIONS, devices)
+    plain = planned(layers(count), WORDS, devices=devices)
+    bf16 = planned(layers(count), f"{WORDS} precision=bf16", devices=devices)
+    assert len(both.ranking.rows) > 10
     assert figures(both) == figures(plain) | figures(bf16)
     assert both.peaks == plain.peaks | bf16.peaks and both.peaks["fp32"] < both.peaks["bf16"]
     assert (plain.faster_precision, bf16.faster_precision, both.faster_precision) == (
@@ -69,8 +76,8 @@ def test_weights_of_another_dtype_refuse_a_precision_and_the_rest_is_ranked(
         return capture(*args, precision=precision)
 
     monkeypatch.setattr(candidate_programs, "capture", counted)
-    made = planned(deep(torch.bfloat16), WORDS, PRECISIONS)
+    made = planned(layers(2, torch.bfloat16), WORDS, PRECISIONS)
     assert captures.count("bf16") == 1  # of several layouts
     assert {r.estimate.layout.precision for r in made.ranking.rows} == {"fp32"}
     assert any("bf16" in layout for layout, _ in made.ranking.refused)
-    assert planned(deep(torch.bfloat16), WORDS).faster_precision is None  # it computes in bf16
+    assert planned(layers(2, torch.bfloat16), WORDS).faster_precision is None  # it computes in bf16
