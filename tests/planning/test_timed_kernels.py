@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from tutti.graph.analysis.aliases import viewed
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import graphs_of, loop
+from tutti.graph.randomness.draw import draw
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program
@@ -20,7 +21,7 @@ from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.planning.candidate_programs import CandidatePrograms
-from tutti.planning.timed_kernels import TimedKernels, seconds_by_op
+from tutti.planning.timed_kernels import _DRAWS, TimedKernels, _drawing, seconds_by_op
 
 
 class Net(nn.Module):
@@ -64,13 +65,40 @@ def graphs(program: Program) -> list[fx.Graph]:
     "layout", ["", "data=2", "data=2 zero=3", "micro=2", "pipe=2 micro=2", "data=2 remat=full"]
 )
 def test_every_op_of_every_program_runs(layout: str, programs: CandidatePrograms) -> None:
-    timed = TimedKernels(1, 1)
+    timed, draws = TimedKernels(1, 1), 0
     for graph in graphs(programs.program(Layout.parse(layout))):
         found = timed(graph)
         for node in graph.nodes:
-            is_op = node.op == "call_function" and node.target not in (*collectives.PLAYED, loop)
-            assert (node in found) == is_op
+            moves = node.target in (*collectives.PLAYED, loop) and node.target not in _DRAWS
+            assert (node in found) == (node.op == "call_function" and not moves)
+            draws += node.target in _DRAWS
         assert all(seconds >= 0 for seconds in found.values())
+    assert draws  # of dropout
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "dtype"),
+    [
+        ("bernoulli", [0.9], torch.bool),
+        ("bernoulli", [0.9], torch.bfloat16),
+        ("uniform", [0.0, 2.0], torch.float64),
+        ("normal", [0.0, 1.0], torch.float32),
+        ("randint", [0.0, 5.0], torch.int64),
+        ("permutation", [], torch.int64),
+    ],
+)
+def test_every_kind_of_random_numbers_is_drawn(
+    kind: str, params: list[float], dtype: torch.dtype
+) -> None:
+    shape = [6] if kind == "permutation" else [6, 4]
+    graph = fx.Graph()
+    made = graph.call_function(draw, (kind, shape, params, dtype, torch.device("cpu"), 0))
+    made.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    graph.output(made)
+    (function,) = _drawing(made)
+    values = function(*made.args)
+    assert (list(values.shape), values.dtype) == (shape, dtype)
+    assert TimedKernels(1, 1)(graph)[made] > 0
 
 
 def test_a_larger_matmul_takes_longer() -> None:

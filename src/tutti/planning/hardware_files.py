@@ -29,7 +29,8 @@ class Measured:
     name: of the machine. num_devices: ranks of a full host. peaks: FLOP/s of the best matmul by dtype.
     memory: bytes of a device. bandwidth: bytes per second that a kernel moves. launch: seconds of an op that
     does nothing. call: seconds of a call of a step beside its ops. start: seconds of a collective of a few
-    bytes. rate: bytes per second of a large one, as in a ring. message: bytes per second from rank to rank.
+    bytes, with the wait for the others. rate: bytes per second of a large one, as in a ring. message: bytes
+    per second from rank to rank.
     """
 
     name: str

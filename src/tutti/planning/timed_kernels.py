@@ -2,8 +2,8 @@
 
 A graph runs on random values: an op finds its operands in the caches, or not, as it would in a step. A rank
 shares the machine's memory with the others, so `num_ranks` processes run the graph at the same time.
-Collectives move nothing here: their results are memory that is there already. Their own time is that of the
-links (`planner/costs/collective_seconds.py`).
+Random numbers are drawn as in a run. Collectives move nothing here: their results are memory that is there
+already. Their own time is that of the links (`planner/costs/collective_seconds.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from tutti.execution.direct import direct
 from tutti.graph.analysis.liveness import last_uses
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
+from tutti.graph.randomness.draw import draw, drawn
+from tutti.graph.randomness.random import RandomBlock
 from tutti.torch_private.pytrees import tree_map
 
 # Repetitions after one to warm up; fewer for long graphs.
 _MOST_REPEATS, _LONG_SECONDS = 7, 1.0
 _NUMBER = 1e-3  # for a number that only a run knows, such as a learning rate
-_MOVES = (*collectives.PLAYED, loop)
+_DRAWS = (draw, collectives.draw_part)
+_MOVES = (*(x for x in collectives.PLAYED if x not in _DRAWS), loop)
 
 
 @dataclass
@@ -66,7 +69,7 @@ class _GraphRun:
             if node.op in ("placeholder", "get_attr") or node.target in _MOVES:
                 self.given[node] = tree_map(_made, node.meta.get("val"))
             elif node.op == "call_function":
-                function, *before = direct(node.target)
+                function, *before = _drawing(node) if node.target in _DRAWS else direct(node.target)
                 gone = [x for x in dying.get(node, ()) if x not in self.given]
                 self.steps.append((node, function, tuple(before), gone))
 
@@ -92,6 +95,20 @@ class _GraphRun:
         while len(runs) < _MOST_REPEATS and len(runs) * total < _LONG_SECONDS:
             runs.append(self.once())
         return {node: statistics.median(run[node] for run in runs) for node, *_ in self.steps}
+
+
+def _drawing(node: fx.Node) -> tuple[Callable[..., Tensor]]:
+    """The function that draws a tensor of the shape of this rank's part, as generated code does."""
+    given: Any = node.args
+    kind, shape, params, dtype, device = given[:5]
+    if kind != "permutation":  # which is always whole
+        shape = tuple(node.meta["val"].shape)
+    block: Any = RandomBlock.of([torch.arange(n) for n in shape], shape, device)
+
+    def drawing(*_: Any) -> Tensor:
+        return drawn(kind, params, dtype, device, 0, block, shape)
+
+    return (drawing,)
 
 
 def _made(x: Any) -> Any:
