@@ -111,18 +111,19 @@ def _word(dim: Factors, whole: frozenset[str]) -> str:
 def operands_of(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of a call, in argument order, those in lists too; repeats stay."""
     found: list[fx.Node] = []
+    _add_tensors(node.args, found)
+    if node.kwargs:
+        _add_tensors(node.kwargs.values(), found)
+    return found
 
-    def visit(x: Any) -> None:
+
+def _add_tensors(values: Iterable[Any], found: list[fx.Node]) -> None:
+    for x in values:
         if isinstance(x, fx.Node):
             if isinstance(x.meta["val"], Tensor):
                 found.append(x)
         elif isinstance(x, list | tuple):
-            for y in x:
-                visit(y)
-
-    for a in list(node.args) + list(node.kwargs.values()):
-        visit(a)
-    return found
+            _add_tensors(x, found)
 
 
 def results_of(node: fx.Node) -> list[Tensor | None]:
