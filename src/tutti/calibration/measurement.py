@@ -229,15 +229,13 @@ class _RankMeasurement:
         """Seconds, in the mean, of an all-reduce of a few bytes after kernels of about a millisecond."""
         shared = self.groups.shared(AXES)
         reduce = Distributed(self.groups[AXES]).all_reduce if shared is None else shared.all_reduce
-        few, weight, x = (
-            self._random((_SMALL_NBYTES // 4,)),
-            *(self._random((512, 512)) for _ in "wx"),
-        )
-        more, out = (self._random((1 << 20,)) for _ in range(2))
+        few = self._random((_SMALL_NBYTES // 4,))
+        x, weight = self._random((128, 512)), self._random((512, 512))
+        large, out = self._random((1 << 20,)), self._random((1 << 20,))
 
         def kernels() -> None:
-            torch.nn.functional.linear(x[:128], weight)
-            torch.add(more, 1.0, out=out)
+            torch.nn.functional.linear(x, weight)
+            torch.add(large, 1.0, out=out)
 
         times: list[float] = []
         self._meet()
@@ -247,10 +245,8 @@ class _RankMeasurement:
             reduce(few, "max")
             times.append(time.perf_counter() - begin)
         self._meet()
-        times.sort()
-        return statistics.mean(
-            times[: len(times) - len(times) // 20]
-        )  # others may take the processor
+        # Without the longest ones, in which other processes had the processor.
+        return statistics.mean(sorted(times)[: len(times) - len(times) // 20])
 
     def _all_reduce(self, nbytes: int) -> float:
         repeats, shared = 300 if nbytes < 1e6 else 30, self.groups.shared(AXES)
