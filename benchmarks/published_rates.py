@@ -113,7 +113,7 @@ def predict_row(row: PublishedRow) -> Compared:
     job = Job.of(train_step, model, optimizer, Layout(), place=place)
     device = str(HERE / row.device) if row.device.endswith(".toml") else row.device
     cluster = Cluster.parse(f"{row.devices} x {device}")
-    machine = PricedMachine.of(cluster, eager=row.runtime == "eager")
+    machine = PricedMachine.of(cluster, eager=row.runtime == "eager", draws=False)
     batch = tokens, tokens
     estimates = StepEstimates(job, batch, lambda _: machine, num_layouts=_MANY, programs=HalfSums)
     layout = Layout.parse(row.layout)

@@ -20,8 +20,9 @@ from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
+from tutti.planner.costs.draw_seconds import DRAWS
 from tutti.planning.candidate_programs import CandidatePrograms
-from tutti.planning.timed_kernels import _DRAWS, TimedKernels, _drawing, seconds_by_op
+from tutti.planning.timed_kernels import TimedKernels, _drawing, seconds_by_op
 
 
 class Net(nn.Module):
@@ -69,9 +70,9 @@ def test_every_op_of_every_program_runs(layout: str, programs: CandidatePrograms
     for graph in graphs(programs.program(Layout.parse(layout))):
         found = timed(graph)
         for node in graph.nodes:
-            moves = node.target in (*collectives.PLAYED, loop) and node.target not in _DRAWS
+            moves = node.target in (*collectives.PLAYED, loop) and node.target not in DRAWS
             assert (node in found) == (node.op == "call_function" and not moves)
-            draws += node.target in _DRAWS
+            draws += node.target in DRAWS
         assert all(seconds >= 0 for seconds in found.values())
     assert draws  # of dropout
 

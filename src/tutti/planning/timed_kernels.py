@@ -25,15 +25,15 @@ from tutti.execution.direct import direct
 from tutti.graph.analysis.liveness import last_uses
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
-from tutti.graph.randomness.draw import draw, drawn
+from tutti.graph.randomness.draw import drawn
 from tutti.graph.randomness.random import RandomBlock
+from tutti.planner.costs.draw_seconds import DRAWS
 from tutti.torch_private.pytrees import tree_map
 
 # Repetitions after one to warm up; fewer for long graphs.
 _MOST_REPEATS, _LONG_SECONDS = 7, 1.0
 _NUMBER = 1e-3  # for a number that only a run knows, such as a learning rate
-_DRAWS = (draw, collectives.draw_part)
-_MOVES = (*(x for x in collectives.PLAYED if x not in _DRAWS), loop)
+_MOVES = (*(x for x in collectives.PLAYED if x not in DRAWS), loop)
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _GraphRun:
             if node.op in ("placeholder", "get_attr") or node.target in _MOVES:
                 self.given[node] = tree_map(_made, node.meta.get("val"))
             elif node.op == "call_function":
-                function, *before = _drawing(node) if node.target in _DRAWS else direct(node.target)
+                function, *before = _drawing(node) if node.target in DRAWS else direct(node.target)
                 gone = [x for x in dying.get(node, ()) if x not in self.given]
                 self.steps.append((node, function, tuple(before), gone))
 

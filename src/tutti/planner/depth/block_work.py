@@ -24,12 +24,12 @@ from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import Storages
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
-from tutti.graph.randomness.draw import draw
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
 from tutti.planner.costs.collective_seconds import collective_seconds
+from tutti.planner.costs.draw_seconds import DRAWS
 from tutti.planner.costs.graph_seconds import collective_call
 from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.repeated_layers import Run, ShortUnits
@@ -224,10 +224,7 @@ class _BlockReader:
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             given = node.op == "placeholder" and not is_state(node)
-            drawn = node.target in (
-                draw,
-                collectives.draw_part,
-            )  # other numbers for each micro-batch
+            drawn = node.target in DRAWS  # other numbers for each micro-batch
             if given or drawn or any(x in found for x in node.all_input_nodes):
                 found.add(node)
         return found

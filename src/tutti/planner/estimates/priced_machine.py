@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from tutti.planner.costs.draw_seconds import draw_seconds
 from tutti.planner.costs.kernel_seconds import kernel_seconds
 from tutti.planner.costs.kernels import kernels_of
 from tutti.planner.hardware.cluster import Cluster
@@ -49,15 +50,22 @@ class PricedMachine:
         return replace(self, kernels=kernels)
 
     @staticmethod
-    def of(cluster: Cluster, *, eager: bool = True) -> PricedMachine:
-        """A cluster by its data alone. `eager`: the host launches each op when its turn comes."""
+    def of(cluster: Cluster, *, eager: bool = True, draws: bool = True) -> PricedMachine:
+        """A cluster by its data alone.
+
+        Args:
+            cluster: with the data.
+            eager: the host launches each op when its turn comes.
+            draws: count random numbers; a program of others draws them within its kernels.
+        """
         device = cluster.device
 
         def kernels(graph: fx.Graph) -> dict[fx.Node, float]:
-            return {
+            found = {
                 kernel.nodes[-1]: kernel_seconds(kernel, device, eager=eager)
                 for kernel in kernels_of(graph, fused=not eager)
             }
+            return found | (draw_seconds(graph, device, eager=eager) if draws else {})
 
         launch = device.host_seconds.value if eager else 0.0
         call = device.call_seconds.value if device.call_seconds else 0.0

@@ -1,0 +1,84 @@
+"""The time of random numbers: tutti draws them by a dozen small kernels a tensor, not by one.
+
+    %1 = draw("bernoulli", [8, 1024], [0.9], bool)    12 kernels, 89 bytes an element
+
+The kernels are those of a draw on a tensor without memory, counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph.ops import collectives
+from tutti.graph.randomness.draw import draw, drawn
+from tutti.graph.randomness.random import RandomBlock
+from tutti.planner.hardware.accelerator import Device
+from tutti.torch_private.dispatch_modes import TorchDispatchMode
+from tutti.torch_private.pytrees import tree_leaves
+
+DRAWS = (draw, collectives.draw_part)
+
+
+def draw_seconds(graph: fx.Graph, device: Device, *, eager: bool = True) -> dict[fx.Node, float]:
+    """Seconds of each draw of a graph.
+
+    Args:
+        graph: a captured or partitioned program with fake values.
+        device: with its bandwidth and the host's time for an op.
+        eager: each op is launched by the host when its turn comes.
+    """
+    rate = device.bandwidth.value * device.memory_efficiency.value
+    least = device.host_seconds.value if eager else 0.0
+    found: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if node.target in DRAWS:
+            moved = _moved_by(node)
+            found[node] = sum(max(least, device.kernel_seconds.value + n / rate) for n in moved)
+    return found
+
+
+def _moved_by(node: fx.Node) -> tuple[int, ...]:
+    given: Any = node.args
+    kind, shape, params, dtype = given[:4]
+    if kind != "permutation":  # which is always whole
+        shape = node.meta["val"].shape
+    return kernel_nbytes(kind, tuple(map(int, shape)), tuple(params), dtype)
+
+
+@lru_cache(maxsize=4096)
+def kernel_nbytes(
+    kind: str, shape: tuple[int, ...], params: tuple[float, ...], dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Bytes that each kernel of a draw reads and writes, in order."""
+    meta = torch.device("meta")
+    index = [torch.empty(n, dtype=torch.int64, device=meta) for n in shape]
+    block: Any = RandomBlock.of(index, shape, meta)
+    counting = _Counting()
+    with counting:
+        drawn(kind, params, dtype, meta, 0, block, shape)
+    return tuple(counting.moved)
+
+
+class _Counting(TorchDispatchMode):
+    """Notes the bytes of each op that reads or writes memory of a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not (func.is_view or "empty" in str(func)):
+            read_and_written = tree_leaves((args, result))  # `out` is a result
+            tensors = [
+                x for x in read_and_written if isinstance(x, Tensor) and x.device.type == "meta"
+            ]
+            self.moved.append(sum(x.nbytes for x in tensors))
+        return result
