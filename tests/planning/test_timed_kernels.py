@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tutti.graph.analysis.aliases import viewed
+from tutti.graph.analysis.draws import is_draw
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import graphs_of, loop
 from tutti.graph.randomness.draw import draw
@@ -20,7 +21,6 @@ from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
-from tutti.planner.costs.draw_seconds import DRAWS
 from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.planning.timed_kernels import TimedKernels, _drawing, seconds_by_op
 
@@ -70,9 +70,9 @@ def test_every_op_of_every_program_runs(layout: str, programs: CandidatePrograms
     for graph in graphs(programs.program(Layout.parse(layout))):
         found = timed(graph)
         for node in graph.nodes:
-            moves = node.target in (*collectives.PLAYED, loop) and node.target not in DRAWS
+            moves = node.target in (*collectives.PLAYED, loop) and not is_draw(node)
             assert (node in found) == (node.op == "call_function" and not moves)
-            draws += node.target in DRAWS
+            draws += is_draw(node)
         assert all(seconds >= 0 for seconds in found.values())
     assert draws  # of dropout
 
@@ -96,8 +96,7 @@ def test_every_kind_of_random_numbers_is_drawn(
     made = graph.call_function(draw, (kind, shape, params, dtype, torch.device("cpu"), 0))
     made.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
     graph.output(made)
-    (function,) = _drawing(made)
-    values = function(*made.args)
+    values = _drawing(made)(*made.args)
     assert (list(values.shape), values.dtype) == (shape, dtype)
     assert TimedKernels(1, 1)(graph)[made] > 0
 

@@ -4,8 +4,8 @@ One process for each device measures at the same time as the others, since ranks
 matmuls, a copy, an op that does nothing, a step's call, collectives of a few bytes and of many. The slowest
 rank counts. It takes less than a minute.
 
-The start of a collective is that of one within a step: a rank comes from its kernels, with cold caches, and
-waits for the others, which take turns to be late. Back to back it is a fifth of that.
+On processors the start of a collective is measured after kernels, as in a step: caches are cold, and ranks do
+not arrive together. Back to back a collective takes a fifth of that.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from tutti.execution.direct import direct, shorter
 from tutti.execution.fixed import Fixed
 from tutti.execution.profiling import ProgramProfile, now
 from tutti.graph.analysis.aliases import is_overwritten, itself
+from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.liveness import last_uses
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import Body, loop, post
@@ -208,7 +209,7 @@ class _CodeWriter:
                 lambda at: sharding.index(int(dim), self.mesh, at).to(str(device)),  # type: ignore[arg-type]
             )
             return index
-        if node.target in (collectives.draw_part, torch.ops.tutti.draw.default):
+        if is_draw(node):
             return f"{self._drawing(node)}({KEY}({node.args[5]}))"
         if node.target is post:
             return f"{POST}({self._text(node.args[0])}, {node.args[1]!r})"

@@ -17,10 +17,9 @@ from torch.fx.node import map_arg
 
 from tutti.errors import LayoutError
 from tutti.graph.analysis.cost import flops_of_call
+from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.storage import StorageBlock, Storages
-from tutti.graph.ops import collectives
 from tutti.graph.ops.expert_rows import MOVES_SLOTS
-from tutti.graph.randomness.draw import draw
 from tutti.layout.budget import Budget, nbytes_text
 from tutti.passes.recompute import is_forward, is_recomputable, recompute, sources
 from tutti.passes.remat_segments import kept_blocks
@@ -95,7 +94,7 @@ class _Plans:
 
     def _work_of(self, node: fx.Node) -> float:
         made = sum(b.nbytes for b in self.storages.made(node))
-        if node.target in (draw, collectives.draw_part):
+        if is_draw(node):
             return float(_RANDOM * made)
         if MOVES_SLOTS in node.meta:
             return float(_MOVED * made)

@@ -22,18 +22,18 @@ from torch import Tensor, fx
 
 from tutti.execution.allocator import keep_freed_memory
 from tutti.execution.direct import direct
+from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.liveness import last_uses
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
 from tutti.graph.randomness.draw import drawn
 from tutti.graph.randomness.random import RandomBlock
-from tutti.planner.costs.draw_seconds import DRAWS
 from tutti.torch_private.pytrees import tree_map
 
 # Repetitions after one to warm up; fewer for long graphs.
 _MOST_REPEATS, _LONG_SECONDS = 7, 1.0
 _NUMBER = 1e-3  # for a number that only a run knows, such as a learning rate
-_MOVES = (*(x for x in collectives.PLAYED if x not in DRAWS), loop)
+_MOVES = (*collectives.PLAYED, loop)
 
 
 @dataclass
@@ -66,10 +66,12 @@ class _GraphRun:
         self.steps: list[tuple[fx.Node, Callable[..., Any], tuple[Any, ...], list[fx.Node]]] = []
         self.given: dict[fx.Node, Any] = {}
         for node in graph.nodes:
-            if node.op in ("placeholder", "get_attr") or node.target in _MOVES:
+            if is_draw(node):
+                self.steps.append((node, _drawing(node), (), []))
+            elif node.op in ("placeholder", "get_attr") or node.target in _MOVES:
                 self.given[node] = tree_map(_made, node.meta.get("val"))
             elif node.op == "call_function":
-                function, *before = _drawing(node) if node.target in DRAWS else direct(node.target)
+                function, *before = direct(node.target)
                 gone = [x for x in dying.get(node, ()) if x not in self.given]
                 self.steps.append((node, function, tuple(before), gone))
 
@@ -97,18 +99,17 @@ class _GraphRun:
         return {node: statistics.median(run[node] for run in runs) for node, *_ in self.steps}
 
 
-def _drawing(node: fx.Node) -> tuple[Callable[..., Tensor]]:
+def _drawing(node: fx.Node) -> Callable[..., Tensor]:
     """The function that draws a tensor of the shape of this rank's part, as generated code does."""
     given: Any = node.args
-    kind, shape, params, dtype, device = given[:5]
-    if kind != "permutation":  # which is always whole
-        shape = tuple(node.meta["val"].shape)
+    kind, _, params, dtype, device = given[:5]
+    shape = tuple(node.meta["val"].shape)
     block: Any = RandomBlock.of([torch.arange(n) for n in shape], shape, device)
 
     def drawing(*_: Any) -> Tensor:
         return drawn(kind, params, dtype, device, 0, block, shape)
 
-    return (drawing,)
+    return drawing
 
 
 def _made(x: Any) -> Any:

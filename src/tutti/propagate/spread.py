@@ -158,13 +158,14 @@ class Spread:
         key = (op.head, *[number_of.get(x, 0) for x in op.xs])
         if key not in self._outcomes:
             self._outcomes[key] = self._outcome(op)
-        outcome = self._outcomes[key]
+        if (outcome := self._outcomes[key]) is None:
+            return False
         changed = False
-        for change in outcome.changes if outcome is not None else ():
+        for change in outcome.changes:
             x, new = op.xs[change.position], change.sharding
             if number_of.get(x, 0) != key[1 + change.position]:  # an operand with two uses
                 new = merged(self._have(x), change.proposed, self.mesh)
-            changed |= self._push(x, new, node, outcome.ranks)  # type: ignore[union-attr]
+            changed |= self._push(x, new, node, outcome.ranks)
         return changed
 
     def _outcome(self, op: _Op) -> Outcome | None:

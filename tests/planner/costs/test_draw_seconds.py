@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from small_steps import trained
+from tutti.graph.analysis.draws import is_draw
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.planner.costs.draw_seconds import DRAWS, draw_seconds, kernel_nbytes
+from tutti.planner.costs.draw_seconds import draw_seconds, kernel_nbytes
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.hardware.cluster import Cluster
 from tutti.planning.candidate_programs import CandidatePrograms
@@ -56,7 +57,7 @@ def test_a_step_takes_longer_by_its_draws() -> None:
     cluster = Cluster.parse("2 x h100")
     for layout in ("", "data=2"):
         graph = programs.program(Layout.parse(layout)).graph
-        (drawn,) = [node for node in graph.nodes if node.target in DRAWS]
+        (drawn,) = [node for node in graph.nodes if is_draw(node)]
         with_draws, without = (
             PricedMachine.of(cluster, draws=d).kernels(graph) for d in (True, False)
         )

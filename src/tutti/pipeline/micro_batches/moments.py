@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, fx
 
 from tutti.errors import ShardingError
+from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.order import ancestors
 from tutti.graph.analysis.state import is_state
 from tutti.graph.edits.edit import NOTES, source_of
@@ -96,7 +97,7 @@ def _once(graph: fx.Graph) -> None:
 
 def _mark_ends(graph: fx.Graph) -> None:
     """With one micro-batch: make a value that the update or the caller reads a sum of one."""
-    reads_batch = _dependents(graph, lambda n: n.meta.get("kind") == "batch" or _draws(n))
+    reads_batch = _dependents(graph, lambda n: n.meta.get("kind") == "batch" or is_draw(n))
     inside = {n for n in reads_batch if n.meta.get("region") in ("forward", "backward")}
     inside = {n for n in inside if isinstance(n.meta.get("val"), Tensor)}
     for node in reversed(graph.nodes):
@@ -119,10 +120,6 @@ def _mark_ends(graph: fx.Graph) -> None:
 def _looks_inside(user: fx.Node, inside: set[fx.Node]) -> bool:
     """Whether `user` computes a number from a value inside of the micro-batch, for the micro-batch."""
     return user.op == "call_function" and user.meta.get("region") in ("forward", "backward")
-
-
-def _draws(node: fx.Node) -> bool:
-    return node.target in (collectives.draw_part, torch.ops.tutti.draw.default)
 
 
 def _dependents(graph: fx.Graph, starts: Callable[[fx.Node], bool]) -> set[fx.Node]:
@@ -232,7 +229,7 @@ class _Sorter:
         """Whether a node begins the only micro-batch: it reads the batch or draws numbers."""
         reads = any(x.meta.get("kind") == "batch" for x in node.all_input_nodes)
         inside = node.meta.get("region") in ("forward", "backward")
-        return inside and (reads or _draws(node))
+        return inside and (reads or is_draw(node))
 
     def _summed(self, node: fx.Node) -> str:
         made = self.moments
@@ -291,7 +288,7 @@ def _in_time(node: fx.Node) -> bool:
         return False
     if node.target is collectives.positions:
         return _names_micro(node.args[0])
-    if _draws(node):
+    if is_draw(node):
         return len(node.args) > 6 and _names_micro(node.args[6])
     return node.target in collectives.PLAYED and MICRO in collectives.axes_of(node)
 

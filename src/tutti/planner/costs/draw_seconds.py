@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.ops import collectives
-from tutti.graph.randomness.draw import draw, drawn
+from tutti.graph.analysis.draws import is_draw
+from tutti.graph.randomness.draw import drawn
 from tutti.graph.randomness.random import RandomBlock
 from tutti.planner.hardware.accelerator import Device
 from tutti.torch_private.dispatch_modes import TorchDispatchMode
 from tutti.torch_private.pytrees import tree_leaves
-
-DRAWS = (draw, collectives.draw_part)
 
 
 def draw_seconds(graph: fx.Graph, device: Device, *, eager: bool = True) -> dict[fx.Node, float]:
@@ -36,7 +34,7 @@ def draw_seconds(graph: fx.Graph, device: Device, *, eager: bool = True) -> dict
     least = device.host_seconds.value if eager else 0.0
     found: dict[fx.Node, float] = {}
     for node in graph.nodes:
-        if node.target in DRAWS:
+        if is_draw(node):
             moved = _moved_by(node)
             found[node] = sum(max(least, device.kernel_seconds.value + n / rate) for n in moved)
     return found
@@ -44,10 +42,8 @@ def draw_seconds(graph: fx.Graph, device: Device, *, eager: bool = True) -> dict
 
 def _moved_by(node: fx.Node) -> tuple[int, ...]:
     given: Any = node.args
-    kind, shape, params, dtype = given[:4]
-    if kind != "permutation":  # which is always whole
-        shape = node.meta["val"].shape
-    return kernel_nbytes(kind, tuple(map(int, shape)), tuple(params), dtype)
+    kind, _, params, dtype = given[:4]
+    return kernel_nbytes(kind, tuple(map(int, node.meta["val"].shape)), tuple(params), dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -75,7 +71,7 @@ class _Counting(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not (func.is_view or "empty" in str(func)):
+        if not (func.is_view or func is torch.ops.aten.empty.memory_format):
             read_and_written = tree_leaves((args, result))  # `out` is a result
             tensors = [
                 x for x in read_and_written if isinstance(x, Tensor) and x.device.type == "meta"

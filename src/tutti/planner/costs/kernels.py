@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from tutti.graph.analysis.aliases import viewed
 from tutti.graph.analysis.cost import flops_of
+from tutti.graph.analysis.draws import is_draw
 from tutti.graph.ops import collectives
 from tutti.graph.ops.fused_updates import BY_OP
 from tutti.graph.ops.matmul import matmul
@@ -187,7 +188,7 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    if node.target is collectives.draw_part or "draw" in getattr(node.target, "__name__", ""):
+    if is_draw(node):
         return True
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in (
         aten._to_copy.default,

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from tutti.graph.analysis.aliases import roots_of
 from tutti.graph.analysis.cost import nbytes_of
+from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.liveness import held
 from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import Storages
@@ -29,7 +30,6 @@ from tutti.passes.pass_table import optimized
 from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
 from tutti.planner.costs.collective_seconds import collective_seconds
-from tutti.planner.costs.draw_seconds import DRAWS
 from tutti.planner.costs.graph_seconds import collective_call
 from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.repeated_layers import Run, ShortUnits
@@ -224,7 +224,7 @@ class _BlockReader:
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             given = node.op == "placeholder" and not is_state(node)
-            drawn = node.target in DRAWS  # other numbers for each micro-batch
+            drawn = is_draw(node)  # other numbers for each micro-batch
             if given or drawn or any(x in found for x in node.all_input_nodes):
                 found.add(node)
         return found

@@ -56,7 +56,7 @@ class PricedMachine:
         Args:
             cluster: with the data.
             eager: the host launches each op when its turn comes.
-            draws: count random numbers; a program of others draws them within its kernels.
+            draws: count the kernels of random numbers; false for frameworks that fuse them.
         """
         device = cluster.device
 
