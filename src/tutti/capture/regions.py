@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from tutti.capture.backwards import Engine, around_backward
 from tutti.capture.patch_table import NODE_NOTED
 from tutti.capture.second_trace.constant_writes import refuse_real_write
-from tutti.capture.second_trace.random_ops import RANDOM_OPS, rewinding
+from tutti.capture.second_trace.random_ops import is_random, rewinding
 from tutti.graph.edits.patch import replaced
 from tutti.torch_private.autograd_engine import (
     next_node_number,
@@ -57,7 +57,7 @@ class Watch:
         node.meta["source"], node.meta["module"] = source, module
         node.meta["region"] = "update" if self.in_update else self.region
         refuse_real_write(node, root)
-        if node.target in RANDOM_OPS:
+        if is_random(node.target, node.args, node.kwargs):
             node.meta["stream"] = self.num_streams
             self.num_streams += 1
 

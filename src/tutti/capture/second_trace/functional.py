@@ -10,9 +10,10 @@ from torch import Tensor, fx
 from torch.func import functionalize
 
 from tutti.capture.patch_table import NODE_CARRIED
+from tutti.capture.second_trace.attention_dropout import backward, has_dropout, laid_out
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
 from tutti.capture.second_trace.overwrites import overwrites
-from tutti.capture.second_trace.random_ops import RANDOM_OPS, answer
+from tutti.capture.second_trace.random_ops import RANDOM_OPS, answer, is_random
 from tutti.capture.second_trace.sharing import MemorySharing
 from tutti.capture.second_trace.verbatim import Copying, copyable
 from tutti.errors import CaptureError
@@ -20,6 +21,7 @@ from tutti.graph.edits.edit import NOTES
 from tutti.graph.edits.patch import replaced
 from tutti.graph.ops.fused_updates import BY_RECORDED, Kernel
 from tutti.graph.ops.overloads import arguments_of
+from tutti.graph.ops.plain_attention import PLAIN_FORMS
 from tutti.graph.randomness.draw import draw
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.op_tables import OpOverload, schema_of
@@ -52,9 +54,12 @@ class _Replay(Copying):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         assert self.node is not None
-        if target in RANDOM_OPS:
+        if is_random(target, args, kwargs):
             stream = self.node.meta["stream"]
-            return answer(lambda *a: draw(*a, stream), target, args, kwargs)
+            made = answer(lambda *a: draw(*a, stream), target, args, kwargs)
+            return made if target in RANDOM_OPS else laid_out(made, self.node.meta["val"])
+        if has_dropout(target, args, kwargs):
+            return laid_out(backward(target, args, kwargs), self.node.meta["val"])
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and (
             "attention" not in str(target) or _attention_dropout(target, args, kwargs)
         ):
@@ -99,7 +104,7 @@ _HIDING = (aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default)
 def _has_own_form(target: Any) -> bool:
     """Whether the second trace may have another form of an op than the first."""
     random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-    return random or target in RANDOM_OPS or "_foreach_" in str(target)
+    return random or target in RANDOM_OPS or target in PLAIN_FORMS or "_foreach_" in str(target)
 
 
 def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.patch_table import RNG_STATES
+from tutti.capture.second_trace import attention_dropout
 from tutti.graph.edits.patch import replaced
 from tutti.graph.randomness import random
 from tutti.graph.randomness.draw import drawn
@@ -93,8 +94,19 @@ _OVERWRITES: dict[Any, Callable[..., Any]] = {
 RANDOM_OPS = frozenset(_VALUES) | frozenset(_OVERWRITES)
 
 
+def is_random(op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call draws numbers that `answer` can give."""
+    return op in RANDOM_OPS or attention_dropout.draws(op, args, kwargs)
+
+
 def answer(draw: Draw, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of random op `op`, its random values taken from `draw`."""
+    if op not in RANDOM_OPS:
+
+        def bernoulli(shape: Any, p: float, device: torch.device) -> Tensor:
+            return draw("bernoulli", shape, [p], torch.bool, device)
+
+        return attention_dropout.forward(bernoulli, op, args, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k != "generator"}
     if op in _VALUES:
         return _VALUES[op](draw, *args, **kwargs)
@@ -130,8 +142,11 @@ class OurRandomness(TorchDispatchMode):
         self.seed, self.step, self.num_streams = seed, step, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func not in RANDOM_OPS:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if not is_random(func, args, kwargs):
+            if attention_dropout.has_dropout(func, args, kwargs):
+                return attention_dropout.backward(func, args, kwargs)
+            return func(*args, **kwargs)
         key = random.key(self.seed, self.num_streams, self.step)
         self.num_streams += 1
 
@@ -139,4 +154,4 @@ class OurRandomness(TorchDispatchMode):
             index = [torch.arange(n) for n in shape]
             return drawn(kind, params, dtype, device, key, index, shape)
 
-        return answer(draw, func, args, kwargs or {})
+        return answer(draw, func, args, kwargs)

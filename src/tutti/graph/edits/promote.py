@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from tutti.graph.ops.loop import loop
-from tutti.graph.ops.wide_attention import IN_FLOAT64
+from tutti.graph.ops.plain_attention import PLAIN_FORMS
 
 aten = torch.ops.aten
 WIDE = torch.float64
@@ -68,7 +68,7 @@ def _promoted(
         elif node.op == "call_function":
             node.args = _promoted_argument(node.args)
             node.kwargs = {k: _promoted_argument(v) for k, v in node.kwargs.items()}
-            node.target = IN_FLOAT64.get(node.target, node.target)
+            node.target = PLAIN_FORMS.get(node.target, node.target)
             if _takes_the_default(node):
                 node.target = _Wide(node.target)  # type: ignore[arg-type]
             if node.target in (aten._log_softmax.default, aten._softmax.default):

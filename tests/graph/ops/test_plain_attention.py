@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from tutti.graph.edits.promote import promoted
-from tutti.graph.ops.wide_attention import IN_FLOAT64
+from tutti.graph.ops.plain_attention import PLAIN_FORMS
 
 aten = torch.ops.aten
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 6, 9, 8
@@ -30,7 +30,7 @@ def played(
     name: str, given: list[Tensor], bias: Tensor | None, causal: bool, scale: float | None
 ) -> tuple[tuple[Any, ...], Any]:
     """Results of the forward, and the backward as a function of the gradient."""
-    forward, backward = (IN_FLOAT64[op] for op in ops(name))
+    forward, backward = (PLAIN_FORMS[op] for op in ops(name))
     q, k, v = given
     if name == "flash":
         made = forward(q, k, v, 0.0, causal, scale=scale)
@@ -99,7 +99,7 @@ def test_a_promoted_graph_calls_it() -> None:
     graph.output(both)
     wide = promoted(graph, nn.Module())[0]
     (called,) = (n for n in wide.nodes if n.op == "call_function")
-    assert called.target is IN_FLOAT64[forward]
+    assert called.target is PLAIN_FORMS[forward]
 
 
 @pytest.mark.gpu
