@@ -25,16 +25,12 @@ KINDS = {
 }
 
 
-def test_a_mask_is_twelve_kernels() -> None:
-    """Keys of rows; hash inputs; ten ops in place on int32 (two of which read the scratch); a comparison."""
+def test_a_mask_is_three_kernels() -> None:
+    """Keys of rows; their hash with the columns; a comparison."""
     rows, cols = 256, 1024
     n = rows * cols
     moved = kernel_nbytes("bernoulli", (rows, cols), (0.9,), torch.bool)
-    assert moved == (8 * rows, 4 * (rows + cols + n), *_hash(n), 5 * n)
-
-
-def _hash(n: int) -> list[int]:
-    return [8 * n, 8 * n, 12 * n, 8 * n, 8 * n, 8 * n, 8 * n, 12 * n, 8 * n]
+    assert moved == (8 * rows, 4 * (rows + cols + n), 5 * n)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,7 +38,7 @@ def test_every_kind_is_counted_without_memory(kind: str) -> None:
     params, dtype = KINDS[kind]
     shape = (64,) if kind == "permutation" else (64, 2**16)
     moved = kernel_nbytes(kind, shape, params, dtype)
-    assert 10 < len(moved) < 30 and all(moved)
+    assert 3 <= len(moved) < 20 and all(moved)
 
 
 @trained
@@ -63,6 +59,4 @@ def test_a_step_takes_longer_by_its_draws() -> None:
         )
         assert with_draws == {**without, **draw_seconds(graph, cluster.device)}
         assert drawn not in without
-        assert (
-            with_draws[drawn] >= 12 * cluster.device.host_seconds.value
-        )  # each waits for the host
+        assert with_draws[drawn] >= 3 * cluster.device.host_seconds.value  # each waits for the host

@@ -2,7 +2,7 @@
 
 A random value is a pure function of `(seed, stream, step, global index)`. There is no generator
 state: the rank that owns an element computes the same number as one device, for any block of any
-tensor, in plain integer tensor ops with the same bits on every device.
+tensor, in integer arithmetic with the same bits on every device: plain tensor ops, on a GPU one kernel.
 
 Element `n` (row-major in the *global* shape) of the stream with 64-bit key `(k0, k1)` gets, in
 32-bit arithmetic that wraps,
@@ -32,6 +32,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from tutti.torch_private.jit_kernels import jit_kernel
 
 _GOLDEN = 0x9E3779B9
 _CONSTANTS = (16, 0xFFFF, 0x7FEB352D, 15, 0x1FFFF, 0x846CA68B - 2**32)  # shift, mask, factor, twice
@@ -135,16 +137,48 @@ def _keys(key: int, block: RandomBlock) -> tuple[Tensor, Tensor | int]:
     return mixed.int(), (mixed >> 32).int()
 
 
-def _hash(x: Tensor, inner: Tensor | int, constants: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Hash int32 `x` in place up to the last line (see above); returns it and the scratch."""
+# The hash as one kernel of a GPU. `whole`: with its last line.
+_CODE = """template <typename T> T hashed(T row, T col, T inner, T whole) {
+  unsigned int x = (unsigned int)row + (unsigned int)col;
+  x = (x ^ (x >> 16)) * 0x7FEB352Du + (unsigned int)inner;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return (T)(whole ? x ^ (x >> 16) : x);
+}"""
+_OF_SUM = jit_kernel(_CODE, col=0, inner=0, whole=0)
+_ONE_KEY = jit_kernel(_CODE, inner=0, whole=0)
+_KEY_OF_EACH_ROW = jit_kernel(_CODE, whole=0)
+
+
+def _hashed(
+    rows: Tensor,
+    cols: Tensor | None,
+    inner: Tensor | int,
+    constants: tuple[Tensor, ...],
+    *,
+    whole: bool,
+) -> Tensor:
+    """The hash of `rows + cols`, or of `rows` alone, which it may overwrite; `whole`: with its last line."""
+    if rows.device.type == "meta":  # in the form of a GPU's kernel, for a count of bytes
+        return rows + (0 if cols is None else cols)
+    if rows.device.type == "cuda":
+        if cols is None:
+            return _OF_SUM(rows, inner=inner, whole=int(whole))
+        if isinstance(inner, int):
+            return _ONE_KEY(rows, cols, inner=inner, whole=int(whole))
+        return _KEY_OF_EACH_ROW(rows, cols, inner, whole=int(whole))
     shift1, mask1, factor1, shift2, mask2, factor2 = constants
+    x = rows if cols is None else rows + cols
     scratch = x >> shift1
     x.bitwise_xor_(scratch.bitwise_and_(mask1)).mul_(factor1).add_(inner)
     torch.bitwise_right_shift(x, shift2, out=scratch)
-    return x.bitwise_xor_(scratch.bitwise_and_(mask2)).mul_(factor2), scratch
+    x.bitwise_xor_(scratch.bitwise_and_(mask2)).mul_(factor2)
+    if whole:
+        torch.bitwise_right_shift(x, 16, out=scratch)
+        x.bitwise_xor_(scratch.bitwise_and_(0xFFFF))
+    return x
 
 
-Finish = Callable[[Tensor, Tensor, Tensor], object]  # hash, scratch, part of the result to fill
+Finish = Callable[[Tensor, Tensor], object]  # hash, part of the result to fill
 Index = Sequence[Tensor] | RandomBlock
 Device = torch.device | str
 
@@ -160,8 +194,13 @@ def _draw(
     device: Device,
     dtype: torch.dtype,
     finish: Finish,
+    *,
+    whole: bool = True,
 ) -> Tensor:
-    """Hash the block chunk by chunk; `finish` turns each chunk of bits into results."""
+    """Hash the block chunk by chunk; `finish` turns each chunk of bits into results.
+
+    whole: all of the bits count, not only the upper ones.
+    """
     block = _block(index, shape_global, device)
     out = torch.empty(block.shape, dtype=dtype, device=device)
     rows, inner = _keys(key, block)
@@ -169,20 +208,15 @@ def _draw(
     flat = out.view(num_rows, num_cols)
     chunk = CHUNK_CPU if out.device.type == "cpu" else _CHUNK
     if out.numel() <= chunk:
-        finish(*_hash(rows + block.cols, inner, block.constants), flat)
+        finish(_hashed(rows, block.cols, inner, block.constants, whole=whole), flat)
         return out
     height = max(1, chunk // num_cols)
     for start in range(0, num_rows, height):
         part = slice(start, start + height)
         some = inner if isinstance(inner, int) else inner[part]
-        finish(*_hash(rows[part] + block.cols, some, block.constants), flat[part])
+        made = _hashed(rows[part], block.cols, some, block.constants, whole=whole)
+        finish(made, flat[part])
     return out
-
-
-def _full(x: Tensor, scratch: Tensor) -> Tensor:
-    """The last line of the hash: mix the lower bits."""
-    torch.bitwise_right_shift(x, 16, out=scratch)
-    return x.bitwise_xor_(scratch.bitwise_and_(0xFFFF))
 
 
 def bits(key: int, index: Index, shape_global: Sequence[int], device: Device = "cpu") -> Tensor:
@@ -192,8 +226,8 @@ def bits(key: int, index: Index, shape_global: Sequence[int], device: Device = "
     holds of that dim in its order (or their `RandomBlock`). shape_global: of the whole tensor.
     """
 
-    def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:
-        out.copy_(_full(x, scratch))
+    def finish(x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
 
     return _draw(key, index, shape_global, device, torch.int32, finish)
 
@@ -205,16 +239,16 @@ def keep_mask(
     threshold = round(p * 2**32) - 2**31
     block = _block(index, shape_global, device)
     if block.small is not None and threshold < 2**31:
-        x = block.small + _signed(key, 32)
-        return _hash(x, _signed(key >> 32, 32), block.constants)[0] >= threshold
+        keys, inner = block.small + _signed(key, 32), _signed(key >> 32, 32)
+        return _hashed(keys, None, inner, block.constants, whole=False) >= threshold
 
-    def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:
+    def finish(x: Tensor, out: Tensor) -> None:
         if threshold >= 2**31:
             out.fill_(False)
         else:
             torch.ge(x, threshold, out=out)
 
-    return _draw(key, block, shape_global, device, torch.bool, finish)
+    return _draw(key, block, shape_global, device, torch.bool, finish, whole=False)
 
 
 def uniform(
@@ -230,8 +264,8 @@ def uniform(
     """
     digits = _DIGITS[dtype]
 
-    def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:
-        out.copy_(_full(x, scratch).bitwise_right_shift_(32 - digits))
+    def finish(x: Tensor, out: Tensor) -> None:
+        out.copy_(x.bitwise_right_shift_(32 - digits))
         out.mul_(0.5**digits).add_(0.5)
 
     return _draw(key, index, shape_global, device, dtype, finish)
@@ -249,8 +283,8 @@ def normal(
     Computed in float64 and rounded to float32, for every `dtype`.
     """
 
-    def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:
-        u = _full(x, scratch).to(torch.float64).add_(0.5).mul_(2.0**-31)
+    def finish(x: Tensor, out: Tensor) -> None:
+        u = x.to(torch.float64).add_(0.5).mul_(2.0**-31)
         out.copy_(u.erfinv_().mul_(math.sqrt(2)).to(torch.float32))
 
     return _draw(key, index, shape_global, device, dtype, finish)
@@ -271,8 +305,8 @@ def randint(
     span = high - low
     assert 0 < span < 2**31, "an empty range, or one too wide for 32 bits"
 
-    def finish(x: Tensor, scratch: Tensor, out: Tensor) -> None:
-        out.copy_(_full(x, scratch)).add_(2**31).mul_(span).bitwise_right_shift_(32).add_(low)
+    def finish(x: Tensor, out: Tensor) -> None:
+        out.copy_(x).add_(2**31).mul_(span).bitwise_right_shift_(32).add_(low)
 
     return _draw(key, index, shape_global, device, torch.int64, finish)
 

@@ -1,6 +1,6 @@
-"""The time of random numbers: tutti draws them by a dozen small kernels a tensor, not by one.
+"""The time of random numbers: tutti draws them by a few kernels a tensor, not by one.
 
-    %1 = draw("bernoulli", [8, 1024], [0.9], bool)    12 kernels, 89 bytes an element
+    %1 = draw("bernoulli", [8, 1024], [0.9], bool)    keys, hash, comparison: 9 bytes an element
 
 The kernels are those of a draw on a tensor without memory, counted.
 """
