@@ -42,6 +42,8 @@ COPIES = [
     sample("view_as_real_copy", pairs(4, 6)),
     sample("view_as_complex_copy", f(4, 2)),
     sample("zero", f(4, 6)),
+    sample("fill.Tensor", f(4, 6), ints(9)),
+    sample("copy", f(4, 6), ints(9, 6)),
     sample("add.Tensor", f(4, 6), 0),
 ]
 SEVERAL = [
@@ -116,6 +118,24 @@ def test_the_same_values(call: Sample) -> None:
 @pytest.mark.parametrize("call", COPIES, ids=str)
 def test_no_copy_stays(call: Sample) -> None:
     assert call.op not in {n.target for n in rewritten(call).nodes}
+
+
+@pytest.mark.parametrize("op", [torch.ops.aten.copy.default, torch.ops.aten.fill.Tensor], ids=str)
+def test_a_number_goes_to_the_gpu(op: Any) -> None:
+    """`x[..., 0] = 7` writes a number that Python keeps on the CPU."""
+    mode, graph = FakeTensorMode(), fx.Graph()
+    with mode:
+        made = torch.empty(4, device="cuda"), torch.empty((), dtype=torch.int64)
+    x, y = (graph.placeholder(name) for name in "xy")
+    node = graph.call_function(op, (x, y))
+    for one, val in zip((x, y, node), (*made, made[0]), strict=True):
+        one.meta["val"] = val
+    graph.output(node)
+    canonicalize(graph, nn.Module(), mode)
+    (result,) = graph.output_node().args
+    assert isinstance(result, fx.Node) and result.target is not op
+    val = result.meta["val"]
+    assert (val.shape, val.dtype, val.device.type) == ((4,), torch.float32, "cuda")
 
 
 def test_every_compound_has_a_call() -> None:

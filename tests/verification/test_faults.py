@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import zoo
 from subjects import subject, verdict
+from tutti.capture.spelling import rewrites
 from tutti.capture.step import Captured, capture
 from tutti.graph.ops import collectives
 from tutti.layout import Layout
@@ -206,3 +207,24 @@ def test_random_numbers_that_depend_on_the_layout(monkeypatch: pytest.MonkeyPatc
 def test_one_device_is_the_same_step() -> None:
     found = subject("gpt").verdict(Layout.parse(""))
     assert found.ok and found.layout == "one device" and found.first_difference is None
+
+
+def test_a_result_of_another_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal numbers are not enough: what the script does with a result depends on its dtype."""
+
+    def returns_ones(model: nn.Module, optimizer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach(), torch.ones(4).fill_(torch.tensor(2))
+
+    def unchanged(_emit: Any, node: fx.Node) -> Any:
+        return _emit(aten.expand.default, node.args[1], [4])
+
+    model = nn.Linear(3, 3)
+    given = returns_ones, model, torch.optim.SGD(model.parameters(), 0.1), (torch.randn(4, 3),)
+    assert Subject(*given).verdict(Layout()).ok
+    monkeypatch.setitem(rewrites.REWRITES, aten.fill.Tensor, unchanged)
+    wrong = Subject(*given).verdict(Layout())
+    assert not wrong.ok and wrong.worst_capture == "returned value 1 (step 0)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -329,6 +330,7 @@ class CaptureComparison:
         )
         self.errors = Errors()
         self.steps = 0  # number of compared steps
+        self.is_alike = True  # results have the same shapes and dtypes
         self.tolerance = capture_tolerance(captured.graph)
         self.eager: list[Made] = []  # for a closer comparison
         self.feeds: list[dict[str, Any]] = []  # of each step
@@ -380,7 +382,10 @@ class CaptureComparison:
             a, b = torch.tensor(float(a)), torch.tensor(float(b))
         if isinstance(b, Tensor):
             b = b.detach()
-            self.errors.add(f"{self._named(i)} (step {k})", largest_difference(a, b), largest(b))
+            alike = (a.dtype, a.shape) == (b.dtype, b.shape)
+            self.is_alike &= alike
+            difference = largest_difference(a, b) if alike else torch.tensor(math.inf)
+            self.errors.add(f"{self._named(i)} (step {k})", difference, largest(b))
 
     def _named(self, i: int) -> str:
         if i < self.captured.num_returned:

@@ -184,7 +184,7 @@ class Subject:
         self.capture.run(steps)
         self.steps = self.capture.steps
         self.capture_errors = self.capture.errors
-        if not self.capture_errors.worst <= self.capture.tolerance:
+        if self.capture.is_alike and not self.capture_errors.worst <= self.capture.tolerance:
             closer = AlignedCapture(self.capture)
             closer.run()
             self.capture_errors = closer.errors

@@ -286,19 +286,22 @@ def _like(emit: Emit, node: fx.Node) -> fx.Node:
 def _fill(emit: Emit, node: fx.Node) -> fx.Node | None:
     x: Any = node.args[0]
     if isinstance(node.args[1], fx.Node) and isinstance(node.args[1].meta["val"], Tensor):
-        return emit(aten.expand.default, node.args[1], shape_list(x))
+        return _copy(emit, node)
     val = node.meta["val"]
     return emit(aten.full.default, shape_list(x), node.args[1], dtype=val.dtype, device=val.device)
 
 
 def _copy(emit: Emit, node: fx.Node) -> fx.Node:
-    """`copy(x, y)` has the values of y in the shape and dtype of x."""
+    """`copy(x, y)` has the values of y in the shape and dtype of x, on its device."""
     x, y = node.args[:2]
     value: Any = y
+    given, wanted = value.meta["val"], node.meta["val"]
+    if given.device != wanted.device:  # a number, which Python keeps on the CPU
+        value = emit(aten._to_copy.default, value, dtype=wanted.dtype, device=wanted.device)
     if shape_list(value) != shape_list(x):
         value = emit(aten.expand.default, value, shape_list(x))
-    if value.meta["val"].dtype != node.meta["val"].dtype:
-        value = emit(aten._to_copy.default, value, dtype=node.meta["val"].dtype)
+    if value.meta["val"].dtype != wanted.dtype:
+        value = emit(aten._to_copy.default, value, dtype=wanted.dtype)
     return value
 
 
