@@ -336,7 +336,7 @@ def many_groups() -> int:
 
 
 def test_groups_leave_no_descriptors(ranks: Ranks) -> None:
-    assert ranks.run(many_groups) == [0] * 4
+    assert max(ranks.run(many_groups)) <= 0  # an earlier object may end meanwhile
 
 
 def same_memory() -> bool:
