@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from small_steps import trained
 from tutti.capture.step import capture, copied
 from tutti.graph.ops.fused_updates import BY_OP
 from tutti.layout import Layout
@@ -16,7 +17,7 @@ from tutti.partition.partition import partition
 from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds
 from tutti.planner.costs.graph_seconds import GraphWork, work_of, work_seconds
 from tutti.planner.costs.kernel_seconds import kernel_seconds
-from tutti.planner.costs.kernels import DeviceKernel
+from tutti.planner.costs.kernels import ATTENTION, BATCH_NORM, CONVOLUTION, DeviceKernel
 from tutti.planner.hardware import catalog
 from tutti.planner.hardware.figures import Figure
 from tutti.propagate.plan import plan
@@ -165,7 +166,7 @@ def attention_kernel(causal: bool) -> DeviceKernel:
         return F.scaled_dot_product_attention(x, x, x, is_causal=causal)
 
     graph = capture(step, nn.Linear(1, 1), None, (q,)).graph
-    (found,) = [k for k in work_of(graph).kernels if k.is_attention]
+    (found,) = [k for k in work_of(graph).kernels if k.kind == ATTENTION]
     return found
 
 
@@ -181,3 +182,48 @@ def test_causal_attention_computes_half_of_the_pairs_at_its_own_share_of_the_pea
     rate = A100.peak_of(torch.bfloat16) * A100.matmul_efficiency.value
     expected = A100.kernel_seconds.value + half.flops / rate
     assert kernel_seconds(half, plain, eager=False) == pytest.approx(expected)
+
+
+def kernels_of_a_convolution(channels: int) -> dict[str, DeviceKernel]:
+    """A convolution from 3 channels and a batch norm, on 2 images of 32 by 32: by kind and region."""
+    convolution = nn.Conv2d(3, channels, 3, padding=1, bias=False)
+    model = nn.Sequential(convolution, nn.BatchNorm2d(channels))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    graph = capture(square, model, optimizer, (torch.empty(2, 3, 32, 32),)).graph
+    return {f"{k.kind} {k.node.meta['region']}": k for k in work_of(graph).kernels if k.kind}
+
+
+@trained
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def test_convolutions_have_their_own_share_of_the_peak() -> None:
+    found = kernels_of_a_convolution(4)[f"{CONVOLUTION} forward"]
+    slow = replace(
+        A100,
+        convolution_efficiency=Figure(0.1, "test"),
+        bandwidth=replace(A100.bandwidth, value=1e20),
+    )
+    assert found.flops == 2 * 2 * 4 * 32 * 32 * 3 * 9
+    expected = A100.kernel_seconds.value + found.flops / (0.1 * A100.peak_of(torch.float32))
+    assert kernel_seconds(found, slow, eager=False) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("channels", "blocks"), [(4, 4), (1024, 2 * 108)])
+def test_a_batch_norm_adds_up_a_channel_in_a_block(channels: int, blocks: int) -> None:
+    """A block a channel, and two blocks at a time on each of an A100's 108 processors."""
+    device = replace(A100, batch_norm_rate=Figure(1e9, "test"))
+    found = kernels_of_a_convolution(channels)
+    forward, backward = (found[f"{BATCH_NORM} {region}"] for region in ("forward", "backward"))
+    gap, nbytes = A100.kernel_seconds.value, 4 * 2 * channels * 32 * 32
+    sums = nbytes / (1e9 * blocks)
+    rate = A100.bandwidth.value * A100.memory_efficiency.value
+    assert kernel_seconds(forward, device, eager=False) == pytest.approx(
+        gap + sums + forward.nbytes / rate, rel=1e-2
+    )
+    assert kernel_seconds(backward, device, eager=False) == pytest.approx(
+        gap + 2.35 * sums, rel=1e-2
+    )
+    plain = kernel_seconds(backward, A100, eager=False)
+    assert plain == pytest.approx(gap + backward.nbytes / rate)

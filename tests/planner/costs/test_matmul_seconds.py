@@ -31,6 +31,7 @@ def round_device(**changed: object) -> Device:
             "processors": figure(100),
         },
         **{"tiles": ((100, 100),), "cache_bandwidth": None, "misaligned": figure(3.0)},
+        "partly_aligned": figure(2.0),
         **{"bandwidth": figure(1e12), "memory_efficiency": figure(1.0)},
     }
     return replace(catalog.device("a100-80gb"), **(base | changed))
@@ -82,17 +83,14 @@ def test_a_slow_cache_bounds_a_tile() -> None:
     assert matmul_seconds(shape(1000, 1000, 10_000), device) == pytest.approx(4e-8 * 10_000 + 2e-6)
 
 
-def test_odd_rows_take_three_times_as_long() -> None:
+@pytest.mark.parametrize(("aligned", "times"), [(16, 1), (8, 2), (4, 2), (2, 3)])
+def test_rows_that_are_not_aligned_take_longer(aligned: int, times: int) -> None:
     device = round_device()
-    aligned = matmul_seconds(shape(1000, 1000, 10_000), device)
-    assert matmul_seconds(shape(1000, 1000, 10_000, aligned=4), device) == aligned
-    assert matmul_seconds(shape(1000, 1000, 10_000, aligned=2), device) == pytest.approx(
-        3 * aligned
-    )
-    assert (
-        matmul_seconds(shape(1000, 1000, 10_000, aligned=2), round_device(misaligned=None))
-        == aligned
-    )
+    best = matmul_seconds(shape(1000, 1000, 10_000), device)
+    made = shape(1000, 1000, 10_000, aligned=aligned)
+    assert matmul_seconds(made, device) == pytest.approx(times * best)
+    without = round_device(misaligned=None, partly_aligned=None)
+    assert matmul_seconds(made, without) == best
 
 
 SIZES = st.integers(1, 20_000)

@@ -8,7 +8,8 @@ launches nothing op by op (CUDA graphs, XLA) has no such floor.
 
 from __future__ import annotations
 
-from tutti.planner.costs.kernels import DeviceKernel
+from tutti.planner.costs.batch_norm_seconds import batch_norm_seconds
+from tutti.planner.costs.kernels import ATTENTION, BATCH_NORM, CONVOLUTION, DeviceKernel
 from tutti.planner.costs.matmul_seconds import matmul_seconds
 from tutti.planner.hardware.accelerator import Device
 
@@ -29,12 +30,16 @@ def kernel_seconds(kernel: DeviceKernel, device: Device, *, eager: bool = True) 
 
 
 def _busy_seconds(kernel: DeviceKernel, device: Device) -> float:
-    memory = device.bandwidth.value * device.memory_efficiency.value
-    moving = kernel.nbytes / memory
+    moving = kernel.nbytes / (device.bandwidth.value * device.memory_efficiency.value)
+    if kernel.kind == BATCH_NORM and device.batch_norm_rate:
+        return batch_norm_seconds(kernel, device, device.batch_norm_rate.value)
     if kernel.matmul is not None:
         return max(matmul_seconds(kernel.matmul, device), moving)
     if not kernel.flops:
         return moving
-    attention = device.attention_efficiency if kernel.is_attention else None
-    reached = attention or device.matmul_efficiency
+    own = {
+        ATTENTION: device.attention_efficiency,
+        CONVOLUTION: device.convolution_efficiency,
+    }.get(kernel.kind)
+    reached = own or device.matmul_efficiency
     return max(kernel.flops / (device.peak_of(kernel.dtype) * reached.value), moving)

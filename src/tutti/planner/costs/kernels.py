@@ -41,6 +41,9 @@ _ADDING = (
     aten.baddbmm_,
 )  # take a summand before the operands
 _MATMULS = (aten.mm, aten.bmm, *_ADDING, aten.linear, matmul.overloadpacket)
+# Kinds of kernels, by a part of the names of their ops.
+ATTENTION, CONVOLUTION, BATCH_NORM = "attention", "convolution", "batch norm"
+_KINDS = {"attention": ATTENTION, "convolution": CONVOLUTION, "batch_norm": BATCH_NORM}
 # Ops of several kernels, each of which reads the operands: gradients of a norm's input, and of its weights.
 _NUM_LAUNCHES = {"native_layer_norm_backward": 2, "native_group_norm_backward": 2}
 # Reductions along a dim that read their operand as a stream: pointwise producers join them.
@@ -73,7 +76,8 @@ class DeviceKernel:
 
     flops: of convolutions and attention, whose `matmul` is None, in `dtype`; causal attention skips the pairs
         of tokens that its mask hides.
-    is_attention: a fused kernel of attention.
+    kind: of a fused kernel of attention, a convolution, a batch norm; "" for others.
+    num_channels: of a batch norm.
     num_launches: kernels that one op needs; each reads the operands. Fused updates have none of
         their own: one kernel updates many parameters.
     """
@@ -85,7 +89,8 @@ class DeviceKernel:
     flops: float
     dtype: torch.dtype
     num_launches: int = 1
-    is_attention: bool = False
+    kind: str = ""
+    num_channels: int = 0
 
     @property
     def node(self) -> fx.Node:
@@ -225,17 +230,23 @@ def _kernel(nodes: list[fx.Node]) -> DeviceKernel:
         flops=flops_of(heavy) * _computed_share(heavy) if shape is None else shape.flops,
         dtype=_dtype(heavy),
         num_launches=launches,
-        is_attention=_is_attention(heavy),
+        kind=_kind(heavy),
+        num_channels=_num_channels(heavy) if _kind(heavy) == BATCH_NORM else 0,
     )
 
 
-def _is_attention(node: fx.Node) -> bool:
-    return "attention" in _op_of(node)
+def _kind(node: fx.Node) -> str:
+    name = _op_of(node)
+    return next((kind for word, kind in _KINDS.items() if word in name), "")
+
+
+def _num_channels(node: fx.Node) -> int:
+    return arguments_of(node.target, node.args, node.kwargs)["input"].meta["val"].shape[1]
 
 
 def _computed_share(node: fx.Node) -> float:
     """The share of the pairs of tokens that attention computes: blocks above the diagonal are skipped."""
-    if not _is_attention(node):
+    if _kind(node) != ATTENTION:
         return 1.0
     given = arguments_of(node.target, node.args, node.kwargs)
     return 0.5 if given.get("is_causal") is True else 1.0

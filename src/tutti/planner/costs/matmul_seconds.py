@@ -23,8 +23,9 @@ from tutti.planner.hardware.accelerator import Device
 # Parts of k that tiles compute apart, and the shortest worth it.
 _SPLITS = (1, 2, 4, 8)
 _SHORTEST_K = 256
-# Rows that are a multiple of this many bytes are copied asynchronously (PTX: cp.async takes 4, 8 or 16).
-_ALIGNED_NBYTES = 4
+# Rows that are a multiple of so many bytes are copied asynchronously: by some kernels (PTX: cp.async takes 4,
+# 8 or 16), and by all (PTX: the bulk copies of a Hopper take 16).
+_PARTLY_ALIGNED_NBYTES, _ALIGNED_NBYTES = 4, 16
 _SUM_NBYTES = 4  # of an element of a partial sum
 
 
@@ -46,6 +47,7 @@ class _Reached:
     memory: float
     processors: float
     misaligned: float
+    partly_aligned: float
     tiles: tuple[tuple[int, int], ...]
 
 
@@ -56,6 +58,7 @@ def _reached(dtype: torch.dtype, device: Device) -> _Reached:
         memory=device.bandwidth.value * device.memory_efficiency.value,
         processors=device.processors.value,
         misaligned=device.misaligned.value if device.misaligned else 1.0,
+        partly_aligned=device.partly_aligned.value if device.partly_aligned else 1.0,
         tiles=device.tiles,
     )
 
@@ -75,5 +78,10 @@ def _seconds(shape: MatmulShape, of: _Reached) -> float:
             adding = split * shape.batch * shape.m * shape.n * _SUM_NBYTES if split > 1 else 0
             best = min(best, waves * (step * shape.k / split + write) + adding / of.memory)
     moved = shape.batch * (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) * itemsize
-    slow = of.misaligned if shape.aligned_nbytes < _ALIGNED_NBYTES else 1.0
+    slow = 1.0
+    if (
+        itemsize <= 2 and shape.aligned_nbytes < _ALIGNED_NBYTES
+    ):  # other dtypes have no such kernels
+        partly = shape.aligned_nbytes >= _PARTLY_ALIGNED_NBYTES
+        slow = of.partly_aligned if partly else of.misaligned
     return max(best, moved / of.memory) * slow

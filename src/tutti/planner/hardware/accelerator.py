@@ -23,8 +23,12 @@ DTYPES = {
     "int8": (torch.int8,),
 }
 _PEAK = Bounds(1e8, 2e16, "FLOP/s", "a figure in TFLOP/s needs e12")
-_MATMUL = ("efficiency", "processors", "tiles", "cache_bandwidth", "misaligned", "attention")
-_MEMORY = ("capacity", "bandwidth", "efficiency")
+_LONGER = Bounds(1, 20, "times as long")
+_MATMUL = (
+    *("efficiency", "processors", "tiles", "cache_bandwidth"),
+    *("misaligned", "partly_aligned", "attention", "convolution"),
+)
+_MEMORY = ("capacity", "bandwidth", "efficiency", "batch_norm")
 _LAUNCH = ("kernel", "host", "call")
 
 
@@ -39,10 +43,14 @@ class Device:
     tiles: (m, n) of these tiles.
     cache_bandwidth: bytes per second from the last cache to all processors.
     misaligned: how much longer a matmul takes whose rows are no multiple of 4 bytes.
+    partly_aligned: likewise with a multiple of 4 bytes, but not of 16.
     attention_efficiency: the share of the peak that fused attention reaches on the pairs of tokens that it
         computes; that of matmuls where a file has none.
+    convolution_efficiency: the share of the peak that convolutions reach, channels first; likewise.
     capacity, bandwidth: of the memory, in bytes and bytes per second.
     memory_efficiency: the share of the bandwidth that kernels reach.
+    batch_norm_rate: bytes per second of a batch norm's input that one block of threads, of one channel, adds
+        up; without it a batch norm is bound by its bytes alone.
     kernel_seconds: from the end of a kernel to the start of the next in a full queue.
     host_seconds: an eager runtime's time on the host for each op.
     call_seconds: of a call of a step, beside its ops; measured on this machine only.
@@ -57,10 +65,13 @@ class Device:
     tiles: tuple[tuple[int, int], ...]
     cache_bandwidth: Figure | None
     misaligned: Figure | None
+    partly_aligned: Figure | None
     attention_efficiency: Figure | None
+    convolution_efficiency: Figure | None
     capacity: Figure
     bandwidth: Figure
     memory_efficiency: Figure
+    batch_norm_rate: Figure | None
     kernel_seconds: Figure
     host_seconds: Figure
     call_seconds: Figure | None
@@ -103,11 +114,14 @@ def device_of(values: Mapping[str, Any], path: Path) -> Device:
         processors=matmul.figure("processors", Bounds(1, 100_000, "processors")),
         tiles=matmul.pairs("tiles"),
         cache_bandwidth=matmul.optional("cache_bandwidth", RATE),
-        misaligned=matmul.optional("misaligned", Bounds(1, 20, "times as long")),
+        misaligned=matmul.optional("misaligned", _LONGER),
+        partly_aligned=matmul.optional("partly_aligned", _LONGER),
         attention_efficiency=matmul.optional("attention", SHARE),
+        convolution_efficiency=matmul.optional("convolution", SHARE),
         capacity=memory.figure("capacity", Bounds(1e8, 4e12, "bytes", "GB need e9")),
         bandwidth=memory.figure("bandwidth", Bounds(1e7, 3e13, "bytes per second", "GB/s need e9")),
         memory_efficiency=memory.figure("efficiency", SHARE),
+        batch_norm_rate=memory.optional("batch_norm", RATE),
         kernel_seconds=launch.figure("kernel", SECONDS),
         host_seconds=launch.figure("host", SECONDS),
         call_seconds=launch.optional("call", SECONDS),
