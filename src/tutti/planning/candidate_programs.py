@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tutti.calls.first_call import first_call_undone
+from tutti.capture.gpu_autocast import gpu_lists
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import awaiting, make_slots
 from tutti.capture.state.lift import optimizers_of
@@ -44,7 +45,8 @@ class CandidatePrograms:
     Nothing runs, but the first step of an optimizer whose first step has another form, on copies.
 
     Args:
-        on_processors: of ranks without GPUs; by default those of the step as it is.
+        on_processors: of ranks without GPUs; by default those of the step as it is. With false, `bf16` is
+            that of a GPU.
         refuses_idle: refuse a layout with an axis that splits nothing.
     """
 
@@ -79,7 +81,8 @@ class CandidatePrograms:
         return made
 
     def _new(self, precision: str) -> Captured | LayoutError:
-        with self._here(precision) as (step, model, optimizer):
+        lists = nullcontext() if self.on_processors in (True, None) else gpu_lists()
+        with self._here(precision) as (step, model, optimizer), lists:
             try:
                 return capture(step, model, optimizer, self.batch, precision=precision)
             except LayoutError as error:
