@@ -143,7 +143,7 @@ MODELS = {
     "t5": PublicModel("T5ForConditionalGeneration", "T5Config", (16, 512), _T5),
 }
 # Figures of hardware files are fitted to these.
-FITTED = ("gpt2", "bert", "resnet50")
+FITTED = ("gpt2", "bert", "resnet50", "resnet18")
 # Beside the step by ops, which is always taken.
 WAYS = ("recorded", "eager")
 
