@@ -84,7 +84,7 @@ FIRST = (
 )
 # These verify the same programs, captured once a process (subjects.py): one worker plays all of them.
 TOGETHER = FIRST[1:9]
-FEW_OBJECTS = 200_000  # new ones of a module of tests, which the next module's may well walk
+FEW_OBJECTS = 10_000  # new ones of a module of tests, which the next module's may well walk
 _TESTS = Path(__file__).parent
 _SHARED: list[Ranks] = []  # of all tests
 

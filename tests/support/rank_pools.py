@@ -20,8 +20,8 @@ import torch
 
 CALL_SECONDS = 150.0
 # Graphs are many small objects that stay: with Python's own 700 a fifth of a capture goes to the collector,
-# with 20,000 a tenth of a test, with 400,000 a fifteenth; none with 2,000,000, which take 0.2 GB.
-COLLECT_AFTER = (2_000_000, 20, 10)
+# with 20,000 a tenth of a test, with 100,000 a thirtieth.
+COLLECT_AFTER = (400_000, 20, 10)
 _ROOT = Path(__file__).parents[2]
 
 
