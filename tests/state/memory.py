@@ -1,7 +1,7 @@
 """A script of `tutti run`: trains a plain MLP of 70 MB; rank 0 prints what this process holds, in bytes.
 
-Printed as JSON: `before` the model is made, `steady` between two steps, `peak` within one, the least of
-three: on a busy machine one step was once seen to hold what three gathered layers take, beyond the others.
+Printed as JSON: `before` the model is made, `steady` between two steps, `peak` within one, each the least of
+three: on a busy machine one step was seen to hold what two or three gathered layers take, beyond the others.
 `share` and `share_before` are data alone, with each page of shared memory divided by how many processes map
 it.
 """
@@ -72,17 +72,18 @@ def main() -> None:
     step = tutti.distribute(train_step, model, optimizer)
     step(x, y)
     step(x, y)
-    gc.collect()
-    steady, shared = status("VmRSS"), share()
-    peaks = []
+    steady, shares, peaks = list[int](), list[int](), list[int]()
     for _ in range(3):
+        gc.collect()
+        steady.append(status("VmRSS"))
+        shares.append(share())
         Path("/proc/self/clear_refs").write_text("5")  # from here on, a new peak
         step(x, y)
         peaks.append(status("VmHWM"))
     if os.environ["RANK"] == "0":
         nbytes = sum(p.nbytes for p in model.parameters())
-        found = {"before": before, "steady": steady, "peak": min(peaks), "nbytes": nbytes}
-        found |= {"share_before": share_before, "share": shared}
+        found = {"before": before, "steady": min(steady), "peak": min(peaks), "nbytes": nbytes}
+        found |= {"share_before": share_before, "share": min(shares)}
         print(json.dumps(found))
 
 
