@@ -19,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -115,7 +115,10 @@ def given(case: Case, device: str) -> list[tuple[Tensor, Tensor]]:
 
 
 def seconds(
-    timed: Mapping[str, Way], batches: list[tuple[Tensor, Tensor]], rounds: int, steps: int
+    timed: Mapping[str, Callable[..., object]],
+    batches: Sequence[tuple[Tensor, ...]],
+    rounds: int,
+    steps: int,
 ) -> dict[str, list[float]]:
     """Seconds of a step, one value a round, the ways in turn."""
     found: dict[str, list[float]] = {name: [] for name in timed}
@@ -124,13 +127,13 @@ def seconds(
             torch.cuda.synchronize()
             begin = time.perf_counter()
             for k in range(steps):
-                step(*batches[k % NUM_BATCHES])
+                step(*batches[k % len(batches)])
             torch.cuda.synchronize()
             found[name].append((time.perf_counter() - begin) / steps)
     return found
 
 
-def peaks(step: Any, batch: tuple[Tensor, Tensor]) -> tuple[int, int]:
+def peaks(step: Any, batch: tuple[Tensor, ...]) -> tuple[int, int]:
     """Predicted and measured bytes that come and go with a call."""
     step.measure(*batch)
     last = step._last

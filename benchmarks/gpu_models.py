@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from torch import Tensor, nn
 import tutti
 from benchmarks import machine
 from benchmarks.command_line import chosen, parser
-from benchmarks.gpu import asked
+from benchmarks.gpu import asked, peaks, seconds
 from tutti.execution.cuda_graph import NUM_WARM_UP
 from tutti.planner.estimates.layout_estimate import traced
 from tutti.planner.estimates.priced_machine import PricedMachine
@@ -183,23 +182,6 @@ def eager(one: PublicModel, device: str) -> Way:
     return call
 
 
-def seconds(ways: Mapping[str, Way], rounds: int, steps: int) -> dict[str, float]:
-    """Median seconds of a step, the ways in turn."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for way in ways.values():
-        for _ in range(NUM_WARM_UP + 1):
-            way()
-    for _ in range(rounds):
-        for name, way in ways.items():
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(steps):
-                way()
-            torch.cuda.synchronize()
-            found[name].append((time.perf_counter() - begin) / steps)
-    return {name: statistics.median(values) for name, values in found.items()}
-
-
 def predicted(step: tutti.Step, cluster: Cluster) -> dict[str, Any]:
     """Seconds and bytes of the captured step, and the milliseconds of its ops by name."""
     made, events = traced(step.program, PricedMachine.of(cluster))
@@ -244,16 +226,15 @@ def compared(
     if "eager" in names:
         ways["eager"] = eager(one, "cuda")
     losses = {name: float(way()) for name, way in ways.items()}
-    found = seconds(ways, rounds, steps)
-    guess = predicted(step, cluster)
-    shown = profiled(by_ops)
-    model = step.model
-    step.measure(*one.inputs(model, "cuda"))
-    last: Any = step._last
+    for way in ways.values():
+        for _ in range(NUM_WARM_UP + 1):
+            way()
+    times = seconds(ways, [()], rounds, steps)
+    guess, shown = predicted(step, cluster), profiled(by_ops)
     return {
         "predicted": guess,
-        "seconds": found,
-        "nbytes": last.measured,
+        "seconds": {name: statistics.median(values) for name, values in times.items()},
+        "nbytes": peaks(step, one.inputs(step.model, "cuda"))[1],
         "losses": losses,
         "profile": shown,
     }

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tutti
+from small_steps import trained
 from tutti.capture.second_trace.attention_dropout import backward, draws, forward, has_dropout
 from tutti.capture.step import capture
 from tutti.graph.ops.plain_attention import FORWARDS
@@ -57,12 +58,9 @@ class Attention(nn.Module):
         return x + self.out(made.transpose(1, 2).contiguous().view(x.shape))
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    loss = F.mse_loss(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss.detach()
+@trained
+def step(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y)
 
 
 def built(kernel: str, **options: Any) -> tuple[Any, ...]:
@@ -161,12 +159,9 @@ def test_pytorch_s_own_choice_on_a_gpu(dtype: torch.dtype, masked: bool) -> None
         torch.ones(32, 32, device="cuda").triu(1).bool(), -torch.inf
     )
 
-    def train(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss = model(x, mask if masked else None).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+    @trained
+    def train(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x, mask if masked else None).float().square().mean()
 
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     verdict = tutti.verify(train, model, optimizer, (x,), "data=2 tensor=2")

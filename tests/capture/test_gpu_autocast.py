@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from small_steps import trained
+from small_steps import step
 from tutti.capture.gpu_autocast import gpu_lists
 from tutti.capture.step import Captured, capture
 from tutti.job import Job
@@ -44,11 +44,6 @@ class Mixed(nn.Module):
             x + x.sum(1, keepdim=True),
         ]
         return torch.cat([x.float() for x in found])
-
-
-@trained
-def step(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def made_by(graph: fx.Graph) -> dict[Any, torch.dtype]:

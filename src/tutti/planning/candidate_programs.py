@@ -81,7 +81,7 @@ class CandidatePrograms:
         return made
 
     def _new(self, precision: str) -> Captured | LayoutError:
-        lists = nullcontext() if self.on_processors in (True, None) else gpu_lists()
+        lists = gpu_lists() if self.on_processors is False else nullcontext()
         with self._here(precision) as (step, model, optimizer), lists:
             try:
                 return capture(step, model, optimizer, self.batch, precision=precision)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from small_steps import trained
+from small_steps import step as usual_step
 from tutti.capture.step import capture, copied
 from tutti.graph.ops.fused_updates import BY_OP
 from tutti.layout import Layout
@@ -189,13 +189,8 @@ def kernels_of_a_convolution(channels: int) -> dict[str, DeviceKernel]:
     convolution = nn.Conv2d(3, channels, 3, padding=1, bias=False)
     model = nn.Sequential(convolution, nn.BatchNorm2d(channels))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    graph = capture(square, model, optimizer, (torch.empty(2, 3, 32, 32),)).graph
+    graph = capture(usual_step, model, optimizer, (torch.empty(2, 3, 32, 32),)).graph
     return {f"{k.kind} {k.node.meta['region']}": k for k in work_of(graph).kernels if k.kind}
-
-
-@trained
-def square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().sum()
 
 
 def test_convolutions_have_their_own_share_of_the_peak() -> None:

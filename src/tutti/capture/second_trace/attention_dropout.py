@@ -20,9 +20,14 @@ from tutti.graph.ops.overloads import arguments_of
 from tutti.graph.ops.plain_attention import BACKWARDS, FORWARDS, PLAIN_FORMS
 
 
+def dropout_of(op: Any, args: Any, kwargs: Any) -> float:
+    """The probability of dropout in a call of an op of attention."""
+    return arguments_of(op, args, kwargs).get("dropout_p", 0.0)
+
+
 def has_dropout(op: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call is a fused attention with dropout, or the backward of one."""
-    return op in PLAIN_FORMS and arguments_of(op, args, kwargs)["dropout_p"] > 0
+    return op in PLAIN_FORMS and dropout_of(op, args, kwargs) > 0
 
 
 def draws(op: Any, args: Any, kwargs: Any) -> bool:

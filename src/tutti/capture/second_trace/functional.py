@@ -10,7 +10,12 @@ from torch import Tensor, fx
 from torch.func import functionalize
 
 from tutti.capture.patch_table import NODE_CARRIED
-from tutti.capture.second_trace.attention_dropout import backward, has_dropout, laid_out
+from tutti.capture.second_trace.attention_dropout import (
+    backward,
+    dropout_of,
+    has_dropout,
+    laid_out,
+)
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
 from tutti.capture.second_trace.overwrites import overwrites
 from tutti.capture.second_trace.random_ops import RANDOM_OPS, answer, is_random
@@ -20,7 +25,6 @@ from tutti.errors import CaptureError
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.edits.patch import replaced
 from tutti.graph.ops.fused_updates import BY_RECORDED, Kernel
-from tutti.graph.ops.overloads import arguments_of
 from tutti.graph.ops.plain_attention import PLAIN_FORMS
 from tutti.graph.randomness.draw import draw
 from tutti.torch_private.fake_tensors import FakeTensorMode
@@ -61,7 +65,7 @@ class _Replay(Copying):
         if has_dropout(target, args, kwargs):
             return laid_out(backward(target, args, kwargs), self.node.meta["val"])
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and (
-            "attention" not in str(target) or _attention_dropout(target, args, kwargs)
+            "attention" not in str(target) or dropout_of(target, args, kwargs)
         ):
             raise CaptureError(
                 f"the random op {target} is not supported",
@@ -118,11 +122,6 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: A
     mean.copy_(new_mean)
     var.copy_(new_var)
     return out, *saved
-
-
-def _attention_dropout(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
-    """The dropout probability of a fused attention."""
-    return arguments_of(target, args, kwargs).get("dropout_p", 0.0)
 
 
 def apart(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

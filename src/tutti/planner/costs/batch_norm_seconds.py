@@ -9,6 +9,7 @@ A processor runs two blocks at a time. Source: two ResNets on an H200, `benchmar
 
 from __future__ import annotations
 
+from tutti.graph.ops.overloads import arguments_of
 from tutti.planner.costs.kernels import DeviceKernel
 from tutti.planner.hardware.accelerator import Device
 
@@ -24,8 +25,10 @@ def batch_norm_seconds(kernel: DeviceKernel, device: Device, rate: float) -> flo
         device: with its processors and bandwidth.
         rate: bytes of the input per second that a block adds up.
     """
-    blocks = min(kernel.num_channels, _BLOCKS_OF_A_PROCESSOR * device.processors.value)
-    is_backward = "backward" in str(kernel.node.target)
+    node = kernel.node
+    given = arguments_of(node.target, node.args, node.kwargs)["input"].meta["val"]
+    blocks = min(given.shape[1], _BLOCKS_OF_A_PROCESSOR * device.processors.value)
+    is_backward = "backward" in str(node.target)
     sums = kernel.read_nbytes / (2 if is_backward else 1) / (rate * blocks)
     if is_backward:
         return _BACKWARD * sums

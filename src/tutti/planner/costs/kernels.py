@@ -77,7 +77,6 @@ class DeviceKernel:
     flops: of convolutions and attention, whose `matmul` is None, in `dtype`; causal attention skips the pairs
         of tokens that its mask hides.
     kind: of a fused kernel of attention, a convolution, a batch norm; "" for others.
-    num_channels: of a batch norm.
     num_launches: kernels that one op needs; each reads the operands. Fused updates have none of
         their own: one kernel updates many parameters.
     """
@@ -90,7 +89,6 @@ class DeviceKernel:
     dtype: torch.dtype
     num_launches: int = 1
     kind: str = ""
-    num_channels: int = 0
 
     @property
     def node(self) -> fx.Node:
@@ -231,17 +229,12 @@ def _kernel(nodes: list[fx.Node]) -> DeviceKernel:
         dtype=_dtype(heavy),
         num_launches=launches,
         kind=_kind(heavy),
-        num_channels=_num_channels(heavy) if _kind(heavy) == BATCH_NORM else 0,
     )
 
 
 def _kind(node: fx.Node) -> str:
     name = _op_of(node)
     return next((kind for word, kind in _KINDS.items() if word in name), "")
-
-
-def _num_channels(node: fx.Node) -> int:
-    return arguments_of(node.target, node.args, node.kwargs)["input"].meta["val"].shape[1]
 
 
 def _computed_share(node: fx.Node) -> float:

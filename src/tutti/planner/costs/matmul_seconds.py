@@ -79,9 +79,8 @@ def _seconds(shape: MatmulShape, of: _Reached) -> float:
             best = min(best, waves * (step * shape.k / split + write) + adding / of.memory)
     moved = shape.batch * (shape.m * shape.k + shape.k * shape.n + shape.m * shape.n) * itemsize
     slow = 1.0
-    if (
-        itemsize <= 2 and shape.aligned_nbytes < _ALIGNED_NBYTES
-    ):  # other dtypes have no such kernels
+    # Other dtypes have no kernels that copy so.
+    if itemsize <= 2 and shape.aligned_nbytes < _ALIGNED_NBYTES:
         partly = shape.aligned_nbytes >= _PARTLY_ALIGNED_NBYTES
         slow = of.partly_aligned if partly else of.misaligned
     return max(best, moved / of.memory) * slow
