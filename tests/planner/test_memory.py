@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import itertools
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.utils import skip_init
 
+import gloo_releases
 import tutti
 import zoo
 import zoo_steps
@@ -29,7 +26,6 @@ from captured_once import captured_once
 from ranks import Ranks
 from subjects import program
 from tutti.capture.step import capture
-from tutti.comm.collectives import transport
 from tutti.execution.measure import peak_nbytes
 from tutti.graph.analysis.scratch import borrowed
 from tutti.graph.analysis.storage import Storages
@@ -92,32 +88,6 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
 }
 
 
-@contextlib.contextmanager
-def released_here() -> Iterator[None]:
-    """Gloo's threads let go of a collective's tensors a little after it has ended, and what they free
-    this thread's profiler does not see: wait until they have."""
-
-    def waiting(move: Callable[..., Any]) -> Callable[..., Any]:
-        def moved(*args: Any, **kwargs: Any) -> Any:
-            tensors: list[Any] = [x for x in args if isinstance(x, Tensor)]
-            before = [x._use_count() for x in tensors]
-            result = move(*args, **kwargs)
-            while [x._use_count() for x in tensors] != before:
-                time.sleep(0)
-            return result
-
-        return moved
-
-    with contextlib.ExitStack() as stack:
-        for owner, name in (
-            (transport, "_gather"),
-            (dist, "all_to_all_single"),
-            (dist, "all_reduce"),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, waiting(getattr(owner, name))))
-        yield
-
-
 def played(name: str, layout: str, num_steps: int) -> tuple[tutti.Step, Any]:
     """A step that has been played, and its batch."""
     train_step, model, optimizer, batch = CASES[name]()
@@ -140,7 +110,7 @@ def predicted_and_measured(name: str, layout: str) -> tuple[int, int]:
     assert step._last is not None
     execution = step._last.execution
     predicted = predict(execution.program, execution.graph).call_nbytes
-    with released_here():
+    with gloo_releases.waited_for():
         measured = peak_nbytes(lambda: step(*batch))[0]
     return predicted, measured
 
