@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from torch.fx.experimental import symbolic_shapes
 
 from ranks import Ranks, collect_seldom
+from roomy import roomy
 from tutti.environment import PREDICTION
 from tutti.graph.edits.quick import quickly_written
 
@@ -108,6 +110,17 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector, which runs at every capture, need not walk it."""
     gc.freeze()
     collect_seldom()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
+    """Room for the frames of the test: 2 % of its time."""
+    test = pyfuncitem.obj
+    pyfuncitem.obj = functools.wraps(test)(functools.partial(roomy, test))
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.obj = test
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ranks import context
+from roomy import roomy
 
 
 class Forked:
@@ -243,7 +244,7 @@ def _interpret(words: Sequence[str], env: dict[str, str], streams: Sequence[Any]
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    code = _played([word for word in words if word != "-u"])
+    code = roomy(_played, [word for word in words if word != "-u"])
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()

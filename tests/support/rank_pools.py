@@ -18,6 +18,8 @@ from unittest import mock
 
 import torch
 
+from roomy import roomy
+
 CALL_SECONDS = 150.0
 # Graphs are many small objects that stay: with Python's own 700 a fifth of a capture goes to the collector,
 # with 20,000 a tenth of a test, with 100,000 a thirtieth.
@@ -169,7 +171,7 @@ def _copied(pipe: Connection, timeout_seconds: float) -> None:
                 result = known[key]
             else:
                 _close(pools)
-                result = known[key] = _function(module, name)(*args)
+                result = known[key] = roomy(_function(module, name), *args)
             pipe.send((True, result))
         except RankFailed as error:
             _close(pools)
@@ -236,6 +238,6 @@ def _serve(
         except EOFError:
             break
         try:
-            pipe.send((True, _function(module, name)(*args)))
+            pipe.send((True, roomy(_function(module, name), *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
