@@ -22,9 +22,9 @@ aten = torch.ops.aten
 SHORT = "scheduler"
 
 
-def fresh(layout: str, place: dict[str, str] | None = None, name: str = SHORT) -> Program:
+def fresh(layout: str, place: dict[str, str] | None = None) -> Program:
     """A program of its own, to be edited."""
-    return subject(name).program(Layout.parse(layout), place or zoo.CASES[name].place)
+    return subject(SHORT).program(Layout.parse(layout), place or zoo.CASES[SHORT].place)
 
 
 def drop(made: Program, node: fx.Node) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import product
 
 import pytest
 
@@ -13,26 +12,38 @@ from in_turn import in_turn
 from subjects import program, subject, verdict
 from tutti.layout import Layout
 from tutti.partition.partition import Program
+from wrong_programs import SHORT
 
 MODELS = (
     *("gpt", "gpt_tied", "llama", "gpt2", "bert", "vit", "t5", "qwen3", "mamba"),
     *("transformer", "lstm", "resnet", "mlp_muon"),
 )
 WIDE = (*zoo.TRANSFORMERS, "mamba")
-# Each model has one row, in turn: all state whole or the slots in parts, and then all in parts. The rows
-# together pair two and four ranks with every level of zero.
-DATA = (
-    *(("data=2", "data=4 zero=3"), ("data=4 zero=1", "data=2 zero=3")),
-    *(("data=4", "data=2 zero=3"), ("data=2 zero=1", "data=4 zero=3")),
+# The models meet these in turn: two and four ranks with slots and weights whole and in parts.
+DATA = tuple(
+    (layout,)
+    for layout in ("data=4 zero=3", "data=4 zero=1", "data=2 zero=3", "data=2 zero=1", "data=4")
 )
-SECOND = [(name, "data=2 zero=2") for name in ("gpt", "mlp_muon")]
-# In each row both axes in one layout, and then an axis alone or tensor with zero.
+# The level in between, and zero=3 for models that meet it neither above nor in MIXED.
+SECOND = (
+    *(("gpt", "data=2 zero=2"), ("mlp_muon", "data=2 zero=2"), ("gpt_tied", "data=2")),
+    *(("bert", "data=2 zero=3"), ("resnet", "data=4 zero=3"), ("mamba", "data=4 zero=3")),
+)
+# Both axes in one layout, and then tensor with zero for every other model.
 MIXED = (
+    ("data=2 seq=2 tensor=2",),
     ("data=2 seq=2 tensor=2", "data=2 tensor=2 zero=3"),
-    *(("data=2 seq=2 tensor=2", "tensor=2"), ("data=2 seq=2 tensor=2", "data=2 tensor=4")),
-    ("data=2 tensor=2 zero=3", "seq=2"),
 )
+ALONE = (("gpt_tied", "seq=2"), ("gpt", "tensor=2"), ("llama", "data=2 tensor=4"))
 VARIANTS = ("data=2", "data=2 zero=1", "data=2 zero=3", "data=2 tensor=2")
+# Adafactor, which reads whole tensors, meets all of them; the others work entry by entry, and meet two.
+OF_OPTIMIZERS = (
+    *in_turn(
+        (name for name in zoo.OPTIMIZERS if name != "adafactor"),
+        (("data=2 zero=3", "data=2 tensor=2"), ("data=2", "data=2 zero=1")),
+    ),
+    *(("adafactor", layout) for layout in VARIANTS),
+)
 # A step is not split in another way for what it does: its ops are.
 OF_STEPS = tuple((layout,) for layout in VARIANTS)
 LARGEST = 1e-9
@@ -82,13 +93,13 @@ def test_data_parallel_and_zero(name: str, layout: str) -> None:
     assert_really_split(name, program(name, layout))
 
 
-@pytest.mark.parametrize(("name", "layout"), in_turn(WIDE, MIXED))
+@pytest.mark.parametrize(("name", "layout"), [*in_turn(WIDE, MIXED), *ALONE])
 def test_tensor_and_sequence_parallel(name: str, layout: str) -> None:
     check(name, layout)
     assert_really_split(name, program(name, layout))
 
 
-@pytest.mark.parametrize(("name", "layout"), [*product(zoo.OPTIMIZERS, VARIANTS)])
+@pytest.mark.parametrize(("name", "layout"), OF_OPTIMIZERS)
 def test_optimizers(name: str, layout: str) -> None:
     check(name, layout)
     assert_really_split(name, program(name, layout))
@@ -102,11 +113,11 @@ def test_steps(name: str, layout: str) -> None:
 def test_64_virtual_ranks_are_ordinary() -> None:
     layout = "data=8 zero=3 tensor=4 seq=2"
     assert Layout.parse(layout).num_ranks == 64
-    subject("gpt")
+    subject(SHORT)
     begin = time.perf_counter()
-    check("gpt", layout)
+    check(SHORT, layout)
     assert time.perf_counter() - begin < 60.0  # a few seconds here; much slack for a busy machine
-    assert_really_split("gpt", program("gpt", layout))
+    assert_really_split(SHORT, program(SHORT, layout))
 
 
 def test_verify_leaves_model_and_optimizer_as_they_are() -> None:

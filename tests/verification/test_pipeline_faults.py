@@ -122,7 +122,7 @@ def test_values_that_arrive_under_each_others_name(monkeypatch: pytest.MonkeyPat
         return replace(body, messages=messages)
 
     monkeypatch.setattr(timed._TimedProgramWriter, "_body", wrong)
-    assert_caught_in_time(verdict("t5", "pipe=2 micro=4"))
+    assert_caught_in_time(stacks.verdict("common", "pipe=2 micro=4"))
     assert swaps
 
 

@@ -17,13 +17,13 @@ CASES = (
     *("gpt", "llama", "resnet", "gpt_tied", "autocast"),
     *("checkpoint", "accumulate", "two_losses", "eval"),
 )
-LAYOUTS = ("", "data=2", "data=2 zero=1", "data=2 zero=2", "data=2 zero=3")
-HYBRIDS = ("tensor=2", "seq=2", "data=2 tensor=2 zero=3", "data=2 seq=2 tensor=2")
+LAYOUTS = ("", "data=2", "data=2 zero=1", "data=2 zero=2")
+HYBRIDS = ("data=2 tensor=2 zero=3", "data=2 seq=2 tensor=2")
 
 
-# Every layout for one; for the others, which differ in their ops, those that split all there is.
+# Every layout for one; for the others, which differ in their ops, one that splits all there is.
 EACH = [("gpt", layout) for layout in (*LAYOUTS, *HYBRIDS)]
-EACH += [("llama", layout) for layout in ("", *HYBRIDS[2:])]
+EACH += [("llama", layout) for layout in ("", *HYBRIDS[1:])]
 EACH += [(name, "data=2 zero=3") for name in CASES if name not in ("gpt", "llama")]
 
 
@@ -31,9 +31,6 @@ EACH += [(name, "data=2 zero=3") for name in CASES if name not in ("gpt", "llama
 def test_partition_is_exact_and_capture_is_the_eager_step_under_autocast(
     name: str, layout: str
 ) -> None:
-    case = zoo.CASES[name]
-    if ("seq" in layout and not case.seq_ok) or ("tensor" in layout and not case.place):
-        pytest.skip("nothing to split")
     made = program(name, f"{layout} precision=bf16".strip())
     found = verdict(name, str(made.layout))
     assert made.fallbacks == []
