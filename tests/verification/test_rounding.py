@@ -30,13 +30,14 @@ def subject(name: str, optimizer: str) -> Subject:
 
 
 LAYOUTS = ("data=2", "data=2 zero=3", "tensor=2")
-# Cases of which faults are made below meet every optimizer, each under another layout; the others meet one.
-FAULTY = ("clip", "mobilenet")
+# Cases of which faults are made below meet several optimizers, each under another layout; others meet one.
+FAULTY = {"clip": tuple(OPTIMIZERS), "mobilenet": ("no eps", "lion")}
+MET = FAULTY | {"mae": ("lion",), "byol": ("adamw",), "transformer": ("no eps",), "unet": ("lion",)}
 PAIRS = [
     (name, optimizer, LAYOUTS[(i + j) % 3])
     for i, name in enumerate(CASES)
     for j, optimizer in enumerate(OPTIMIZERS)
-    if name in FAULTY or i % 3 == j
+    if optimizer in MET[name]
 ]
 
 
@@ -119,9 +120,11 @@ def caught(program: Program, name: str, optimizer: str) -> bool:
     return not subject(name, optimizer).errors(program).worst <= 1e-9
 
 
-# Each kind of entry with each optimizer, seen by one and unseen by the other.
+# Each kind of entry with each of its optimizers, seen by one and unseen by the other.
 SHIFTED = [
-    (w, o, (i + j) % 2 == 1) for i, w in enumerate(ENTRIES) for j, o in enumerate(OPTIMIZERS)
+    (which, optimizer, (i + j) % 2 == 1)
+    for i, (which, (name, _, _)) in enumerate(ENTRIES.items())
+    for j, optimizer in enumerate(FAULTY[name])
 ]
 
 
@@ -150,8 +153,10 @@ def test_an_update_that_takes_another_gradient_than_there_is(
     assert caught(program, name, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("which", ENTRIES)
+@pytest.mark.parametrize(
+    ("which", "optimizer"),
+    [("keys", "adamw"), ("keys", "lion"), ("before BatchNorm", "no eps")],
+)
 def test_a_gradient_of_one_rank_only(which: str, optimizer: str) -> None:
     """Each rank's part is not zero before BatchNorm; that of keys is, and the ranks drift apart."""
     name, parameter, _ = ENTRIES[which]
@@ -164,8 +169,9 @@ def test_a_gradient_of_one_rank_only(which: str, optimizer: str) -> None:
     assert caught(program, name, optimizer)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("wrong", [doubled, flipped])
+@pytest.mark.parametrize(
+    ("wrong", "optimizer"), [(flipped, "adamw"), (flipped, "no eps"), (doubled, "lion")]
+)
 def test_beside_a_gradient_of_rounding(wrong: Callable[..., fx.Node], optimizer: str) -> None:
     program = made("clip", optimizer)
     spoil(program, "image.qkv.bias", QUERIES, wrong)
@@ -203,25 +209,33 @@ def test_an_update_that_is_left_out(optimizer: str) -> None:
     [
         ("clip", "replica=2 data=2 sync=average(every=1)", "lion"),
         ("mobilenet", "replica=2 data=2 zero=1 sync=diloco(every=2)", "no eps"),
-        ("clip", "replica=2 server=1 sync=step", "no eps"),
         ("mobilenet", "replica=2 server=1 sync=step", "lion"),
         ("clip", "replica=2 server=1 sync=async", "lion"),
-        ("mae", "pipe=2 micro=2", "lion"),
-        ("transformer", "data=2 micro=2 zero=1", "no eps"),
     ],
 )
-def test_programs_that_agree_and_stages(name: str, layout: str, optimizer: str) -> None:
+def test_programs_that_agree(name: str, layout: str, optimizer: str) -> None:
     torch.manual_seed(0)
     step, model, one, batch = CASES[name][0](OPTIMIZERS[optimizer])
     found = tutti.verify(step, model, one, batch, layout)
     assert found.ok and found.max_error < 1e-9, str(found)
 
 
-@pytest.mark.parametrize("lr", [0.0, 1e-9])
-def test_a_lost_gradient_that_no_update_shows(lr: float) -> None:
-    """A schedule that starts at nothing, and an optimizer without slots."""
+@pytest.mark.parametrize(
+    ("name", "layout", "optimizer"),
+    [
+        ("mae", "pipe=2 micro=2", "lion"),
+        ("transformer", "data=2 micro=2 zero=1", "no eps"),
+    ],
+)
+def test_stages_and_micro_batches(name: str, layout: str, optimizer: str) -> None:
+    found = subject(name, optimizer).verdict(Layout.parse(layout))
+    assert found.ok and found.max_error < 1e-9, str(found)
+
+
+def test_a_lost_gradient_that_no_update_shows() -> None:
+    """A schedule that starts at almost nothing, or at nothing, and an optimizer without slots."""
     torch.manual_seed(0)
-    built = CASES["mae"][0](lambda params: torch.optim.SGD(params, lr=lr))
+    built = CASES["mae"][0](lambda params: torch.optim.SGD(params, lr=1e-9))
     one = Subject(*built)
     program = one.program(Layout.parse("data=2"))
     assert one.verdict(program.layout, program=program).ok
@@ -229,5 +243,7 @@ def test_a_lost_gradient_that_no_update_shows(lr: float) -> None:
     assert node.target is collectives.all_reduce
     program.made = [(v, node.args[0] if n is node else n, s) for v, n, s in program.made]  # type: ignore[misc]
     drop(program, node)
-    found = one.verdict(program.layout, program=program)
-    assert not found.ok and "the gradient" in found.worst, str(found)
+    for lr in (1e-9, 0.0):
+        one.feed["optim.0.lr"] = lr
+        found = one.errors(program)
+        assert not found.worst <= 1e-9 and "the gradient" in found.name
