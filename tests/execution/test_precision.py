@@ -17,6 +17,8 @@ import tutti
 from captured_once import captured_once
 from ranks import Ranks
 
+# A GPT of one layer, with dropout.
+NAME = "gpt_tied"
 NUM_STEPS = 6
 GPT_STEPS, GPT_TOLERANCE = 30, 0.02
 
@@ -36,8 +38,8 @@ def train(name: str, layout: str) -> tuple[list[float], set[str]]:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("gpt", "data=2 zero=3"),
-        ("gpt", "tensor=2"),
+        (NAME, "data=2 zero=3"),
+        (NAME, "tensor=2"),
         ("resnet", "data=2"),
     ],
 )
@@ -55,24 +57,24 @@ def test_ranks_take_the_steps_of_one_device(ranks: Ranks, name: str, layout: str
 def test_checkpoints_do_not_depend_on_it(ranks: Ranks, tmp_path: Path) -> None:
     """Saved in bf16 on two ranks, resumed in float32 on one device; and the other way round."""
     path = str(tmp_path / "half")
-    half = ranks.after(train, "gpt", "precision=bf16")
-    half.run(runs.train_and_save, "gpt", "data=2 zero=3 precision=bf16", 5, path, False, n=2)
-    whole = runs.on_one_device("gpt", 10, False)[0]
-    losses, extra, state = runs.resume("gpt", "", 5, path, False)
+    half = ranks.after(train, NAME, "precision=bf16")
+    half.run(runs.train_and_save, NAME, "data=2 zero=3 precision=bf16", 5, path, False, n=2)
+    whole = runs.on_one_device(NAME, 10, False)[0]
+    losses, extra, state = runs.resume(NAME, "", 5, path, False)
     assert_near(extra["losses"], whole[:5], rtol=0.02)
     assert_near(losses, whole[5:], rtol=0.02)
     assert {x.dtype for x in state.values() if x.dtype.kind == "f"} == {np.dtype("float32")}
     path = str(tmp_path / "full")
-    runs.train_and_save("gpt", "", 5, path, False)
-    for found in half.run(runs.resume, "gpt", "data=2 zero=3 precision=bf16", 5, path, False, n=2):
+    runs.train_and_save(NAME, "", 5, path, False)
+    for found in half.run(runs.resume, NAME, "data=2 zero=3 precision=bf16", 5, path, False, n=2):
         assert_near(found[0], whole[5:], rtol=0.02)
         assert found[1]["losses"] == whole[:5]
 
 
 def two_precisions(layout: str) -> tuple[float, float, bool]:
     """A model trained in bf16: its loss in float32 and in bf16, and whether it is in shards."""
-    play = runs.prepare("gpt", f"{layout} precision=bf16", wide=False)
-    with captured_once(("gpt", False)):
+    play = runs.prepare(NAME, f"{layout} precision=bf16", wide=False)
+    with captured_once((NAME, False)):
         play.losses(1)
     batch = play.batches[1]
 
@@ -91,7 +93,7 @@ def two_precisions(layout: str) -> tuple[float, float, bool]:
 
 
 def test_steps_on_one_model_may_differ_in_it(ranks: Ranks) -> None:
-    one = ranks.after(train, "gpt", "precision=bf16")
+    one = ranks.after(train, NAME, "precision=bf16")
     for full, half, sharded in one.run(two_precisions, "data=2 zero=3", n=2):
         assert sharded and full != half
         assert_near([half], [full], rtol=0.01)
@@ -113,7 +115,7 @@ def test_the_example_trains_as_in_float32() -> None:
 
     def losses(layout: str) -> list[float]:
         torch.manual_seed(0)
-        model = gpt.GPT(64, 2, 4, 0.1)
+        model = gpt.GPT(64, 1, 4, 0.1)
         optimizer = torch.optim.AdamW(model.parameters(), 3e-3, weight_decay=0.1)
         step = tutti.distribute(gpt.train_step, model, optimizer, layout)
         batches = tutti.loader(gpt.windows(text, 4 * GPT_STEPS), 4, shuffle=True)
