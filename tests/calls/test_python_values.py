@@ -151,7 +151,7 @@ def test_a_branch_on_zero_is_a_guard() -> None:
 
 # Tensors of the step's own, and numbers beside slots; the others keep numbers alone, or tensors alike.
 SAVED_BY_RANKS = ("tensor_of_a_closure", "optimizer_that_counts")
-SAVED = (*SAVED_BY_RANKS, "trainer", "cosine_inside")
+SAVED = (*SAVED_BY_RANKS, "trainer", "teacher", "cosine_inside")
 
 
 def resumed(layout: str, folder: str, names: tuple[str, ...]) -> tuple[list[float], list[float]]:

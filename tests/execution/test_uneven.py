@@ -19,6 +19,7 @@ PLACE = {"0.weight": "tensor, -", "3.weight": "-, tensor"}
 ROWS = (12, 7, 12, 6)
 TWO = [
     "data=2",
+    "data=2 zero=1 micro=4",
     "data=2 zero=3",
     "micro=5 tensor=2",
     "pipe=2 micro=4 schedule=zb",

@@ -42,7 +42,7 @@ ONE_EACH = [(layout,) for layout in LAYOUTS]
     ("name", "layout"),
     [
         *(("gpt", layout) for layout in ("data=2", *LAYOUTS)),
-        *in_turn(("llama", "gpt_tied", "autocast", "checkpoint"), ONE_EACH),
+        *in_turn(("llama", "t5", "bert", "autocast", "checkpoint"), ONE_EACH),
     ],
 )
 def test_no_sum_over_ranks_is_in_a_half_type(name: str, layout: str) -> None:
