@@ -25,7 +25,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import blake2b
 from types import FunctionType, GeneratorType
 from typing import Any
@@ -166,11 +166,15 @@ class Host:
     disk: tuple[Record, ...]
 
     @cached_property
+    def ledger(self) -> Any:
+        """The canonical form of the machine's ledger."""
+        return canonical(self.machine.ledger)
+
+    @cached_property
     def key(self) -> Any:
         """Equal for servers that go on alike."""
-        machine = self.machine
-        waiting = [(source, canonical(r)) for source, r in machine._waiting]
-        return _short((canonical(machine.ledger), waiting))
+        waiting = [(source, canonical(r)) for source, r in self.machine._waiting]
+        return _short((self.ledger, waiting))
 
 
 @dataclass(frozen=True, eq=False)
@@ -464,8 +468,9 @@ class Worlds:
         again = self._machine(server).ledger
         for record in host.disk:
             again.take(record)
-        same = _short(canonical(again)) == _short(canonical(ledger))
-        _need(same, f"the records of server {server} give another ledger")
+        _need(
+            canonical(again) == host.ledger, f"the records of server {server} give another ledger"
+        )
 
     def _expected(self, disk: tuple[Record, ...]) -> float:
         """The sum that the records stand for, worked out beside the ledger."""
@@ -647,26 +652,25 @@ def _fork(x: Any) -> Any:
     return x
 
 
-_PLAIN = (int, float, str, bool, bytes, type(None))
+_PLAIN = frozenset((int, float, str, bool, bytes, type(None)))
 _SKIPPED = ("updater", "blocks", "consistency", "borrowed", "journal", "fingerprint", "self")
 
 
 def canonical(x: Any) -> Any:
     """A value as nested tuples: equal for what is alike."""
-    if isinstance(x, _PLAIN):
+    kind = type(x)
+    if kind in _PLAIN:
         return x
+    if kind in (tuple, list):
+        return tuple([canonical(v) for v in x])
     if isinstance(x, Tensor):
         return ("tensor", *x.shape, *x.flatten().tolist())
-    if isinstance(x, Mapping):
-        pairs = [(canonical(k), canonical(v)) for k, v in x.items()]
-        return ("map", *sorted(pairs, key=repr))
-    if isinstance(x, (list, tuple)):
-        return tuple(canonical(v) for v in x)
     if isinstance(x, (set, frozenset)):
-        return ("set", *sorted(map(canonical, x), key=repr))
+        return ("set", *_in_order([canonical(v) for v in x]))
     if is_dataclass(x):
-        own = [f.name for f in fields(x) if f.name not in _SKIPPED]
-        return (type(x).__name__, *(canonical(getattr(x, n)) for n in own))
+        return (kind.__name__, *[canonical(getattr(x, n)) for n in _own_fields(kind)])
+    if isinstance(x, Mapping):
+        return ("map", *_in_order([(canonical(k), canonical(v)) for k, v in x.items()]))
     if isinstance(x, GeneratorType):
         return _frames(x)
     if isinstance(x, FunctionType):
@@ -677,6 +681,15 @@ def canonical(x: Any) -> Any:
     if isinstance(x, Worlds):
         return "worlds"
     raise TypeError(f"{type(x).__name__} has no canonical form")
+
+
+@cache
+def _own_fields(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind) if f.name not in _SKIPPED)
+
+
+def _in_order(found: list[Any]) -> list[Any]:
+    return sorted(found, key=repr) if len(found) > 1 else found
 
 
 def _frames(script: Any) -> Any:
