@@ -91,7 +91,7 @@ MODELS: dict[str, HandPlaced] = {
     "gpt2": HandPlaced(
         "GPT2LMHeadModel",
         "GPT2Config",
-        {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 2, "n_head": 8, "n_positions": TOKENS,
+        {"vocab_size": VOCABULARY, "n_embd": WIDTH, "n_layer": 1, "n_head": 8, "n_positions": TOKENS,
          "bos_token_id": 0, "eos_token_id": 0},
         {"*.c_attn.weight": ROW, "*.c_attn.bias": BIAS, "*.attn.c_proj.weight": COLUMN,
          "*.c_fc.weight": ROW, "*.c_fc.bias": BIAS, "*.mlp.c_proj.weight": COLUMN,
@@ -107,7 +107,7 @@ MODELS: dict[str, HandPlaced] = {
     "vit": HandPlaced(
         "ViTForImageClassification",
         "ViTConfig",
-        {"hidden_size": WIDTH, "num_hidden_layers": 2, **_HEADS, "image_size": 16, "patch_size": 4,
+        {"hidden_size": WIDTH, "num_hidden_layers": 1, **_HEADS, "image_size": 16, "patch_size": 4,
          "num_labels": 8},
         linears("q_proj k_proj v_proj fc1", "o_proj fc2", bias=True),
         images,
@@ -115,7 +115,7 @@ MODELS: dict[str, HandPlaced] = {
     "t5": HandPlaced(
         "T5ForConditionalGeneration",
         "T5Config",
-        {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 4 * WIDTH, "num_layers": 2,
+        {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 4 * WIDTH, "num_layers": 1,
          "num_decoder_layers": 1, "num_heads": 8, "decoder_start_token_id": 0},
         linears("q k v wi", "o wo")
         | {"*.relative_attention_bias.weight": ROW, "shared.weight": COLUMN},
