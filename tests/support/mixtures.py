@@ -19,7 +19,7 @@ _COMMON: dict[str, Any] = {
 }  # fmt: skip
 _OF: dict[str, tuple[str, dict[str, Any]]] = {
     "Mixtral": ("Mixtral", {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP}),
-    "Qwen3-MoE": ("Qwen3Moe", {"num_experts": EXPERTS, "num_experts_per_tok": TOP,
+    "Qwen3-MoE": ("Qwen3Moe", {"num_hidden_layers": 1, "num_experts": EXPERTS, "num_experts_per_tok": TOP,
                                "moe_intermediate_size": HIDDEN, "head_dim": 4}),
     "DeepSeek-V3": ("DeepseekV3", {
         "n_routed_experts": EXPERTS, "num_experts_per_tok": TOP, "moe_intermediate_size": HIDDEN,
@@ -29,7 +29,7 @@ _OF: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 NAMES = tuple(_OF)
 # The layers of each with experts: DeepSeek's first is dense.
-NUM_LAYERS = {"Mixtral": 2, "Qwen3-MoE": 2, "DeepSeek-V3": 1}
+NUM_LAYERS = {"Mixtral": 2, "Qwen3-MoE": 1, "DeepSeek-V3": 1}
 
 
 def mixture(name: str, experts: str = "batched_mm") -> nn.Module:
@@ -38,7 +38,7 @@ def mixture(name: str, experts: str = "batched_mm") -> nn.Module:
 
     family, more = _OF[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**_COMMON, **more)
+    config = getattr(transformers, f"{family}Config")(**_COMMON | more)
     model = getattr(transformers, f"{family}ForCausalLM")(config).train()
     model.set_experts_implementation(experts)
     return model
