@@ -122,7 +122,7 @@ def test_filled_slots_are_the_first_of_all_slots(num: int) -> None:
 
 
 def predicted_and_measured(without: str) -> tuple[int, int]:
-    """Bytes at the peak of a call for 16 thousand rows that go to two experts each."""
+    """Bytes at the peak of a call for 16 thousand rows that go to two experts each: the middle of three."""
     model = routed(torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = tutti.distribute(points_step, model, optimizer, "expert=2", place=ROUTED)
@@ -134,8 +134,8 @@ def predicted_and_measured(without: str) -> tuple[int, int]:
     assert step._last is not None
     played = step._last.execution
     with gloo_releases.waited_for():
-        measured = peak_nbytes(lambda: step(*batch))[0]
-    return predict(played.program, played.graph).call_nbytes, measured
+        measured = sorted(peak_nbytes(lambda: step(*batch))[0] for _ in range(3))
+    return predict(played.program, played.graph).call_nbytes, measured[1]
 
 
 def test_memory_on_ranks(ranks: Ranks) -> None:
