@@ -23,6 +23,7 @@ from checkpoint import saved
 from tutti.checkpoint.digest import digest_of
 from tutti.checkpoint.manifest import MANIFEST, Manifest, parse_manifest
 from tutti.errors import CheckpointError
+from tutti.torch_private.checkpoint_parts import MEMORY_FORMATS
 
 
 class Evil:
@@ -81,6 +82,26 @@ def test_an_index_that_would_run_code_is_refused_by_name(
     write(path, ".metadata", pickle.dumps(Evil(function, *given[function])))
     assert name in refused(path)
     assert not made.exists()
+
+
+def test_an_index_that_an_early_python_3_11_wrote_is_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a memory format as `getattr` of the enumeration; no other `getattr` is called."""
+    monkeypatch.setattr(
+        MEMORY_FORMATS, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name))
+    )
+    content = pickle.dumps(index_of(path))
+    assert b"getattr" in content
+    write(path, ".metadata", content)
+    saved.load(path)
+    for name in (b"__reduce_ex__", b"__members__"):
+        text = b"c%s\n%s\n" % (
+            MEMORY_FORMATS.__module__.encode(),
+            MEMORY_FORMATS.__qualname__.encode(),
+        )
+        write(path, ".metadata", b"cbuiltins\ngetattr\n(" + text + b"V" + name + b"\ntR.")
+        assert "builtins.getattr" in refused(path)
 
 
 def test_code_within_an_index_that_is_right_otherwise_is_refused(

@@ -61,6 +61,8 @@ class _Unpickler(pickle.Unpickler):
     """Builds only the classes on the list."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         found = _ALLOWED.get((module, name))
         if (
             found is None
@@ -69,12 +71,16 @@ class _Unpickler(pickle.Unpickler):
         ):
             found = getattr(torch, name)
         if found is None:
-            raise CheckpointError(
-                f"the index of the checkpoint names {module}.{name}",
-                why="it is a pickle that would run code, and no index of tensors has this name",
-                fix=_FIX,
-            )
+            raise _named(f"{module}.{name}")
         return found
+
+
+def _memory_format(kind: Any, name: Any) -> Any:
+    """A memory format by its name. Python 3.11.0 to 3.11.3 write every member of an enumeration as a call of
+    `getattr`; later versions do not."""
+    if kind is not MEMORY_FORMATS or name not in MEMORY_FORMATS.__members__:
+        raise _named("builtins.getattr")
+    return MEMORY_FORMATS[name]
 
 
 class CheckedReader(FileSystemReader):
@@ -128,6 +134,14 @@ def _unpickled(file: IO[bytes]) -> Any:
         raise
     except Exception as error:  # a pickle can raise anything
         raise _no_index(f"{type(error).__name__}: {error}") from error
+
+
+def _named(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the index of the checkpoint names {name}",
+        why="it is a pickle that would run code, and no index of tensors has this name",
+        fix=_FIX,
+    )
 
 
 def _no_index(why: str) -> CheckpointError:
