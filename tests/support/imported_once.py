@@ -39,7 +39,9 @@ def first_step() -> None:
         )
 
 
-first_step()
+# A build with CUDA starts threads of autograd at the first backward, and a copy may then take no other.
+if not torch.backends.cuda.is_built():
+    first_step()
 inspect.stack()  # torch's elastic agent asks for it, and the first call reads where every module lies
 gc.collect()
 gc.freeze()  # a collector that visits an object copies its page
