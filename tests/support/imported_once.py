@@ -35,7 +35,8 @@ def first_step() -> None:
             gpt,
             torch.optim.AdamW(gpt.parameters()),
             (torch.zeros(4, 4, dtype=torch.long),),
-            *("", "data=2 zero=3"),
+            "",
+            "data=2 zero=3",
         )
 
 
