@@ -58,9 +58,9 @@ test-kernels-plain: $(STAMP)
 	$(TESTS) $(PLAIN) $(BIN)/python -m pytest $(CHOOSING_TESTS) $(ARGS)
 
 # The oldest PyTorch that pyproject.toml allows, in an environment of its own. On x86 the package index has builds
-# with CUDA alone, which take 4.5 GB there; the index of PyTorch has one for CPUs:
+# with CUDA alone, which take 4.5 GB there; PyTorch's own index has one for CPUs (pytorch.org names it):
 #
-#     make test-oldest OLDEST_TORCH="torch==2.11.0 --index-url https://download.pytorch.org/whl/cpu"
+#     make test-oldest OLDEST_TORCH="torch==2.11.0 --index-url <that index>"
 OLDEST_TORCH ?= torch==2.11.0
 OLDEST := .venv-oldest
 OLDEST_TESTS := tests/torch_private tests/test_api.py tests/state/test_shards.py tests/state/test_whole.py \
