@@ -6,12 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tutti
+from as_eager import Program, assert_as_eager_on_ranks
+from ranks import Ranks
 from subjects import program, subject
 from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout, Mesh, Sharding
 from tutti.propagate.boundaries import insert_boundaries
 from tutti.propagate.plan import ShardingPlan, plan
-from tutti.propagate.storage_sharding import slot_like, with_zero
+from tutti.propagate.storage_sharding import slot_like, storable, with_zero
 
 MESH = Mesh.parse("data=4 tensor=2")
 
@@ -51,6 +54,52 @@ def test_slots_lie_as_their_parameter_where_sizes_agree() -> None:
     assert str(slot_like(weight, (16, 1))) == "16@tensor+data, 1"  # Adafactor's rows
     assert str(slot_like(weight, (1, 8))) == "1, 8"
     assert str(slot_like(weight, ())) == ""
+
+
+@pytest.mark.parametrize(
+    ("compute", "stored"),
+    [
+        ("3*8@tensor, 8", "24@tensor, 8"),
+        ("8@tensor, 3*8@tensor", "8@tensor, 24@tensor"),
+        ("2*4@data*3*2@tensor", "48@data+tensor"),
+        ("3*2@tensor", "6@tensor"),
+        ("24@tensor+data, 8", "24@tensor+data, 8"),
+    ],
+)
+def test_a_dim_is_stored_in_contiguous_parts(compute: str, stored: str) -> None:
+    """A `DTensor` has no other ones: it would take the rows of q, k and v for one run."""
+    assert str(storable(Sharding.parse(compute), MESH)) == stored
+
+
+class Fused(nn.Module):
+    """Attention with one weight for q, k and v, and a gated MLP with one for both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.both, self.down = nn.Linear(8, 32), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, d = x.shape
+        q, k, v = self.qkv(x).reshape(n, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.out((q @ k.mT).softmax(-1).matmul(v).transpose(1, 2).reshape(n, t, d))
+        gate, up = self.both(x).view(n, t, 2, 16).unbind(2)
+        return self.down(torch.tanh(gate) * up)
+
+
+def fused() -> Program:
+    model = Fused()
+    return odd_step, model, torch.optim.AdamW(model.parameters(), 1e-2), (torch.randn(4, 5, 8),)
+
+
+def test_the_state_of_fused_weights_is_that_of_one_device(ranks: Ranks) -> None:
+    """Their compute sharding splits each of q, k and v; `full_tensor` has their rows in order."""
+    step, model, optimizer, batch = fused()
+    made = tutti.distribute(step, model, optimizer, "tensor=2").program_of(batch).plan
+    assert str(made.compute["qkv.weight"]) == "3*8@tensor, 8"
+    assert str(made.storage["qkv.weight"]) == "24@tensor, 8"
+    assert str(made.storage["optim.both.weight.exp_avg"]) == "32@tensor, 8"
+    assert_as_eager_on_ranks(ranks, fused, "tensor=2")
 
 
 class Odd(nn.Module):

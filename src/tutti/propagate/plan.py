@@ -35,7 +35,13 @@ from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
 from tutti.propagate.expert_moves import ExpertMoves, insert_moves, movable
 from tutti.propagate.factors import axes_of
 from tutti.propagate.spread import STRONG, Spread, tensors_of
-from tutti.propagate.storage_sharding import PARAMETERS_FROM, SLOTS_FROM, slot_like, with_zero
+from tutti.propagate.storage_sharding import (
+    PARAMETERS_FROM,
+    SLOTS_FROM,
+    slot_like,
+    storable,
+    with_zero,
+)
 from tutti.rules import is_tensor_call
 from tutti.rules.book import Book
 from tutti.rules.decompositions import DECOMPOSITIONS
@@ -393,14 +399,19 @@ def _settle_state(made: ShardingPlan) -> None:
             wanted = made.spread.of(mark) if mark is not None else None
             compute = made.compute.get(state.name) or wanted or Sharding.whole(shape)
             made.compute[state.name] = compute
-            further = with_zero(compute, mesh) if zero else None
+            stored = storable(compute, mesh)
+            further = with_zero(stored, mesh) if zero else None
             if zero and further is None and state.tensor.numel() > 1:
                 ways = mesh.size("data")
                 made.reasons[state.name] = f"no dim of {list(shape)} divides by data={ways}"
-            cut[state.name] = further or compute
-            made.storage[state.name] = cut[state.name] if zero >= PARAMETERS_FROM else compute
+            cut[state.name] = further or stored
+            made.storage[state.name] = cut[state.name] if zero >= PARAMETERS_FROM else stored
         elif state.kind == "slot":
-            like = cut[state.owner] if zero >= SLOTS_FROM else made.compute[state.owner]
+            like = (
+                cut[state.owner]
+                if zero >= SLOTS_FROM
+                else storable(made.compute[state.owner], mesh)
+            )
             made.storage[state.name] = slot_like(like, shape)
         else:
             made.storage[state.name] = Sharding.whole(shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tutti.layout import Mesh, Segment, Sharding
@@ -29,6 +30,22 @@ def with_zero(compute: Sharding, mesh: Mesh, axes: Sequence[str] = ("data",)) ->
             cut = (Segment(dim[0].size, (*dim[0].axes, *over)),)
             return Sharding((*compute.dims[:d], cut, *compute.dims[d + 1 :]))
     return None
+
+
+def storable(compute: Sharding, mesh: Mesh) -> Sharding:
+    """`compute` as a `DTensor` can hold it: each dim in contiguous parts, one for each rank that splits it.
+
+    A fused weight of q, k and v is split within each of the three, `3*8@tensor`. Stored, it is `24@tensor`,
+    or whole where that does not divide.
+    """
+    dims = []
+    for dim in compute.dims:
+        size, axes = math.prod(seg.size for seg in dim), tuple(a for seg in dim for a in seg.axes)
+        if len(dim) == 1:
+            dims.append(dim)
+        else:
+            dims.append((Segment(size, axes if size % mesh.size(axes) == 0 else ()),))
+    return Sharding(tuple(dims), compute.partial)
 
 
 def slot_like(parameter: Sharding, shape: Sequence[int]) -> Sharding:

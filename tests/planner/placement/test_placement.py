@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import tutti
 from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
@@ -242,6 +243,30 @@ def test_members_stand_for_every_parameter() -> None:
     many = deep(8)
     members = [m for names in reduced(many).members.values() for m in names]
     assert sorted(members) == sorted(n for n, kind in many.kinds.items() if kind == "parameter")
+
+
+def test_a_step_of_two_updates_is_placed() -> None:
+    """As two epochs of PPO: the second forward reads weights that the first update has made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)))
+    model = nn.Sequential(model, nn.Linear(64, 8))
+
+    def train_step(model: nn.Module, optimizer: Any, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return loss.detach()
+
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    x = torch.randn(4, 64, dtype=torch.float32)
+    step = tutti.distribute(train_step, model, optimizer, "tensor=2")
+    compute = step.program_of((x,)).plan.compute
+    assert str(compute["0.0.weight"]) == "256@tensor, 64"
+    assert str(compute["0.2.weight"]) == "64, 256@tensor"
+    assert tutti.verify(train_step, model, optimizer, (x,), "tensor=2").ok
 
 
 def test_two_captures_give_one_placement() -> None:

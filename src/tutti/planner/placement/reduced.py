@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.step import Captured
+from tutti.capture.step import Captured, copied
 from tutti.graph.edits.edit import erase_dead
 from tutti.planner.placement.op_runs import Stretch, doubled, runs_of, signatures
 
@@ -98,7 +98,8 @@ class _Positions:
 
 
 def reduced(captured: Captured, *, wide: bool = False, keeps_all: bool = False) -> ReducedStep:
-    """The reduced step; the whole one without its update, if its layers depend on each other otherwise.
+    """The reduced step; the whole one without its update, if its layers depend on each other otherwise; with
+    its updates, if a forward reads one.
 
     Args:
         captured: a step, not yet planned.
@@ -110,7 +111,17 @@ def reduced(captured: Captured, *, wide: bool = False, keeps_all: bool = False) 
         made = _Writer(captured, at, keeps).write()
         if made is not None:
             return made
-    raise AssertionError("a step that keeps every layer lacks no value")
+    return _with_updates(captured, at)
+
+
+def _with_updates(captured: Captured, at: _Positions) -> ReducedStep:
+    """The whole step: a forward reads what an update has made, as the second epoch of PPO does."""
+    whole = copied(captured)
+    for node in whole.graph.nodes:
+        node.meta[TIMES] = 1
+    names = [n for n, kind in captured.kinds.items() if kind == "parameter"]
+    kinds = {n: at.kind[captured.placeholders[n]] for n in names}
+    return ReducedStep(whole, kinds, {n: (n,) for n in names})
 
 
 class _Writer:
