@@ -180,7 +180,8 @@ def run_device(model: nn.Module) -> torch.device:
 
 
 def placements(sharding: Sharding, mesh: Mesh) -> list[Any]:
-    """`sharding` as DTensor placements over `dtensor_axes(mesh)`."""
+    """`sharding` as DTensor placements over `dtensor_axes(mesh)`; its dims are in contiguous parts."""
+    assert all(len(dim) == 1 for dim in sharding.dims), f"{sharding} has no placements"
     found: list[Any] = []
     for axis in dtensor_axes(mesh):
         at = [d for d, dim in enumerate(sharding.dims) if any(axis in seg.axes for seg in dim)]
