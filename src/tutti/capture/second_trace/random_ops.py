@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -51,6 +52,49 @@ def _exponential(draw: Draw, x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
     return _like(draw, "uniform", x, 0, 1).neg().log1p().div(-rate)
 
 
+def _normal(draw: Draw, mean: Tensor | float, std: Tensor | float = 1.0, **_: Any) -> Tensor:
+    """Of means or standard deviations that are tensors."""
+    both = mean * std
+    assert isinstance(both, Tensor)
+    return _like(draw, "normal", both, 0, 1) * std + mean
+
+
+def _log_normal(draw: Draw, x: Tensor, mean: float = 1.0, std: float = 2.0, **_: Any) -> Tensor:
+    return _like(draw, "normal", x, mean, std).exp()
+
+
+def _cauchy(draw: Draw, x: Tensor, median: float = 0.0, sigma: float = 1.0, **_: Any) -> Tensor:
+    """By inversion."""
+    return (_like(draw, "uniform", x, 0, 1) - 0.5).mul(math.pi).tan().mul(sigma).add(median)
+
+
+def _geometric(draw: Draw, x: Tensor, p: float, **_: Any) -> Tensor:
+    """By inversion: the number of trials up to the first success."""
+    if p == 1:
+        return torch.ones_like(x)
+    dtype = x.dtype if x.dtype.is_floating_point else torch.float32
+    u = _like(draw, "uniform", x, 0, 1, dtype=dtype)
+    return u.neg().log1p().div(math.log1p(-p)).ceil().clamp(min=1).to(x.dtype)
+
+
+def _multinomial(
+    draw: Draw, weights: Tensor, num: int, replacement: bool = False, **_: Any
+) -> Tensor:
+    """As an exponential race, by which PyTorch samples, too: the category of least `time / weight` wins.
+
+    Without replacement the first `num` in time; with it one race for each sample.
+    """
+    wide = weights if weights.dtype == torch.float64 else weights.float()
+    many = replacement and num > 1
+    if many:
+        wide = wide.unsqueeze(-2).expand(*weights.shape[:-1], num, weights.shape[-1])
+    times = _exponential(draw, wide).clamp(min=torch.finfo(wide.dtype).tiny)  # 0 / 0 would win
+    score = wide / times
+    if many:
+        return score.argmax(-1)
+    return score.argmax(-1, keepdim=True) if num == 1 else score.topk(num, -1).indices
+
+
 # Functional forms: op -> (draw, *args, **kwargs) -> value
 _VALUES: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _dropout,
@@ -76,6 +120,13 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.randperm.default: lambda d, n, **k: _new(d, "permutation", [n], whole=True, **k),
     aten.uniform.default: lambda d, x, low=0.0, high=1.0, **k: _like(d, "uniform", x, low, high),
     aten.exponential.default: _exponential,
+    aten.multinomial.default: _multinomial,
+    aten.normal.Tensor_Tensor: _normal,
+    aten.normal.Tensor_float: _normal,
+    aten.normal.float_Tensor: _normal,
+    aten.log_normal.default: _log_normal,
+    aten.cauchy.default: _cauchy,
+    aten.geometric.default: _geometric,
     aten.normal_functional.default: lambda d, x, mean=0.0, std=1.0, **k: _like(
         d, "normal", x, mean, std
     ),
@@ -85,6 +136,9 @@ _OVERWRITES: dict[Any, Callable[..., Any]] = {
     aten.bernoulli_.float: _VALUES[aten.bernoulli.p],
     aten.bernoulli_.Tensor: _VALUES[aten.bernoulli.Tensor],
     aten.exponential_.default: _exponential,
+    aten.log_normal_.default: _log_normal,
+    aten.cauchy_.default: _cauchy,
+    aten.geometric_.default: _geometric,
     aten.uniform_.default: _VALUES[aten.uniform.default],
     aten.normal_.default: _VALUES[aten.normal_functional.default],
     aten.random_.to: lambda d, x, to, **k: _like(d, "randint", x, 0, to),

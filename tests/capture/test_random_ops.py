@@ -1,0 +1,141 @@
+"""Random ops made of tutti's own numbers: as eager on ranks, and of the distribution that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
+
+from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
+from ranks import Ranks
+from tutti.capture.second_trace.random_ops import OurRandomness
+
+NUM = 20_000
+
+
+def of(loss: Callable[[Tensor], Tensor]) -> Program:
+    model = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        found = loss(model(x))
+        found.backward()
+        optimizer.step()
+        return found.detach()
+
+    return step, model, optimizer, (torch.randn(8, 4),)
+
+
+def policy() -> Program:
+    """REINFORCE: an action for each row, and its log probability."""
+
+    def loss(z: Tensor) -> Tensor:
+        actions = Categorical(logits=z)
+        taken = actions.sample()
+        return -(actions.log_prob(taken) * taken).mean()
+
+    return of(loss)
+
+
+def continuous_policy() -> Program:
+    def loss(z: Tensor) -> Tensor:
+        actions = Normal(z[:, :3], z[:, 3:].exp())
+        taken = actions.sample()
+        return -(actions.log_prob(taken) * taken).mean()
+
+    return of(loss)
+
+
+def several_samples() -> Program:
+    """With and without replacement, and of a vector."""
+
+    def loss(z: Tensor) -> Tensor:
+        weights = z.detach().softmax(-1)
+        apart, again = (
+            torch.multinomial(weights, 3),
+            torch.multinomial(weights, 9, replacement=True),
+        )
+        one = torch.multinomial(torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0, 0.0]), 2)
+        return z.gather(1, apart).mean() + z.gather(1, again).square().mean() + z[:, one].mean()
+
+    return of(loss)
+
+
+def drawn_in_place() -> Program:
+    def loss(z: Tensor) -> Tensor:
+        noise = torch.empty_like(z)
+        scale = noise.cauchy_().clamp(-2, 2) + noise.log_normal_() + noise.geometric_(0.3)
+        return (z * scale * torch.normal(z.detach(), 0.5)).mean()
+
+    return of(loss)
+
+
+@pytest.mark.parametrize(
+    "name", ["policy", "continuous_policy", "several_samples", "drawn_in_place"]
+)
+def test_ranks_draw_the_numbers_of_one_device(ranks: Ranks, name: str) -> None:
+    program: Callable[[], Program] = globals()[name]
+    assert_as_eager(program)
+    assert_as_eager_on_ranks(ranks, program, "data=2 zero=3")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_categories_come_as_often_as_their_weights_say(
+    dtype: torch.dtype, replacement: bool
+) -> None:
+    weights = torch.tensor([0.0, 1.0, 2.0, 5.0], dtype=dtype)
+    with OurRandomness(0, 0):
+        if replacement:
+            found = torch.multinomial(weights, NUM, replacement=True)
+        else:
+            found = torch.multinomial(weights.expand(NUM, 4), 1)
+    share = torch.bincount(found.flatten(), minlength=4) / NUM
+    assert share[0] == 0
+    torch.testing.assert_close(share, torch.tensor([0.0, 0.125, 0.25, 0.625]), atol=0.015, rtol=0)
+
+
+def test_without_replacement_no_category_comes_twice() -> None:
+    with OurRandomness(1, 0):
+        found = torch.multinomial(torch.tensor([1.0, 2.0, 4.0]).expand(NUM, 3), 2)
+    assert (found[:, 0] != found[:, 1]).all()
+    both = torch.bincount(found[:, 0] * 3 + found[:, 1], minlength=9) / NUM
+    # p(i, j) = w_i / sum * w_j / (sum - w_i)
+    expected = {(0, 1): 2 / 42, (0, 2): 4 / 42, (1, 0): 2 / 35, (1, 2): 8 / 35, (2, 0): 4 / 21}
+    for (i, j), share in expected.items():
+        assert float(both[3 * i + j]) == pytest.approx(share, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("draw", "quantiles"),
+    [
+        (lambda x: x.cauchy_(1.0, 2.0), (-1.0, 1.0, 3.0)),
+        (lambda x: x.log_normal_(0.5, 1.0), (0.8399, 1.6487, 3.2364)),
+        (lambda x: torch.normal(x.fill_(3.0), x * 0 + 2.0), (1.651, 3.0, 4.349)),
+        (lambda x: torch.normal(1.0, x.fill_(2.0)), (-0.349, 1.0, 2.349)),
+    ],
+)
+def test_quartiles(draw: Callable[[Tensor], Tensor], quantiles: tuple[float, ...]) -> None:
+    with OurRandomness(2, 0):
+        found = draw(torch.empty(NUM, dtype=torch.float64))
+    at = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    expected = torch.tensor(quantiles, dtype=torch.float64)
+    torch.testing.assert_close(found.quantile(at), expected, atol=0.12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_trials_up_to_a_success(dtype: torch.dtype) -> None:
+    with OurRandomness(3, 0):
+        found = torch.empty(NUM, dtype=dtype).geometric_(0.25)
+        assert (torch.empty(5).geometric_(1.0) == 1).all()
+    assert found.dtype == dtype
+    assert found.min() == 1
+    for k in (1, 2, 3):
+        assert float((found == k).double().mean()) == pytest.approx(
+            0.25 * 0.75 ** (k - 1), abs=0.015
+        )
