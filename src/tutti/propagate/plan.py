@@ -399,20 +399,15 @@ def _settle_state(made: ShardingPlan) -> None:
             wanted = made.spread.of(mark) if mark is not None else None
             compute = made.compute.get(state.name) or wanted or Sharding.whole(shape)
             made.compute[state.name] = compute
-            stored = storable(compute, mesh)
-            further = with_zero(stored, mesh) if zero else None
+            stored = storable(compute)
+            further = with_zero(stored, mesh) if zero >= SLOTS_FROM else None
             if zero and further is None and state.tensor.numel() > 1:
                 ways = mesh.size("data")
                 made.reasons[state.name] = f"no dim of {list(shape)} divides by data={ways}"
             cut[state.name] = further or stored
             made.storage[state.name] = cut[state.name] if zero >= PARAMETERS_FROM else stored
         elif state.kind == "slot":
-            like = (
-                cut[state.owner]
-                if zero >= SLOTS_FROM
-                else storable(made.compute[state.owner], mesh)
-            )
-            made.storage[state.name] = slot_like(like, shape)
+            made.storage[state.name] = slot_like(cut[state.owner], shape)
         else:
             made.storage[state.name] = Sharding.whole(shape)
     given = captured.placeholders

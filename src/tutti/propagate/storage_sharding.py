@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from tutti.layout import Mesh, Segment, Sharding
+from tutti.layout import Mesh, Segment, Sharding, split_order
 
 # zero=1 and zero=2 shard the slots (and with them the update); zero=3 the parameters as well.
 PARAMETERS_FROM = 3
@@ -32,19 +31,15 @@ def with_zero(compute: Sharding, mesh: Mesh, axes: Sequence[str] = ("data",)) ->
     return None
 
 
-def storable(compute: Sharding, mesh: Mesh) -> Sharding:
-    """`compute` as a `DTensor` can hold it: each dim in contiguous parts, one for each rank that splits it.
+def storable(compute: Sharding) -> Sharding:
+    """`compute` as a `DTensor` describes it: each dim in contiguous parts, its axes in the order of the mesh.
 
-    A fused weight of q, k and v is split within each of the three, `3*8@tensor`. Stored, it is `24@tensor`,
-    or whole where that does not divide.
+    A fused weight of q, k and v is split within each of the three, `3*8@tensor`. Stored, it is `24@tensor`.
     """
-    dims = []
-    for dim in compute.dims:
-        size, axes = math.prod(seg.size for seg in dim), tuple(a for seg in dim for a in seg.axes)
-        if len(dim) == 1:
-            dims.append(dim)
-        else:
-            dims.append((Segment(size, axes if size % mesh.size(axes) == 0 else ()),))
+    dims = [
+        (Segment(size, split_order(a for seg in dim for a in seg.axes)),)
+        for size, dim in zip(compute.shape, compute.dims, strict=True)
+    ]
     return Sharding(tuple(dims), compute.partial)
 
 

@@ -80,7 +80,7 @@ def _geometric(draw: Draw, x: Tensor, p: float, **_: Any) -> Tensor:
 def _multinomial(
     draw: Draw, weights: Tensor, num: int, replacement: bool = False, **_: Any
 ) -> Tensor:
-    """As an exponential race, by which PyTorch samples, too: the category of least `time / weight` wins.
+    """As an exponential race, by which PyTorch samples, too: the least `time / weight` wins.
 
     Without replacement the first `num` in time; with it one race for each sample.
     """
