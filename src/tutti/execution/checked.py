@@ -13,7 +13,7 @@ from tutti.errors import TuttiError
 from tutti.execution.generate import generate
 from tutti.execution.loops import Loops
 from tutti.graph.edits.edit import source_of
-from tutti.graph.ops import collectives
+from tutti.graph.ops import collectives, memory_order
 from tutti.graph.ops.loop import Body, loop
 from tutti.graph.players.player import Player
 from tutti.graph.players.playing import Row
@@ -89,6 +89,9 @@ class _Nodes(fx.Interpreter):
         if n.op == "call_function" and not _finite(value) and self._from_finite(n):
             raise self._error(n)
         return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return memory_order.call(target, args, kwargs)
 
     def _from_finite(self, n: fx.Node) -> bool:
         """Whether all inputs of `n` are finite; the sum over a loop reads the loop's results."""

@@ -20,6 +20,7 @@ from tutti.graph.analysis.liveness import last_uses
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import Body, loop, post
 from tutti.graph.ops.matmul import matmul, onednn_linear
+from tutti.graph.ops.memory_order import order_for
 from tutti.graph.players import dim_segments
 from tutti.graph.players.move import Move
 from tutti.graph.players.player import Player, SharedMemory
@@ -238,9 +239,14 @@ class _CodeWriter:
         if function in INFIX and len(node.args) == 2:
             a, b = node.args
             return f"{self._text(a)} {INFIX[function]} {self._text(b)}"
-        arguments = [self._text(a) for a in node.args]
-        arguments += [f"{k}={self._text(v)}" for k, v in node.kwargs.items()]
+        arguments = [self._in_order(node.target, a) for a in node.args]
+        arguments += [f"{k}={self._in_order(node.target, v)}" for k, v in node.kwargs.items()]
         return self._call(function, arguments)
+
+    def _in_order(self, target: Any, x: Any) -> str:
+        """An argument, in the order in memory that `target` reads."""
+        order = order_for(target, x)
+        return self._text(x) if order is None else f"{self._constant(order)}({self._text(x)})"
 
     def _matmul(self, x: Any, weight: Any, bias: Any = None) -> str:
         """The op's own computation, without a dispatcher and a Python function in between."""

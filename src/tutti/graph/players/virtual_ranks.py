@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from tutti.graph.analysis.liveness import last_uses
-from tutti.graph.ops import collectives
+from tutti.graph.ops import collectives, memory_order
 from tutti.graph.ops.boundary import IDENTITIES
 from tutti.graph.ops.loop import SEND, Body, Do, LoopPart, loop
 from tutti.graph.players.dim_segments import join, split
@@ -150,7 +150,7 @@ class VirtualRanks:
         if node.target is draw:
             return [self._draw([a])[0] for a in args]
         kwargs = [map_arg(node.kwargs, lambda n, r=r: values[n][r]) for r in ranks]
-        return [node.target(*a, **k) for a, k in zip(args, kwargs, strict=True)]  # type: ignore[operator]
+        return [memory_order.call(node.target, *given) for given in zip(args, kwargs, strict=True)]
 
     def _loop(self, node: fx.Node, values: dict[fx.Node, list[Any]], owner: nn.Module) -> list[Any]:
         body: Body = node.args[0]  # type: ignore[assignment]

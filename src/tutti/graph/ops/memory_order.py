@@ -1,0 +1,70 @@
+"""Ops whose kernels misread operands that lie in another order in memory.
+
+A graph has values, not memory: `x.contiguous()` is the value `x`, so an operand may have other strides than
+in the user's step. Most kernels read any strides. Those listed here raise, or return wrong numbers without a
+word: eager PyTorch, or the user, puts their operands in order before.
+`tests/graph/ops/test_memory_order.py` tries every op that has a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+aten = torch.ops.aten
+
+# These index memory as if a tensor had no gaps and its last dim varied fastest.
+_CONTIGUOUS = (
+    "view_as_complex nll_loss2d_forward nll_loss2d_backward native_layer_norm_backward native_group_norm "
+    "native_group_norm_backward _weight_norm_interface _weight_norm_interface_backward "
+    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d_backward "
+    "fractional_max_pool3d_backward linalg_matrix_exp"
+)
+# These read rows: any strides, but 1 in the last dim.
+_ROWS = (
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward "
+    "_scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward"
+)
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """`x`, or a copy of it whose last dim lies without gaps."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _overloads(names: str, order: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
+    packets = [getattr(aten, name) for name in names.split() if hasattr(aten, name)]
+    return {packet.default: order for packet in packets}
+
+
+ORDERS: dict[Any, Callable[[Tensor], Tensor]] = {
+    **_overloads(_CONTIGUOUS, Tensor.contiguous),
+    **_overloads(_ROWS, with_rows),
+}
+
+
+def order_for(target: Any, operand: Any) -> Callable[[Tensor], Tensor] | None:
+    """The function that puts the value of the node `operand` in the order that `target` reads, if any is
+    needed."""
+    order = ORDERS.get(target)
+    if order is None or not isinstance(operand, fx.Node):
+        return None
+    val = operand.meta.get("val")
+    return order if isinstance(val, Tensor) and val.ndim > 1 else None
+
+
+def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`target(*args, **kwargs)`, with tensors in the order that it reads."""
+    if (order := ORDERS.get(target)) is not None:
+        args = tuple(_put(order, x) for x in args)
+        kwargs = {name: _put(order, x) for name, x in kwargs.items()}
+    return target(*args, **kwargs)
+
+
+def _put(order: Callable[[Tensor], Tensor], x: Any) -> Any:
+    return order(x) if isinstance(x, Tensor) and x.ndim > 1 else x
