@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 
+import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
 from ranks import Ranks
 from tutti.capture.second_trace.random_ops import OurRandomness
+from tutti.errors import CaptureError
 
 NUM = 20_000
 
@@ -139,3 +141,46 @@ def test_trials_up_to_a_success(dtype: torch.dtype) -> None:
         assert float((found == k).double().mean()) == pytest.approx(
             0.25 * 0.75 ** (k - 1), abs=0.015
         )
+
+
+def without_generator() -> Program:
+    """As diffusers' `randn_tensor` calls it, and the forms of other factories."""
+
+    def loss(z: Tensor) -> Tensor:
+        noise = torch.randn(z.shape, generator=None, dtype=z.dtype)
+        order = torch.randperm(6, generator=None)
+        steps = torch.randint(0, 9, z.shape, generator=None) + torch.randint(
+            5, (8, 1), generator=None
+        )
+        kept = torch.rand(z.shape, generator=None) < 0.5
+        wide = torch.normal(1.0, 2.0, z.shape, generator=None)
+        return (z[:, order] * noise * kept + steps * z + wide * z.square()).mean()
+
+    return of(loss)
+
+
+def test_no_generator_is_the_default_one(ranks: Ranks) -> None:
+    assert_as_eager(without_generator)
+    assert_as_eager_on_ranks(ranks, without_generator, "data=2 zero=3")
+
+
+DRAWS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
+    "randn": lambda z, g: torch.randn(z.shape, generator=g),
+    "randint": lambda z, g: torch.randint(9, z.shape, generator=g),
+    "bernoulli": lambda z, g: torch.bernoulli(z.sigmoid(), generator=g),
+    "multinomial": lambda z, g: torch.multinomial(z.softmax(-1), 1, generator=g),
+    "uniform_": lambda z, g: torch.empty_like(z).uniform_(generator=g),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_generator_that_is_seeded_at_every_call_is_refused(name: str) -> None:
+    """Else its numbers would differ from call to call, where they are the same in eager PyTorch."""
+    generator = torch.Generator()
+
+    def loss(z: Tensor) -> Tensor:
+        return (z * DRAWS[name](z.detach(), generator.manual_seed(3))).mean()
+
+    step, model, optimizer, batch = of(loss)
+    with pytest.raises(CaptureError, match=f"{name}.* draws from a generator that the step passes"):
+        tutti.distribute(step, model, optimizer)(*batch)

@@ -18,7 +18,11 @@ from tutti.capture.second_trace.attention_dropout import (
 )
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
 from tutti.capture.second_trace.overwrites import overwrites
-from tutti.capture.second_trace.random_ops import RANDOM_OPS, answer, is_random
+from tutti.capture.second_trace.random_ops import (
+    RANDOM_OPS,
+    answer,
+    is_random,
+)
 from tutti.capture.second_trace.sharing import MemorySharing
 from tutti.capture.second_trace.verbatim import Copying, copyable
 from tutti.errors import CaptureError
@@ -59,6 +63,15 @@ class _Replay(Copying):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         assert self.node is not None
         if is_random(target, args, kwargs):
+            if kwargs.get("generator") is not None:
+                raise CaptureError(
+                    f"{target} draws from a generator that the step passes",
+                    at=self.node.meta.get("source", ""),
+                    why="a step draws numbers that do not depend on the layout, whatever the state of that "
+                    "generator is: one that is seeded at every call would not give the same numbers again",
+                    fix="leave `generator` out, or draw the numbers before the step and hand them over as "
+                    "arguments",
+                )
             stream = self.node.meta["stream"]
             made = answer(lambda *a: draw(*a, stream), target, args, kwargs)
             return made if target in RANDOM_OPS else laid_out(made, self.node.meta["val"])

@@ -124,12 +124,23 @@ _VALUES: dict[Any, Callable[..., Any]] = {
     aten.normal.Tensor_Tensor: _normal,
     aten.normal.Tensor_float: _normal,
     aten.normal.float_Tensor: _normal,
+    aten.normal.float_float: lambda d, mean, std, size, **k: _new(
+        d, "normal", size, mean, std, **k
+    ),
     aten.log_normal.default: _log_normal,
     aten.cauchy.default: _cauchy,
     aten.geometric.default: _geometric,
     aten.normal_functional.default: lambda d, x, mean=0.0, std=1.0, **k: _like(
         d, "normal", x, mean, std
     ),
+}
+# The overloads that `generator=None` selects, which `randn_tensor` of diffusers passes.
+_VALUES |= {
+    aten.rand.generator: _VALUES[aten.rand.default],
+    aten.randn.generator: _VALUES[aten.randn.default],
+    aten.randint.generator: _VALUES[aten.randint.default],
+    aten.randint.low_generator: _VALUES[aten.randint.low],
+    aten.randperm.generator: _VALUES[aten.randperm.default],
 }
 # In-place forms: the value overwrites the first argument.
 _OVERWRITES: dict[Any, Callable[..., Any]] = {
