@@ -175,12 +175,16 @@ DRAWS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_generator_that_is_seeded_at_every_call_is_refused(name: str) -> None:
-    """Else its numbers would differ from call to call, where they are the same in eager PyTorch."""
+    """Else its numbers would differ from call to call, where they are the same in eager PyTorch.
+
+    The tracer of PyTorch 2.11 refuses the argument itself.
+    """
     generator = torch.Generator()
 
     def loss(z: Tensor) -> Tensor:
         return (z * DRAWS[name](z.detach(), generator.manual_seed(3))).mean()
 
     step, model, optimizer, batch = of(loss)
-    with pytest.raises(CaptureError, match=f"{name}.* draws from a generator that the step passes"):
+    by_us = f"{name}.* draws from a generator that the step passes"
+    with pytest.raises(CaptureError, match=f"{by_us}|argument of type: .*Generator"):
         tutti.distribute(step, model, optimizer)(*batch)
