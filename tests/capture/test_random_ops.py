@@ -186,5 +186,7 @@ def test_a_generator_that_is_seeded_at_every_call_is_refused(name: str) -> None:
 
     step, model, optimizer, batch = of(loss)
     by_us = f"{name}.* draws from a generator that the step passes"
-    with pytest.raises(CaptureError, match=f"{by_us}|argument of type: .*Generator"):
+    with pytest.raises(CaptureError, match=f"{by_us}|argument of type: .*Generator") as refused:
         tutti.distribute(step, model, optimizer)(*batch)
+    assert "leave `generator` out" in str(refused.value)
+    assert "test_random_ops.py" in str(refused.value)

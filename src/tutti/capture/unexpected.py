@@ -12,6 +12,7 @@ from types import TracebackType
 from torch import fx
 
 from tutti.capture.batch import called
+from tutti.capture.second_trace.random_ops import NO_GENERATOR
 from tutti.errors import CaptureError, TuttiError
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.user_lines import is_users, quoted, user_line
@@ -28,6 +29,7 @@ _WAYS_OUT = (
         "tensor.to_dense() before",
     ),
     ("SparseCsrTensorImpl", "hand sparse tensors over as arguments of the step"),
+    ("_C.Generator", NO_GENERATOR),  # the tracer of PyTorch 2.11 takes none as an argument
     (
         "Sym",
         "return the tensor from the step, and hand its value over there; in the step it is no plain number",

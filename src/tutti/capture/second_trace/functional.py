@@ -18,11 +18,7 @@ from tutti.capture.second_trace.attention_dropout import (
 )
 from tutti.capture.second_trace.constant_writes import refuse_constant_writes
 from tutti.capture.second_trace.overwrites import overwrites
-from tutti.capture.second_trace.random_ops import (
-    RANDOM_OPS,
-    answer,
-    is_random,
-)
+from tutti.capture.second_trace.random_ops import NO_GENERATOR, RANDOM_OPS, answer, is_random
 from tutti.capture.second_trace.sharing import MemorySharing
 from tutti.capture.second_trace.verbatim import Copying, copyable
 from tutti.errors import CaptureError
@@ -69,8 +65,7 @@ class _Replay(Copying):
                     at=self.node.meta.get("source", ""),
                     why="a step draws numbers that do not depend on the layout, whatever the state of that "
                     "generator is: one that is seeded at every call would not give the same numbers again",
-                    fix="leave `generator` out, or draw the numbers before the step and hand them over as "
-                    "arguments",
+                    fix=NO_GENERATOR,
                 )
             stream = self.node.meta["stream"]
             made = answer(lambda *a: draw(*a, stream), target, args, kwargs)

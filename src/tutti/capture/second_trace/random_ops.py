@@ -134,7 +134,7 @@ _VALUES: dict[Any, Callable[..., Any]] = {
         d, "normal", x, mean, std
     ),
 }
-# The overloads that `generator=None` selects, which `randn_tensor` of diffusers passes.
+# The overloads of calls with `generator=None`, as in diffusers' `randn_tensor`.
 _VALUES |= {
     aten.rand.generator: _VALUES[aten.rand.default],
     aten.randn.generator: _VALUES[aten.randn.default],
@@ -156,6 +156,10 @@ _OVERWRITES: dict[Any, Callable[..., Any]] = {
     getattr(aten.random_, "from"): lambda d, x, low, to, **k: _like(d, "randint", x, low, to),
 }
 
+# The fix for a draw from a generator that the step passes.
+NO_GENERATOR = (
+    "leave `generator` out, or draw the numbers before the step and hand them over as arguments"
+)
 RANDOM_OPS = frozenset(_VALUES) | frozenset(_OVERWRITES)
 
 

@@ -1,8 +1,8 @@
-"""Ops whose kernels misread operands that lie in another order in memory.
+"""Ops whose kernels misread operands that are not contiguous in memory.
 
 A graph has values, not memory: `x.contiguous()` is the value `x`, so an operand may have other strides than
-in the user's step. Most kernels read any strides. Those listed here raise, or return wrong numbers without a
-word: eager PyTorch, or the user, puts their operands in order before.
+in the user's step. Most kernels read any strides. The kernels listed here raise, or return wrong numbers in
+silence: eager PyTorch, or the user, makes their operands contiguous first.
 `tests/graph/ops/test_memory_order.py` tries every op that has a rule.
 """
 
@@ -18,10 +18,10 @@ aten = torch.ops.aten
 
 # These index memory as if a tensor had no gaps and its last dim varied fastest.
 _CONTIGUOUS = (
-    "view_as_complex nll_loss2d_forward nll_loss2d_backward native_layer_norm_backward native_group_norm "
+    "view_as_complex nll_loss2d_backward native_layer_norm_backward native_group_norm "
     "native_group_norm_backward _weight_norm_interface _weight_norm_interface_backward "
-    "adaptive_max_pool2d_backward adaptive_max_pool3d_backward fractional_max_pool2d_backward "
-    "fractional_max_pool3d_backward linalg_matrix_exp"
+    "adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward "
+    "linalg_matrix_exp"
 )
 # These read rows: any strides, but 1 in the last dim.
 _ROWS = (
@@ -34,7 +34,7 @@ _ROWS = (
 
 def with_rows(x: Tensor) -> Tensor:
     """`x`, or a copy of it whose last dim lies without gaps."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.ndim == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
 def _overloads(names: str, order: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
@@ -49,22 +49,15 @@ ORDERS: dict[Any, Callable[[Tensor], Tensor]] = {
 
 
 def order_for(target: Any, operand: Any) -> Callable[[Tensor], Tensor] | None:
-    """The function that puts the value of the node `operand` in the order that `target` reads, if any is
-    needed."""
-    order = ORDERS.get(target)
-    if order is None or not isinstance(operand, fx.Node):
-        return None
-    val = operand.meta.get("val")
-    return order if isinstance(val, Tensor) and val.ndim > 1 else None
+    """The function that puts the value of the node `operand` in the order that `target` reads; None if any
+    order is right."""
+    is_tensor = isinstance(operand, fx.Node) and isinstance(operand.meta.get("val"), Tensor)
+    return ORDERS.get(target) if is_tensor else None
 
 
 def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`target(*args, **kwargs)`, with tensors in the order that it reads."""
     if (order := ORDERS.get(target)) is not None:
-        args = tuple(_put(order, x) for x in args)
-        kwargs = {name: _put(order, x) for name, x in kwargs.items()}
+        args = tuple(order(x) if isinstance(x, Tensor) else x for x in args)
+        kwargs = {k: order(x) if isinstance(x, Tensor) else x for k, x in kwargs.items()}
     return target(*args, **kwargs)
-
-
-def _put(order: Callable[[Tensor], Tensor], x: Any) -> Any:
-    return order(x) if isinstance(x, Tensor) and x.ndim > 1 else x
