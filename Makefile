@@ -26,9 +26,9 @@ train: $(STAMP)
 	$(BIN)/tutti verify --layout "$(LAYOUT)" examples/gpt.py
 	$(BIN)/tutti run -n $(RANKS) --layout "$(LAYOUT)" examples/gpt.py $(ARGS)
 
-# Three workers for two cores: many tests of runs wait for a time-out, a kill or a rank that is late.
+# Four workers for two cores: many tests of runs wait for a time-out, a kill or a rank that is late.
 test: $(STAMP)
-	$(TESTS) $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(TESTS) $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Before each commit: the structure, layouts, graphs, errors, small steps under every layout, and real ranks.
 FAST_TESTS := $(addprefix tests/,test_layers.py test_docs.py test_environment.py test_errors.py test_api.py \

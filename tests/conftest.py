@@ -1,10 +1,18 @@
 """Fixtures that every test may use."""
+# ruff: noqa: E402  # a server of copies starts before the imports
 
 from __future__ import annotations
 
+import os
+
+import shared_server
+
+# Hundreds of short runs would measure a call each; tests/recording, and the examples, do it.
+os.environ["TUTTI_PREDICTION"] = "0"
+shared_server.start_early()  # it imports what the modules below do
+
 import functools
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +24,7 @@ from torch.fx.experimental import symbolic_shapes
 
 from ranks import Ranks, collect_seldom
 from roomy import roomy
-from tutti.environment import PREDICTION
 from tutti.graph.edits.quick import quickly_written
-
-# Hundreds of short runs would measure a call each; tests/recording, and the examples, do it.
-os.environ[PREDICTION.name] = "0"
 
 # The longest files, longest first, waits included: a worker must not be left with one of them at the end.
 # Before them the collector's own tests, which walk all objects: 1 s in a new process, 8 s in a full one.
@@ -136,6 +140,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "together" if file.removeprefix("tests/") in TOGETHER else file
 
     return Groups(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """Workers that have imported already."""
+    command = shared_server.worker_command()
+    for spec in specs:
+        if command is not None and spec.popen and not spec.python:
+            spec.python = command
 
 
 @pytest.fixture(scope="module", autouse=True)

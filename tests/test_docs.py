@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+from sources import tree_of
 from tutti.layout import Layout
 from tutti.layout.layout import AXES
 
@@ -124,7 +125,7 @@ def test_the_layout_table_has_the_words_of_the_language() -> None:
 def _names_of(path: Path) -> set[str]:
     """What a module defines or imports at its top."""
     found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in tree_of(path).body:
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
                 found.add(name)
@@ -147,7 +148,7 @@ def test_docstrings_name_modules_that_exist() -> None:
     packages = "|".join(sorted({m.split(".")[0] for m in paths if "." in m}))
     wrong: list[str] = []
     for module, path in paths.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 continue
             for name in re.findall(rf"`((?:{packages})(?:\.\w+)+)`", ast.get_docstring(node) or ""):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tutti
+from sources import tree_of
 from tutti.comm.collectives.group import collective_timeout
 from tutti.comm.posts.post import lease_seconds
 from tutti.environment import (
@@ -81,7 +82,7 @@ def test_no_other_file_names_a_variable_to_read_it() -> None:
     found = [
         f"{path.relative_to(source)}:{node.lineno} {node.value}"
         for path in sorted(source.rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Constant) and re.fullmatch(r"TUTTI_\w+", str(node.value))
     ]
     known = [one.name for one in VARIABLES]

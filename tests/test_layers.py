@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from sources import tree_of
+
 SOURCE = Path(__file__).parents[1] / "src" / "tutti"
 
 # From the bottom to the top. Names of one layer stand side by side: neither imports the other.
@@ -78,7 +80,7 @@ def dotted_imports(tree: ast.AST, package: list[str], root: str) -> Iterator[tup
 
 def imports(name: str, modules: dict[str, Path], root: str) -> dict[str, int]:
     """The modules that one module imports, wherever in it, each with the first line that does."""
-    tree = ast.parse(modules[name].read_text(), modules[name].name)
+    tree = tree_of(modules[name])
     edges: dict[str, int] = {}
     for line, base, item in dotted_imports(tree, name.split(".")[:-1], root):
         target = item and resolve(f"{base}.{item}".lstrip("."), modules)
@@ -221,7 +223,7 @@ def test_no_two_classes_have_one_name() -> None:
     """A name tells what the class holds, so a reader of an import or a traceback needs no file."""
     found: dict[str, list[str]] = {}
     for module, path in find_modules(SOURCE).items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(module)
     assert found["Layout"] == ["layout.layout"]
@@ -232,7 +234,7 @@ def kinds_of_runs() -> set[str]:
     """The classes of `modes` and what they bind to a rank."""
     paths = [*(SOURCE / "modes").glob("*.py"), SOURCE / "execution/execute.py"]
     paths.append(SOURCE / "serving/worked.py")
-    trees = [ast.parse(path.read_text()) for path in paths]
+    trees = [tree_of(path) for path in paths]
     return {n.name for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef)}
 
 

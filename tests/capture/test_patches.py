@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sources import tree_of
 from tutti.capture import patch_table
 from tutti.capture.patch_table import PATCHES
 from tutti.capture.step import capture
@@ -234,7 +235,7 @@ def test_nothing_else_replaces_what_is_pytorchs() -> None:
     files = [*(ROOT / "src/tutti/capture").rglob("*.py"), *(ROOT / "src/tutti/graph").rglob("*.py")]
     mocked, assigned = [], []
     for path in (ROOT / "src/tutti").rglob("*.py"):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         mocked += [path.name for name in _names(tree) if name.startswith("unittest")]
         assigned += [f"{path.name}: {name}" for name in _assigned(tree) if path in files]
     assert mocked == [] and assigned == []

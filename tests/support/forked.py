@@ -166,7 +166,7 @@ def _become(
     def started_rank(handler: Any, args: Any, env: dict[str, str]) -> Any:
         if env["RANK"] in fresh:
             return start(handler, args, env)
-        return _Child(lambda: _interpret(args[1:], env, [handler._stdout, handler._stderr]))
+        return _Child(lambda: interpret(args[1:], env, [handler._stdout, handler._stderr]))
 
     def started_role(supervisor: Any, environment: dict[str, str], log: Path | None) -> Any:
         chosen = spawn if environment[ROLE.name] in fresh else _spawned
@@ -174,7 +174,7 @@ def _become(
 
     SubprocessHandler._popen = started_rank  # type: ignore[method-assign]
     Supervisor.spawn = started_role  # type: ignore[method-assign]
-    _interpret(words, env, streams)
+    interpret(words, env, streams)
 
 
 def _spawned(supervisor: Any, environment: dict[str, str], log: Path | None) -> _Child:
@@ -186,7 +186,7 @@ def _spawned(supervisor: Any, environment: dict[str, str], log: Path | None) -> 
 
         def becomes() -> NoReturn:
             os.dup2(nothing.fileno(), 0)
-            _interpret(words, environment, [out, out])
+            interpret(words, environment, [out, out])
 
         return _Child(becomes, own_session=False)
 
@@ -226,7 +226,7 @@ class _Child:
         return code
 
 
-def _interpret(words: Sequence[str], env: dict[str, str], streams: Sequence[Any]) -> NoReturn:
+def interpret(words: Sequence[str], env: dict[str, str], streams: Sequence[Any]) -> NoReturn:
     """Play the words, without signal handlers and streams of the process that was copied."""
     import torch
 
@@ -254,7 +254,10 @@ def _interpret(words: Sequence[str], env: dict[str, str], streams: Sequence[Any]
 
 def _played(words: list[str]) -> int:
     try:
-        if words[0] == "-m":
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
+        elif words[0] == "-m":
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:

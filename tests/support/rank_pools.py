@@ -10,14 +10,13 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
+import shared_server
 from roomy import roomy
 
 CALL_SECONDS = 150.0
@@ -46,13 +45,8 @@ def context() -> Any:
     """How ranks start."""
     if not can_be_copied():
         return multiprocessing.get_context("spawn")
-    forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(["imported_once"])
-    # The server of Python 3.11 looks for it on its own path alone.
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with mock.patch.dict(os.environ, {"PYTHONPATH": paths}):
-        forkserver.ensure_running()
-    return forking
+    shared_server.start()
+    return shared_server.Copies()
 
 
 class Pool:
