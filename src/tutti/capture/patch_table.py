@@ -148,6 +148,12 @@ CONVERSIONS = (
     *each(torch.SymBool, ("__int__", "__format__", "__str__", "__repr__"), _CONVERTED).values(),
 )
 FAKE_CONVERSIONS = each(FakeTensor, ("__float__", "__int__", "__index__"), _CONVERTED, create=True)
+FAKE_READS = each(
+    FakeTensor,
+    ("item", "tolist", "__bool__"),
+    "a number of a tensor that depends on no input is known",
+    create=True,
+)
 ITEM_MEMO = Patch(
     FakeTensor, "item_memo", "a tensor may be written after a number was read from it"
 )
@@ -226,7 +232,7 @@ PATCHES = _flat(
     *(SETITEM, MASKED_SCATTER, CHECK_TENSOR, SCALER_SKIPS, SCALER_STEP, SCALED_UPDATE),
     *(VALIDATE_ARGS, IS_CAUSAL, *RNG_STATES),
     *(NUMPY, DLPACK, REDUCE, FORMAT, MANUAL_SEED, ANOMALY, TENSOR_OF_TENSORS, FAKE_LOG),
-    *(CONVERSIONS, FAKE_CONVERSIONS, ITEM_MEMO),
+    *(CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO),
     *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, TENSOR_OF_SYMBOLS),
     *(CLOCKS, PROCESSES, DEFAULT_GROUP),
 )

@@ -1,4 +1,4 @@
-"""Refusals of a step's Python uses of tensors' values, which a trace does not have."""
+"""A step's Python uses of tensors' values: refused, since a trace has none but `known_values.py`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from tutti.capture.patch_table import (
     REDUCE,
     TENSOR_OF_TENSORS,
 )
+from tutti.capture.python.known_values import UNKNOWN, known
 from tutti.errors import CaptureError
-from tutti.graph.edits.patch import replaced
+from tutti.graph.edits.patch import Patch, replaced
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.pytrees import tree_leaves
 from tutti.user_lines import quoted, user_line
@@ -75,8 +76,24 @@ def _reduced(x: Any, protocol: Any) -> Any:
     return _PICKLE()
 
 
+def _array(patch: Patch) -> Callable[..., Any]:
+    """A known value as an array; a write into it, which the tensor would not have, raises."""
+    plain: Callable[..., Any] = getattr(Tensor, patch.name)
+
+    def read(x: Any, *args: Any, **options: Any) -> Any:
+        array = known(x, lambda values: plain(values, *args, **options))
+        if array is UNKNOWN:
+            return _NUMPY()
+        array.flags.writeable = False
+        return array
+
+    return read
+
+
 def _format(x: Any, spec: str) -> str:
     """Without a format, the text of a fake tensor, as for the text of an error."""
+    if (text := known(x, lambda values: format(values, spec))) is not UNKNOWN:
+        return text
     return _TEXT() if spec else repr(x)
 
 
@@ -100,7 +117,7 @@ _SEED = _refuse(
 
 
 _REFUSED = (
-    *((patch, _NUMPY) for patch in NUMPY.values()),
+    *((patch, _array(patch)) for patch in NUMPY.values()),
     *((patch, _MEMORY) for patch in DLPACK),
     (REDUCE, _reduced),
     (MANUAL_SEED, _SEED),

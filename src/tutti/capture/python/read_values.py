@@ -18,8 +18,9 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from tutti.capture.patch_table import CONVERSIONS, FAKE_CONVERSIONS, ITEM_MEMO
+from tutti.capture.patch_table import CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO
 from tutti.capture.python.host_values import noted
+from tutti.capture.python.known_values import UNKNOWN, known
 from tutti.capture.python.ways_out import of_stack
 from tutti.errors import CaptureError
 from tutti.graph.edits.patch import Patch, replaced
@@ -189,7 +190,10 @@ def _symbol_of(node: fx.Node) -> Any:
 
 @contextlib.contextmanager
 def symbols_stay(symbols: Symbols) -> Iterator[None]:
-    """Inside, refuse a plain number or a text from a number read from a tensor: it would be of this call."""
+    """Inside, refuse a plain number or a text from a number read from a tensor: it would be of this call.
+
+    A tensor of which the values are known (`known_values.py`) gives its numbers.
+    """
 
     def guarded(patch: Patch) -> Callable[..., Any]:
         plain = patch.original
@@ -206,15 +210,28 @@ def symbols_stay(symbols: Symbols) -> Iterator[None]:
         plain: Callable[..., Any] = getattr(Tensor, name)
 
         def checked(x: Any) -> Any:
+            if (answer := known(x, plain)) is not UNKNOWN:
+                return answer
             if is_users(sys._getframe(1).f_code.co_filename):
                 _refuse(_CONVERTS)
             return plain(x)
 
         return checked
 
+    def read(patch: Patch) -> Callable[..., Any]:
+        of_values: Callable[..., Any] = getattr(Tensor, patch.name)
+        of_fakes = patch.original
+
+        def answered(x: Any) -> Any:
+            answer = known(x, of_values)
+            return of_fakes(x) if answer is UNKNOWN else answer
+
+        return answered
+
     with replaced(
         *((patch, guarded(patch)) for patch in CONVERSIONS),
         *((patch, of_tensor(name)) for name, patch in FAKE_CONVERSIONS.items()),
+        *((patch, read(patch)) for patch in FAKE_READS.values()),
         (ITEM_MEMO, property(lambda _: None, ITEM_MEMO.original.__set__)),
     ):
         yield

@@ -1,0 +1,121 @@
+"""Values of tensors that a step makes of constants alone, as `torch.arange(2, x.ndim)`.
+
+Such a tensor has the same values at every call, so a number that Python reads from it is a constant of the
+trace: it may be a size, a dim, a plain number or a text.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tutti.graph.analysis.aliases import aliased, is_function, written
+from tutti.torch_private.dispatch_modes import no_modes, no_torch_function
+from tutti.torch_private.fake_tensors import FakeTensor
+from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
+
+aten = torch.ops.aten
+# Tensors of a size that Python reads, made of few ops: others are read as values of the call.
+_MOST_NODES, _MOST_NUMBERS = 200, 2**16
+_LITERALS = frozenset((aten.lift_fresh.default, aten.lift_fresh_copy.default))
+# Their results have the form of an operand, not its values.
+_OF_FORMS = frozenset(
+    (
+        *(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+        *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+        *(aten.empty_like.default, aten.new_empty.default),
+    )
+)
+# What `known` returns for a tensor that depends on an input or on random numbers.
+UNKNOWN: Any = object()
+
+
+def known(x: Tensor, read: Callable[[Tensor], Any]) -> Any:
+    """`read` of the values of a tensor of the trace that depends on no input; `UNKNOWN` for another one."""
+    mode = get_proxy_mode()
+    if mode is None or type(x) is not FakeTensor:
+        return UNKNOWN
+    slot = get_proxy_slot(x, mode.tracer, None)
+    if slot is None:
+        return UNKNOWN
+    nodes = _made_of(slot.proxy.node)
+    if not nodes or _is_written_past(nodes):
+        return UNKNOWN
+    with no_modes(), no_torch_function(), torch.no_grad():
+        try:
+            values = _computed(nodes, mode.tracer.root)
+        except (RuntimeError, AssertionError):  # a plan for a device that is not here
+            return UNKNOWN
+        return read(values)
+
+
+def _made_of(node: fx.Node) -> list[fx.Node]:
+    """The nodes of which `node` is made, and itself, in order; none if one of them is not known."""
+    found, left = {node}, [node]
+    while left:
+        one = left.pop()
+        if not _is_known(one) or len(found) > _MOST_NODES:
+            return []
+        given = () if one.target in _OF_FORMS else one.all_input_nodes
+        new = [n for n in given if n not in found]
+        found.update(new)
+        left += new
+    return sorted(found)
+
+
+def _is_known(node: fx.Node) -> bool:
+    if node.op == "get_attr":  # a literal, which its users copy; not a tensor from outside
+        return all(user.target in _LITERALS for user in node.users)
+    values = node.meta.get("val")
+    for x in values if isinstance(values, tuple | list) else (values,):
+        if not isinstance(x, Tensor) or not all(type(n) is int for n in x.shape):
+            return False
+        if x.numel() > _MOST_NUMBERS:
+            return False
+    return node.target is operator.getitem or is_function(node) or _is_write(node)
+
+
+def _is_write(node: fx.Node) -> bool:
+    random = torch.Tag.nondeterministic_seeded
+    return bool(written(node)) and random not in node.target.tags  # type: ignore[union-attr]
+
+
+def _is_written_past(nodes: list[fx.Node]) -> bool:
+    """Whether a write that is none of `nodes` changes the memory of one of them: a write into a view."""
+    inside, left = {*nodes}, [*nodes]
+    while left:
+        node = left.pop()
+        for user in node.users:
+            if user in inside:
+                continue
+            if node in written(user):
+                return True
+            if aliased(user) is node:
+                left.append(user)
+    return False
+
+
+def _computed(nodes: list[fx.Node], root: Any) -> Tensor:
+    values: dict[fx.Node, Any] = {}
+    for node in nodes:
+        if node.op == "get_attr":
+            values[node] = getattr(root, str(node.target)).clone()
+            continue
+        given: Any = fx.map_arg(
+            (node.args, node.kwargs), lambda n: values[n] if n in values else _form(n)
+        )
+        args, named = given
+        device = node.meta["val"].device if node.target in _OF_FORMS else named.get("device")
+        if device is not None:  # "meta" of weights that wait for memory
+            named = {**named, "device": "cpu" if torch.device(device).type == "meta" else device}
+        values[node] = node.target(*args, **named)  # type: ignore[operator]
+    return values[nodes[-1]]
+
+
+def _form(node: fx.Node) -> Tensor:
+    x = node.meta["val"]
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
