@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
+from torch.utils.weak import WeakIdKeyDictionary
 
 import tutti
 from tutti.capture.step import capture
@@ -463,8 +464,21 @@ def test_updates_inside_the_backward() -> None:
 
 
 def test_a_hook_that_looks_its_parameter_up() -> None:
+    def prepare(model: nn.Module) -> None:
+        scales = {p: 0.5 + k for k, p in enumerate(model.parameters())}
+
+        def scaled(p: Tensor) -> None:
+            p.grad.mul_(scales[p])  # type: ignore[index,union-attr]
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(scaled)
+
+    same(mlp, adamw, plain, prepare)
+
+
+def test_a_hook_that_looks_up_what_a_trace_cannot_replace() -> None:
     model = mlp()
-    scales = dict.fromkeys(model.parameters(), 0.5)
+    scales = WeakIdKeyDictionary(dict.fromkeys(model.parameters(), 0.5))
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(scales[p]))  # type: ignore[index]
     with pytest.raises(CaptureError, match=r'a gradient hook of "2\.bias" looks up') as caught:

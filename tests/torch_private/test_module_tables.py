@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -13,6 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from tutti.torch_private.module_tables import (
+    OF_TENSORS,
     buffers_of,
     children_of,
     hooks_of_all_modules,
@@ -25,6 +29,16 @@ from tutti.torch_private.module_tables import (
 
 
 def _nothing(*_given: object) -> None: ...
+
+
+def test_a_tensor_has_few_attributes_of_its_own() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0]), [Replicate()])
+    finally:
+        dist.destroy_process_group()
+    assert vars(nn.Parameter(x)).keys() == OF_TENSORS
+    assert not vars(nn.Parameter(torch.ones(2))) and not vars(torch.ones(2)) and not vars(x)
 
 
 def test_a_module_looks_in_its_tables() -> None:

@@ -127,6 +127,11 @@ DLPACK = (
 )
 REDUCE = Patch(FakeTensor, "__reduce_ex__", "a value in a pickle is refused with its line")
 FORMAT = Patch(FakeTensor, "__format__", "a value in a text is refused with its line")
+_ADDRESS = "a user's line that asks for the address of a tensor is refused"
+ADDRESSES = (
+    Patch(FakeTensor, "data_ptr", _ADDRESS, create=True),
+    Patch(torch.UntypedStorage, "data_ptr", _ADDRESS, create=True),
+)
 MANUAL_SEED = Patch(torch, "manual_seed", "a step that seeds is refused with its line")
 ANOMALY = Patch(torch, "set_anomaly_enabled", "a trace has no values to search for NaN")
 TENSOR_OF_TENSORS = Patch(
@@ -231,7 +236,7 @@ PATCHES = _flat(
     *(DENSE_EMBEDDING, DENSE_BAG, CTC_LOSS, EMBEDDING_BAG, GAUSSIAN_NLL, ANY),
     *(SETITEM, MASKED_SCATTER, CHECK_TENSOR, SCALER_SKIPS, SCALER_STEP, SCALED_UPDATE),
     *(VALIDATE_ARGS, IS_CAUSAL, *RNG_STATES),
-    *(NUMPY, DLPACK, REDUCE, FORMAT, MANUAL_SEED, ANOMALY, TENSOR_OF_TENSORS, FAKE_LOG),
+    *(NUMPY, DLPACK, REDUCE, FORMAT, ADDRESSES, MANUAL_SEED, ANOMALY, TENSOR_OF_TENSORS, FAKE_LOG),
     *(CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO),
     *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, TENSOR_OF_SYMBOLS),
     *(CLOCKS, PROCESSES, DEFAULT_GROUP),

@@ -61,6 +61,7 @@ from tutti.capture.state.lift import (
 )
 from tutti.capture.state.models import wrappers_open
 from tutti.capture.state.rebound import data_written, refuse_read, take_over
+from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_kinds
 from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
@@ -165,9 +166,10 @@ def capture(
 
     def prepared(seen: Seen = seen or {}) -> _Lifted:
         mode = fake_mode(seen, sized=free is not None)
-        state = state_of(model, optimizer)
+        state, reached = state_of(model, optimizer), python()
+        refuse_kinds(state, reached.names)
         given = (train_step, model, optimizer, state, leaves, spec, mode, precision)
-        made = _Lifted(*given, python(), renewed or {}, free)
+        made = _Lifted(*given, reached, renewed or {}, free)
         made.note_gradients = note_gradients
         return made
 
@@ -358,7 +360,10 @@ class _Lifted:
         ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
             begun = self.python.begin(symbols, state | self._renewed(flat), self.mode)
+            self.python.hold(s.tensor for s in self.state)
+            attributes = TensorAttributes(self.state, flat)
             with (
+                attributes.on_fakes(),
                 _host_min_max(self.optimizer),
                 computing(self.precision, self.model),
                 found_gradients(self.model, wanted=self.note_gradients) as self.found,
@@ -370,6 +375,7 @@ class _Lifted:
                 options_watched(self.optimizer) as self.options,
             ):
                 result = called(self.train_step, args, batch)
+                attributes.take_back({id(table.find()) for table in self.python.tables})
             self.grads.end()
             put = {id(x): s for s, x in zip(self.state, flat, strict=False)}
             self.sharing = take_over(places, put, shared)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tutti.capture.state.lift import StateTensor, state_of
+from tutti.capture.state.tensor_attributes import user_attributes
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
@@ -213,10 +214,11 @@ def _from_its_pipe_rank(x: DTensor, full: Tensor | None, home: Residence) -> Ten
 
 
 def ordinary(whole: Tensor, like: Tensor) -> Tensor:
-    """`whole` as a Parameter if `like` is one."""
-    if isinstance(like, nn.Parameter):
-        return nn.Parameter(whole, requires_grad=like.requires_grad)
-    return whole
+    """`whole` as a Parameter if `like` is one, with the user's attributes."""
+    is_parameter = isinstance(like, nn.Parameter)
+    made = nn.Parameter(whole, requires_grad=like.requires_grad) if is_parameter else whole
+    vars(made).update(user_attributes(like))
+    return made
 
 
 def _form(x: Tensor) -> str:

@@ -24,6 +24,10 @@ _MODULE_HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
+# What PyTorch keeps among the attributes of a parameter that is of a subclass of `Tensor`.
+# Why: the others are the user's. Public: none.
+OF_TENSORS = frozenset({"_is_param"})
+
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 

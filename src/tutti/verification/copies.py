@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.capture.python.held_values import MISSING, named
+from tutti.capture.python.identities import Identities
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.gradients import carry_hooks
 from tutti.capture.state.lift import optimizers_of
@@ -48,7 +49,11 @@ def copies_in_place(
             new = _stand_in(value, memo)
             if new is not value:
                 entry.put(new)
-        yield _stand_in(train_step, memo), *made
+        step = _stand_in(train_step, memo)
+        tensors = {i: x for i, x in memo.items() if isinstance(x, Tensor)}
+        of_copies = PythonState(step, made[0], optimizers_of(made[1]), Findings())
+        with Identities(tensors).inside_of(of_copies.tables):
+            yield step, *made
 
 
 def _stand_in(value: Any, memo: Mapping[int, Any]) -> Any:

@@ -10,12 +10,14 @@ cell     a variable of a closure         beta
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from operator import itemgetter
 from typing import Any
+
+from torch import Tensor
 
 ITEM, MEMBER, SCOPE, SLOT, CELL = "item", "member", "scope", "slot", "cell"
 MISSING = object()  # in place of a missing value
@@ -44,7 +46,23 @@ class Table:
         """The name of a value in messages and checkpoints."""
         if self.kind == CELL:
             return self.prefix
-        return f"{self.prefix}[{key!r}]" if self.kind == ITEM else f"{self.prefix}{key}"
+        if self.kind != ITEM:
+            return f"{self.prefix}{key}"
+        return f"{self.prefix}[{self._of_tensor(key) if isinstance(key, Tensor) else repr(key)}]"
+
+    @functools.cached_property
+    def _numbers(self) -> dict[int, int]:
+        """By id of a tensor among the keys, its number among them."""
+        return {id(key): i for i, key in enumerate(self.find()) if isinstance(key, Tensor)}
+
+    def _of_tensor(self, key: Tensor) -> str:
+        """A text that is the same for all values of the tensor."""
+        return f"tensor {self._numbers.get(id(key), 'that is new')}"
+
+    def name_as(self, new: Any, key: Any) -> None:
+        """Let `new` have the name of `key`, in whose place it is for a while."""
+        if isinstance(new, Tensor):
+            self._numbers[id(new)] = self._numbers[id(key)]
 
     def values(self) -> dict[Any, Any]:
         """The values now, by key."""
@@ -96,7 +114,7 @@ class Table:
         several = (
             keys if len(keys) > 1 else [*keys, *keys]
         )  # for one key it would return the bare value
-        return partial(itemgetter(*several), held)
+        return functools.partial(itemgetter(*several), held)
 
     def width(self, keys: Sequence[Any]) -> int:
         """The number of values that the reader of `keys` returns for each."""

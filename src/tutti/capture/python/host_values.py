@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.patch_table import (
+    ADDRESSES,
     ANOMALY,
     DLPACK,
     FAKE_LOG,
@@ -26,7 +27,7 @@ from tutti.errors import CaptureError
 from tutti.graph.edits.patch import Patch, replaced
 from tutti.torch_private.fake_tensors import FakeTensor
 from tutti.torch_private.pytrees import tree_leaves
-from tutti.user_lines import quoted, user_line
+from tutti.user_lines import is_users, quoted, user_line
 
 _RAISED: ContextVar[list[CaptureError]] = ContextVar("raised")
 
@@ -109,6 +110,25 @@ def _tensor(plain: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+_WHERE = _refuse(
+    "asks for the address of a tensor, which a trace does not have",
+    "compare the tensors themselves: p is q, p in a_set, id(p)",
+)
+
+
+def _address(patch: Patch) -> Callable[..., Any]:
+    """The address, for PyTorch's own code and of a tensor with memory."""
+    plain: Callable[..., Any] = getattr(patch.owner, patch.name)
+
+    def asked(x: Any) -> Any:
+        if is_users(sys._getframe(1).f_code.co_filename):
+            fake = isinstance(x, FakeTensor) or x.device.type == "meta"
+            return _WHERE() if fake else plain(x)
+        return plain(x)
+
+    return asked
+
+
 _SEED = _refuse(
     "seeds PyTorch's generator",
     "seed before the training begins; for the same numbers at every call, draw them before the step and hand "
@@ -137,7 +157,8 @@ def values_unknown() -> Iterator[None]:
     torch.set_anomaly_enabled(False)
     try:
         made = _tensor(TENSOR_OF_TENSORS.original)
-        with replaced(*_REFUSED, (TENSOR_OF_TENSORS, made), (FAKE_LOG, True)):
+        where = [(patch, _address(patch)) for patch in ADDRESSES]
+        with replaced(*_REFUSED, *where, (TENSOR_OF_TENSORS, made), (FAKE_LOG, True)):
             yield
         for error in _RAISED.get():
             raise error

@@ -36,7 +36,7 @@ def sign(value: Any) -> Any:
         return (type(value), value if plain else repr(value))
     if isinstance(value, Tensor):
         return (Tensor, tuple(value.shape), value.dtype, value.requires_grad)
-    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType | frozenset):
         return value
     if isinstance(value, types.MethodType):
         return (value.__func__, type(value.__self__))

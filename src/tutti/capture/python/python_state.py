@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from tutti.capture.python.contents import contents, refused_change
 from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Table, TableEntry, named
+from tutti.capture.python.identities import Identities
 from tutti.capture.python.optimizer_tables import group_tables, holders, slot_tables
 from tutti.capture.python.plain_values import equal, is_number, is_plain_number, sign
 from tutti.capture.python.reach import PLAIN, reach
@@ -91,10 +92,12 @@ class Findings:
     Args:
         varying: numbers that have changed, and so are inputs.
         fixed: numbers that must be constants, since a trace reads their values.
+        held: by id, tensors whose ids the step's Python has: no other object may get these ids.
     """
 
     varying: set[str] = field(default_factory=set)
     fixed: set[str] = field(default_factory=set)
+    held: dict[int, Tensor] = field(default_factory=dict)
     _expected: bool = False
 
     def expect(self, state: PythonState) -> None:
@@ -124,7 +127,7 @@ class PythonState:
     ) -> None:
         self.findings = findings
         reached = reach(step, model, optimizers)
-        self._stored = reached.stored
+        self._stored, self.names = reached.stored, reached.names
         self._of_model = {id(table) for m in model.modules() for table in _tables_of(m)}
         self._slots = list(slot_tables(model, optimizers))
         self.holders = holders(model, optimizers)
@@ -190,7 +193,8 @@ class PythonState:
         before = [(table, table.values(), _all_keys(table), _items(table)) for table in self.tables]
         inside = contents(self.tables)
         try:
-            yield
+            with contextlib.ExitStack() as self._inside:
+                yield
         finally:
             for kept in inside:
                 kept.put_back()
@@ -223,9 +227,11 @@ class PythonState:
             number.put(symbols[number.name])
         stand_ins: dict[int, Tensor] = {}
         for name, entry, value in list(named(self.tables)):
-            if _is_iterator(value) and entry.table.writable:
+            if not entry.table.writable:
+                continue
+            if _is_iterator(value):
                 entry.put(Untouched(name, value))
-            if not isinstance(value, Tensor) or not entry.table.writable:
+            if not isinstance(value, Tensor):
                 continue
             if id(value) in state:
                 entry.put(state[id(value)])
@@ -233,7 +239,18 @@ class PythonState:
                 if id(value) not in stand_ins:
                     stand_ins[id(value)] = _stand_in(value, mode)
                 entry.put(stand_ins[id(value)])
+        self._identities = Identities({**stand_ins, **state})
+        self._inside.enter_context(self._identities.inside_of(self.tables))
         return BegunTrace(self, stand_ins)
+
+    def hold(self, tensors: Iterable[Tensor]) -> None:
+        """Keep those of `tensors` whose ids the step's containers have."""
+        asked = self._identities.asked
+        self.findings.held |= {id(x): x for x in tensors if id(x) in asked}
+
+    def key(self, key: Any) -> Any:
+        """The key of a table outside of the trace, for one inside."""
+        return self._identities.key(key)
 
     def entry_like(self, entry: TableEntry) -> TableEntry:
         """The entry of the same name in this walk, for one of an earlier walk."""
@@ -305,9 +322,9 @@ class BegunTrace:
             for key, value in now.items():
                 old = before.get(key, MISSING)
                 if value is not old and not equal(value, old):
-                    entry = TableEntry(table, key)
+                    entry = TableEntry(table, self.state.key(key))
                     if self._is_effect(entry, old, value):
-                        changed[id(table), key] = entry, value
+                        changed[id(table), entry.key] = entry, value
         for number in self.state.numbers:
             if effect := self._of_number(number, changed):
                 found.append(effect)

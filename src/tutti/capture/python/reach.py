@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tutti import errors
 from tutti.capture.python.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table
+from tutti.capture.state.tensor_attributes import NOT_OF_USERS, user_attributes
 from tutti.torch_private.module_tables import (
     buffers_of,
     children_of,
@@ -57,10 +58,11 @@ _MOST = 100_000  # the most values of one table to visit
 
 @dataclass
 class Reached:
-    """The tables that a step reaches, and the names to which its code assigns."""
+    """The tables that a step reaches, the names to which its code assigns, and all names in its code."""
 
     tables: list[Table]
     stored: frozenset[str]
+    names: frozenset[str]
 
 
 def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reached:
@@ -73,7 +75,7 @@ def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reach
         walk = _Walk(names, model, optimizers)
         walk.go(step)
         if len(walk.names) == len(names):
-            return Reached(walk.tables, frozenset(walk.stored))
+            return Reached(walk.tables, frozenset(walk.stored), walk.known)
         names = set(walk.names)
 
 
@@ -238,6 +240,19 @@ class _Walk:
             self._whole.setdefault(id(vars(module)[key]), _DEPTH)
             self._value(vars(module)[key], f"{prefix}{key}")
         self._methods(type(module))
+        for key, x in (*parameters_of(module).items(), *buffers_of(module).items()):
+            if x is not None:
+                self._tensor(x, f"{prefix}{key}")
+
+    def _tensor(self, x: Tensor, path: str) -> None:
+        """The user's attributes of a parameter or buffer."""
+        every = bool(self.known & _BY_ANY_NAME)
+        given = user_attributes(x)
+        keys = [k for k in given if k in self.known or (every and not k.startswith("_"))]
+        if keys and self._new(x):
+            self.tables.append(Table(f"{path}.", MEMBER, _is(vars(x)), keys, NOT_OF_USERS))
+            for key in keys:
+                self._value(given[key], f"{path}.{key}")
 
     def _outside(self, module: nn.Module, path: str) -> None:
         for name, one in module.named_modules():

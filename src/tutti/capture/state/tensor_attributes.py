@@ -1,0 +1,114 @@
+"""Attributes that users set on parameters and buffers (`p.is_expert = True`), which the step's code may read.
+
+During a trace fakes stand in for these tensors. They have the same attributes, and what the step assigns to
+them counts as an assignment to the tensors' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from tutti.capture.state.lift import StateTensor
+from tutti.errors import CaptureError
+from tutti.torch_private.module_tables import OF_TENSORS
+
+# Of PyTorch, and of tutti's shards.
+NOT_OF_USERS = OF_TENSORS | {"origin", "now"}
+
+
+def user_attributes(x: Tensor) -> dict[str, Any]:
+    """By name, what the user has set on a tensor."""
+    return {k: v for k, v in vars(x).items() if k not in NOT_OF_USERS}
+
+
+def refuse_kinds(state: Sequence[StateTensor], names: frozenset[str]) -> None:
+    """Refuse a parameter of a user's class if the step's code has a name of it: fakes have no such class.
+
+    Args:
+        names: those of globals and attributes in the step's code.
+    """
+    for s in state:
+        for kind in type(s.tensor).__mro__:
+            if kind.__module__.partition(".")[0] in ("torch", "tutti", "builtins"):
+                continue
+            asked = [kind.__name__, *(k for k in vars(kind) if not k.startswith("__"))]
+            if "__torch_function__" in vars(kind) or not names.isdisjoint(asked):
+                raise CaptureError(
+                    f'"{s.name}" is a {kind.__name__}, and the step may depend on that',
+                    why="during a trace other tensors stand in for it, which are of no class of yours",
+                    fix="an ordinary nn.Parameter with an attribute, as p.is_expert = True; "
+                    "the step may read and set attributes",
+                )
+
+
+class TensorAttributes:
+    """The attributes of the tensors of a trace and of the fakes in their place."""
+
+    def __init__(self, state: Sequence[StateTensor], fakes: Sequence[Any]) -> None:
+        pairs = zip(state, fakes, strict=False)
+        self._pairs = [(s.name, s.tensor, fake) for s, fake in pairs if s.kind != "slot"]
+        self._own = [frozenset(vars(fake)) for *_, fake in self._pairs]
+        self._given = [user_attributes(x) for _, x, _ in self._pairs]
+
+    @contextlib.contextmanager
+    def on_fakes(self) -> Iterator[None]:
+        """Inside, the fakes have the attributes of the tensors."""
+        try:
+            for (name, _, fake), own, given in self._all():
+                for key in own & given.keys():
+                    raise CaptureError(
+                        f'"{name}" has an attribute "{key}"',
+                        why="during a trace another tensor stands in for it, which has its own",
+                        fix=f"another name than {key}",
+                    )
+                vars(fake).update(given)
+            yield
+        finally:
+            for (*_, fake), own, _ in self._all():
+                for key in vars(fake).keys() - own:
+                    del vars(fake)[key]
+
+    def take_back(self, known: set[int]) -> None:
+        """Assign to the tensors what the step has assigned to the fakes.
+
+        Args:
+            known: the ids of the tensors' tables whose values are restored after the trace.
+
+        Raises:
+            CaptureError: the step deletes an attribute, sets one that the tensor did not have, or sets one of
+                the tensor itself, which it holds elsewhere.
+        """
+        for (name, x, fake), own, given in self._all():
+            now = {k: v for k, v in vars(fake).items() if k not in own}
+            if past := _changed(given, user_attributes(x)):
+                raise CaptureError(
+                    f'the step sets the attribute "{past[0]}" of "{name}" past the model',
+                    why="it holds the parameter itself, for which other tensors stand in during a trace",
+                    fix="reach the parameter by the model, or as a default argument: def hook(grad, p=p)",
+                )
+            changed = _changed(given, now)
+            if changed and id(vars(x)) not in known:
+                raise CaptureError(
+                    f'the step sets a new attribute of "{name}": {changed[0]}',
+                    why="the step's Python runs once, while it is captured",
+                    fix="set it before, to None or 0, so that calls of the step keep it",
+                )
+            if gone := [key for key in changed if key not in now]:
+                raise CaptureError(
+                    f'the step deletes an attribute of "{name}": {gone[0]}',
+                    why="the step's Python runs once, while it is captured",
+                    fix="set it to None",
+                )
+            vars(x).update({key: now[key] for key in changed})
+
+    def _all(self) -> Iterator[tuple[tuple[str, Tensor, Any], frozenset[str], dict[str, Any]]]:
+        yield from zip(self._pairs, self._own, self._given, strict=True)
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    missing = object()
+    return [k for k in {**before, **now} if before.get(k, missing) is not now.get(k, missing)]
