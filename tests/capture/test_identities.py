@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import defaultdict, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -82,6 +84,31 @@ def tuples() -> Program:
             p.grad.neg_()
 
     return looking(made, look)
+
+
+def references() -> Program:
+    """Weak ones, and a function with a parameter bound to it."""
+    made = small_model()
+    first, bound = (
+        weakref.ref(made[0].weight),
+        functools.partial(_penalty, made[2].weight, of=made[1].bias),
+    )
+
+    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean() + bound()
+        for p in model.parameters():
+            if p is first():
+                loss = loss + p.sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step, made, torch.optim.SGD(made.parameters(), 0.1), (torch.randn(8, 6),)
+
+
+def _penalty(p: Tensor, of: Tensor) -> Tensor:
+    return 0.1 * p.square().sum() + of.sum()
 
 
 def buffers() -> Program:
@@ -168,7 +195,17 @@ def a_teacher() -> Program:
     return step, made, torch.optim.SGD(made.parameters(), 0.1), (torch.randn(8, 6),)
 
 
-PROGRAMS = [sets, keys, ids, tuples, buffers, an_optimizer_by_hand, slow_weights, a_teacher]
+PROGRAMS = [
+    sets,
+    keys,
+    ids,
+    tuples,
+    references,
+    buffers,
+    an_optimizer_by_hand,
+    slow_weights,
+    a_teacher,
+]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)

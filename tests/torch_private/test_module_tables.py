@@ -19,6 +19,7 @@ from tutti.torch_private.module_tables import (
     OF_TENSORS,
     buffers_of,
     children_of,
+    count_as_parameter,
     hooks_of_all_modules,
     hooks_of_module,
     hooks_of_tensor,
@@ -39,6 +40,16 @@ def test_a_tensor_has_few_attributes_of_its_own() -> None:
         dist.destroy_process_group()
     assert vars(nn.Parameter(x)).keys() == OF_TENSORS
     assert not vars(nn.Parameter(torch.ones(2))) and not vars(torch.ones(2)) and not vars(x)
+
+
+def test_a_tensor_of_a_subclass_counts_as_a_parameter() -> None:
+    x = torch.ones(2).as_subclass(_Own)
+    assert not isinstance(x, nn.Parameter)
+    count_as_parameter(x)
+    assert isinstance(x, nn.Parameter) and vars(x).keys() == OF_TENSORS
+
+
+class _Own(torch.Tensor): ...
 
 
 def test_a_module_looks_in_its_tables() -> None:

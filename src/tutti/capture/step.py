@@ -23,6 +23,7 @@ from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.host_random import no_host_randomness
 from tutti.capture.python.host_values import values_unknown
 from tutti.capture.python.inputs import fake, fake_mode, fakes, symbol
+from tutti.capture.python.kinds import kinds_of_fakes
 from tutti.capture.python.outside import lift_outside, read_by, refuse_written
 from tutti.capture.python.python_state import Effect, Findings, Number, PythonState
 from tutti.capture.python.read_values import (
@@ -61,7 +62,7 @@ from tutti.capture.state.lift import (
 )
 from tutti.capture.state.models import wrappers_open
 from tutti.capture.state.rebound import data_written, refuse_read, take_over
-from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_kinds
+from tutti.capture.state.tensor_attributes import TensorAttributes, refuse_in_batch, refuse_kinds
 from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
@@ -168,6 +169,7 @@ def capture(
         mode = fake_mode(seen, sized=free is not None)
         state, reached = state_of(model, optimizer), python()
         refuse_kinds(state, reached.names)
+        refuse_in_batch(leaves, reached.names)
         given = (train_step, model, optimizer, state, leaves, spec, mode, precision)
         made = _Lifted(*given, reached, renewed or {}, free)
         made.note_gradients = note_gradients
@@ -325,6 +327,7 @@ class _Lifted:
     def trace(self) -> fx.GraphModule:
         with (
             self.python.restored(),
+            kinds_of_fakes(self.python.scopes),
             self.mode,
             watching(self.model),
             explained(),

@@ -13,6 +13,7 @@ from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures, difference_between
 from tutti.capture.python.read_values import Seen
 from tutti.capture.state.first_form import FirstStepAhead
+from tutti.capture.state.tensor_attributes import refuse_in_batch
 from tutti.environment import MOST_PROGRAMS
 from tutti.execution.collector import rarely_collected
 from tutti.graph.edits.quick import quickly_written
@@ -96,6 +97,7 @@ class Programs:
                     module.training = training
                 return compiled, given
         modes = [(module, module.training) for module in self._signatures.modules]
+        refuse_in_batch(leaves, running.python.state.names)
         with rarely_collected(), quickly_written(), OnlyUsersFrames():
             made = self._mode.compile(batch, self._kind(leaves, form, python), given, seen)
         made.modes = [(m, m.training) for m, before in modes if m.training != before]

@@ -28,6 +28,15 @@ _MODULE_HOOKS = (
 # Why: the others are the user's. Public: none.
 OF_TENSORS = frozenset({"_is_param"})
 
+
+def count_as_parameter(x: Tensor) -> None:
+    """Let `isinstance(x, nn.Parameter)` hold for a tensor of a subclass.
+
+    Why: a fake stands in for a parameter. Public: `nn.Parameter(x)`, another object.
+    """
+    x._is_param = True  # type: ignore[attr-defined]
+
+
 _TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 

@@ -7,6 +7,8 @@ a dict, into sets and tuples, and the fakes' ids in place of the tensors'.
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,13 +29,26 @@ class Identities:
         self._keys: dict[Any, Any] = {}
 
     def inside(self, value: Any) -> Any:
-        """The stand-in for a tensor or an id; a tuple or frozenset with stand-ins; any other value itself."""
+        """The stand-in for a tensor or an id; a tuple and its like with stand-ins; any other value itself."""
         if isinstance(value, Tensor):
             return self._stand_ins.get(id(value), value)
         if type(value) is int:
             if value in self._ids:
                 self.asked.add(value)
             return self._ids.get(value, value)
+        if type(value) is weakref.ref:
+            held = value()
+            new = self.inside(held) if isinstance(held, Tensor) else held
+            return value if new is held else weakref.ref(new)
+        if type(value) is functools.partial:
+            args, named = self.inside(value.args), self.inside(tuple(value.keywords.values()))
+            if args is value.args and all(
+                a is b for a, b in zip(named, value.keywords.values(), strict=True)
+            ):
+                return value
+            return functools.partial(
+                value.func, *args, **dict(zip(value.keywords, named, strict=True))
+            )
         if type(value) is frozenset or isinstance(value, tuple):
             items = [self.inside(x) for x in value]
             if all(a is b for a, b in zip(items, value, strict=True)):

@@ -127,7 +127,7 @@ class PythonState:
     ) -> None:
         self.findings = findings
         reached = reach(step, model, optimizers)
-        self._stored, self.names = reached.stored, reached.names
+        self._stored, self.names, self.scopes = reached.stored, reached.names, reached.scopes
         self._of_model = {id(table) for m in model.modules() for table in _tables_of(m)}
         self._slots = list(slot_tables(model, optimizers))
         self.holders = holders(model, optimizers)

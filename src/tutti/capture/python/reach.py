@@ -58,11 +58,18 @@ _MOST = 100_000  # the most values of one table to visit
 
 @dataclass
 class Reached:
-    """The tables that a step reaches, the names to which its code assigns, and all names in its code."""
+    """The tables that a step reaches, and names in its code.
+
+    Args:
+        stored: the names to which it assigns.
+        names: all of globals and attributes.
+        scopes: the globals of the user's functions that call `type`.
+    """
 
     tables: list[Table]
     stored: frozenset[str]
     names: frozenset[str]
+    scopes: list[dict[str, Any]]
 
 
 def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reached:
@@ -75,7 +82,7 @@ def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reach
         walk = _Walk(names, model, optimizers)
         walk.go(step)
         if len(walk.names) == len(names):
-            return Reached(walk.tables, frozenset(walk.stored), walk.known)
+            return Reached(walk.tables, frozenset(walk.stored), walk.known, [*walk.asking.values()])
         names = set(walk.names)
 
 
@@ -93,6 +100,7 @@ class _Walk:
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id repeats
         self._scopes: dict[int, Table] = {}
+        self.asking: dict[int, dict[str, Any]] = {}
         self._reads_environment, self._words = False, set[str]()
         # Objects of a library's modules (a configuration) whose attributes all count, to this depth.
         self._whole: dict[int, int] = {}
@@ -177,6 +185,8 @@ class _Walk:
             for key in kept:
                 self._value(vars(function)[key], f"{name}{key}")
         scope, library = function.__globals__, is_code_of_library(code)
+        if not library and "type" in _globals_of(code):
+            self.asking[id(scope)] = scope
         if library and not _is_users(function.__module__ or ""):
             return
         mentioned = _mentioned(code) & scope.keys()

@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tutti.capture.state.lift import StateTensor
 from tutti.errors import CaptureError
-from tutti.torch_private.module_tables import OF_TENSORS
+from tutti.torch_private.module_tables import OF_TENSORS, count_as_parameter
 
 # Of PyTorch, and of tutti's shards.
 NOT_OF_USERS = OF_TENSORS | {"origin", "now"}
@@ -32,17 +32,32 @@ def refuse_kinds(state: Sequence[StateTensor], names: frozenset[str]) -> None:
         names: those of globals and attributes in the step's code.
     """
     for s in state:
-        for kind in type(s.tensor).__mro__:
-            if kind.__module__.partition(".")[0] in ("torch", "tutti", "builtins"):
-                continue
-            asked = [kind.__name__, *(k for k in vars(kind) if not k.startswith("__"))]
-            if "__torch_function__" in vars(kind) or not names.isdisjoint(asked):
-                raise CaptureError(
-                    f'"{s.name}" is a {kind.__name__}, and the step may depend on that',
-                    why="during a trace other tensors stand in for it, which are of no class of yours",
-                    fix="an ordinary nn.Parameter with an attribute, as p.is_expert = True; "
-                    "the step may read and set attributes",
-                )
+        _refuse_kind(f'"{s.name}"', s.tensor, names)
+
+
+def refuse_in_batch(leaves: Sequence[Any], names: frozenset[str]) -> None:
+    """Refuse a batch's tensor of a user's class, as `refuse_kinds`, or with an attribute that code names."""
+    for k, x in enumerate(x for x in leaves if isinstance(x, Tensor)):
+        _refuse_kind(f"batch tensor {k}", x, names)
+        for key in user_attributes(x).keys() & names:
+            raise CaptureError(
+                f'batch tensor {k} has an attribute "{key}", and the step may depend on it',
+                why="during a trace another tensor stands in for it; attributes are no part of a batch",
+                fix="hand it to the step as an argument of its own",
+            )
+
+
+def _refuse_kind(which: str, x: Tensor, names: frozenset[str]) -> None:
+    for kind in type(x).__mro__:
+        if kind.__module__.partition(".")[0] in ("torch", "tutti", "builtins"):
+            continue
+        asked = [kind.__name__, *(k for k in vars(kind) if not k.startswith("__"))]
+        if "__torch_function__" in vars(kind) or not names.isdisjoint(asked):
+            raise CaptureError(
+                f"{which} is a {kind.__name__}, and the step may depend on that",
+                why="during a trace other tensors stand in for it, which are of no class of yours",
+                fix="an ordinary tensor; a parameter may have an attribute instead, as p.is_expert = True",
+            )
 
 
 class TensorAttributes:
@@ -52,6 +67,7 @@ class TensorAttributes:
         pairs = zip(state, fakes, strict=False)
         self._pairs = [(s.name, s.tensor, fake) for s, fake in pairs if s.kind != "slot"]
         self._own = [frozenset(vars(fake)) for *_, fake in self._pairs]
+        self._parameters = [isinstance(x, nn.Parameter) for _, x, _ in self._pairs]
         self._given = [user_attributes(x) for _, x, _ in self._pairs]
 
     @contextlib.contextmanager
@@ -66,6 +82,9 @@ class TensorAttributes:
                         fix=f"another name than {key}",
                     )
                 vars(fake).update(given)
+            for (*_, fake), is_parameter in zip(self._pairs, self._parameters, strict=True):
+                if is_parameter:
+                    count_as_parameter(fake)
             yield
         finally:
             for (*_, fake), own, _ in self._all():
@@ -83,7 +102,7 @@ class TensorAttributes:
                 the tensor itself, which it holds elsewhere.
         """
         for (name, x, fake), own, given in self._all():
-            now = {k: v for k, v in vars(fake).items() if k not in own}
+            now = {k: v for k, v in user_attributes(fake).items() if k not in own}
             if past := _changed(given, user_attributes(x)):
                 raise CaptureError(
                     f'the step sets the attribute "{past[0]}" of "{name}" past the model',
