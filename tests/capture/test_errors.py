@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import io
+import queue
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +134,56 @@ def test_numbers_drawn_on_the_host(name: str, draw: Callable[[], float]) -> None
     assert error.what == f"the step draws random numbers from {name}"
     assert "# drawn here" in error.at
     assert "torch.rand" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("made", "draw"),
+    [
+        (random.Random(0), lambda one: one.random()),
+        (np.random.default_rng(0), lambda one: one.random()),
+        (np.random.RandomState(0), lambda one: one.rand()),
+    ],
+    ids=["Random", "Generator", "RandomState"],
+)
+def test_numbers_drawn_by_a_generator_that_the_step_holds(
+    made: Any, draw: Callable[[Any], float]
+) -> None:
+    """`self.rng`, say."""
+    step = trained(lambda model, x, y: draw(made) * cross_entropy(model(x), y))
+    error = refused(step)
+    assert error.what == "the step draws random numbers from made, in Python"
+    assert "torch.rand" in error.fix
+
+
+THREAD = threading.local()
+CONTEXT = contextvars.ContextVar("CONTEXT", default=0)
+FILE = io.StringIO("1\n2\n")
+QUEUE: queue.Queue[float] = queue.Queue()
+
+
+def count_in_thread() -> float:
+    THREAD.count = getattr(THREAD, "count", 0) + 1
+    return THREAD.count
+
+
+def count_in_context() -> float:
+    CONTEXT.set(CONTEXT.get() + 1)
+    return CONTEXT.get()
+
+
+@pytest.mark.parametrize(
+    ("name", "take"),
+    [
+        ("THREAD", count_in_thread),
+        ("CONTEXT", count_in_context),
+        ("FILE", lambda: float(FILE.readline())),
+        ("QUEUE", lambda: QUEUE.get()),
+    ],
+)
+def test_what_a_step_takes_in_python(name: str, take: Callable[[], float]) -> None:
+    QUEUE.put(2.0)
+    step = trained(lambda model, x, y: take() * cross_entropy(model(x), y))
+    assert refused(step).what == f"the step changes {name}, in Python"
 
 
 def test_a_generator_of_its_own_does_not_matter() -> None:

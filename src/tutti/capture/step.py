@@ -331,7 +331,7 @@ class _Lifted:
             self.mode,
             watching(self.model),
             explained(),
-            no_host_randomness(),
+            no_host_randomness(self.python.tables),
             in_other_forms(),
             on_symbols(),
             values_unknown(),
