@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
-from gradient_programs import looking, small_model
+from gradient_programs import looking, losing, small_model
 from ranks import Ranks
 from tutti.capture.python.held_values import ITEM, Table
 from tutti.errors import CaptureError
@@ -94,17 +94,14 @@ def references() -> Program:
         functools.partial(_penalty, made[2].weight, of=made[1].bias),
     )
 
-    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(x).square().mean() + bound()
         for p in model.parameters():
             if p is first():
                 loss = loss + p.sum()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return loss
 
-    return step, made, torch.optim.SGD(made.parameters(), 0.1), (torch.randn(8, 6),)
+    return losing(made, loss_of)
 
 
 def _penalty(p: Tensor, of: Tensor) -> Tensor:
@@ -180,19 +177,16 @@ def a_teacher() -> Program:
     made, teacher = small_model(), nn.Linear(6, 4).requires_grad_(False)
     counted, by_id = {teacher.weight}, {id(teacher.bias)}
 
-    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
         found = model(x)
         loss = (found - teacher(x)).square().mean()
         for p in teacher.parameters():
             loss = loss + found.mean() * (
                 p.sum() if p in counted else 3.0 if id(p) in by_id else 0.0
             )
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return loss
 
-    return step, made, torch.optim.SGD(made.parameters(), 0.1), (torch.randn(8, 6),)
+    return losing(made, loss_of)
 
 
 PROGRAMS = [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
-from gradient_programs import looking, small_model
+from gradient_programs import looking, losing, small_model
 from ranks import Ranks
 from tutti.errors import CaptureError
 
@@ -21,16 +21,7 @@ def of_loss(
     loss: Callable[[Any], Tensor], scale: Callable[[Any], float] = lambda _: 1.0
 ) -> Program:
     """`scale` looks at the batch."""
-    made = small_model()
-
-    def step(model: nn.Module, optimizer: Any, x: Any) -> Tensor:
-        optimizer.zero_grad()
-        found = loss(model(x)) * scale(x)
-        found.backward()
-        optimizer.step()
-        return found.detach()
-
-    return step, made, torch.optim.SGD(made.parameters(), 0.1), (torch.randn(8, 6),)
+    return losing(small_model(), lambda model, x: loss(model(x)) * scale(x))
 
 
 def doubled(x: Any) -> Any:

@@ -9,28 +9,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
+from gradient_programs import losing_output as of
 from ranks import Ranks
 from tutti.capture.python.read_values import ITEM
 from tutti.capture.step import capture
 from tutti.errors import CaptureError
-
-
-def of(loss: Callable[[Tensor], Any]) -> Program:
-    model = nn.Linear(6, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        found = loss(model(x))
-        found.backward()
-        optimizer.step()
-        return found.detach()
-
-    return step, model, optimizer, (torch.randn(8, 6),)
 
 
 def dims(z: Tensor) -> Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributions import Categorical, Normal
 
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
+from gradient_programs import losing_output
 from ranks import Ranks
 from tutti.capture.second_trace.random_ops import OurRandomness
 from tutti.errors import CaptureError
@@ -19,18 +20,7 @@ from tutti.errors import CaptureError
 NUM = 20_000
 
 
-def of(loss: Callable[[Tensor], Tensor]) -> Program:
-    model = nn.Linear(4, 6)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        found = loss(model(x))
-        found.backward()
-        optimizer.step()
-        return found.detach()
-
-    return step, model, optimizer, (torch.randn(8, 4),)
+of = functools.partial(losing_output, width=6)
 
 
 def policy() -> Program:

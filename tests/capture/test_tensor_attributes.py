@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
-from gradient_programs import looking, small_model
+from gradient_programs import looking, losing, small_model
 from ranks import Ranks
 from tutti.errors import CaptureError
 
@@ -143,16 +143,11 @@ def a_buffer() -> Program:
     made = small_model()
     made[1].running_mean.weight_of = 2.0
 
-    def step(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
-        optimizer.zero_grad()
+    def loss_of(model: nn.Module, x: Tensor) -> Any:
         loss = model(x).square().mean()
-        for b in model.buffers():
-            loss = loss + getattr(b, "weight_of", 0.0) * b.sum()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return loss + sum(getattr(b, "weight_of", 0.0) * b.sum() for b in model.buffers())
 
-    return step, made, torch.optim.SGD(made.parameters(), 0.1), (torch.randn(8, 6),)
+    return losing(made, loss_of)
 
 
 class Marked(nn.Parameter):

@@ -1,4 +1,4 @@
-"""Steps that look at each parameter between the backward and the update, for `as_eager`."""
+"""Programs for `as_eager`: a step around a loss, and one that looks at each parameter before the update."""
 
 from __future__ import annotations
 
@@ -9,10 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from as_eager import Program
+from small_steps import trained
 
 
 def small_model() -> Any:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+
+def losing(model: nn.Module, loss_of: Callable[[Any, Any], Any], optimizer: Any = None) -> Program:
+    """The usual step around `loss_of(model, x)`."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), 0.1)
+    return trained(loss_of), model, optimizer, (torch.randn(8, 6),)
+
+
+def losing_output(loss: Callable[[Tensor], Any], width: int = 4) -> Program:
+    """The usual step of a linear layer around `loss(z)`, where z is (8, width)."""
+    return losing(nn.Linear(6, width), lambda model, x: loss(model(x)))
 
 
 def looking(model: nn.Module, look: Callable[[Any], Any], optimizer: Any = None) -> Program:

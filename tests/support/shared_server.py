@@ -37,14 +37,9 @@ def start() -> None:
 
 def start_early() -> None:
     """As `start`, in the process that runs pytest with several workers, if no device could forbid copies."""
-    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    can_be_copied = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
     has_workers = any(word.startswith(("-n", "--numprocesses")) for word in sys.argv)
-    if (
-        sys.platform == "linux"
-        and has_workers
-        and not is_worker
-        and not Path("/dev/nvidiactl").exists()
-    ):
+    if can_be_copied and has_workers and "PYTEST_XDIST_WORKER" not in os.environ:
         start()
 
 
@@ -93,9 +88,8 @@ def be_copied(words: Sequence[str]) -> int:
     """Let a copy of the server be `python WORDS`, with the streams of this process; its exit code."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address = os.environ[_ADDRESS].replace("@", "\0")
-    server._forkserver_alive_fd = os.open(
-        os.devnull, os.O_WRONLY
-    )  # the server asks its own parent's
+    # A copy gets it; the server itself watches the one of the process that started it.
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)
     server.ensure_running = resource_tracker.ensure_running
     process = Copies().Process(target=_become, args=(list(words), dict(os.environ), _Stream(0)))
     process.start()

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tutti.capture.python.held_values import MISSING, named
-from tutti.capture.python.identities import Identities
+from tutti.capture.python.identities import Identities, replaced_inside
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.gradients import carry_hooks
 from tutti.capture.state.lift import optimizers_of
@@ -37,6 +35,11 @@ def copies_in_place(
     """
     memo: Memo = {}
     made = copies_of(model, optimizer, memo)
+
+    def copy_of(value: Any) -> Any:
+        copied_kind = isinstance(value, Optimizer | nn.Module | Tensor | dict | list)
+        return memo.get(id(value), value) if copied_kind else value
+
     python = PythonState(train_step, model, optimizers_of(optimizer), Findings())
     with python.restored(), warnings.catch_warnings():
         # The copy has its own `step`, without the wrapper by which a schedule notices its calls.
@@ -46,31 +49,14 @@ def copies_in_place(
             # its holder may have a copy, too, which holds the copies already
             if value is MISSING or id(held) in memo or not entry.table.writable:
                 continue
-            new = _stand_in(value, memo)
+            new = replaced_inside(value, copy_of)
             if new is not value:
                 entry.put(new)
-        step = _stand_in(train_step, memo)
+        step = replaced_inside(train_step, copy_of)
         tensors = {i: x for i, x in memo.items() if isinstance(x, Tensor)}
         of_copies = PythonState(step, made[0], optimizers_of(made[1]), Findings())
         with Identities(tensors).inside_of(of_copies.tables):
             yield step, *made
-
-
-def _stand_in(value: Any, memo: Mapping[int, Any]) -> Any:
-    """The copy of `value`, or `value` bound to copies; else `value` itself."""
-    if isinstance(value, Optimizer | nn.Module | Tensor | dict | list):
-        return memo.get(id(value), value)
-    if type(value) is tuple:
-        parts = tuple(_stand_in(x, memo) for x in value)
-        return parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
-    if isinstance(value, types.MethodType):
-        holder = _stand_in(value.__self__, memo)
-        return value if holder is value.__self__ else types.MethodType(value.__func__, holder)
-    if type(value) is functools.partial:
-        function, given = _stand_in(value.func, memo), _stand_in(value.args, memo)
-        named = {key: _stand_in(x, memo) for key, x in value.keywords.items()}
-        return functools.partial(function, *given, **named)
-    return value
 
 
 def copies_of(model: nn.Module, optimizer: Any, memo: Memo | None = None) -> tuple[nn.Module, Any]:

@@ -12,7 +12,8 @@ import queue
 import random
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -35,12 +36,14 @@ def no_host_randomness(tables: Sequence[Table]) -> Iterator[None]:
 
     Also raises if the trace takes from a queue or a file in `tables`, or sets a value of a thread or context.
     """
-    held = {name: x for name, _, x in named(tables) if _state_of(x) is not None}
-    kept = {name: _state_of(x) for name, x in held.items()}
-    before, lines = _states(), list[str]()
+    watched = _watched(tables)
+    before, lines = {name: one.read() for name, one in watched.items()}, list[str]()
+
+    def changed() -> list[str]:
+        return [name for name, one in watched.items() if one.read() != before[name]]
 
     def look(_module: nn.Module, *_given: Any) -> None:
-        if not lines and _states() != before:
+        if not lines and changed():
             lines.append(quoted(user_line()))
 
     hooks = [
@@ -52,61 +55,67 @@ def no_host_randomness(tables: Sequence[Table]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
-    for name, state in kept.items():
-        if _state_of(held[name]) != state:
-            drawn = _put_back(held[name], state)
-            raise CaptureError(
-                f"the step {'draws random numbers from' if drawn else 'changes'} {name}, in Python",
-                at=quoted(user_line()),
-                why="that would happen once, while the step is captured, and not at every call",
-                fix="torch.rand and the like for random numbers; or do it before the step, and hand the "
-                "results over as arguments",
-            )
-    after = _states()
-    changed = [name for name in before if after[name] != before[name]]
-    if changed:
+    names = changed()
+    for name in names:
+        watched[name].put_back(before[name])
+    drawn = [name for name in names if watched[name].is_generator]
+    if drawn:
         raise CaptureError(
-            f"the step draws random numbers from {' and '.join(changed)}",
+            f"the step draws random numbers from {' and '.join(drawn)}",
             at=f"by {lines[0]}" if lines else "",
             why="they would be drawn once, while the step is captured, and be the same at every call",
             fix="torch.rand and the like; or draw before the step and hand them over as arguments",
         )
+    if names:
+        raise CaptureError(
+            f"the step changes {' and '.join(names)}",
+            at=f"by {lines[0]}" if lines else "",
+            why="that would happen once, while the step is captured, and not at every call",
+            fix="do it before the step, and hand the results over as arguments",
+        )
 
 
-def _state_of(x: Any) -> Any:
-    """What a draw, a `get` or a `set` changes; None for any other value."""
-    if isinstance(x, random.Random):
-        return x.getstate()
-    if isinstance(x, contextvars.ContextVar):
-        return ("context", id(x.get(None)))
-    if isinstance(x, threading.local):
-        return {key: id(value) for key, value in vars(x).items()}
-    if isinstance(x, queue.Queue):
-        return list(map(id, x.queue))
+@dataclass(frozen=True)
+class _Watched:
+    """What reads a state, of a generator or of another object, and puts it back, if that is possible."""
+
+    read: Callable[[], Any]
+    is_generator: bool = False
+    put_back: Callable[[Any], None] = lambda _: None
+
+
+def _watched(tables: Sequence[Table]) -> dict[str, _Watched]:
+    """By name, the host's generators, NumPy's only if it is in use, and what `tables` hold."""
+    found = {"Python's random": _Watched(random.getstate, True, random.setstate)}
     numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        found["numpy.random"] = _Watched(lambda: _without_array(numpy.get_state()), True)
+    for name, _, x in named(tables):
+        if (one := _of_held(x, numpy)) is not None:
+            found[f"{name}, in Python"] = one
+    return found
+
+
+def _of_held(x: Any, numpy: Any) -> _Watched | None:
+    """For an object that a draw, a `get` or a `set` changes; None for any other value."""
+    if isinstance(x, random.Random):
+        return _Watched(x.getstate, True, x.setstate)
     if numpy is not None and isinstance(x, numpy.Generator):
-        return repr(x.bit_generator.state)
+        return _Watched(lambda: repr(x.bit_generator.state), True)
     if numpy is not None and isinstance(x, numpy.RandomState):
-        return repr(x.get_state(legacy=False))
-    if isinstance(x, io.StringIO | io.BytesIO) and not x.closed:
-        return ("file", x.tell())
-    if isinstance(x, io.IOBase) and not x.closed and x.seekable() and not x.writable():
-        return ("file", x.tell())  # one that is written is a log
+        return _Watched(lambda: repr(x.get_state(legacy=False)), True)
+    if isinstance(x, contextvars.ContextVar):
+        return _Watched(lambda: id(x.get(None)))
+    if isinstance(x, threading.local):
+        return _Watched(lambda: {key: id(value) for key, value in vars(x).items()})
+    if isinstance(x, queue.Queue):
+        return _Watched(lambda: list(map(id, x.queue)))
+    is_file = isinstance(x, io.IOBase) and not x.closed and x.seekable()
+    if is_file and (isinstance(x, io.StringIO | io.BytesIO) or not x.writable()):  # others are logs
+        return _Watched(x.tell)
     return None
 
 
-def _put_back(x: Any, state: Any) -> bool:
-    """Whether `x` is a generator; one of Python is put back."""
-    if isinstance(x, random.Random):
-        x.setstate(state)
-    return isinstance(state, str) or isinstance(x, random.Random)
-
-
-def _states() -> dict[str, Any]:
-    """The states of the host's generators; NumPy's only if it is in use."""
-    states: dict[str, Any] = {"Python's random": random.getstate()}
-    numpy: Any = sys.modules.get("numpy.random")
-    if numpy is not None:
-        _, words, *rest = numpy.get_state()
-        states["numpy.random"] = (words.tobytes(), *rest)
-    return states
+def _without_array(state: Any) -> tuple[Any, ...]:
+    kind, words, *rest = state
+    return kind, words.tobytes(), *rest

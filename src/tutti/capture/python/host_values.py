@@ -121,9 +121,9 @@ def _address(patch: Patch) -> Callable[..., Any]:
     plain: Callable[..., Any] = getattr(patch.owner, patch.name)
 
     def asked(x: Any) -> Any:
-        if is_users(sys._getframe(1).f_code.co_filename):
-            fake = isinstance(x, FakeTensor) or x.device.type == "meta"
-            return _WHERE() if fake else plain(x)
+        has_none = isinstance(x, FakeTensor) or x.device.type == "meta"
+        if has_none and is_users(sys._getframe(1).f_code.co_filename):
+            return _WHERE()
         return plain(x)
 
     return asked

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,33 @@ from typing import Any
 from torch import Tensor
 
 from tutti.capture.python.held_values import ITEM, Table, named
+
+
+def replaced_inside(value: Any, of: Callable[[Any], Any]) -> Any:
+    """`of(value)`, or the value with `of(x)` for each x inside; the value itself if none of them changes.
+
+    Inside means: in a tuple, a frozenset, a partial, a bound method or a weak reference.
+    """
+    if (new := of(value)) is not value:
+        return new
+    if type(value) is weakref.ref:
+        held = value()
+        return value if (new := of(held)) is held else weakref.ref(new)
+    if isinstance(value, types.MethodType):
+        holder = replaced_inside(value.__self__, of)
+        return value if holder is value.__self__ else types.MethodType(value.__func__, holder)
+    if type(value) is functools.partial:
+        before = value.func, value.args, tuple(value.keywords.values())
+        if (parts := replaced_inside(before, of)) is before:
+            return value
+        function, args, options = parts
+        return functools.partial(function, *args, **dict(zip(value.keywords, options, strict=True)))
+    if type(value) is frozenset or isinstance(value, tuple):
+        items = [replaced_inside(x, of) for x in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)  # type: ignore[union-attr]
+    return value
 
 
 class Identities:
@@ -29,33 +57,15 @@ class Identities:
         self._keys: dict[Any, Any] = {}
 
     def inside(self, value: Any) -> Any:
-        """The stand-in for a tensor or an id; a tuple and its like with stand-ins; any other value itself."""
+        """The value with stand-ins for the tensors, and for their ids, that it is or holds."""
+        return replaced_inside(value, self._stand_in)
+
+    def _stand_in(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self._stand_ins.get(id(value), value)
-        if type(value) is int:
-            if value in self._ids:
-                self.asked.add(value)
-            return self._ids.get(value, value)
-        if type(value) is weakref.ref:
-            held = value()
-            new = self.inside(held) if isinstance(held, Tensor) else held
-            return value if new is held else weakref.ref(new)
-        if type(value) is functools.partial:
-            args, named = self.inside(value.args), self.inside(tuple(value.keywords.values()))
-            if args is value.args and all(
-                a is b for a, b in zip(named, value.keywords.values(), strict=True)
-            ):
-                return value
-            return functools.partial(
-                value.func, *args, **dict(zip(value.keywords, named, strict=True))
-            )
-        if type(value) is frozenset or isinstance(value, tuple):
-            items = [self.inside(x) for x in value]
-            if all(a is b for a, b in zip(items, value, strict=True)):
-                return value
-            if hasattr(value, "_make"):  # a named tuple
-                return value._make(items)  # type: ignore[union-attr]
-            return type(value)(items)
+        if type(value) is int and value in self._ids:
+            self.asked.add(value)
+            return self._ids[value]
         return value
 
     @contextlib.contextmanager

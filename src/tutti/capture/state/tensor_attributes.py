@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -60,36 +61,47 @@ def _refuse_kind(which: str, x: Tensor, names: frozenset[str]) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _StandIn:
+    """A tensor of the state, the fake in its place, and the attributes of each before the step runs."""
+
+    name: str
+    tensor: Tensor
+    fake: Any
+    given: dict[str, Any]
+    own: frozenset[str]
+
+    @classmethod
+    def of(cls, s: StateTensor, fake: Any) -> _StandIn:
+        return cls(s.name, s.tensor, fake, user_attributes(s.tensor), frozenset(vars(fake)))
+
+
 class TensorAttributes:
     """The attributes of the tensors of a trace and of the fakes in their place."""
 
     def __init__(self, state: Sequence[StateTensor], fakes: Sequence[Any]) -> None:
         pairs = zip(state, fakes, strict=False)
-        self._pairs = [(s.name, s.tensor, fake) for s, fake in pairs if s.kind != "slot"]
-        self._own = [frozenset(vars(fake)) for *_, fake in self._pairs]
-        self._parameters = [isinstance(x, nn.Parameter) for _, x, _ in self._pairs]
-        self._given = [user_attributes(x) for _, x, _ in self._pairs]
+        self._all = [_StandIn.of(s, fake) for s, fake in pairs if s.kind != "slot"]
 
     @contextlib.contextmanager
     def on_fakes(self) -> Iterator[None]:
-        """Inside, the fakes have the attributes of the tensors."""
+        """Inside, the fakes have the attributes of the tensors, and those of parameters count as such."""
         try:
-            for (name, _, fake), own, given in self._all():
-                for key in own & given.keys():
+            for one in self._all:
+                for key in one.own & one.given.keys():
                     raise CaptureError(
-                        f'"{name}" has an attribute "{key}"',
+                        f'"{one.name}" has an attribute "{key}"',
                         why="during a trace another tensor stands in for it, which has its own",
                         fix=f"another name than {key}",
                     )
-                vars(fake).update(given)
-            for (*_, fake), is_parameter in zip(self._pairs, self._parameters, strict=True):
-                if is_parameter:
-                    count_as_parameter(fake)
+                vars(one.fake).update(one.given)
+                if isinstance(one.tensor, nn.Parameter):
+                    count_as_parameter(one.fake)
             yield
         finally:
-            for (*_, fake), own, _ in self._all():
-                for key in vars(fake).keys() - own:
-                    del vars(fake)[key]
+            for one in self._all:
+                for key in vars(one.fake).keys() - one.own:
+                    del vars(one.fake)[key]
 
     def take_back(self, known: set[int]) -> None:
         """Assign to the tensors what the step has assigned to the fakes.
@@ -101,31 +113,28 @@ class TensorAttributes:
             CaptureError: the step deletes an attribute, sets one that the tensor did not have, or sets one of
                 the tensor itself, which it holds elsewhere.
         """
-        for (name, x, fake), own, given in self._all():
-            now = {k: v for k, v in user_attributes(fake).items() if k not in own}
-            if past := _changed(given, user_attributes(x)):
+        for one in self._all:
+            if past := _changed(one.given, user_attributes(one.tensor)):
                 raise CaptureError(
-                    f'the step sets the attribute "{past[0]}" of "{name}" past the model',
+                    f'the step sets the attribute "{past[0]}" of "{one.name}" past the model',
                     why="it holds the parameter itself, for which other tensors stand in during a trace",
                     fix="reach the parameter by the model, or as a default argument: def hook(grad, p=p)",
                 )
-            changed = _changed(given, now)
-            if changed and id(vars(x)) not in known:
+            now = {k: v for k, v in user_attributes(one.fake).items() if k not in one.own}
+            changed = _changed(one.given, now)
+            if changed and id(vars(one.tensor)) not in known:
                 raise CaptureError(
-                    f'the step sets a new attribute of "{name}": {changed[0]}',
+                    f'the step sets a new attribute of "{one.name}": {changed[0]}',
                     why="the step's Python runs once, while it is captured",
                     fix="set it before, to None or 0, so that calls of the step keep it",
                 )
             if gone := [key for key in changed if key not in now]:
                 raise CaptureError(
-                    f'the step deletes an attribute of "{name}": {gone[0]}',
+                    f'the step deletes an attribute of "{one.name}": {gone[0]}',
                     why="the step's Python runs once, while it is captured",
                     fix="set it to None",
                 )
-            vars(x).update({key: now[key] for key in changed})
-
-    def _all(self) -> Iterator[tuple[tuple[str, Tensor, Any], frozenset[str], dict[str, Any]]]:
-        yield from zip(self._pairs, self._own, self._given, strict=True)
+            vars(one.tensor).update({key: now[key] for key in changed})
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
