@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import tutti
 from execution import pipelines
@@ -77,6 +78,33 @@ def test_cut_names_where_a_stage_begins(
     assert here[0] == pytest.approx(expected, rel=1e-10)
     assert here[1] == sorted(f"{i}.{x}" for i in first for x in ("weight", "bias"))
     assert len(here[1]) + len(there[1]) == 6 and not set(here[1]) & set(there[1])
+
+
+def numbers_of_losses(layout: str) -> list[float]:
+    """The results of a step that computes with its loss as a number, in its backward and after it."""
+    kept = {"average": 0.0}
+
+    def train_step(model: Any, optimizer: Any, x: Tensor) -> dict[str, Any]:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        scale = 1 + 2 * loss.item()
+        (loss / scale).backward()
+        optimizer.step()
+        kept["average"] = 0.9 * kept["average"] + 0.1 * loss.item()
+        return {"loss": loss.detach(), "scale": scale, "average": kept["average"]}
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = tutti.distribute(train_step, model, optimizer, layout)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    return [float(value) for _ in range(3) for value in step(x).values()]
+
+
+def test_numbers_of_a_loss_are_known_on_all_ranks(ranks: Ranks) -> None:
+    expected = numbers_of_losses("")
+    for found in ranks.run(numbers_of_losses, "pipe=2", n=2):
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_verify_takes_cut() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate
 
 from tutti.capture.spelling import lookups, strided
 from tutti.graph.edits.edit import Emit
@@ -34,6 +35,16 @@ def shape_list(node: Any) -> list[int]:
 def _same(emit: Emit, node: fx.Node) -> fx.Node:
     x: Any = node.args[0]
     return x
+
+
+def _conjugate(emit: Emit, node: fx.Node) -> None:
+    """The conjugate of a number is a number for its readers: the op takes tensors only."""
+    x: Any = node.args[0]
+    if isinstance(x, fx.Node):
+        return
+    for user in list(node.users):
+        user.args = map_aggregate(user.args, lambda a: x.conjugate() if a is node else a)
+        user.kwargs = map_aggregate(user.kwargs, lambda a: x.conjugate() if a is node else a)
 
 
 def _cast(emit: Emit, node: fx.Node) -> fx.Node | None:
@@ -358,6 +369,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.detach_copy.default: _same,
     aten.clone.default: _same,
     aten.contiguous.default: _same,
+    aten._conj.default: _conjugate,
     aten._to_copy.default: _cast,
     **dict.fromkeys(_VIEWS, _view),
     **{copy: _viewing(view) for copy, view in _COPIES.items()},

@@ -104,10 +104,12 @@ def _mark_ends(graph: fx.Graph) -> None:
         # A collective has the region of its first reader, whose readers may precede that one.
         if node.target in collectives.PLAYED and inside.intersection(node.users):
             inside.update({node} & reads_batch)
+    numbers = _numbers_inside(graph, inside, reads_batch)
+    _compute_apart(graph, inside, numbers)
     for node in list(graph.nodes):
         if node not in inside:
             continue
-        outside = [u for u in node.users if u not in inside and not _looks_inside(u, inside)]
+        outside = [u for u in node.users if u not in inside and u not in numbers]
         if not outside:
             continue
         with graph.inserting_after(node):
@@ -117,9 +119,31 @@ def _mark_ends(graph: fx.Graph) -> None:
             user.replace_input_with(node, end)
 
 
-def _looks_inside(user: fx.Node, inside: set[fx.Node]) -> bool:
-    """Whether `user` computes a number from a value inside of the micro-batch, for the micro-batch."""
-    return user.op == "call_function" and user.meta.get("region") in ("forward", "backward")
+def _numbers_inside(
+    graph: fx.Graph, inside: set[fx.Node], reads_batch: set[fx.Node]
+) -> set[fx.Node]:
+    """The numbers of the batch with which the micro-batch computes."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        is_number = node.op == "call_function" and node in reads_batch and node not in inside
+        if is_number and any(u in inside or u in found for u in node.users):
+            found.add(node)
+    return found
+
+
+def _compute_apart(graph: fx.Graph, inside: set[fx.Node], numbers: set[fx.Node]) -> None:
+    """Compute numbers that are also read outside of the micro-batch again, outside."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in graph.nodes if n in numbers]:
+        with graph.inserting_after(node):
+            copies[node] = graph.node_copy(node, lambda x: copies.get(x, x))
+    for node, copy in copies.items():
+        for user in [u for u in node.users if u not in inside and u not in numbers]:
+            if user not in copies.values():
+                user.replace_input_with(node, copy)
+    for copy in reversed(copies.values()):
+        if not copy.users:
+            graph.erase_node(copy)
 
 
 def _dependents(graph: fx.Graph, starts: Callable[[fx.Node], bool]) -> set[fx.Node]:
