@@ -111,8 +111,7 @@ class Step:
             compiled, returned = programs.on_its_way(
                 compiled, given, (leaves, form, batch), returned, checked=checked
             )
-        programs.last = compiled
-        compiled.last_call = running.num_steps
+        programs.ended(compiled, running.num_steps)
         captured = compiled.program.captured
         for one in running.optimizers:
             mark_stepped(one)  # for schedulers

@@ -40,6 +40,9 @@ def start_early() -> None:
     can_be_copied = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
     has_workers = any(word.startswith(("-n", "--numprocesses")) for word in sys.argv)
     if can_be_copied and has_workers and "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ.setdefault(
+            "OMP_NUM_THREADS", "1"
+        )  # a copy of a process with threads would wait for them
         start()
 
 

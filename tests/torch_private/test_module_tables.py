@@ -16,6 +16,7 @@ from torch.nn.modules.module import (
 )
 
 from tutti.torch_private.module_tables import (
+    FLAT_WEIGHTS,
     OF_TENSORS,
     buffers_of,
     children_of,
@@ -64,6 +65,13 @@ def test_a_module_looks_in_its_tables() -> None:
     assert children_of(outer) == {"0": module}
     children_of(outer)["later"] = module
     assert outer.get_submodule("later") is module
+
+
+def test_recurrent_modules_have_their_weights_in_lists() -> None:
+    module = nn.LSTM(2, 3)
+    assert vars(module).keys() >= FLAT_WEIGHTS
+    assert all(a is b for a, b in zip(module._flat_weights, module.parameters(), strict=True))
+    assert not FLAT_WEIGHTS & vars(nn.Linear(2, 3)).keys()
 
 
 def test_a_table_keeps_what_is_none() -> None:

@@ -56,7 +56,8 @@ def _results(captured: Captured) -> Any:
     ]
     numbers = [(n.name, [entry.name for entry in n.entries]) for n in captured.numbers]
     outside = [*captured.outside]
-    return _form(captured.returned), effects, numbers, captured.num_returned, outside
+    kept = captured.num_returned, outside, captured.trained
+    return _form(captured.returned), effects, numbers, *kept
 
 
 def _form(spec: TreeSpec) -> Any:

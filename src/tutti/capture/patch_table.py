@@ -53,7 +53,7 @@ DATA = Patch(
     Tensor, "data", "`x.data = value` becomes a write that the trace sees", this_thread=True
 )
 
-# Optimizers and models: `state/fused.py`, `state/optimizer_copies.py`, `state/models.py`.
+# Optimizers and models, in `state/`: `fused.py`, `optimizer_copies.py`, `models.py`, `left_modes.py`.
 FUSED = each(
     torch,
     (kernel.fused_name for kernel in KERNELS),
@@ -65,6 +65,9 @@ DEEPCOPY = Patch(
 WRAPPERS = tuple(
     Patch(kind, "forward", "a wrapper only calls the module inside it")
     for kind in (DataParallel, DistributedDataParallel)
+)
+TRAINING = Patch(
+    nn.Module, "training", "a step that sets all modes first is one step in any mode", create=True
 )
 
 # Other forms of ops: `substitutes/`.
@@ -232,7 +235,7 @@ PATCHES = _flat(
     *quick.PATCHES,
     *(NODE_NOTED, NODE_CARRIED),
     *(BACKWARD, GRAD, OPTIMIZER_ZERO_GRAD, MODULE_ZERO_GRAD, ZERO, DATA),
-    *(FUSED, DEEPCOPY, WRAPPERS),
+    *(FUSED, DEEPCOPY, WRAPPERS, TRAINING),
     *(DENSE_EMBEDDING, DENSE_BAG, CTC_LOSS, EMBEDDING_BAG, GAUSSIAN_NLL, ANY),
     *(SETITEM, MASKED_SCATTER, CHECK_TENSOR, SCALER_SKIPS, SCALER_STEP, SCALED_UPDATE),
     *(VALIDATE_ARGS, IS_CAUSAL, *RNG_STATES),

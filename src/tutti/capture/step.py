@@ -24,8 +24,15 @@ from tutti.capture.python.host_random import no_host_randomness
 from tutti.capture.python.host_values import values_unknown
 from tutti.capture.python.inputs import fake, fake_mode, fakes, symbol
 from tutti.capture.python.kinds import kinds_of_fakes
+from tutti.capture.python.left_values import (
+    LeftTrace,
+    LeftValue,
+    ModuleTables,
+    refuse_kept,
+    refuse_lost,
+)
 from tutti.capture.python.outside import lift_outside, read_by, refuse_written
-from tutti.capture.python.python_state import Effect, Findings, Number, PythonState
+from tutti.capture.python.python_state import Effect, Findings, Number, PythonState, say_lost
 from tutti.capture.python.read_values import (
     ITEM,
     Reads,
@@ -52,7 +59,7 @@ from tutti.capture.state.gradients import (
     hooked,
     watched_gradients,
 )
-from tutti.capture.state.kept_values import Attributes, Left, refuse_kept_values
+from tutti.capture.state.left_modes import Modes, begin_trained, left_trained
 from tutti.capture.state.lift import (
     StateTensor,
     hypers_of,
@@ -86,7 +93,8 @@ class Captured:
 
     The hyper-parameters include the step's own `numbers`. The leaves of its `effects` follow the
     `num_returned` leaves that the step returns. `outside` gives, by name, the places of state that is
-    neither the model's nor an optimizer's.
+    neither the model's nor an optimizer's. `trained` gives, by name, the `requires_grad` of parameters that
+    the step changes. With `other_modes` it leaves modules in other modes than those that it depends on.
     """
 
     graph: fx.Graph
@@ -103,6 +111,8 @@ class Captured:
     num_returned: int = 0
     outside: dict[str, TableEntry] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
+    trained: dict[str, bool] = field(default_factory=dict)
+    other_modes: bool = False
 
     @property
     def num_results(self) -> int:
@@ -230,6 +240,7 @@ def _traced(prepared: Callable[..., _Lifted], findings: Findings) -> tuple[_Lift
         elif new:
             findings.varying |= new
         else:
+            lifted.settle(traced)
             lifted.lift_outside(traced)
             return lifted, traced
 
@@ -273,7 +284,10 @@ class _Lifted:
         )
         self.free_symbols = frozenset(free.symbols.values()) if free else frozenset[Any]()
         self.returned: TreeSpec | None = None
-        self.left: list[Left] = []
+        self.before: list[LeftValue] = []  # by another trace
+        self.left: list[LeftValue] = []  # in buffers that were None
+        self.lost: list[LeftValue] = []
+        self.with_tensors: list[tuple[Effect, LeftValue]] = []
         self.sharing: list[str] = []  # state that has a weight's memory after the step
         self.effects: list[Effect] = []
         self.changed: set[str] = set()
@@ -284,6 +298,8 @@ class _Lifted:
         )  # the parameters with whose gradients the trace starts
         self.grads: Gradients
         self.note_gradients = False
+        self.trained: dict[str, bool] = {}
+        self.other_modes = False
         self.found: Found = {}
         self.reads = Reads()
         self.holders = holders_of(model, state)
@@ -303,26 +319,72 @@ class _Lifted:
         return {n: kinds.get(n, n.partition(".")[0]) for n in self.names}
 
     def traced(self) -> fx.GraphModule:
-        """The trace; it refuses a step that reads a module's kept value from an earlier call."""
-        self.attributes = Attributes(self.model)
+        self.tables = ModuleTables(self.model)
         try:
             traced = self.trace()
             while wanted := self.grads.wanted:
                 self.begun |= wanted
-                self.attributes.put_back()
+                self.tables.put_back()
                 traced = self.trace()
-            refuse_kept_values(self.left, self._traced_apart)
         finally:
-            self.attributes.put_back()
+            self.tables.put_back()
         return traced
 
-    def _traced_apart(self) -> fx.GraphModule:
-        """Another trace, for its graph only: all attributes stay those of the first one."""
-        known = dict(vars(self))
+    def settle(self, traced: fx.GraphModule) -> None:
+        """Drop the effects that no call reads; refuse values that the next call reads and cannot have."""
+        if self.lost:
+            first, later = self._call(traced), self._later_trace(self.lost)
+            if later is not None:
+                refuse_lost(self.lost, first, later)
+            for one in self.lost:
+                if not self.python.holds_value_of_module(one.entry):
+                    say_lost(one)
+        unread, findings = self._unread(traced), self.python.findings
+        self._leave_out(traced, unread)
+        for effect, one in self.with_tensors:
+            if id(effect) in unread:
+                findings.dropped.add(one.entry.name)
+            elif effect.condition is not None:
+                findings.refuse_dropped(one.entry.name)
+
+    def _unread(self, traced: fx.GraphModule) -> set[int]:
+        """The ids of effects with a condition whose values neither this call reads nor the next one."""
+        state, read = self.inputs[: len(self.state)], read_by(traced)
+        still = [
+            (effect, one)
+            for effect, one in self.with_tensors
+            if one.has_any(state)
+            or (effect.condition is not None and not any(id(x) in read for x in effect.condition))
+        ]
+        given = [one.apart_from(self.inputs, self.mode) for _, one in still]
+        later = self._later_trace([*given, *self.left]) if still or self.left else None
+        if later is None:
+            return set()
+        refuse_kept(self.left, later)
+        unread: set[int] = set()
+        for (effect, one), other in zip(still, given, strict=True):
+            if not other.is_read(later.traced):
+                unread |= {id(effect)} if effect.condition is not None else set()
+            elif one.has_any(state):
+                raise one.refused_alias()
+        return unread
+
+    def _call(self, traced: fx.GraphModule) -> LeftTrace:
+        effects = tuple((e.entries[0].name, e.num_leaves) for e in self.effects)
+        return LeftTrace(traced, self.num_returned, effects)
+
+    def _later_trace(self, left: Sequence[LeftValue]) -> LeftTrace | None:
+        """A trace that starts with the values `left`; None if it fails. This object stays as it is."""
+        known, guards = dict(vars(self)), list(self.symbols.guards)
+        self.before = list(left)
         try:
-            return self.trace()
+            return self._call(self.trace())
+        except (Exception, SystemExit):
+            return None
         finally:
+            self.tables.put_back()
             vars(self).update(known)
+            self.symbols.guards[:] = guards
 
     def trace(self) -> fx.GraphModule:
         with (
@@ -352,7 +414,10 @@ class _Lifted:
         for i, x in zip([*self.number_leaves, *self.tensor_leaves], rest, strict=True):
             leaves[i] = x
         batch = tree_unflatten(leaves, self.spec)
+        begin_trained(self.state, flat)
+        modes = Modes()
         with (
+            modes.watched(),
             swapped(self.model, self.optimizer, state, symbols) as places,
             no_new_slots(self.model, self.optimizer),
             data_written() as shared,
@@ -362,7 +427,7 @@ class _Lifted:
             ) as self.grads,
         ):
             args = (self.model,) if self.optimizer is None else (self.model, self.optimizer)
-            begun = self.python.begin(symbols, state | self._renewed(flat), self.mode)
+            begun = self.python.begin(symbols, state | self._renewed(flat), self.mode, self.before)
             self.python.hold(s.tensor for s in self.state)
             attributes = TensorAttributes(self.state, flat)
             with (
@@ -380,10 +445,14 @@ class _Lifted:
                 result = called(self.train_step, args, batch)
                 attributes.take_back({id(table.find()) for table in self.python.tables})
             self.grads.end()
+            self.trained = left_trained(self.state, flat)
+            self.other_modes = modes.are_others
             put = {id(x): s for s, x in zip(self.state, flat, strict=False)}
             self.sharing = take_over(places, put, shared)
-            self.left = self.attributes.left(begun.stand_ins)
+            self.tables.refuse_others()
+            self.left = self.tables.left(begun.stand_ins)
             self.effects, self.changed = begun.effects(), begun.changed
+            self.with_tensors, self.lost = begun.with_tensors, begun.lost
             self.stand_ins = begun.stand_ins
         out, self.returned = flattened(returnable(result))
         self.num_returned = len(out)
@@ -398,24 +467,25 @@ class _Lifted:
 
     def lift_outside(self, traced: fx.GraphModule) -> None:
         """Make state of the tensors outside that the step reads."""
-        self._leave_out_unread(traced)
         given = (traced, self.python.tensors(), self.stand_ins, len(self.state), self.mode)
         state, fakes, self.outside = lift_outside(*given)
+        for name in self.outside:
+            self.python.findings.refuse_dropped(name)
         at = len(self.state)
         self.names[at:at], self.inputs[at:at] = [s.name for s in state], fakes
         self.state = [*self.state, *state]
 
-    def _leave_out_unread(self, traced: fx.GraphModule) -> None:
-        """Drop effects on tensors that the step does not read."""
-        read, output = read_by(traced), traced.graph.output_node()
+    def _leave_out(self, traced: fx.GraphModule, unread: set[int]) -> None:
+        """Drop these effects, given by id."""
+        output = traced.graph.output_node()
         leaves, at = list(output.args[0]), self.num_returned  # type: ignore[arg-type]
         kept: list[Effect] = []
         for effect in self.effects:
-            if effect.condition is None or id(effect.condition) in read:
+            if id(effect) in unread:
+                del leaves[at : at + effect.num_leaves]
+            else:
                 kept.append(effect)
                 at += effect.num_leaves
-            else:
-                del leaves[at : at + effect.num_leaves]
         self.effects, output.args = kept, (leaves,)
 
     def refuse_constants(self, functional: fx.GraphModule, state: list[StateTensor]) -> None:
@@ -529,6 +599,8 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
         num_returned=lifted.num_returned,
         outside=lifted.outside,
         reads=lifted.reads,
+        trained=lifted.trained,
+        other_modes=lifted.other_modes,
     )
 
 

@@ -13,6 +13,7 @@ from tutti.calls.numbers import Numbers
 from tutti.calls.signature import Signatures, difference_between
 from tutti.capture.python.read_values import Seen
 from tutti.capture.state.first_form import FirstStepAhead
+from tutti.capture.state.lift import state_of
 from tutti.capture.state.tensor_attributes import refuse_in_batch
 from tutti.environment import MOST_PROGRAMS
 from tutti.execution.collector import rarely_collected
@@ -104,18 +105,28 @@ class Programs:
         self._num_made += 1
         made.number = self._num_made
         made.why = difference_between(signature, self._signatures_known)
-        # A step that calls `model.train()` or `eval()` has one program for either mode.
+        # A step that first calls `model.train()` or `eval()` has one program for either mode.
         for module, before in [(m, b) for m, b in modes if m.training != b]:
             module.training = before
         was_traced = not running.captures.is_resized  # else no Python value has changed
-        self._enter(made, leaves, form, walk=was_traced)
+        numbers = self._enter(made, leaves, form, walk=was_traced)
         for module, training in made.modes:
             module.training = training
-        numbers = self._enter(made, leaves, form, walk=was_traced)
+        if not made.program.captured.other_modes:
+            numbers = self._enter(made, leaves, form, walk=was_traced)
         if was_traced:
             self._warn_of_retraces()
         self._forget(made)
         return made, self._numbers.of(leaves, numbers)
+
+    def ended(self, compiled: Compiled[Any], num_steps: int) -> None:
+        """After a call of `compiled`, the step's first, second, ...: parameters are trained as it says."""
+        self.last, compiled.last_call = compiled, num_steps
+        if trained := compiled.program.captured.trained:
+            job = self._running.job
+            for s in state_of(job.model, job.optimizer):
+                if s.name in trained:
+                    s.tensor.requires_grad_(trained[s.name])
 
     def _enter(
         self, made: Compiled[Any], leaves: list[Any], form: Any, *, walk: bool

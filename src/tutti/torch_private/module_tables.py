@@ -76,6 +76,11 @@ def share_tensor_hooks(old: Any, new: Any) -> None:
             setattr(new, table, getattr(old, table))
 
 
+# Attributes of an LSTM, GRU or RNN: its weights in a list, and references to them.
+# Why: another list of the same weights is no other state. Public: none.
+FLAT_WEIGHTS = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
 def renew_flat_weights(module: nn.Module) -> None:
     """Let an LSTM, GRU or RNN read the current parameters of its table; no effect on other modules.
 

@@ -41,6 +41,8 @@ def _named(effect: Effect, value: Any) -> dict[str, Any]:
 
 def plays_again(captured: Captured, feed: Mapping[str, Any]) -> bool:
     """Whether the next step is the same program with `feed`; else a call would trace again."""
+    if captured.trained or captured.other_modes:
+        return False
     known = {*feed, *captured.outside}
     inner = [_named(e, v) for e, v in zip(captured.effects, _shapes(captured), strict=True)]
     if not all(name in known for names in inner for name in names):

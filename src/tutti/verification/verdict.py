@@ -14,6 +14,7 @@ from tutti.calls.first_call import first_call_undone
 from tutti.calls.guards import refuse_other_layouts
 from tutti.capture.python.read_values import Seen
 from tutti.capture.state.first_form import make_slots
+from tutti.capture.state.left_modes import modes_kept
 from tutti.capture.step import Captured, capture, copied
 from tutti.execution.execute import axes_used
 from tutti.graph.edits.promote import Promoted, promoted
@@ -167,7 +168,8 @@ class Subject:
 
         def on(seen: Seen) -> Captured:
             given = train_step, model, optimizer, batch
-            return capture(*given, precision=precision, note_gradients=True, seen=seen)
+            with modes_kept(model):
+                return capture(*given, precision=precision, note_gradients=True, seen=seen)
 
         self.captured, self.start, self.feed = on_its_way(on, model, optimizer, batch, seed)
         self.capture = CaptureComparison(

@@ -12,6 +12,7 @@ a constant, assigned again after each call. The end of a trace restores all valu
 from __future__ import annotations
 
 import contextlib
+import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torch.optim import Optimizer
 from tutti.capture.python.contents import contents, refused_change
 from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, Table, TableEntry, named
 from tutti.capture.python.identities import Identities
+from tutti.capture.python.left_values import LeftValue, tensors_in, varies
 from tutti.capture.python.optimizer_tables import group_tables, holders, slot_tables
 from tutti.capture.python.plain_values import equal, is_number, is_plain_number, sign
 from tutti.capture.python.reach import PLAIN, reach
@@ -32,7 +34,8 @@ from tutti.capture.state.lift import is_scheduled
 from tutti.errors import CaptureError
 from tutti.graph.players.device import device_of
 from tutti.torch_private.dispatch_modes import no_modes
-from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode
+from tutti.torch_private.fake_tensors import FakeTensorMode
+from tutti.torch_private.module_tables import FLAT_WEIGHTS
 from tutti.torch_private.pytrees import TreeSpec, tree_flatten, tree_unflatten
 from tutti.user_lines import quoted, user_line
 
@@ -63,13 +66,14 @@ class Effect:
     """The value that a step assigns to `entries`: `num_leaves` leaves of `spec`, among the last results of
     its graph.
 
-    With `condition` it counts only if the step reads that tensor: modules keep values for inspection.
+    With a `condition` it counts only if this step reads one of these tensors, or the next one the value:
+    modules keep values for inspection.
     """
 
     entries: tuple[TableEntry, ...]
     spec: TreeSpec
     num_leaves: int
-    condition: Tensor | None = field(default=None, repr=False)
+    condition: tuple[Tensor, ...] | None = field(default=None, repr=False)
 
     def value(self, leaves: Sequence[Any]) -> Any:
         """The value to assign."""
@@ -92,13 +96,24 @@ class Findings:
     Args:
         varying: numbers that have changed, and so are inputs.
         fixed: numbers that must be constants, since a trace reads their values.
+        dropped: values that a program of the step does not keep, since it does not read them.
         held: by id, tensors whose ids the step's Python has: no other object may get these ids.
     """
 
     varying: set[str] = field(default_factory=set)
     fixed: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
     held: dict[int, Tensor] = field(default_factory=dict)
     _expected: bool = False
+
+    def refuse_dropped(self, name: str) -> None:
+        """Raise `CaptureError` for a value that an earlier program has not kept, and this one reads."""
+        if name in self.dropped:
+            raise CaptureError(
+                f"the step reads {name}, which its earlier calls have set without reading it",
+                why="values that no call reads are not kept",
+                fix=f"read it in each call: 0 * {name}; or make it a buffer of the model",
+            )
 
     def expect(self, state: PythonState) -> None:
         """Before the first trace: expect changes of the numbers to which the step's code assigns."""
@@ -200,31 +215,30 @@ class PythonState:
                 kept.put_back()
             for table, values, keys, items in before:
                 if items is not None:
-                    held = table.find()
-                    kept = id(held) in self._of_model and len(held) > len(items)
-                    held[: len(items) if kept else None] = items
+                    table.find()[:] = items
                     continue
                 now = table.values() | {k: table.find()[k] for k in _all_keys(table) - keys}
                 for key, value in now.items():
                     old = values.get(key, MISSING)
-                    if value is not old and not self._is_kept(TableEntry(table, key), old, value):
+                    if value is not old and not _is_mode(TableEntry(table, key)):
                         table.put(key, old)
 
-    def _is_kept(self, entry: TableEntry, old: Any, value: Any) -> bool:
-        """Whether to keep a trace's value: a mode, or a module's new tensor, which `kept_values` removes."""
-        new = isinstance(value, FakeTensor) and not isinstance(old, Tensor)
-        mode = entry.key == "training" and entry.table.kind == MEMBER  # set at each call
-        return mode or (new and self.holds_value_of_module(entry))
-
     def begin(
-        self, symbols: Mapping[str, Any], state: Mapping[int, Tensor], mode: FakeTensorMode
+        self,
+        symbols: Mapping[str, Any],
+        state: Mapping[int, Tensor],
+        mode: FakeTensorMode,
+        left: Sequence[LeftValue] = (),
     ) -> BegunTrace:
         """Put `symbols`, by name, in place of the inputs, and `state` in place of the tensors with these ids.
 
-        Fakes replace all other tensors. Call it inside of `restored`.
+        Fakes replace all other tensors. Call it inside of `restored`. With the values `left` by another
+        trace it is the next call's.
         """
         for number in self.numbers:
             number.put(symbols[number.name])
+        for one in left:
+            one.put()
         stand_ins: dict[int, Tensor] = {}
         for name, entry, value in list(named(self.tables)):
             if not entry.table.writable:
@@ -263,8 +277,13 @@ class PythonState:
         return entry if table is None else TableEntry(table, entry.key)
 
     def holds_value_of_module(self, entry: TableEntry) -> bool:
-        """Whether an entry is in one of the model's modules, whose tensors `kept_values` handles."""
+        """Whether an entry is in one of the model's modules, which keep values for inspection."""
         return id(entry.table.find()) in self._of_model
+
+
+def _is_mode(entry: TableEntry) -> bool:
+    """Whether an entry is a module's mode, which each call sets."""
+    return entry.key == "training" and entry.table.kind == MEMBER
 
 
 def _is_iterator(value: Any) -> bool:
@@ -302,6 +321,10 @@ class BegunTrace:
         self._old = {(id(t), key): x for t, values, _ in self._before for key, x in values.items()}
         self.leaves: list[Any] = []
         self.changed: set[str] = set()  # the names of numbers that the step has changed
+        # The values with tensors, each with its effect.
+        self.with_tensors: list[tuple[Effect, LeftValue]] = []
+        # Values that calls cannot leave again.
+        self.lost: list[LeftValue] = []
 
     def effects(self) -> list[Effect]:
         """The step's assignments so far; also sets `leaves` to their leaves.
@@ -331,13 +354,16 @@ class BegunTrace:
         for entry, value in changed.values():
             leaves, spec = tree_flatten(value)
             self.leaves += leaves
-            found.append(Effect((entry,), spec, len(leaves), self._condition(entry)))
+            found.append(Effect((entry,), spec, len(leaves), self._condition(entry, leaves)))
+            if found[-1].condition is not None or any(isinstance(x, Tensor) for x in leaves):
+                self.with_tensors.append((found[-1], LeftValue(entry, value)))
         return found
 
-    def _condition(self, entry: TableEntry) -> Tensor | None:
-        of_module = self.state.holds_value_of_module(entry)
-        old = self._old.get((id(entry.table), entry.key)) if of_module else None
-        return old if isinstance(old, Tensor) else None
+    def _condition(self, entry: TableEntry, leaves: Sequence[Any]) -> tuple[Tensor, ...] | None:
+        if not self.state.holds_value_of_module(entry):
+            return None
+        old = tuple(tensors_in(self._old.get((id(entry.table), entry.key))))
+        return old if old or any(isinstance(x, Tensor) for x in leaves) else None
 
     def _of_number(self, number: Number, changed: dict[tuple[int, Any], Any]) -> Effect | None:
         """One effect for all the entries of a number that the step has changed in the same way."""
@@ -353,19 +379,20 @@ class BegunTrace:
         return Effect(number.entries, tree_flatten(0)[1], 1)
 
     def _is_effect(self, entry: TableEntry, old: Any, value: Any) -> bool:
-        if entry.key == "training" and entry.table.kind == MEMBER:  # each call sets modes
+        of_module = self.state.holds_value_of_module(entry)
+        if _is_mode(entry) or (of_module and entry.key in FLAT_WEIGHTS):
             return False
         if is_number(old) and is_number(value):
             self.changed.add(entry.name)
         leaves = [] if value is MISSING else tree_flatten(value)[0]
-        of_module = self.state.holds_value_of_module(entry)
-        if of_module and any(isinstance(x, Tensor) for x in leaves) and not isinstance(old, Tensor):
-            return False  # `kept_values` handles it
-        if value is MISSING or not all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves):
-            if not of_module:
-                _say_lost(entry, value)
+        known = value is not MISSING and all(isinstance(x, (*_KEPT, *SYMBOLS)) for x in leaves)
+        if not known or (old is MISSING and _is_list(entry.table)):
+            if varies(value, old) or not any(True for _ in tensors_in(value)):
+                self.lost.append(LeftValue(entry, value))
             return False
-        return True
+        if not of_module or any(True for _ in tensors_in(old)):
+            return True
+        return not any(isinstance(x, Tensor) for x in leaves) or varies(value, old)
 
 
 def _expression(value: Any) -> Any:
@@ -382,21 +409,25 @@ def _stand_in(x: Tensor, mode: FakeTensorMode) -> Tensor:
         return fake.requires_grad_(x.requires_grad and x.is_leaf)
 
 
-_KEPT = (*PLAIN, Tensor, type, type(lambda: 0))
+_KEPT = (*PLAIN, Tensor, type, types.FunctionType)
 
 
-def _say_lost(entry: TableEntry, value: Any) -> None:
+def say_lost(one: LeftValue) -> None:
     """Warn of an assignment that calls cannot repeat."""
-    what = "removes it" if value is MISSING else f"puts a {type(value).__name__} there"
+    what = "removes it" if one.value is MISSING else f"puts a {type(one.value).__name__} there"
     warnings.warn(
-        f"{entry.name} stays as it is: the step {what}, which happens in Python, where it runs once",
+        f"{one.entry.name} stays as it is: the step {what}, which happens in Python, where it runs once",
         stacklevel=2,
     )
 
 
 def _refuse_other_length(table: Table, before: Mapping[Any, Any], now: Mapping[Any, Any]) -> None:
-    if table.kind == ITEM and not isinstance(table.find(), dict) and len(before) != len(now):
+    if _is_list(table) and len(before) != len(now):
         raise refused_change(table.prefix, len(before), len(now))
+
+
+def _is_list(table: Table) -> bool:
+    return table.kind == ITEM and not isinstance(table.find(), dict)
 
 
 def _all_keys(table: Table) -> set[Any]:

@@ -249,6 +249,7 @@ class _Walk:
         for key in keys:
             self._whole.setdefault(id(vars(module)[key]), _DEPTH)
             self._value(vars(module)[key], f"{prefix}{key}")
+        self._data_of(type(module))
         self._methods(type(module))
         for key, x in (*parameters_of(module).items(), *buffers_of(module).items()):
             if x is not None:
