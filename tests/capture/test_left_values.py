@@ -153,7 +153,7 @@ def batch_before() -> Program:
 
 
 def attribute_of_a_class() -> Program:
-    class Own(Keeping):
+    class Classed(Keeping):
         of_class = zeros()
 
     def change(model: Any, y: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def attribute_of_a_class() -> Program:
         type(model).of_class = y.detach()
         return y
 
-    return losing(Own(None, change), lambda model, x: model(x).square().mean())
+    return losing(Classed(None, change), lambda model, x: model(x).square().mean())
 
 
 def drawn_once() -> Program:
@@ -200,7 +200,69 @@ def list_of_one_call() -> Program:
     return keeping([], change)
 
 
+class Own(torch.optim.Optimizer):
+    """Moves each parameter against `direction(parameter, group, its state)`."""
+
+    def __init__(self, params: Any, direction: Callable[..., Any], **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+        self.direction = direction
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(self.direction(p, group, self.state[p]), alpha=-group["lr"])
+
+
+def by_optimizer(direction: Callable[..., Any], **options: Any) -> Program:
+    model = nn.Linear(6, 4)
+    optimizer = Own(model.parameters(), direction, **options)
+    return losing(model, lambda model, x: model(x).square().mean(), optimizer)
+
+
+def tuple_of_a_parameter() -> Program:
+    def direction(p: Any, _: Any, state: dict[str, Any]) -> Tensor:
+        mean, square = state.get("both", (torch.zeros_like(p), torch.zeros_like(p)))
+        mean, square = 0.9 * mean + 0.1 * p.grad, 0.9 * square + 0.1 * p.grad**2
+        state["both"] = (mean, square)
+        return mean / (square.sqrt() + 1)
+
+    return by_optimizer(direction)
+
+
+def object_of_a_parameter() -> Program:
+    def direction(p: Any, _: Any, state: dict[str, Any]) -> Tensor:
+        box = state.setdefault("box", Box(torch.zeros_like(p)))
+        box.kept = 0.9 * box.kept + p.grad
+        return box.kept
+
+    return by_optimizer(direction)
+
+
+def nested_lists_of_a_parameter() -> Program:
+    def direction(p: Any, _: Any, state: dict[str, Any]) -> Tensor:
+        pairs = state.setdefault("pairs", [[torch.zeros_like(p)], [torch.zeros_like(p)]])
+        pairs[0][0], pairs[1][0] = pairs[1][0], p.grad.clone()
+        return pairs[0][0] + p.grad
+
+    return by_optimizer(direction)
+
+
+def tuple_of_a_group() -> Program:
+    def direction(p: Any, group: dict[str, Any], _: Any) -> Tensor:
+        average, count = group["seen"]
+        group["seen"] = (0.9 * average + p.grad.norm(), count + 1)
+        return p.grad / (1 + group["seen"][0] + 0.1 * count)
+
+    return by_optimizer(direction, seen=(torch.zeros(()), 0))
+
+
+OF_OPTIMIZERS = [
+    *(tuple_of_a_parameter, object_of_a_parameter),
+    *(nested_lists_of_a_parameter, tuple_of_a_group),
+]
 ON_RANKS = [
+    *OF_OPTIMIZERS,
     tuple_from_none,
     states_of_an_lstm,
     items_from_none,
@@ -307,6 +369,19 @@ def test_a_value_that_only_a_later_call_reads_is_refused(start: Any) -> None:
         played(*batch)
     with pytest.raises(CaptureError, match="reads kept, which its earlier calls have set"):
         played(*batch)
+
+
+def test_a_generator_that_the_step_advances_is_refused() -> None:
+    def sums() -> Any:
+        total: Any = 0.0
+        while True:
+            total = total + (yield total)
+
+    generator = sums()
+    next(generator)
+    step, model, optimizer, batch = keeping(None, lambda _, y: y + generator.send(y.detach()))
+    with pytest.raises(CaptureError, match="takes the next of generator, a generator"):
+        tutti.distribute(step, model, optimizer)(*batch)
 
 
 def test_objects_that_no_call_reads_may_be_left() -> None:

@@ -334,8 +334,9 @@ class _Lifted:
         """Drop the effects that no call reads; refuse values that the next call reads and cannot have."""
         if self.lost:
             first, later = self._call(traced), self._later_trace(self.lost)
-            if later is not None:
-                refuse_lost(self.lost, first, later)
+            if later is None:  # the first trace has not failed
+                raise self.lost[0].refused()
+            refuse_lost(self.lost, first, later)
             for one in self.lost:
                 if not self.python.holds_value_of_module(one.entry):
                     say_lost(one)
@@ -359,6 +360,8 @@ class _Lifted:
         given = [one.apart_from(self.inputs, self.mode) for _, one in still]
         later = self._later_trace([*given, *self.left]) if still or self.left else None
         if later is None:
+            if self.left:
+                raise self.left[0].refused()
             return set()
         refuse_kept(self.left, later)
         unread: set[int] = set()

@@ -132,9 +132,7 @@ class ModuleTables:
         for prefix, now, before in self._held:
             for key in {**before, **now}:
                 old, new = before.get(key), now.get(key)
-                if new is old or (
-                    isinstance(new, FakeTensor) and (key in before or isinstance(old, Tensor))
-                ):
+                if new is old or (isinstance(new, FakeTensor) and isinstance(old, Tensor)):
                     continue
                 what = "module" if isinstance(old or new, nn.Module) else "parameter"
                 raise CaptureError(

@@ -41,8 +41,18 @@ def slot_tables(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[T
                     prefix, find = f"optim.{owners[id(param)]}.", partial(_slots_of, one, g, j)
                     yield Table(prefix, MEMBER, find, keys)
                     for key in keys:
-                        if isinstance(slots[key], dict | list | tuple):
-                            yield Table(f"{prefix}{key}", ITEM, partial(_in_slots, find, key), None)
+                        yield from _inner_tables(
+                            f"{prefix}{key}", partial(_in, find, key), slots[key]
+                        )
+
+
+def _inner_tables(prefix: str, find: Callable[[], Any], held: Any) -> Iterator[Table]:
+    """The tables of a dict, list or tuple, and of those in it: loading a state replaces them."""
+    if not isinstance(held, dict | list | tuple):
+        return
+    yield Table(prefix, ITEM, find, None)
+    for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+        yield from _inner_tables(f"{prefix}[{key!r:.40}]", partial(_in, find, key), value)
 
 
 def holders(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Callable[[], list[Any]]]:
@@ -62,7 +72,7 @@ def _holders(one: Optimizer, params: Sequence[Tensor]) -> list[Any]:
     return [*one.param_groups, *map(one.state.get, params)]
 
 
-def _in_slots(find: Callable[[], Any], key: Any) -> Any:
+def _in(find: Callable[[], Any], key: Any) -> Any:
     return find()[key]
 
 

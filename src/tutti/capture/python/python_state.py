@@ -300,6 +300,9 @@ class Untouched:
     def __iter__(self) -> Untouched:
         return self
 
+    def send(self, _: Any) -> Any:
+        return next(self)
+
     def __next__(self) -> Any:
         raise CaptureError(
             f"the step takes the next of {self._name}, a {self._kind}",
@@ -337,6 +340,8 @@ class BegunTrace:
         found: list[Effect] = []
         changed: dict[tuple[int, Any], tuple[TableEntry, Any]] = {}
         for table, before, keys in self._before:
+            if not table.writable:  # another tuple is a change of its holder
+                continue
             now = table.values()
             if id(table.find()) not in self.state._of_model:
                 _refuse_other_length(table, before, now)

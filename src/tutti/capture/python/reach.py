@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from tutti import errors
 from tutti.capture.python.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table
+from tutti.capture.state.lift import is_scheduled, names_of
 from tutti.capture.state.tensor_attributes import NOT_OF_USERS, user_attributes
 from tutti.torch_private.module_tables import (
     buffers_of,
@@ -97,6 +98,7 @@ class _Walk:
         self.tables: list[Table] = []
         self._model, self._optimizers = model, optimizers
         self._own = {id(m) for m in model.modules()}
+        self._names_of = names_of(model)
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id repeats
         self._scopes: dict[int, Table] = {}
@@ -280,7 +282,24 @@ class _Walk:
         self.tables.append(table)
         for key in keys:
             self._value(vars(one)[key], f"{prefix}.{key}")
+        for g, group in enumerate(one.param_groups):
+            for key, value in group.items():
+                if key != "params" and not is_scheduled(key, value):
+                    self._value(value, f"{prefix}.{g}.{key}")
+        self._state_of(one, prefix)
         self._methods(type(one))
+
+    def _state_of(self, one: Optimizer, prefix: str) -> None:
+        """Objects in an optimizer's state of parameters: `optimizer_tables` has the rest; its other state."""
+        for key, value in one.state.items():
+            if not (isinstance(key, Tensor) and isinstance(value, dict)):
+                self._value(value, f"{prefix}.state.{key}")
+                continue
+            name = f"{prefix}.{self._names_of.get(id(key), 'unknown')}"
+            for slot, inner in value.items():
+                if not isinstance(inner, Tensor):
+                    for path, x in _leaves(inner, f"{name}.{slot}"):
+                        self._value(x, path)
 
     def _object(self, value: Any, path: str) -> None:
         kind = type(value)
@@ -378,6 +397,15 @@ def _hooks(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[Any]:
     tables += [table for one in optimizers for table in hooks_of_optimizer(one)]
     for table in tables:
         yield from (table or {}).values()
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What is in a dict, list or tuple, at any depth, each with its path."""
+    if not isinstance(value, dict | list | tuple):
+        yield path, value
+        return
+    for key, x in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _leaves(x, f"{path}[{key!r:.40}]")
 
 
 def _is(held: Any) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -196,12 +197,16 @@ def create_slots(optimizer: Any) -> None:
     """
     for one in optimizers_of(optimizer):
         refuse_kind(one)
-        fresh = [
-            p
-            for g in one.param_groups
-            for p in g["params"]
-            if not one.state.get(p) and p.requires_grad
+        places = [
+            (g, j) for g, group in enumerate(one.param_groups) for j in range(len(group["params"]))
         ]
+        known = _WITHOUT_SLOTS.setdefault(one, set())
+        without = {
+            (g, j): p
+            for g, j in places
+            if not one.state.get(p := one.param_groups[g]["params"][j]) and p.requires_grad
+        }
+        fresh = [p for place, p in without.items() if place not in known]
         if not fresh:
             continue
         _refuse_dampening(one)
@@ -219,6 +224,11 @@ def create_slots(optimizer: Any) -> None:
                 p.grad = grad
             undo.undo()
         part_from_weights(one, fresh)
+        known.update(place for place, p in without.items() if not one.state.get(p))
+
+
+# By optimizer, the group and position of each parameter that a first step has left without slots.
+_WITHOUT_SLOTS: WeakKeyDictionary[Optimizer, set[tuple[int, int]]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
