@@ -304,6 +304,12 @@ def array(model: Any, y: Tensor) -> Tensor:
     return y * torch.from_numpy(model.kept).to(y)
 
 
+def dtype_in_an_object(model: Any, y: Tensor) -> Tensor:
+    y = y.to(torch.float16 if model.kept is None else model.kept.kept).to(y)
+    model.kept = Box(torch.bfloat16)
+    return y
+
+
 def function(model: Any, y: Tensor) -> Tensor:
     y = y if model.kept is None else model.kept(y)
     model.kept = torch.sigmoid
@@ -336,6 +342,7 @@ def new_parameter(model: Any, y: Tensor) -> Tensor:
     [
         (new_object, "puts a Box into kept, and its next call depends on it"),
         (fraction, "puts a Fraction into kept"),
+        (dtype_in_an_object, "puts a Box into kept"),
         (array, "puts a ndarray into kept"),
         (function, "puts a builtin_function_or_method into kept"),
         (grown_list, "puts a list into kept"),

@@ -26,7 +26,7 @@ from tutti.torch_private.storages import memory_id
 from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
 
 _DEPTH = 3  # of objects in objects, in the search for tensors
-_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+_SYMBOL = re.compile(r"\b(?!b?float|u?int|complex|cuda)[a-z]+\d+\b")  # no dtype, no device
 
 
 @dataclass(frozen=True)
