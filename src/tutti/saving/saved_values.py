@@ -14,6 +14,7 @@ from tutti.calls.python_values import PythonValues
 from tutti.capture.python.held_values import ITEM, MEMBER, MISSING, TableEntry, named
 from tutti.capture.python.plain_values import is_plain_number
 from tutti.errors import CheckpointError
+from tutti.saving import value_trees
 
 # The prefix of the names of entries, which could equal those of weights.
 PREFIX = "python."
@@ -34,6 +35,8 @@ def to_save(values: PythonValues) -> dict[str, Tensor]:
         elif isinstance(value, bool) or is_plain_number(value):
             kind = next(t for t in _DTYPES if isinstance(value, t))
             found[PREFIX + name] = torch.tensor(value, dtype=_DTYPES[kind])
+        elif value is not None:
+            found |= value_trees.flat(PREFIX + name, value)
     return found
 
 
@@ -43,10 +46,10 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 def check(values: PythonValues, saved: Mapping[str, Any], where: str) -> None:
     """Raise `CheckpointError` for a value without an entry in this step."""
     values.walk()
-    for name in saved:
-        if _entry(values, name.removeprefix(PREFIX)) is None:
+    for name in {value_trees.name_of(name).removeprefix(PREFIX): None for name in saved}:
+        if _entry(values, name) is None:
             raise CheckpointError(
-                f'the checkpoint has a value for "{name.removeprefix(PREFIX)}", which the step lacks',
+                f'the checkpoint has a value for "{name}", which the step lacks',
                 at=where,
                 why="a step's counts and tensors outside of its model are part of its state",
                 fix="the step, and what it reaches, as when it was saved",
@@ -54,15 +57,24 @@ def check(values: PythonValues, saved: Mapping[str, Any], where: str) -> None:
 
 
 def put(values: PythonValues, saved: Mapping[str, Tensor]) -> None:
-    """Restore the saved values in their places."""
+    """Restore the saved values in their places.
+
+    Raises:
+        CheckpointError: a named tuple in the place of another value.
+    """
     values.walk()
+    trees: dict[str, dict[str, Tensor]] = {}
+    for name, value in saved.items():
+        trees.setdefault(value_trees.name_of(name), {})[name] = value
     with torch.no_grad():
-        for name, value in saved.items():
+        for name, inner in trees.items():
             entry = _entry(values, name.removeprefix(PREFIX))
             assert entry is not None  # by `check`
             values.changed.add(entry.name)
-            old = entry.get()
-            if isinstance(old, Tensor) and old.shape == value.shape:
+            old, value = entry.get(), inner.get(name)
+            if value is None:
+                entry.put(value_trees.built(inner, old))
+            elif isinstance(old, Tensor) and old.shape == value.shape:
                 old.copy_(value)
             elif value.dim() or isinstance(old, Tensor) or value.dtype not in _DTYPES.values():
                 entry.put(value.clone())
