@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import tutti
 from as_eager import Program
 from capture import test_left_values as left
-from small_steps import trained
 from tutti.errors import CheckpointError
 from tutti.saving.value_trees import built, flat, name_of
 
@@ -41,19 +39,6 @@ def test_named_tuples_come_back_in_the_place_of_one() -> None:
         built(saved, (0, 0))
 
 
-def by_phases() -> Program:
-    state: dict[str, Any] = {"phase": "warm"}
-
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        loss = model(x).square().mean() * (3 if state["phase"] == "warm" else 1)
-        state["phase"] = "main"
-        return loss
-
-    model = nn.Linear(6, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return trained(loss_of), model, optimizer, (torch.randn(8, 6),)
-
-
 def resumed(program: Callable[[], Program], path: Path | None) -> list[float]:
     torch.manual_seed(0)
     train_step, model, optimizer, batch = program()
@@ -72,7 +57,6 @@ def resumed(program: Callable[[], Program], path: Path | None) -> list[float]:
     [
         *(left.tuple_from_none, left.named_tuple_with_a_count, left.items_from_none, left.new_dict),
         *(left.tuple_of_a_parameter, left.nested_lists_of_a_parameter, left.tuple_of_a_group),
-        by_phases,
     ],
     ids=lambda x: x.__name__,
 )

@@ -35,7 +35,7 @@ def to_save(values: PythonValues) -> dict[str, Tensor]:
         elif isinstance(value, bool) or is_plain_number(value):
             kind = next(t for t in _DTYPES if isinstance(value, t))
             found[PREFIX + name] = torch.tensor(value, dtype=_DTYPES[kind])
-        elif value is not None:
+        elif isinstance(value, tuple | list | dict):
             found |= value_trees.flat(PREFIX + name, value)
     return found
 

@@ -122,11 +122,15 @@ def _mark_ends(graph: fx.Graph) -> None:
 def _numbers_inside(
     graph: fx.Graph, inside: set[fx.Node], reads_batch: set[fx.Node]
 ) -> set[fx.Node]:
-    """The numbers of the batch with which the micro-batch computes."""
+    """The numbers, and results of several tensors, with which the micro-batch computes."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        is_number = node.op == "call_function" and node in reads_batch and node not in inside
-        if is_number and any(u in inside or u in found for u in node.users):
+        by_itself = node.op == "call_function" and node.meta.get("region") in (
+            "forward",
+            "backward",
+        )
+        is_number = by_itself and not isinstance(node.meta.get("val"), Tensor)
+        if is_number and node in reads_batch and any(u in inside or u in found for u in node.users):
             found.add(node)
     return found
 
