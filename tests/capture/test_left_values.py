@@ -17,6 +17,7 @@ import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
 from gradient_programs import losing
 from ranks import Ranks
+from tutti.capture.step import capture
 from tutti.errors import CaptureError
 
 CALLS = 4
@@ -164,6 +165,33 @@ def attribute_of_a_class() -> Program:
     return losing(Classed(None, change), lambda model, x: model(x).square().mean())
 
 
+def tensor_as_a_flag() -> Program:
+    def change(model: Any, y: Tensor) -> Tensor:
+        y = y if model.kept is None else 2 * y
+        model.kept = y.detach()
+        return y
+
+    return keeping(None, change)
+
+
+def count_beside_a_tensor() -> Program:
+    def change(model: Any, y: Tensor) -> Tensor:
+        count = model.kept[1]
+        model.kept = (y.detach(), count + 1)
+        return y / (1 + count)
+
+    return keeping((zeros(), 0), change)
+
+
+def tuple_until_the_second_call() -> Program:
+    def change(model: Any, y: Tensor) -> Tensor:
+        y = y if model.kept is None else 2 * y
+        model.kept = None
+        return y
+
+    return keeping((zeros(),), change)
+
+
 def drawn_once() -> Program:
     def change(model: Any, y: Tensor) -> Tensor:
         if model.kept is None:
@@ -273,6 +301,7 @@ ON_RANKS = [
 PLAYED = [
     *ON_RANKS,
     *(tensor_from_none, tuple_from_tuple, new_list, new_dict, new_key, batch_before),
+    *(tensor_as_a_flag, count_beside_a_tensor, tuple_until_the_second_call),
     *(drawn_once, for_inspection, constants_kept, list_of_one_call),
 ]
 
@@ -389,6 +418,12 @@ def test_a_generator_that_the_step_advances_is_refused() -> None:
     step, model, optimizer, batch = keeping(None, lambda _, y: y + generator.send(y.detach()))
     with pytest.raises(CaptureError, match="takes the next of generator, a generator"):
         tutti.distribute(step, model, optimizer)(*batch)
+
+
+@pytest.mark.parametrize("program", [for_inspection, constants_kept], ids=lambda x: x.__name__)
+def test_what_no_call_reads_is_no_result(program: Callable[[], Program]) -> None:
+    step, model, optimizer, batch = program()
+    assert capture(step, model, optimizer, batch).effects == []
 
 
 def test_objects_that_no_call_reads_may_be_left() -> None:

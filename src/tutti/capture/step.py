@@ -28,6 +28,7 @@ from tutti.capture.python.left_values import (
     LeftTrace,
     LeftValue,
     ModuleTables,
+    are_alike,
     refuse_kept,
     refuse_lost,
 )
@@ -349,7 +350,7 @@ class _Lifted:
                 findings.refuse_dropped(one.entry.name)
 
     def _unread(self, traced: fx.GraphModule) -> set[int]:
-        """The ids of effects with a condition whose values neither this call reads nor the next one."""
+        """The ids of effects with a condition on which neither this call nor the next one depends."""
         state, read = self.inputs[: len(self.state)], read_by(traced)
         still = [
             (effect, one)
@@ -364,13 +365,16 @@ class _Lifted:
                 raise self.left[0].refused()
             return set()
         refuse_kept(self.left, later)
-        unread: set[int] = set()
+        unread: dict[int, LeftValue] = {}
         for (effect, one), other in zip(still, given, strict=True):
             if not other.is_read(later.traced):
-                unread |= {id(effect)} if effect.condition is not None else set()
+                unread |= {id(effect): other} if effect.condition is not None else {}
             elif one.has_any(state):
                 raise one.refused_alias()
-        return unread
+        if unread and len(unread) < len(still):
+            later = self._later_trace([*unread.values()])
+        # Another trace may ask whether a value is there, without a tensor of it.
+        return {*unread} if later is not None and are_alike(self._call(traced), later) else set()
 
     def _call(self, traced: fx.GraphModule) -> LeftTrace:
         effects = tuple((e.entries[0].name, e.num_leaves) for e in self.effects)

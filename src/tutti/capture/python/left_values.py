@@ -182,11 +182,11 @@ def refuse_kept(left: Sequence[LeftValue], later: LeftTrace) -> None:
 def refuse_lost(left: Sequence[LeftValue], first: LeftTrace, later: LeftTrace) -> None:
     """Raise `CaptureError` if a trace that starts with the values `left` computes other results."""
     refuse_kept(left, later)
-    if left and not _are_alike(first, later):
+    if not are_alike(first, later):
         raise left[0].refused()
 
 
-def _are_alike(one: LeftTrace, other: LeftTrace) -> bool:
+def are_alike(one: LeftTrace, other: LeftTrace) -> bool:
     """Whether two traces compute the same of what both compute, and write the same."""
     a, b = one.results(), other.results()
     common = [name for name in a if name in b]

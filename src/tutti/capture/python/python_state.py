@@ -66,8 +66,8 @@ class Effect:
     """The value that a step assigns to `entries`: `num_leaves` leaves of `spec`, among the last results of
     its graph.
 
-    With a `condition` it counts only if this step reads one of these tensors, or the next one the value:
-    modules keep values for inspection.
+    With a `condition` it counts only if this step reads one of these tensors, or the next one depends on the
+    value: modules keep values for inspection.
     """
 
     entries: tuple[TableEntry, ...]
@@ -367,8 +367,9 @@ class BegunTrace:
     def _condition(self, entry: TableEntry, leaves: Sequence[Any]) -> tuple[Tensor, ...] | None:
         if not self.state.holds_value_of_module(entry):
             return None
-        old = tuple(tensors_in(self._old.get((id(entry.table), entry.key))))
-        return old if old or any(isinstance(x, Tensor) for x in leaves) else None
+        if not leaves or not all(isinstance(x, Tensor) for x in leaves):
+            return None
+        return tuple(tensors_in(self._old.get((id(entry.table), entry.key))))
 
     def _of_number(self, number: Number, changed: dict[tuple[int, Any], Any]) -> Effect | None:
         """One effect for all the entries of a number that the step has changed in the same way."""
