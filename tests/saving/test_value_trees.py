@@ -39,6 +39,13 @@ def test_named_tuples_come_back_in_the_place_of_one() -> None:
         built(saved, (0, 0))
 
 
+def test_what_no_tensor_can_hold_stays_as_it_is() -> None:
+    saved = dict(flat("kept", (torch.ones(1), torch.relu)))
+    assert built(saved, (torch.zeros(1), torch.tanh)) == (torch.ones(1), torch.tanh)
+    with pytest.raises(CheckpointError, match='"kept" holds a value that no checkpoint has'):
+        built(saved, None)
+
+
 def resumed(program: Callable[[], Program], path: Path | None) -> list[float]:
     torch.manual_seed(0)
     train_step, model, optimizer, batch = program()

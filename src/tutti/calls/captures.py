@@ -22,6 +22,7 @@ from tutti.capture.alike import difference
 from tutti.capture.python.python_state import Findings
 from tutti.capture.python.sizes import FreeSizes, Shapes
 from tutti.capture.resized import Resizable
+from tutti.capture.state.left_modes import modes_kept
 from tutti.capture.state.lift import StateTensor, state_of
 from tutti.capture.step import Captured
 from tutti.capture.substitutes.sparse import dense
@@ -138,13 +139,9 @@ class Captures:
             or free.sizes_in(shapes) is None
         ):
             return None
-        modes = [(m, m.training) for m in self._model.modules()]
-        try:
+        with modes_kept(self._model) as modes:
             found = self._resizable(free, shapes, capture)
             after = [(m, m.training) for m, before in modes if m.training != before]
-        finally:
-            for module, training in modes:
-                module.training = training
         if found is None or not self._is_right(found, kind):
             kind.num_failures += 1
             return None

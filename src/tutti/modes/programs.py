@@ -120,7 +120,7 @@ class Programs:
         return made, self._numbers.of(leaves, numbers)
 
     def ended(self, compiled: Compiled[Any], num_steps: int) -> None:
-        """After a call of `compiled`, the step's first, second, ...: parameters are trained as it says."""
+        """Note a call of `compiled`, after `num_steps` others; set `requires_grad` as the step leaves it."""
         self.last, compiled.last_call = compiled, num_steps
         if trained := compiled.program.captured.trained:
             job = self._running.job

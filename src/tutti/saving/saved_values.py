@@ -33,14 +33,11 @@ def to_save(values: PythonValues) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             found[PREFIX + name] = value.detach()
         elif isinstance(value, bool) or is_plain_number(value):
-            kind = next(t for t in _DTYPES if isinstance(value, t))
-            found[PREFIX + name] = torch.tensor(value, dtype=_DTYPES[kind])
+            kind = next(t for t in value_trees.NUMBERS if isinstance(value, t))
+            found[PREFIX + name] = torch.tensor(value, dtype=value_trees.NUMBERS[kind])
         elif isinstance(value, tuple | list | dict):
             found |= value_trees.flat(PREFIX + name, value)
     return found
-
-
-_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 def check(values: PythonValues, saved: Mapping[str, Any], where: str) -> None:
@@ -76,7 +73,11 @@ def put(values: PythonValues, saved: Mapping[str, Tensor]) -> None:
                 entry.put(value_trees.built(inner, old))
             elif isinstance(old, Tensor) and old.shape == value.shape:
                 old.copy_(value)
-            elif value.dim() or isinstance(old, Tensor) or value.dtype not in _DTYPES.values():
+            elif (
+                value.dim()
+                or isinstance(old, Tensor)
+                or value.dtype not in value_trees.NUMBERS.values()
+            ):
                 entry.put(value.clone())
             else:
                 entry.put(value.item())

@@ -18,22 +18,22 @@ from torch import Tensor
 from tutti.errors import CheckpointError
 
 MARK = "@@"
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-_BY_NAME = {kind.__name__: kind for kind in _NUMBERS}
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+_BY_NAME = {kind.__name__: kind for kind in NUMBERS}
 
 
 def flat(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a text or a container, by name; nothing for a value that no tensor can hold."""
+    """The tensors of a value, by name; an empty one where no tensor can hold it (a function, a dtype)."""
     if isinstance(value, Tensor):
         yield name, value.detach()
     elif value is None:
         yield f"{name}{MARK}none", torch.zeros(0)
     elif type(value) is str:
         yield f"{name}{MARK}text", torch.tensor([*value.encode()], dtype=torch.uint8)
-    elif type(value) in _NUMBERS:
+    elif type(value) in NUMBERS:
         yield (
             f"{name}{MARK}{type(value).__name__}",
-            torch.tensor(value, dtype=_NUMBERS[type(value)]),
+            torch.tensor(value, dtype=NUMBERS[type(value)]),
         )
     elif isinstance(value, tuple | list):
         kind = "<" if hasattr(value, "_make") else "(" if isinstance(value, tuple) else "["
@@ -46,6 +46,8 @@ def flat(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}{MARK}{{", torch.zeros(0)
         for key, x in value.items():
             yield from flat(f"{name}{MARK}{{{key!r}", x)
+    else:
+        yield f"{name}{MARK}other", torch.zeros(0)
 
 
 def name_of(name: str) -> str:
@@ -57,7 +59,8 @@ def built(saved: Mapping[str, Tensor], old: Any) -> Any:
     """The value whose tensors are `saved`, by their names; `old` is the one in its place.
 
     Raises:
-        CheckpointError: a named tuple, if `old` is none of as many fields.
+        CheckpointError: a named tuple, if `old` is none of as many fields; a value that no tensor can hold,
+            if `old` has none there.
     """
     return _built(
         [(name.split(MARK)[1:], x) for name, x in saved.items()], old, name_of(next(iter(saved)))
@@ -70,6 +73,14 @@ def _built(parts: Sequence[tuple[list[str], Tensor]], old: Any, name: str) -> An
         return x.clone()
     if path[0] == "none":
         return None
+    if path[0] == "other":
+        if old is None:
+            raise CheckpointError(
+                f'"{name}" holds a value that no checkpoint has, and the step has none in its place',
+                why="a checkpoint has tensors, numbers and texts",
+                fix="begin with a value of the same form",
+            )
+        return old
     if path[0] == "text":
         return bytes(x.tolist()).decode()
     if path[0] in _BY_NAME:

@@ -290,7 +290,10 @@ class _Walk:
         self._methods(type(one))
 
     def _state_of(self, one: Optimizer, prefix: str) -> None:
-        """Objects in an optimizer's state of parameters: `optimizer_tables` has the rest; its other state."""
+        """An optimizer's state of no parameter, and objects in that of parameters.
+
+        `optimizer_tables` has the containers in the state of parameters.
+        """
         for key, value in one.state.items():
             if not (isinstance(key, Tensor) and isinstance(value, dict)):
                 self._value(value, f"{prefix}.state.{key}")

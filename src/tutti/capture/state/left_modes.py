@@ -26,8 +26,9 @@ class Modes:
 
         A step that sets all modes first, by `model.train()`, is the same step in either mode.
         """
-        changed = [i for i, (module, old) in self._before.items() if module.training != old]
-        return any(i in self._read for i in changed)
+        return any(
+            i in self._read and module.training != old for i, (module, old) in self._before.items()
+        )
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -50,11 +51,11 @@ class Modes:
 
 
 @contextlib.contextmanager
-def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore the modes of all modules at the end."""
+def modes_kept(model: nn.Module) -> Iterator[list[tuple[nn.Module, bool]]]:
+    """Restore the modes of all modules at the end; yields them."""
     before = [(module, module.training) for module in model.modules()]
     try:
-        yield
+        yield before
     finally:
         for module, training in before:
             module.training = training
