@@ -9,7 +9,7 @@
 # make wheel               build the wheel, check it for publication, import and run it from an empty folder
 # make venv, make clean    the environment that all of them use; remove it and every cache
 
-PYTHON ?= python3
+PYTHON ?= $(shell python3 .ci/choose_python.py || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
