@@ -25,14 +25,21 @@ def calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "processes", "threads", "share"),
-    [(1, 1, 4, 1.0), (2, 2, 2, 1.0), (4, 4, 1, 1.0), (8, 4, 1, 2.0), (6, 4, 1, 1.5)],
+    [
+        (1, 1, 4, 1.0),
+        (2, 2, 2, 1.0),
+        (4, 4, 1, 1.0),
+        (8, 8, 1, 2.0),
+        (6, 6, 1, 1.5),
+        (16, 8, 1, 4.0),
+    ],
 )
 @pytest.mark.usefixtures("calibrated")
 def test_ranks_take_turns_where_processors_are_few(
     num_ranks: int, processes: int, threads: int, share: float
 ) -> None:
     made = machine_here(hardware_files.cluster_here(), num_ranks)
-    assert made.kernels == TimedKernels(processes, threads)
+    assert made.kernels == TimedKernels(processes, threads, in_turns=share > 1)
     assert made.ranks_per_processor == share
 
 

@@ -141,10 +141,13 @@ def answer(
 
     def ranking_of(layouts: list[Layout]) -> Ranking:
         done = iter(range(len(layouts)))
-        refined = estimates.refined if estimates.is_refinable else None
-        at = {"refined": refined, "seen": lambda _: seen(next(done), len(layouts))}
         with rarely_collected():
-            return ranked(*estimates.of_many(layouts), capacity, **at)
+            return ranked(
+                *estimates.of_many(layouts),
+                capacity,
+                refined=estimates.refinement,
+                seen=lambda _: seen(next(done), len(layouts)),
+            )
 
     ranking, not_tried = ranking_of(layouts), tried.not_tried
     wanted = _wanted_later(ranking)

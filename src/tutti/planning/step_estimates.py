@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -27,6 +28,7 @@ from tutti.planner.estimates.layout_estimate import (
 )
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.placement.placement import AXES_FOUND
+from tutti.planner.search.ranking import Refinement, close_to_best, first_pipelines
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows
 from tutti.planning.side_by_side import OtherProcess, Outcome, can_share, other_half, outcome_of
 from tutti.torch_private.pytrees import tree_flatten
@@ -121,7 +123,8 @@ class StepEstimates:
         return [*(x for x in layouts if x not in rest), *rest], estimate
 
     def refined(self, layout: Layout) -> Estimate:
-        """The estimate with the pipeline's schedule on a clock.
+        """The estimate of a deep model with the pipeline's schedule on a clock; of another one with the times
+        of kernels over all layouts.
 
         Raises:
             ScheduleError: there is no such schedule.
@@ -131,15 +134,19 @@ class StepEstimates:
     def _estimate(self, layout: Layout, *, played: bool, smallest: bool = False) -> Estimate:
         machine = self.machine(layout)
         if not self._is_composed:
+            if played and machine.settled is not None:
+                machine = replace(machine, kernels=machine.settled)
             program = self._programs.program(layout, smallest=smallest)
             return estimate(program, machine, cut_at=self.job.cut)
         blocks = self._blocks_of(layout, machine, smallest)
         return composed(blocks, layout, machine, played=played)
 
     @property
-    def is_refinable(self) -> bool:
-        """Whether `refined` says more: pipelines of a deep model."""
-        return self._is_composed
+    def refinement(self) -> Refinement | None:
+        """Where `refined` says more: pipelines of a deep model, and kernels that were timed."""
+        if self._is_composed:
+            return Refinement(self.refined, first_pipelines)
+        return Refinement(self.refined, close_to_best) if self._on_processors else None
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:

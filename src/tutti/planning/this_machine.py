@@ -32,9 +32,10 @@ def question_here(
     cluster = cluster_of(text, topology)
     if cluster.num_hosts == 1 and not torch.cuda.is_available():
         cluster = shared_by(cluster, num_ranks or cluster.count)
+    timed: dict[TimedKernels, TimedKernels] = {}
     return PlanQuestion(
         cluster,
-        lambda layout: machine_here(cluster, layout.num_ranks),
+        lambda layout: machine_here(cluster, layout.num_ranks, timed),
         num_ranks=num_ranks,
         **options,
     )
@@ -54,12 +55,14 @@ def shared_by(cluster: Cluster, num_ranks: int) -> Cluster:
     )
 
 
-def machine_here(cluster: Cluster, num_ranks: int) -> PricedMachine:
+def machine_here(
+    cluster: Cluster, num_ranks: int, timed: dict[TimedKernels, TimedKernels] | None = None
+) -> PricedMachine:
     """This machine for a run of so many ranks: on a GPU by its data, on processors with kernels timed.
 
-    With more ranks than processors the kernels are timed on as many processes as there are processors, and
-    the ranks take turns (`ranks_per_processor`): a median of a few runs would miss the turns of
-    others.
+    More ranks than processors take turns (`ranks_per_processor`): the kernels are then timed by the
+    processor's time, on two processes a processor, which empty each other's caches. `timed`: of all layouts
+    of a plan.
     """
     if torch.cuda.is_available():
         return PricedMachine.of(cluster)
@@ -68,12 +71,18 @@ def machine_here(cluster: Cluster, num_ranks: int) -> PricedMachine:
     processors, neighbors = os.cpu_count() or 1, min(num_ranks, cluster.topology.host_size)
     threads = int(os.environ.get("OMP_NUM_THREADS", max(1, processors // neighbors)))
     call = cluster.device.call_seconds
+    share = max(1.0, neighbors * threads / processors)
+    most = max(1, (2 if share > 1 else 1) * processors // threads)
+    kernels = TimedKernels(min(neighbors, most), threads, in_turns=share > 1)
+    if timed is not None:
+        kernels = timed.setdefault(kernels, kernels)
     return PricedMachine(
         cluster,
-        TimedKernels(min(neighbors, max(1, processors // threads)), threads),
+        kernels,
         launch_seconds=0.0,
         call_seconds=call.value if call else 0.0,
-        ranks_per_processor=max(1.0, neighbors * threads / processors),
+        ranks_per_processor=share,
         shares_memory=True,
         onednn=is_faster(),
+        settled=kernels.settled,
     )

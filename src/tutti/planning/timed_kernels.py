@@ -14,7 +14,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
 from tutti.graph.randomness.draw import drawn
 from tutti.graph.randomness.random import RandomBlock
+from tutti.planning.kernel_times import GraphTimes, KernelTimes
+from tutti.planning.speed_probe import SpeedProbe
 from tutti.torch_private.pytrees import tree_map
 
 # Repetitions after one to warm up; fewer for long graphs.
@@ -36,48 +39,66 @@ _NUMBER = 1e-3  # for a number that only a run knows, such as a learning rate
 _MOVES = (*collectives.PLAYED, loop)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TimedKernels:
     """Seconds of the kernels of a graph, one graph after the other.
 
     Args:
         num_ranks: processes that compute at the same time.
         num_threads: of each.
+        in_turns: there are too few processors for them, so the time of others does not count.
     """
 
     num_ranks: int
     num_threads: int
+    in_turns: bool = False
+    times: KernelTimes = field(default_factory=KernelTimes, compare=False)
 
     def __call__(self, graph: fx.Graph) -> dict[fx.Node, float]:
-        """Median seconds by node."""
+        """Seconds by node; together those of the median run."""
         keep_freed_memory()  # as in a run: fresh pages would cost more than the ops
         with _threads(self.num_threads), torch.no_grad():
-            run = _GraphRun(graph)
+            run = _GraphRun(graph, time.thread_time if self.in_turns else time.perf_counter)
             with _others(self.num_ranks - 1, run):
-                return run.medians()
+                found = run.of_median_run()
+        self.times.add(found)
+        return self.times.seconds(found)
+
+    def settled(self, graph: fx.Graph) -> dict[fx.Node, float]:
+        """Seconds by node from all graphs timed so far; a graph with a new kernel is timed."""
+        timed = [node for node in graph.nodes if _is_timed(node)]
+        if (found := self.times.of(timed)) is None:
+            found = self.times.of(self(graph))
+        assert found is not None
+        return found
+
+
+def _is_timed(node: fx.Node) -> bool:
+    return is_draw(node) or (node.op == "call_function" and node.target not in _MOVES)
 
 
 class _GraphRun:
-    """A graph whose ops run one after the other on random values."""
+    """A graph whose ops run one after the other on random values, on a clock."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: fx.Graph, now: Callable[[], float]) -> None:
+        self.graph, self.now = graph, now
         dying = last_uses(graph)
         self.steps: list[tuple[fx.Node, Callable[..., Any], tuple[Any, ...], list[fx.Node]]] = []
         self.given: dict[fx.Node, Any] = {}
         for node in graph.nodes:
             if is_draw(node):
                 self.steps.append((node, _drawing(node), (), []))
-            elif node.op in ("placeholder", "get_attr") or node.target in _MOVES:
-                self.given[node] = tree_map(_made, node.meta.get("val"))
-            elif node.op == "call_function":
+            elif not _is_timed(node):
+                if node.op != "output":
+                    self.given[node] = tree_map(_made, node.meta.get("val"))
+            else:
                 function, *before = direct(node.target)
                 gone = [x for x in dying.get(node, ()) if x not in self.given]
                 self.steps.append((node, function, tuple(before), gone))
 
     def once(self) -> dict[fx.Node, float]:
         """Run every op; its seconds by node."""
-        values, seconds, now = dict(self.given), dict[fx.Node, float](), time.perf_counter
+        values, seconds, now = dict(self.given), dict[fx.Node, float](), self.now
         for node, function, before, gone in self.steps:
             args = fx.map_arg(node.args, values.__getitem__)
             kwargs = fx.map_arg(node.kwargs, values.__getitem__)
@@ -89,14 +110,23 @@ class _GraphRun:
                 values.pop(x, None)
         return seconds
 
-    def medians(self) -> dict[fx.Node, float]:
-        """Of several runs."""
+    def of_median_run(self) -> GraphTimes:
+        """The median of several runs, each relative to the probe, divided among the ops by their means.
+
+        The sum of the ops' own medians would be less than any run: each run has some slow ops.
+        """
         self.once()
-        runs = [self.once()]
-        total = sum(runs[0].values())
-        while len(runs) < _MOST_REPEATS and len(runs) * total < _LONG_SECONDS:
+        probe = SpeedProbe(self.now)
+        probes, runs, totals = [probe()], list[dict[fx.Node, float]](), list[float]()
+        while len(runs) < _MOST_REPEATS and (not runs or sum(totals) < _LONG_SECONDS):
             runs.append(self.once())
-        return {node: statistics.median(run[node] for run in runs) for node, *_ in self.steps}
+            totals.append(sum(runs[-1].values()))
+            probes.append(probe())
+        speeds = [(before + after) / 2 for before, after in pairwise(probes)]
+        median = statistics.median(a / b for a, b in zip(totals, speeds, strict=True))
+        share = median / max(sum(totals), 1e-12)
+        relative = {node: share * sum(run[node] for run in runs) for node, *_ in self.steps}
+        return GraphTimes(relative, probes)
 
 
 def _drawing(node: fx.Node) -> Callable[..., Tensor]:

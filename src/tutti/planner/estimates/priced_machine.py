@@ -26,6 +26,7 @@ class PricedMachine:
     ranks_per_processor: ranks that compute in turns on one; more than 1 on a machine with too few of them.
     shares_memory: ranks of one host exchange through shared memory, so the passes write that program.
     onednn: matmuls run by oneDNN's kernels.
+    settled: the seconds of kernels once more, when all graphs that are compared have been timed.
     """
 
     cluster: Cluster
@@ -35,6 +36,7 @@ class PricedMachine:
     ranks_per_processor: float = 1.0
     shares_memory: bool = False
     onednn: bool = False
+    settled: KernelSeconds | None = None
 
     @property
     def topology(self) -> Topology:

@@ -14,6 +14,8 @@ from tutti.quantities import format_nbytes
 
 # Layouts at the top of the table whose pipelines are played on a clock.
 NUM_REFINED = 24
+# Layouts whose order the noise of timings may have decided: within this factor of the fastest.
+_CLOSE = 1.2
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,30 @@ class Ranking:
         raise PlanError(f'no estimate of layout "{wanted}"', why=why)
 
 
+@dataclass(frozen=True)
+class Refinement:
+    """A better estimate of a layout, and the rows of the table that get it."""
+
+    of: Callable[[Layout], Estimate]
+    among: Callable[[Sequence[RankedLayout]], Iterable[RankedLayout]]
+
+
+def first_pipelines(rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
+    """Pipelines that fit, of the first `NUM_REFINED` rows."""
+    return (r for r in rows[:NUM_REFINED] if r.fits and "pipe" in r.estimate.layout.axes)
+
+
+def close_to_best(rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
+    """Layouts that fit and take little longer than the first."""
+    return (r for r in rows if r.fits and r.estimate.seconds <= _CLOSE * rows[0].estimate.seconds)
+
+
 def ranked(
     layouts: Iterable[Layout],
     estimate: Callable[[Layout], Estimate],
     capacity: float,
     *,
-    refined: Callable[[Layout], Estimate] | None = None,
+    refined: Refinement | None = None,
     seen: Callable[[Layout], object] = lambda _: None,
 ) -> Ranking:
     """Estimate every layout.
@@ -104,7 +124,7 @@ def ranked(
         layouts: to compare.
         estimate: of a layout; it may refuse it.
         capacity: bytes of a device that a step may use.
-        refined: a better estimate, for the first `NUM_REFINED` pipelines that fit.
+        refined: a better estimate for some of the rows.
         seen: called before each, for a progress bar.
     """
     rows: list[RankedLayout] = []
@@ -127,17 +147,16 @@ def ranked(
 
 
 def _with_refined(
-    rows: list[RankedLayout], refined: Callable[[Layout], Estimate], capacity: float
+    rows: list[RankedLayout], refined: Refinement, capacity: float
 ) -> list[RankedLayout]:
-    """Refine the first pipelines until the first rows are all refined."""
+    """Refine rows until all that are to be are."""
     done: set[str] = set()
     while True:
-        first = [r for r in rows[:NUM_REFINED] if r.fits and "pipe" in r.estimate.layout.axes]
-        row = next((r for r in first if r.layout not in done), None)
+        row = next((r for r in refined.among(rows) if r.layout not in done), None)
         if row is None:
             return rows
         done.add(row.layout)
-        made = refined(row.estimate.layout)
+        made = refined.of(row.estimate.layout)
         rows = _sorted(
             [RankedLayout(made, made.peak_nbytes <= capacity) if r is row else r for r in rows]
         )
