@@ -39,8 +39,8 @@ class KernelTimes:
         own: defaultdict[str, list[float]] = defaultdict(list)
         for node, x in times.relative.items():
             own[kernel_of(node)].append(x)
-        for kernel, times in own.items():
-            self._found[kernel].append(statistics.mean(times))
+        for kernel, found in own.items():
+            self._found[kernel].append(statistics.mean(found))
 
     def seconds(self, times: GraphTimes) -> dict[fx.Node, float]:
         """Those of one graph by its own times, at the machine's median speed."""
