@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
+import random
+import secrets
+import tempfile
 import time
+import uuid
 import warnings
+from os import urandom
 from time import perf_counter
 from typing import Any
 
@@ -264,6 +270,35 @@ def test_a_step_that_reads_the_clock_is_warned_once_with_its_line(by_name: bool)
         warnings.simplefilter("error")
         called(torch.zeros(2, 2))
     assert clock is perf_counter is time.perf_counter
+
+
+def test_a_step_that_reads_random_bytes_of_the_system_is_warned_with_each_line() -> None:
+    model = nn.Linear(2, 2)
+
+    def step(m: nn.Module, o: Any, x: Tensor) -> tuple[Tensor, Any]:
+        drawn = (
+            os.urandom(4),
+            urandom(4),
+            secrets.randbelow(10**9),
+            uuid.uuid4(),
+            random.SystemRandom().random(),
+        )
+        o.zero_grad()
+        loss = m(x).square().mean()
+        loss.backward()
+        o.step()
+        with tempfile.TemporaryDirectory():  # a library's own names are no matter
+            pass
+        return loss.detach(), [str(x) for x in drawn]
+
+    called = tutti.distribute(step, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match=r"os.urandom\(\) at .*test_python_values.py") as told:
+        first = called(torch.ones(2, 2))
+    assert len([w for w in told if "is read once" in str(w.message)]) == 5  # one of each line
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert called(torch.zeros(2, 2))[1] == first[1]
+    assert urandom is os.urandom and os.urandom(4) != os.urandom(4)
 
 
 temperature = "a global that the step below does not read"

@@ -196,7 +196,7 @@ def test_another_thread_reads_the_clock_and_writes_data_meanwhile() -> None:
 def test_which_rows_are_guarded() -> None:
     guarded = {p for p in PATCHES if p.this_thread}
     others = (patch_table.DATA, patch_table.DEFAULT_GROUP, *patch_table.CLOCKS.values())
-    assert guarded == {*others, *patch_table.PROCESSES}
+    assert guarded == {*others, *patch_table.ENTROPY, *patch_table.PROCESSES}
 
 
 def test_functions_of_math_take_plain_numbers_in_another_thread_meanwhile() -> None:

@@ -6,6 +6,8 @@ The replacement is in the file of its concept, which applies a row with `graph.e
 from __future__ import annotations
 
 import math
+import os
+import random
 import time
 from collections.abc import Iterator
 
@@ -184,13 +186,18 @@ POWERS = each(
 SCHEDULER_FLOAT = Patch(lr_scheduler, "float", "a scheduler's metric may be a symbol", create=True)
 TENSOR_OF_SYMBOLS = each(torch, ("tensor", "as_tensor"), "a tensor may be made of symbols")
 
-# The clock and other processes: `python/clock.py`, `one_process.py`.
+# The clock, the system's random bytes and other processes: `python/read_once.py`, `one_process.py`.
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
 CLOCKS = each(
     time,
     (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS)),
     "a user's line that reads the clock is warned of",
     this_thread=True,
+)
+_DRAWN = "a user's line that reads the system's random bytes is warned of"
+ENTROPY = (
+    Patch(os, "urandom", _DRAWN, this_thread=True),
+    Patch(random, "_urandom", _DRAWN, this_thread=True),
 )
 _QUERIES = ("get_rank", "get_world_size")
 _COLLECTIVES = (
@@ -242,5 +249,5 @@ PATCHES = _flat(
     *(NUMPY, DLPACK, REDUCE, FORMAT, ADDRESSES, MANUAL_SEED, ANOMALY, TENSOR_OF_TENSORS, FAKE_LOG),
     *(CONVERSIONS, FAKE_CONVERSIONS, FAKE_READS, ITEM_MEMO),
     *(MATH, EQUALITY, POWERS, SCHEDULER_FLOAT, TENSOR_OF_SYMBOLS),
-    *(CLOCKS, PROCESSES, DEFAULT_GROUP),
+    *(CLOCKS, *ENTROPY, PROCESSES, DEFAULT_GROUP),
 )

@@ -18,7 +18,6 @@ from tutti.capture.batch import called, taken
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
-from tutti.capture.python.clock import clocks_watched
 from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.host_random import no_host_randomness
 from tutti.capture.python.host_values import values_unknown
@@ -34,6 +33,7 @@ from tutti.capture.python.left_values import (
 )
 from tutti.capture.python.outside import lift_outside, read_by, refuse_written
 from tutti.capture.python.python_state import Effect, Findings, Number, PythonState, say_lost
+from tutti.capture.python.read_once import read_once_watched
 from tutti.capture.python.read_values import (
     ITEM,
     Reads,
@@ -446,7 +446,7 @@ class _Lifted:
                 nothing_compiled(),
                 wrappers_open(),
                 one_process(),
-                clocks_watched(self.python.tables),
+                read_once_watched(self.python.tables),
                 options_watched(self.optimizer) as self.options,
             ):
                 result = called(self.train_step, args, batch)
