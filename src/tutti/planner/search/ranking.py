@@ -12,7 +12,7 @@ from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.quantities import format_nbytes
 
-# Layouts at the top of the table whose pipelines are played on a clock.
+# Layouts at the top of the table that get a better estimate.
 NUM_REFINED = 24
 # Layouts whose order the noise of timings may have decided: within this factor of the fastest.
 _CLOSE = 1.2
@@ -106,8 +106,9 @@ def first_pipelines(rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
 
 
 def close_to_best(rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
-    """Layouts that fit and take little longer than the first."""
-    return (r for r in rows if r.fits and r.estimate.seconds <= _CLOSE * rows[0].estimate.seconds)
+    """Layouts that fit and take little longer than the first, of the first `NUM_REFINED` rows."""
+    most = _CLOSE * rows[0].estimate.seconds if rows else 0.0
+    return (r for r in rows[:NUM_REFINED] if r.fits and r.estimate.seconds <= most)
 
 
 def ranked(
