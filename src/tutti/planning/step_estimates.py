@@ -75,14 +75,14 @@ class StepEstimates:
             ShardingError, LayoutError, ScheduleError: the step does not allow it.
             IdleAxisError: an axis of it splits nothing.
         """
-        made = self._estimate(layout, played=False)
+        made = self._estimate(layout, refined=False)
         ways = math.prod(layout.axes.get(a, 1) for a in _SEARCHED)
         if not self._capacity < made.peak_nbytes <= ways * self._capacity:
             return made  # it fits, or would not if all of it were split
         programs = self._short_programs if self._is_composed else self._programs
         if (found := programs.smallest_place(layout)) is None:
             return made
-        smaller = self._estimate(layout, played=False, smallest=True)
+        smaller = self._estimate(layout, refined=False, smallest=True)
         if smaller.peak_nbytes > self._capacity:
             return made
         self.found[layout] = found
@@ -129,17 +129,17 @@ class StepEstimates:
         Raises:
             ScheduleError: there is no such schedule.
         """
-        return self._estimate(layout, played=True, smallest=layout in self.found)
+        return self._estimate(layout, refined=True, smallest=layout in self.found)
 
-    def _estimate(self, layout: Layout, *, played: bool, smallest: bool = False) -> Estimate:
+    def _estimate(self, layout: Layout, *, refined: bool, smallest: bool = False) -> Estimate:
         machine = self.machine(layout)
         if not self._is_composed:
-            if played and machine.settled is not None:
+            if refined and machine.settled is not None:
                 machine = replace(machine, kernels=machine.settled)
             program = self._programs.program(layout, smallest=smallest)
             return estimate(program, machine, cut_at=self.job.cut)
         blocks = self._blocks_of(layout, machine, smallest)
-        return composed(blocks, layout, machine, played=played)
+        return composed(blocks, layout, machine, played=refined)
 
     @property
     def refinement(self) -> Refinement | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def question_here(
     cluster = cluster_of(text, topology)
     if cluster.num_hosts == 1 and not torch.cuda.is_available():
         cluster = shared_by(cluster, num_ranks or cluster.count)
-    timed: dict[TimedKernels, TimedKernels] = {}
+    timed = cache(TimedKernels)  # layouts with as many processes share their times
     return PlanQuestion(
         cluster,
         lambda layout: machine_here(cluster, layout.num_ranks, timed),
@@ -56,13 +58,13 @@ def shared_by(cluster: Cluster, num_ranks: int) -> Cluster:
 
 
 def machine_here(
-    cluster: Cluster, num_ranks: int, timed: dict[TimedKernels, TimedKernels] | None = None
+    cluster: Cluster, num_ranks: int, timed: Callable[..., TimedKernels] = TimedKernels
 ) -> PricedMachine:
     """This machine for a run of so many ranks: on a GPU by its data, on processors with kernels timed.
 
     More ranks than processors take turns (`ranks_per_processor`): the kernels are then timed by the
-    processor's time, on two processes a processor, which empty each other's caches. `timed`: of all layouts
-    of a plan.
+    processor's time, on two processes a processor, which empty each other's caches. `timed` makes the
+    `TimedKernels`, or gives one that a plan has.
     """
     if torch.cuda.is_available():
         return PricedMachine.of(cluster)
@@ -73,9 +75,7 @@ def machine_here(
     call = cluster.device.call_seconds
     share = max(1.0, neighbors * threads / processors)
     most = max(1, (2 if share > 1 else 1) * processors // threads)
-    kernels = TimedKernels(min(neighbors, most), threads, in_turns=share > 1)
-    if timed is not None:
-        kernels = timed.setdefault(kernels, kernels)
+    kernels = timed(min(neighbors, most), threads, in_turns=share > 1)
     return PricedMachine(
         cluster,
         kernels,

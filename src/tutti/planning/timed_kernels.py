@@ -47,6 +47,7 @@ class TimedKernels:
         num_ranks: processes that compute at the same time.
         num_threads: of each.
         in_turns: there are too few processors for them, so the time of others does not count.
+        times: of all graphs so far.
     """
 
     num_ranks: int
@@ -88,13 +89,12 @@ class _GraphRun:
         for node in graph.nodes:
             if is_draw(node):
                 self.steps.append((node, _drawing(node), (), []))
-            elif not _is_timed(node):
-                if node.op != "output":
-                    self.given[node] = tree_map(_made, node.meta.get("val"))
-            else:
+            elif _is_timed(node):
                 function, *before = direct(node.target)
                 gone = [x for x in dying.get(node, ()) if x not in self.given]
                 self.steps.append((node, function, tuple(before), gone))
+            elif node.op != "output":
+                self.given[node] = tree_map(_made, node.meta.get("val"))
 
     def once(self) -> dict[fx.Node, float]:
         """Run every op; its seconds by node."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from tutti.errors import PlanError, ShardingError
 from tutti.layout import Layout
 from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.planner.search.idle_axes import IdleAxisError
-from tutti.planner.search.ranking import Refinement, close_to_best, first_pipelines, ranked
+from tutti.planner.search.ranking import Ranking, Refinement, close_to_best, first_pipelines, ranked
 
 TABLE = {
     "data=2": (2.0, 50),
@@ -59,27 +60,26 @@ def test_a_layout_is_found_by_any_order_of_its_words() -> None:
         found.row("data=4")
 
 
-def test_refined_pipelines_are_sorted_again() -> None:
+def with_refined(seconds: float, among: Any) -> tuple[Ranking, list[str]]:
+    """Layouts ranked, of which the refined ones take so long; those that were refined."""
     asked: list[str] = []
 
     def refined(layout: Layout) -> Estimate:
         asked.append(str(layout))
-        return replace(estimated(layout), seconds=4.0)
+        return replace(estimated(layout), seconds=seconds)
 
-    found = ranked(layouts(), estimated, 100, refined=Refinement(refined, first_pipelines))
+    return ranked(layouts(), estimated, 100, refined=Refinement(refined, among)), asked
+
+
+def test_refined_pipelines_are_sorted_again() -> None:
+    found, asked = with_refined(4.0, first_pipelines)
     assert [row.layout for row in found.rows] == ["data=2", "data=2 zero=3", "pipe=2 micro=2", ""]
     assert asked == ["pipe=2 micro=2"]
 
 
 def test_all_that_may_be_the_fastest_are_refined() -> None:
     """A refined one that is slower than before makes others close to the best."""
-    asked: list[str] = []
-
-    def refined(layout: Layout) -> Estimate:
-        asked.append(str(layout))
-        return replace(estimated(layout), seconds=2.2)
-
-    found = ranked(layouts(), estimated, 100, refined=Refinement(refined, close_to_best))
+    found, asked = with_refined(2.2, close_to_best)
     assert asked == ["pipe=2 micro=2", "data=2"]
     assert [row.layout for row in found.rows] == ["data=2", "pipe=2 micro=2", "data=2 zero=3", ""]
     assert [row.estimate.seconds for row in found.rows] == [2.2, 2.2, 3.0, 5.0]

@@ -40,10 +40,10 @@ def read_once_watched(tables: Sequence[Table]) -> Iterator[None]:
 
         return read
 
-    found = {patch.original: patch for patch in (*CLOCKS.values(), *ENTROPY)}
+    patches = (*CLOCKS.values(), *ENTROPY)
+    found = {patch.original: patch for patch in patches}
     with contextlib.ExitStack() as stack:
-        pairs = [(p, watched(p, p.original)) for p in (*CLOCKS.values(), *ENTROPY)]
-        stack.enter_context(replaced(*pairs))
+        stack.enter_context(replaced(*((p, watched(p, p.original)) for p in patches)))
         for _, entry, value in list(named(tables)):
             is_read = isinstance(value, types.BuiltinFunctionType) and value in found
             if is_read and entry.table.writable:
@@ -61,11 +61,7 @@ def _caller(frame: types.FrameType) -> types.FrameType:
 
 def _sentence(patch: Patch, line: str) -> str:
     if patch in ENTROPY:
-        return (
-            f"os.urandom() at {line} is read once, while the step is captured: each call has that value; "
-            "draw random numbers by torch"
-        )
-    return (
-        f"time.{patch.name}() at {line} is read once, while the step is captured: each call has that value; "
-        "time the step from outside"
-    )
+        name, fix = "os.urandom", "draw random numbers by torch"
+    else:
+        name, fix = f"time.{patch.name}", "time the step from outside"
+    return f"{name}() at {line} is read once, while the step is captured: each call has that value; {fix}"
