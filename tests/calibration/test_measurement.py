@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 import forked
+from tutti.calibration import measurement
 from tutti.planning import hardware_files
 
 SCRIPT = Path(__file__).parent / "quick_calibrate.py"
@@ -24,3 +27,34 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert 1e9 < cluster.device.bandwidth.value < 1e12
     assert 1e9 < cluster.device.peak_of(torch.float32) < 1e14
     assert 0 < cluster.topology.inside.start.value < 0.05
+    assert cluster.device.probe_seconds is not None
+    assert 1e-6 < cluster.device.probe_seconds.value < 0.1
+
+
+def test_a_processor_that_changes_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes a while, longer in some rounds: it is half, or thrice, as fast then."""
+    clock, pace = [0.0], [1.0]
+
+    def now() -> float:
+        clock[0] += 1e-3 * pace[0]
+        return clock[0]
+
+    monkeypatch.setattr(measurement.time, "perf_counter", now)
+    monkeypatch.setattr(measurement, "_MATMULS", {"cpu": ((8, 8, 8),)})
+    monkeypatch.setattr(measurement, "_MEMORY_NBYTES", 1 << 12)
+    own, found = measurement._RankMeasurement._round, list[dict[str, float]]()
+    for paces in ([1.0] * 5, [2.0, 1.0, 2.0, 1 / 3, 1.0], [2.0] * 5):
+        rank, left = measurement._RankMeasurement(0.5), list(paces)
+
+        def round_at_pace(rank: Any, left: list[float] = left) -> dict[str, float]:
+            pace[0] = left.pop()
+            return own(rank)
+
+        monkeypatch.setattr(measurement._RankMeasurement, "_round", round_at_pace)
+        found.append(rank.found())
+    steady, changing, slow = found
+    assert changing == pytest.approx(steady)
+    assert slow["probe"] == pytest.approx(2 * steady["probe"])
+    assert slow["launch"] == pytest.approx(2 * steady["launch"])
+    assert slow["float32"] == pytest.approx(steady["float32"] / 2)
+    assert slow["memory"] == steady["memory"]

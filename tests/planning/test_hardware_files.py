@@ -42,7 +42,14 @@ def test_a_cluster_has_what_was_measured(tmp_path: Path) -> None:
     assert (device.host_seconds.value, device.call_seconds.value) == (2e-6, 1e-4)
     assert (link.bandwidth.value, link.start.value) == (8e9, 1e-5)
     assert link.message_efficiency.value == 0.5
+    assert device.probe_seconds is None
     assert all("measured" in f.source for f in (device.bandwidth, link.bandwidth))
+
+
+def test_the_speed_probe_of_a_calibration_is_kept(tmp_path: Path) -> None:
+    path = hardware_files.write(replace(FOUND, probe=6e-4), tmp_path)
+    probe = catalog.device(str(path)).probe_seconds
+    assert probe is not None and probe.value == 6e-4
 
 
 def test_a_machine_that_is_not_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.planning.test_hardware_files import FOUND
 from tutti.layout import Layout
 from tutti.planner.estimates.rank_groups import RankGroups
 from tutti.planning import hardware_files
+from tutti.planning.kernel_times import GraphTimes, KernelTimes
 from tutti.planning.this_machine import machine_here, question_here, shared_by
 from tutti.planning.timed_kernels import TimedKernels
 
@@ -60,3 +62,26 @@ def test_more_ranks_than_devices_are_on_one_host_and_share_its_memory() -> None:
     groups = RankGroups(Layout.parse("data=8").mesh, crowded.topology.host_size)
     assert groups["data",].num_hosts == 1
     assert question_here(num_ranks=2).cluster == cluster
+
+
+def test_links_and_calls_are_as_fast_as_the_processor_is_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = hardware_files.write(replace(FOUND, probe=5e-4), tmp_path)
+    cluster, times = hardware_files.cluster_here(path), KernelTimes()
+    times.add(GraphTimes({}, [1e-3, 9e-3, 1e-3]))  # twice as slow as at the calibration
+
+    def timed(num_ranks: int, num_threads: int, in_turns: bool) -> TimedKernels:
+        return TimedKernels(num_ranks, num_threads, in_turns, times)
+
+    made = machine_here(cluster, 4, timed)
+    link = made.topology.inside
+    assert (link.start.value, link.bandwidth.value) == (2e-5, 4e9)
+    assert made.call_seconds == 2e-4
+    without = hardware_files.cluster_here(hardware_files.write(FOUND, tmp_path / "old"))
+    made = machine_here(without, 4, timed)
+    assert (made.topology, made.call_seconds) == (without.topology, 1e-4)
+
+
+def test_before_a_kernel_is_timed_the_probe_runs() -> None:
+    assert 0.0 < TimedKernels(1, 1).probe_seconds() < 1.0

@@ -4,6 +4,9 @@ One process for each device measures at the same time as the others, since ranks
 matmuls, a copy, an op that does nothing, a step's call, collectives of a few bytes and of many. The slowest
 rank counts. It takes less than a minute.
 
+Shared processors change their speed meanwhile. So each figure is the median of several rounds, relative to
+the speed probe before and after it.
+
 On processors the start of a collective is measured after kernels, as in a step: caches are cold, and ranks do
 not arrive together. Back to back a collective takes a fifth of that.
 """
@@ -18,7 +21,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +33,13 @@ from torch import Tensor
 from tutti.api import distribute
 from tutti.comm.collectives.groups import Groups
 from tutti.comm.collectives.transport import Distributed
+from tutti.distributed_step import Step
 from tutti.environment import PREDICTION
 from tutti.errors import PlanError
 from tutti.launch.launch import launch
 from tutti.launch.ranks import choose_gpu, ensure_process_group
 from tutti.planning.hardware_files import Measured
+from tutti.planning.speed_probe import SpeedProbe
 
 AXES = ("data",)
 _MATMULS = {
@@ -42,7 +49,9 @@ _MATMULS = {
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _MEMORY_NBYTES = 1 << 28
 _LARGE_NBYTES, _SMALL_NBYTES = 1 << 25, 64
-SECONDS = 1.0  # of one measurement, about
+SECONDS = 2.0  # of one measurement, about
+_MOST_ROUNDS, _ROUND_SECONDS = 5, 0.1
+_TIMES = ("launch", "call", "start")  # the other figures are rates, or bytes
 
 
 def measured(num_devices: int | None = None, seconds: float = SECONDS) -> Measured:
@@ -83,6 +92,7 @@ def _slowest(ranks: list[dict[str, float]], count: int) -> Measured:
         start=statistics.mean(rank["start"] for rank in ranks),
         rate=least("rate"),
         message=least("message"),
+        probe=statistics.mean(rank["probe"] for rank in ranks),
     )
 
 
@@ -118,28 +128,53 @@ def ring_rate(count: int, nbytes: int, small: float, large: float) -> float:
 
 
 class _RankMeasurement:
-    """What one process measures, in step with the others."""
+    """What one process measures, in step with the others.
+
+    Seconds and rates are relative to the speed probe until all of them are `found`; on a GPU they are plain.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.num_rounds = min(_MOST_ROUNDS, max(1, int(seconds / _ROUND_SECONDS)))
+        self.seconds = seconds / self.num_rounds
         ensure_process_group()
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
         self.device = rank_device()
         self.groups = Groups({"data": self.count}, [AXES] if self.count > 1 else [])
+        self.probe = SpeedProbe(time.perf_counter) if self.device.type == "cpu" else None
+        self.probes: list[float] = []
 
     def found(self) -> dict[str, float]:
         """Every figure by name."""
+        rounds = [self._round() for _ in range(self.num_rounds)]
+        usual = statistics.median(self.probes) if self.probes else 1.0
+        figures = {"memory": self._memory(), "probe": usual if self.probe else 0.0}
+        for name in rounds[0]:
+            median = statistics.median(one[name] for one in rounds)
+            figures[name] = median * usual if name in _TIMES else median / usual
+        return figures
+
+    def _round(self) -> dict[str, float]:
         figures = {name: self._matmul(dtype) for name, dtype in _DTYPES.items()}
-        figures |= {"memory": self._memory(), "bandwidth": self._bandwidth()}
-        figures |= {"launch": self._launch(), "call": self._call()}
+        figures |= {"bandwidth": self._bandwidth(), "launch": self._launch(), "call": self._call()}
         return figures | self._collectives()
+
+    @contextmanager
+    def _speed(self) -> Iterator[list[float]]:
+        """Context whose list holds, afterwards, the seconds of the probe before and after it."""
+        found = [1.0]
+        if self.probe is not None:
+            found[:] = [self.probe()]
+        yield found
+        if self.probe is not None:
+            found.append(self.probe())
+            self.probes += found
 
     def _meet(self) -> None:
         if self.count > 1:
             torch.distributed.barrier()
 
     def _median(self, call: Callable[[], object], share: float = 1.0, *, repeats: int = 0) -> float:
-        """Median seconds of a call, while the other processes make it, too.
+        """Median seconds of a call, in probes, while the other processes make it, too.
 
         Calls that exchange values are made `repeats` times a second of measurement, equally often on every
         rank.
@@ -150,13 +185,15 @@ class _RankMeasurement:
         wait_for(self.device)
         times: list[float] = []
         least = 0.0 if repeats else share * self.seconds
-        while len(times) < repeats or (sum(times) < least and len(times) < 2000):
-            begin = time.perf_counter()
-            call()
-            wait_for(self.device)
-            times.append(time.perf_counter() - begin)
+        with self._speed() as speed:
+            self._meet()
+            while len(times) < repeats or (sum(times) < least and len(times) < 2000):
+                begin = time.perf_counter()
+                call()
+                wait_for(self.device)
+                times.append(time.perf_counter() - begin)
         self._meet()
-        return statistics.median(times)
+        return statistics.median(times) / statistics.mean(speed)
 
     def _matmul(self, dtype: torch.dtype) -> float:
         """FLOP/s of the fastest of some matmuls."""
@@ -177,8 +214,13 @@ class _RankMeasurement:
 
     def _bandwidth(self) -> float:
         """Bytes read and written a second by a sum of values that no cache holds."""
-        x, out = (torch.ones(_MEMORY_NBYTES // 4, device=self.device) for _ in range(2))
+        x, out = self._large
         return 2 * _MEMORY_NBYTES / self._median(lambda: torch.add(x, 1.0, out=out))
+
+    @cached_property
+    def _large(self) -> tuple[Tensor, Tensor]:
+        x, out = (torch.ones(_MEMORY_NBYTES // 4, device=self.device) for _ in range(2))
+        return x, out
 
     def _launch(self) -> float:
         """Seconds of an op on a few values."""
@@ -192,6 +234,13 @@ class _RankMeasurement:
 
     def _call(self) -> float:
         """Seconds of a call of the smallest step, beside its ops."""
+        step, call = self._smallest_step
+        ops = len([n for n in step.graph.nodes if n.op == "call_function"]) * 1e-6
+        usual = statistics.median(self.probes) if self.probes else 1.0
+        return max(0.0, self._median(call, repeats=300) - ops / usual)
+
+    @cached_property
+    def _smallest_step(self) -> tuple[Step, Callable[[], object]]:
         os.environ[PREDICTION.name] = "0"  # of no interest here
         model = torch.nn.Linear(2, 2, bias=False).to(self.device)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -212,8 +261,7 @@ class _RankMeasurement:
         torch.distributed.broadcast(x, 0) if self.count > 1 else None
         for _ in range(3):
             step(x)
-        ops = len([n for n in step.graph.nodes if n.op == "call_function"]) * 1e-6
-        return max(0.0, self._median(lambda: step(x), repeats=300) - ops)
+        return step, lambda: step(x)
 
     def _collectives(self) -> dict[str, float]:
         """Start and rate of all-reduces, rate of messages; of one device the rate of its memory."""
@@ -226,7 +274,7 @@ class _RankMeasurement:
         return {"start": start, "rate": rate, "message": min(rate, self._message())}
 
     def _start_in_step(self) -> float:
-        """Seconds, in the mean, of an all-reduce of a few bytes after kernels of about a millisecond."""
+        """Probes, in the mean, of an all-reduce of a few bytes after kernels of about a millisecond."""
         shared = self.groups.shared(AXES)
         reduce = Distributed(self.groups[AXES]).all_reduce if shared is None else shared.all_reduce
         few = self._random((_SMALL_NBYTES // 4,))
@@ -238,15 +286,18 @@ class _RankMeasurement:
             torch.add(large, 1.0, out=out)
 
         times: list[float] = []
-        self._meet()
-        for _ in range(max(10, int(300 * self.seconds))):
-            kernels()
-            begin = time.perf_counter()
-            reduce(few, "max")
-            times.append(time.perf_counter() - begin)
+        with self._speed() as speed:
+            self._meet()
+            for _ in range(max(10, int(300 * self.seconds))):
+                kernels()
+                begin = time.perf_counter()
+                reduce(few, "max")
+                times.append(time.perf_counter() - begin)
         self._meet()
         # Without the longest ones, in which other processes had the processor.
-        return statistics.mean(sorted(times)[: len(times) - len(times) // 20])
+        return statistics.mean(sorted(times)[: len(times) - len(times) // 20]) / statistics.mean(
+            speed
+        )
 
     def _all_reduce(self, nbytes: int) -> float:
         repeats, shared = 300 if nbytes < 1e6 else 30, self.groups.shared(AXES)

@@ -30,7 +30,7 @@ class Measured:
     memory: bytes of a device. bandwidth: bytes per second that a kernel moves. launch: seconds of an op that
     does nothing. call: seconds of a call of a step beside its ops. start: seconds of a collective of a few
     bytes, with the wait for the others. rate: bytes per second of a large one, as in a ring. message: bytes
-    per second from rank to rank.
+    per second from rank to rank. probe: seconds of the speed probe meanwhile; 0 on GPUs.
     """
 
     name: str
@@ -43,6 +43,7 @@ class Measured:
     start: float
     rate: float
     message: float
+    probe: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def slowest(hosts: Sequence[Measured]) -> Measured:
     """The slowest figure of each kind, of hosts with equally many devices; the name is that of the first."""
 
     def worst(name: str) -> float:
-        choose = max if name in ("launch", "call", "start") else min
+        choose = max if name in ("launch", "call", "start", "probe") else min
         return choose(getattr(one, name) for one in hosts)
 
     first = hosts[0]
@@ -149,6 +150,7 @@ def _figure(value: float, source: str = "measured by tutti calibrate") -> str:
 
 def _device(one: Measured) -> str:
     peaks = "\n".join(f"{name} = {_figure(x)}" for name, x in one.peaks.items())
+    probe = f"probe = {_figure(one.probe)}\n" if one.probe else ""
     share = _figure(1, "the peak is that of the best measured matmul")
     return f"""# One of {one.num_devices} devices of this machine, while all of them compute.
 name = "{one.name}"
@@ -171,7 +173,7 @@ efficiency = {_figure(1, "the bandwidth is measured")}
 kernel = {_figure(0, "launches are part of host")}
 host = {_figure(one.launch)}
 call = {_figure(one.call)}
-"""
+{probe}"""
 
 
 def _link(one: Measured) -> str:

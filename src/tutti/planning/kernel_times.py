@@ -33,6 +33,10 @@ class KernelTimes:
         self._found: defaultdict[str, list[float]] = defaultdict(list)
         self._probes: list[float] = []
 
+    def probe_seconds(self) -> float | None:
+        """Of the speed probe, the median over all graphs; None before the first."""
+        return statistics.median(self._probes) if self._probes else None
+
     def add(self, times: GraphTimes) -> None:
         """The times of one graph: of each kernel their mean."""
         self._probes += times.probes

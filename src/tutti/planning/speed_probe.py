@@ -1,7 +1,8 @@
 """A fixed piece of work that tells how fast the processor is at the moment.
 
 Shared processors change their speed by tens of percent within seconds. Times of kernels count relative to the
-probe before and after them, so graphs that were timed minutes apart can be compared.
+probe before and after them, so graphs that were timed minutes apart can be compared, and a calibration of
+another day with both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _REPEATS = 5
 
 
 class SpeedProbe:
-    """A matmul and a sum that leaves the first cache: half a millisecond, a few times over."""
+    """A matmul and a sum that leaves the first cache: half a millisecond on one thread, a few times over."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -25,7 +26,12 @@ class SpeedProbe:
 
     def __call__(self) -> float:
         """Seconds of the work now, the median of some repetitions."""
-        return statistics.median(self._once() for _ in range(_REPEATS))
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return statistics.median(self._once() for _ in range(_REPEATS))
+        finally:
+            torch.set_num_threads(threads)
 
     def _once(self) -> float:
         begin = self._now()

@@ -64,7 +64,8 @@ def machine_here(
 
     More ranks than processors take turns (`ranks_per_processor`): the kernels are then timed by the
     processor's time, on two processes a processor, which empty each other's caches. `timed` makes the
-    `TimedKernels`, or gives one that a plan has.
+    `TimedKernels`, or gives one that a plan has. Links and calls are as much slower or faster than at the
+    calibration as the speed probe is.
     """
     if torch.cuda.is_available():
         return PricedMachine.of(cluster)
@@ -72,10 +73,12 @@ def machine_here(
         cluster = shared_by(cluster, num_ranks)
     processors, neighbors = os.cpu_count() or 1, min(num_ranks, cluster.topology.host_size)
     threads = int(os.environ.get("OMP_NUM_THREADS", max(1, processors // neighbors)))
-    call = cluster.device.call_seconds
     share = max(1.0, neighbors * threads / processors)
     most = max(1, (2 if share > 1 else 1) * processors // threads)
     kernels = timed(min(neighbors, most), threads, in_turns=share > 1)
+    if calibrated := cluster.device.probe_seconds:
+        cluster = _at_speed(cluster, calibrated.value / kernels.probe_seconds())
+    call = cluster.device.call_seconds
     return PricedMachine(
         cluster,
         kernels,
@@ -86,3 +89,15 @@ def machine_here(
         onednn=is_faster(),
         settled=kernels.settled,
     )
+
+
+def _at_speed(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster `factor` times as fast: calls, and the memory that ranks of a host exchange through."""
+    device, topology = cluster.device, cluster.topology
+    link = topology.inside
+    start = replace(link.start, value=link.start.value / factor)
+    bandwidth = replace(link.bandwidth, value=link.bandwidth.value * factor)
+    if call := device.call_seconds:
+        device = replace(device, call_seconds=replace(call, value=call.value / factor))
+    inside = replace(link, start=start, bandwidth=bandwidth)
+    return Cluster(cluster.count, device, replace(topology, inside=inside))

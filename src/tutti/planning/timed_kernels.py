@@ -59,11 +59,19 @@ class TimedKernels:
         """Seconds by node; together those of the median run."""
         keep_freed_memory()  # as in a run: fresh pages would cost more than the ops
         with _threads(self.num_threads), torch.no_grad():
-            run = _GraphRun(graph, time.thread_time if self.in_turns else time.perf_counter)
+            run = _GraphRun(graph, self._now)
             with _others(self.num_ranks - 1, run):
                 found = run.of_median_run()
         self.times.add(found)
         return self.times.seconds(found)
+
+    @property
+    def _now(self) -> Callable[[], float]:
+        return time.thread_time if self.in_turns else time.perf_counter
+
+    def probe_seconds(self) -> float:
+        """Of the speed probe while the graphs ran; before the first graph of the probe alone, now."""
+        return self.times.probe_seconds() or SpeedProbe(self._now)()
 
     def settled(self, graph: fx.Graph) -> dict[fx.Node, float]:
         """Seconds by node from all graphs timed so far; a graph with a new kernel is timed."""

@@ -29,7 +29,7 @@ _MATMUL = (
     *("misaligned", "partly_aligned", "attention", "convolution"),
 )
 _MEMORY = ("capacity", "bandwidth", "efficiency", "batch_norm")
-_LAUNCH = ("kernel", "host", "call")
+_LAUNCH = ("kernel", "host", "call", "probe")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Device:
     kernel_seconds: from the end of a kernel to the start of the next in a full queue.
     host_seconds: an eager runtime's time on the host for each op.
     call_seconds: of a call of a step, beside its ops; measured on this machine only.
+    probe_seconds: of the speed probe during the calibration of this machine (`planning/speed_probe.py`).
     topology: the name of the usual topology.
     """
 
@@ -75,6 +76,7 @@ class Device:
     kernel_seconds: Figure
     host_seconds: Figure
     call_seconds: Figure | None
+    probe_seconds: Figure | None
     topology: str
 
     def peak_of(self, dtype: torch.dtype) -> float:
@@ -125,5 +127,6 @@ def device_of(values: Mapping[str, Any], path: Path) -> Device:
         kernel_seconds=launch.figure("kernel", SECONDS),
         host_seconds=launch.figure("host", SECONDS),
         call_seconds=launch.optional("call", SECONDS),
+        probe_seconds=launch.optional("probe", SECONDS),
         topology=table.text("topology"),
     )
