@@ -56,6 +56,26 @@ def test_the_median_over_graphs_counts() -> None:
     assert times.of(ops(traced(lambda x: x.exp(), torch.ones(3)))) is None
 
 
+def test_a_kernel_of_three_graphs_is_known() -> None:
+    times, x = KernelTimes(), torch.ones(3)
+
+    def add(seconds: list[float], function: Callable[..., Any]) -> None:
+        graph = traced(function, x)
+        times.add(GraphTimes(dict(zip(ops(graph), seconds, strict=True)), [1.0]))
+
+    common, rare = (ops(traced(f, x)) for f in (lambda x: x.neg().abs(), lambda x: x.neg().exp()))
+    for seconds in ([1.0, 2.0], [3.0, 2.0], [9.0, 2.0]):
+        assert times.known(common) is None
+        add(seconds, lambda x: x.neg().abs())
+    assert list((times.known(common) or {}).values()) == [3.0, 2.0]
+    assert times.known(rare) is None
+    add([1.0], torch.exp)  # in one graph, of which it is a fourth
+    assert times.known(rare) is None
+    for _ in range(9):  # now it is nearly nothing beside the known ones
+        add([100.0, 2.0], lambda x: x.neg().abs())
+    assert list((times.known(rare) or {}).values()) == [100.0, 1.0]
+
+
 def test_a_slower_processor_changes_no_time() -> None:
     graph = traced(lambda x: (x.neg() + 1.0).abs(), torch.ones(3))
     clock, pace = [0.0], [1e-3]
@@ -90,6 +110,8 @@ def test_a_known_graph_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert timed == [one]
     assert len(kernels.settled(other)) == 2
     assert timed == [one, other]
+    kernels(same), kernels(same)
+    assert timed == [one, other, same]  # the third with this kernel; then it is known
 
 
 class Net(nn.Module):

@@ -1,7 +1,8 @@
 """The times of kernels over all graphs of a plan: a kernel of the same shapes takes the same time in each.
 
 The timing of one graph varies by some percent, which is more than many layouts differ by, so the fastest of
-them would be the luckiest. The median over the graphs decides between them.
+them would be the luckiest. The median over the graphs decides between them. Layouts have most kernels in
+common: a graph of kernels that several others have need not be timed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from torch import Tensor, fx
 
 from tutti.graph.analysis.draws import is_draw
 from tutti.torch_private.pytrees import tree_map
+
+# Graphs after whose timings a kernel is known, and the share of a graph that may be of other kernels.
+_ENOUGH, _SMALL_SHARE = 3, 0.05
 
 
 @dataclass(frozen=True)
@@ -51,18 +55,25 @@ class KernelTimes:
         probe = statistics.median(self._probes)
         return {node: probe * x for node, x in times.relative.items()}
 
+    def known(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, float] | None:
+        """Seconds of each node, as `of`; None if the graph is to be timed: too few graphs had its kernels."""
+        kernels = {node: kernel_of(node) for node in nodes}
+        if (found := self._medians(kernels)) is None:
+            return None
+        new = sum(found[n] for n, kernel in kernels.items() if len(self._found[kernel]) < _ENOUGH)
+        return found if new <= _SMALL_SHARE * sum(found.values()) else None
+
     def of(self, nodes: Iterable[fx.Node]) -> dict[fx.Node, float] | None:
         """Seconds of each node: the median over the graphs with its kernel; None if no graph has one."""
-        probe, medians = statistics.median(self._probes or [0.0]), dict[str, float]()
-        made: dict[fx.Node, float] = {}
-        for node in nodes:
-            kernel = kernel_of(node)
-            if kernel not in self._found:
-                return None
-            if kernel not in medians:
-                medians[kernel] = statistics.median(self._found[kernel])
-            made[node] = probe * medians[kernel]
-        return made
+        return self._medians({node: kernel_of(node) for node in nodes})
+
+    def _medians(self, kernels: Mapping[fx.Node, str]) -> dict[fx.Node, float] | None:
+        every = set(kernels.values())
+        if not every <= self._found.keys():
+            return None
+        probe = self.probe_seconds() or 0.0
+        medians = {kernel: probe * statistics.median(self._found[kernel]) for kernel in every}
+        return {node: medians[kernel] for node, kernel in kernels.items()}
 
 
 def kernel_of(node: fx.Node) -> str:
