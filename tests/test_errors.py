@@ -147,7 +147,7 @@ def test_something_that_is_no_optimizer() -> None:
 
 def converting_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
     loss = model(x).square().mean()
-    if float(loss) > 1:  # here it is converted
+    if int(loss) > 1:  # here it is converted
         loss = loss * 2
     optimizer.zero_grad()
     loss.backward()

@@ -46,7 +46,7 @@ def sizing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tens
 
 
 def converting(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    scale = float(x.abs().max())  # float here
+    scale = int(x.abs().max())  # int here
     return update(model, optimizer, cross_entropy(model(x / scale), y))
 
 
@@ -87,7 +87,7 @@ def writing(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Ten
 WAYS_OUT: dict[str, tuple[Step, str, str, str]] = {
     "text": (writing_text, "value into a text", "# text here", "return the tensor"),
     "size": (sizing, "makes a size of a tensor's value", "# size here", "mask"),
-    "float": (converting, "makes a plain number", "# float here", "keep it a tensor"),
+    "int": (converting, "makes a plain number", "# int here", "x.long().item()"),
     "nonzero": (selecting, "nonzero", "# nonzero here", "torch.where"),
     "mask": (masking, "shape that depends on values", "# mask here", "torch.where"),
     "group": (grouping, "groups of rows", "# group here", "batched_mm"),

@@ -17,7 +17,7 @@ from tutti.user_lines import OnlyUsersFrames
 
 def _branching(model: nn.Module, x: Tensor) -> Tensor:
     loss = model(x).sum()
-    if float(loss) > 1:
+    if int(loss) > 1:
         loss = loss * 2
     return loss
 

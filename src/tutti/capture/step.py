@@ -18,6 +18,7 @@ from tutti.capture.batch import called, taken
 from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
+from tutti.capture.python.conversions import conversions_read
 from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.host_random import no_host_randomness
 from tutti.capture.python.host_values import values_unknown
@@ -397,6 +398,7 @@ class _Lifted:
         with (
             self.python.restored(),
             kinds_of_fakes(self.python.scopes),
+            conversions_read(self.python.scopes),
             self.mode,
             watching(self.model),
             explained(),

@@ -53,6 +53,8 @@ _LIBRARIES = tuple(
 )
 _HERE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 _INSTALLED = ("site-packages", "dist-packages")
+# Functions of Python for which a trace has others.
+_ASKED = frozenset({"type", "isinstance", "float", "int"})
 _DEPTH = 2
 _MOST = 100_000  # the most values of one table to visit
 
@@ -64,13 +66,14 @@ class Reached:
     Args:
         stored: the names to which it assigns.
         names: all of globals and attributes.
-        scopes: the globals of the user's functions that call `type`.
+        scopes: the globals of the user's functions that call one of `type`, `isinstance`, `float` and `int`,
+            by this name.
     """
 
     tables: list[Table]
     stored: frozenset[str]
     names: frozenset[str]
-    scopes: list[dict[str, Any]]
+    scopes: dict[str, list[dict[str, Any]]]
 
 
 def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reached:
@@ -83,7 +86,7 @@ def reach(step: Any, model: nn.Module, optimizers: Sequence[Optimizer]) -> Reach
         walk = _Walk(names, model, optimizers)
         walk.go(step)
         if len(walk.names) == len(names):
-            return Reached(walk.tables, frozenset(walk.stored), walk.known, [*walk.asking.values()])
+            return Reached(walk.tables, frozenset(walk.stored), walk.known, walk.asking)
         names = set(walk.names)
 
 
@@ -102,7 +105,8 @@ class _Walk:
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id repeats
         self._scopes: dict[int, Table] = {}
-        self.asking: dict[int, dict[str, Any]] = {}
+        self._asking: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in _ASKED}
+        self._uses: dict[tuple[str, int], frozenset[str]] = {}
         self._reads_environment, self._words = False, set[str]()
         # Objects of a library's modules (a configuration) whose attributes all count, to this depth.
         self._whole: dict[int, int] = {}
@@ -120,6 +124,23 @@ class _Walk:
             self._todo.popleft()()
         if self._reads_environment:
             self._environment()
+
+    @property
+    def asking(self) -> dict[str, list[dict[str, Any]]]:
+        """The globals of the user's functions that call a function of `_ASKED`.
+
+        Without those that also use `float` or `int` otherwise: `dtype=float`, `type(x) is float`.
+        """
+
+        def counts(name: str, i: int) -> bool:
+            uses = self._uses[name, i]
+            is_class = name in ("float", "int")
+            return not is_class or ("call" in uses and "another" not in uses)
+
+        return {
+            name: [scope for i, scope in found.items() if counts(name, i)]
+            for name, found in self._asking.items()
+        }
 
     def _environment(self) -> None:
         """Environment variables in the user's code."""
@@ -187,8 +208,11 @@ class _Walk:
             for key in kept:
                 self._value(vars(function)[key], f"{name}{key}")
         scope, library = function.__globals__, is_code_of_library(code)
-        if not library and "type" in _globals_of(code):
-            self.asking[id(scope)] = scope
+        if not library:
+            for name in _globals_of(code) & _ASKED:
+                self._asking[name][id(scope)] = scope
+                uses = self._uses.get((name, id(scope)), frozenset())
+                self._uses[name, id(scope)] = uses | _uses(code, name)
         if library and not _is_users(function.__module__ or ""):
             return
         mentioned = _mentioned(code) & scope.keys()
@@ -438,6 +462,37 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
         if isinstance(const, types.CodeType):
             found |= _globals_of(const)
     return frozenset(found | _mentioned(code) if "globals" in found else found)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _uses(code: types.CodeType, name: str) -> frozenset[str]:
+    """The uses of the global class `name`: a `call`, an `argument` of `_TAKE_CLASSES`, an `attribute` of it,
+    or `another`.
+    """
+    ops = list(dis.get_instructions(code))
+    found = set[str]()
+    for i, one in enumerate(ops):
+        if one.opname != "LOAD_GLOBAL" or one.argval != name:
+            continue
+        if (one.arg or 0) & 1:  # the bit of a function that is called
+            found.add("call")
+            continue
+        after = [x.opname for x in ops[i + 1 :] if x.opname != "CACHE"]
+        is_last = next(x for x in after if x not in _OF_KINDS) in ("PRECALL", "CALL")
+        if after[0] in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add("attribute")
+        else:
+            is_first = i > 0 and ops[i - 1].argval in _TAKE_CLASSES
+            is_argument = is_last and not _TAKE_CLASSES.isdisjoint(code.co_names)
+            found.add("argument" if is_first or is_argument else "another")
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return frozenset(found.union(*(_uses(const, name) for const in inner)))
+
+
+# Functions that take another class of the same name as well: they call it, or ask it about a value.
+_TAKE_CLASSES = frozenset({"isinstance", "map", "defaultdict"})
+# Instructions between a class and the end of a call: `isinstance(x, (int, float))`.
+_OF_KINDS = ("LOAD_GLOBAL", "LOAD_ATTR", "BUILD_TUPLE", "BINARY_OP")
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import sympy
 import torch
@@ -201,7 +201,7 @@ def symbols_stay(symbols: Symbols) -> Iterator[None]:
 
         def checked(x: Any, *rest: Any) -> Any:
             if is_users(sys._getframe(1).f_code.co_filename) and symbols.is_read(x):
-                _refuse(does)
+                refuse_conversion() if does is _CONVERTS else _refuse(does, _OUTSIDE)
             return plain(x, *rest)
 
         return checked
@@ -213,7 +213,7 @@ def symbols_stay(symbols: Symbols) -> Iterator[None]:
             if (answer := known(x, plain)) is not UNKNOWN:
                 return answer
             if is_users(sys._getframe(1).f_code.co_filename):
-                _refuse(_CONVERTS)
+                refuse_conversion()
             return plain(x)
 
         return checked
@@ -241,12 +241,17 @@ _WRITES = "writes a tensor's value into a text"
 _CONVERTS = "makes a plain number of a tensor's value (float(), int(), an index)"
 
 
-def _refuse(does: str) -> None:
-    told = of_stack(
-        "return the tensor from the step and write it there"
-        if does is _WRITES
-        else "x.item(), with which Python's own operators compute; or keep it a tensor"
-    )
+_ITEM = "x.item(), with which Python's own operators compute"
+_OUTSIDE = "return the tensor from the step and write it there"
+
+
+def refuse_conversion(fix: str = _ITEM) -> NoReturn:
+    """Refuse a plain number of a tensor's value, at the current line of the user's."""
+    _refuse(_CONVERTS, f"{fix}; or keep it a tensor")
+
+
+def _refuse(does: str, fix: str) -> NoReturn:
+    told = of_stack(fix)
     raise noted(
         CaptureError(
             f"the step {does}",

@@ -1,0 +1,77 @@
+"""`float(x)` and `int(x)` of tensors in the user's code: the read number, as of `x.item()`.
+
+Python demands a plain number of `x.__float__()`, and a trace has none. So during a trace the globals of the
+user's functions that call `float` or `int` have another class of this name. It makes plain numbers of
+everything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tutti.capture.python.known_values import UNKNOWN, known
+from tutti.capture.python.read_values import Symbols, refuse_conversion
+from tutti.capture.python.symbols import SYMBOLS
+from tutti.capture.python.user_globals import in_place_of
+from tutti.torch_private.fake_tensors import FakeTensor
+
+
+def _number(x: Any, plain: type) -> Any:
+    """`plain(x)`, a symbol for a number that the trace reads."""
+    if type(x) is FakeTensor:
+        if (answer := known(x, getattr(Tensor, f"__{plain.__name__}__"))) is not UNKNOWN:
+            return answer
+        if x.is_complex() or (plain is int and x.is_floating_point()):
+            refuse_conversion(_CUT)
+        x = x.item() if x.is_floating_point() else x.long().item()
+    env = x.node.shape_env if isinstance(x, SYMBOLS) else None
+    if not isinstance(env, Symbols) or not env.is_read(x):
+        return plain(x)
+    if plain is float and not isinstance(x, torch.SymBool):
+        return torch.sym_float(x)
+    if not isinstance(x, torch.SymInt):
+        refuse_conversion(_CUT)
+    return x
+
+
+_CUT = "x.long().item(), which cuts a fraction off"
+
+
+class _LikePlain(type):
+    """The class of a class in place of `plain`."""
+
+    plain: type
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, cls.plain)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, cls.plain)
+
+    def __call__(cls, *given: Any, **options: Any) -> Any:
+        if len(given) != 1 or options:
+            return cls.plain(*given, **options)
+        return _number(given[0], cls.plain)
+
+
+class _Float(float, metaclass=_LikePlain):
+    plain = float
+
+
+class _Int(int, metaclass=_LikePlain):
+    plain = int
+
+
+@contextlib.contextmanager
+def conversions_read(scopes: Mapping[str, Sequence[dict[str, Any]]]) -> Iterator[None]:
+    """Inside, `float(x)` and `int(x)` in these globals, by name, return the number that the trace reads."""
+    with (
+        in_place_of("float", _Float, scopes["float"]),
+        in_place_of("int", _Int, scopes["int"]),
+    ):
+        yield
