@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import forked
-from tutti.calibration import measurement
+from tutti.calibration import crowded_start, measurement
 from tutti.planning import hardware_files
 
 SCRIPT = Path(__file__).parent / "quick_calibrate.py"
@@ -29,6 +29,36 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert 0 < cluster.topology.inside.start.value < 0.05
     assert cluster.device.probe_seconds is not None
     assert 1e-6 < cluster.device.probe_seconds.value < 0.1
+    if 2 * (os.cpu_count() or 1) <= crowded_start._MOST_RANKS:
+        assert cluster.topology.inside.crowded_start is not None
+
+
+def test_what_an_exchange_of_ranks_that_take_turns_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks a processor: kernels of 3 s, and an exchange of 0.8 s beside them."""
+    wall, own, pace = [0.0], [0.0], [1.0]
+    monkeypatch.setattr(crowded_start.time, "perf_counter", lambda: wall[0])
+    monkeypatch.setattr(crowded_start.os, "cpu_count", lambda: 1)
+
+    def kernels() -> None:
+        own[0] += 3.0 * pace[0]
+        wall[0] += 2 * 3.0 * pace[0]
+
+    def reduce() -> None:
+        wall[0] += 0.8 * pace[0]
+
+    def thread_time() -> float:
+        own[0] += 1e-9 * pace[0]  # of the probe a nanosecond
+        return own[0]
+
+    monkeypatch.setattr(crowded_start.time, "thread_time", thread_time)
+    rank = crowded_start._TakingTurns(0.2)
+    monkeypatch.setattr(rank, "kernels", lambda: kernels)
+    monkeypatch.setattr(rank, "small_reduce", lambda: reduce)
+    monkeypatch.setattr(rank, "count", 2)
+    monkeypatch.setattr(rank, "meet", lambda: None)
+    assert rank.found()["crowded"] == pytest.approx(0.4)
+    pace[0] = 3.0
+    assert rank._round() * 1e-9 == pytest.approx(0.4, rel=1e-5)  # the processor is slower now
 
 
 def test_a_processor_that_changes_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,15 +72,15 @@ def test_a_processor_that_changes_its_speed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(measurement.time, "perf_counter", now)
     monkeypatch.setattr(measurement, "_MATMULS", {"cpu": ((8, 8, 8),)})
     monkeypatch.setattr(measurement, "_MEMORY_NBYTES", 1 << 12)
-    own, found = measurement._RankMeasurement._round, list[dict[str, float]]()
+    own, found = measurement._AllFigures._round, list[dict[str, float]]()
     for paces in ([1.0] * 5, [2.0, 1.0, 2.0, 1 / 3, 1.0], [2.0] * 5):
-        rank, left = measurement._RankMeasurement(0.5), list(paces)
+        rank, left = measurement._AllFigures(0.5), list(paces)
 
         def round_at_pace(rank: Any, left: list[float] = left) -> dict[str, float]:
             pace[0] = left.pop()
             return own(rank)
 
-        monkeypatch.setattr(measurement._RankMeasurement, "_round", round_at_pace)
+        monkeypatch.setattr(measurement._AllFigures, "_round", round_at_pace)
         found.append(rank.found())
     steady, changing, slow = found
     assert changing == pytest.approx(steady)

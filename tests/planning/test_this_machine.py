@@ -83,5 +83,15 @@ def test_links_and_calls_are_as_fast_as_the_processor_is_now(
     assert (made.topology, made.call_seconds) == (without.topology, 1e-4)
 
 
+def test_ranks_that_take_turns_wait_longer_for_each_other(tmp_path: Path) -> None:
+    path = hardware_files.write(replace(FOUND, crowded=3e-4), tmp_path)
+    cluster = hardware_files.cluster_here(path)
+    processors = os.cpu_count() or 1
+    fits, crowded = (machine_here(cluster, n * processors) for n in (1, 4))
+    assert (fits.topology.inside.start.value, fits.message_start) == (1e-5, 0.0)
+    assert crowded.topology.inside.start.value == 3e-4
+    assert crowded.message_start == pytest.approx(4 * 3e-4)
+
+
 def test_before_a_kernel_is_timed_the_probe_runs() -> None:
     assert 0.0 < TimedKernels(1, 1).probe_seconds() < 1.0

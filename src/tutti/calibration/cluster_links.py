@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tutti.calibration.measurement import SECONDS, measured, rank_device, ring_rate, wait_for
+from tutti.calibration.measurement import SECONDS, measured, ring_rate
+from tutti.calibration.rank_measurement import rank_device, wait_for
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.groups import Groups

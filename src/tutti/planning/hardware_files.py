@@ -31,6 +31,7 @@ class Measured:
     does nothing. call: seconds of a call of a step beside its ops. start: seconds of a collective of a few
     bytes, with the wait for the others. rate: bytes per second of a large one, as in a ring. message: bytes
     per second from rank to rank. probe: seconds of the speed probe meanwhile; 0 on GPUs.
+    crowded: seconds that an exchange takes longer for each of the ranks that share a processor; 0 on GPUs.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Measured:
     rate: float
     message: float
     probe: float = 0.0
+    crowded: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def slowest(hosts: Sequence[Measured]) -> Measured:
     """The slowest figure of each kind, of hosts with equally many devices; the name is that of the first."""
 
     def worst(name: str) -> float:
-        choose = max if name in ("launch", "call", "start", "probe") else min
+        choose = max if name in ("launch", "call", "start", "probe", "crowded") else min
         return choose(getattr(one, name) for one in hosts)
 
     first = hosts[0]
@@ -177,6 +179,7 @@ call = {_figure(one.call)}
 
 
 def _link(one: Measured) -> str:
+    crowded = f"crowded_start = {_figure(one.crowded)}\n" if one.crowded else ""
     return f"""# Between ranks of this machine.
 name = "{one.name}: between ranks"
 bandwidth = {_figure(one.rate)}
@@ -184,7 +187,7 @@ efficiency = {_figure(1, "the bandwidth is measured")}
 latency = {_figure(0, "part of start")}
 start = {_figure(one.start)}
 message_efficiency = {_figure(max(0.01, min(1.0, one.message / one.rate)))}
-"""
+{crowded}"""
 
 
 def _link_between(one: Measured, hosts: MeasuredHosts) -> str:

@@ -13,6 +13,7 @@ import torch
 from tutti.graph.ops.matmul import is_faster
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.hardware.cluster import Cluster
+from tutti.planner.hardware.figures import Figure
 from tutti.planning.hardware_files import NAME, cluster_of
 from tutti.planning.layout_plan import PlanQuestion
 from tutti.planning.timed_kernels import TimedKernels
@@ -78,6 +79,9 @@ def machine_here(
     kernels = timed(min(neighbors, most), threads, in_turns=share > 1)
     if calibrated := cluster.device.probe_seconds:
         cluster = _at_speed(cluster, calibrated.value / kernels.probe_seconds())
+    crowded = cluster.topology.inside.crowded_start if share > 1 else None
+    if crowded is not None:
+        cluster = _starting(cluster, crowded)
     call = cluster.device.call_seconds
     return PricedMachine(
         cluster,
@@ -85,6 +89,7 @@ def machine_here(
         launch_seconds=0.0,
         call_seconds=call.value if call else 0.0,
         ranks_per_processor=share,
+        message_start=share * crowded.value if crowded else 0.0,
         shares_memory=True,
         onednn=is_faster(),
         settled=kernels.settled,
@@ -97,7 +102,17 @@ def _at_speed(cluster: Cluster, factor: float) -> Cluster:
     link = topology.inside
     start = replace(link.start, value=link.start.value / factor)
     bandwidth = replace(link.bandwidth, value=link.bandwidth.value * factor)
+    crowded = link.crowded_start and replace(
+        link.crowded_start, value=link.crowded_start.value / factor
+    )
     if call := device.call_seconds:
         device = replace(device, call_seconds=replace(call, value=call.value / factor))
-    inside = replace(link, start=start, bandwidth=bandwidth)
+    inside = replace(link, start=start, bandwidth=bandwidth, crowded_start=crowded)
     return Cluster(cluster.count, device, replace(topology, inside=inside))
+
+
+def _starting(cluster: Cluster, start: Figure) -> Cluster:
+    """The cluster whose exchanges within a host have this start."""
+    topology = cluster.topology
+    inside = replace(topology.inside, start=start)
+    return replace(cluster, topology=replace(topology, inside=inside))

@@ -275,7 +275,9 @@ class _Composition:
             }
             costs += [((stage, kind), seconds) for kind, seconds in parts.items()]
         across = self.groups.crosses_hosts("pipe")
-        moving = message_seconds(self.blocks.message, self.machine.topology, across_hosts=across)
+        moving = self.machine.message_start + message_seconds(
+            self.blocks.message, self.machine.topology, across_hosts=across
+        )
         kept = tuple(int(piece.kept) for piece in self._stage_pieces)
         return _simulated(self._pipeline, tuple(costs), moving, kept)
 

@@ -135,7 +135,8 @@ class GraphClock:
     def message(self, nbytes: float) -> float:
         """Seconds of a message to the next pipeline rank."""
         across = self.groups.crosses_hosts("pipe")
-        return message_seconds(nbytes, self.machine.topology, across_hosts=across)
+        seconds = message_seconds(nbytes, self.machine.topology, across_hosts=across)
+        return self.machine.message_start + seconds
 
 
 class _Streams:

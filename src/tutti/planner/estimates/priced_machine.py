@@ -24,6 +24,7 @@ class PricedMachine:
     kernels: the seconds of each kernel of a final graph, by its last node.
     launch_seconds: of the host, for each collective. call_seconds: of a call of the step, beside its ops.
     ranks_per_processor: ranks that compute in turns on one; more than 1 on a machine with too few of them.
+    message_start: seconds before the first byte of a message, beside the link's own.
     shares_memory: ranks of one host exchange through shared memory, so the passes write that program.
     onednn: matmuls run by oneDNN's kernels.
     settled: the seconds of kernels once more, when all graphs that are compared have been timed.
@@ -34,6 +35,7 @@ class PricedMachine:
     launch_seconds: float
     call_seconds: float = 0.0
     ranks_per_processor: float = 1.0
+    message_start: float = 0.0
     shares_memory: bool = False
     onednn: bool = False
     settled: KernelSeconds | None = None

@@ -17,6 +17,7 @@ _KEYS = (
     "latency",
     "start",
     "message_efficiency",
+    "crowded_start",
 )
 
 
@@ -30,6 +31,8 @@ class Link:
     latency: seconds of one step from neighbor to neighbor.
     start: seconds before the first byte of a collective.
     message_efficiency: the share of the bandwidth that a message between two pipeline ranks reaches.
+    crowded_start: seconds that an exchange takes longer where several ranks take turns on a processor, for
+        each of these ranks; measured on this machine only.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Link:
     latency: Figure
     start: Figure
     message_efficiency: Figure
+    crowded_start: Figure | None = None
 
 
 def link_of(values: Mapping[str, Any], path: Path) -> Link:
@@ -57,4 +61,5 @@ def link_of(values: Mapping[str, Any], path: Path) -> Link:
         latency=table.figure("latency", SECONDS),
         start=table.figure("start", SECONDS),
         message_efficiency=table.figure("message_efficiency", SHARE),
+        crowded_start=table.optional("crowded_start", SECONDS),
     )
