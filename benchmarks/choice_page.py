@@ -41,8 +41,8 @@ planner chooses for this machine, next to the fastest one that was measured. {_w
 - Every rank has one thread. In a round each layout has one turn, on all its ranks; the order changes from
   round to round. A turn is a median of its steps on the slowest rank. A ratio is the median over the rounds
   of chosen / other within a round; the best layout is the one with the largest.
-- One calibration, at the start, into a folder of its own. Kernels are timed for each layout, as in
-  `tutti plan`.
+- One calibration, at the start, into a folder of its own. Kernels are timed as in `tutti plan`: programs
+  whose kernels three others have are not.
 - With 4 ranks on 2 processors ranks take turns: times are those of such a machine, not of one with 4.
 
 ## Placement by hand and found
