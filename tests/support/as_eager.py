@@ -99,9 +99,12 @@ def _assert_equal(found: Found, expected: Found) -> None:
 
 
 def _arrays(returned: Any) -> list[NDArray[Any]]:
-    return [_array(x) for x in flattened(returnable(returned))[0] if isinstance(x, Tensor)]
+    leaves = flattened(returnable(returned))[0]
+    return [_array(x) for x in leaves if isinstance(x, Tensor | int | float)]
 
 
-def _array(x: Tensor) -> NDArray[Any]:
+def _array(x: Tensor | float) -> NDArray[Any]:
+    if not isinstance(x, Tensor):
+        return np.asarray(x)
     x = x.detach()
     return (x.to_dense() if x.is_sparse else x).numpy().copy()
