@@ -1,4 +1,4 @@
-"""A calibration beside other work warns."""
+"""A calibration or a plan beside other work warns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tutti.calibration import other_work
-from tutti.calibration.other_work import busy_processors, warn_of_other_work
+from tutti.calibration.other_work import PLAN, busy_processors, warn_of_other_work
 
 
 def stat(path: Path, busy: int, idle: int) -> None:
@@ -37,10 +37,11 @@ def test_only_other_work_is_a_warning(host: Path, busy: int, warns: bool) -> Non
     stat(host, 1000 + busy, 1100 - busy)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        warn_of_other_work()
+        warn_of_other_work(PLAN)
     assert len(found) == warns
     if warns:
         assert "other work keeps 1.2 of 4 processors busy" in str(found[0].message)
+        assert "Plan again" in str(found[0].message)
 
 
 def test_a_host_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -48,4 +49,4 @@ def test_a_host_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert busy_processors(0.0) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_other_work(0.0)
+        warn_of_other_work(PLAN, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from typer.testing import CliRunner
 
 import forked
 import tutti
+from tests.planning.test_hardware_files import FOUND
+from tutti.calibration import other_work
+from tutti.cli import plan_layouts
 from tutti.cli.main import app
+from tutti.planning import hardware_files
 from tutti.planning.plan_file import Plan
 
 SCRIPT = """
@@ -181,3 +186,18 @@ def test_a_plan_and_a_layout_are_refused(script: Path, tmp_path: Path) -> None:
     assert "one of them" in result.stderr
     result = CliRunner().invoke(app, ["run", "--plan", str(path), str(script)])
     assert "no plan of this version" in result.stderr
+
+
+def test_a_plan_of_this_machine_warns_of_other_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware_files.write(FOUND, tmp_path)
+    monkeypatch.setenv("TUTTI_HARDWARE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(other_work, "busy_processors", lambda _: 1.5)
+    asked = ("", None, "", "", None, False)
+    with pytest.warns(UserWarning, match="other work keeps 1.5 of .* Plan again"):
+        plan_layouts._question("", *asked)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_layouts._question("64 x h100", *asked)  # nothing is timed

@@ -1,4 +1,4 @@
-"""Other work on this machine, beside which a calibration measures too slow figures."""
+"""Other work on this machine, beside which a calibration or a plan measures too slow figures."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ _TIMES = Path("/proc/stat")
 _SECONDS, _FEW = 0.5, 0.25
 
 
-def warn_of_other_work(seconds: float = _SECONDS) -> None:
+CALIBRATION = (
+    "beside it figures come out too slow, a collective's start up to ten times. Calibrate again when it has "
+    "ended"
+)
+PLAN = (
+    "beside it some kernels are timed as too slow, and another layout may come out as the fastest. Plan "
+    "again when it has ended"
+)
+
+
+def warn_of_other_work(consequence: str, seconds: float = _SECONDS) -> None:
     """Warn if other processes keep processors busy; a host that does not tell is taken to be idle."""
     busy = busy_processors(seconds)
     if busy is not None and busy > _FEW:
         warnings.warn(
-            f"other work keeps {busy:.1f} of {os.cpu_count()} processors busy: beside it figures come out "
-            "too slow, a collective's start up to ten times. Calibrate again when it has ended",
+            f"other work keeps {busy:.1f} of {os.cpu_count()} processors busy: {consequence}",
             stacklevel=3,
         )
 

@@ -26,14 +26,14 @@ def calibrate(
     Started by torchrun on several hosts, it measures the links between them, too, and writes on each.
     """
     from tutti.calibration import cluster_links, measurement
-    from tutti.calibration.other_work import warn_of_other_work
+    from tutti.calibration.other_work import CALIBRATION, warn_of_other_work
     from tutti.errors import PlanError
     from tutti.planning import hardware_files
     from tutti.quantities import format_nbytes, format_seconds
 
     between = None
     if not cluster_links.is_one_of_several():
-        warn_of_other_work()
+        warn_of_other_work(CALIBRATION)
         found = measurement.measured(num_devices)
     elif num_devices is not None:
         raise PlanError(

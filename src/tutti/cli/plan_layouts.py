@@ -97,6 +97,9 @@ def _question(
     ranks: int | None,
     vary_precision: bool,
 ) -> PlanQuestion:
+    import torch
+
+    from tutti.calibration.other_work import PLAN, warn_of_other_work
     from tutti.layout.layout import PRECISIONS
     from tutti.planner.search.layout_choices import partial_layout, words_of
     from tutti.planning.hardware_files import NAME, cluster_of, is_here
@@ -126,7 +129,10 @@ def _question(
     }
     if devices and not is_here(devices):
         return PlanQuestion.of(cluster_of(devices, topology or None), **options)
-    return question_here(devices or NAME, topology or None, **options)
+    question = question_here(devices or NAME, topology or None, **options)
+    if not torch.cuda.is_available():  # the plan times kernels here
+        warn_of_other_work(PLAN)
+    return question
 
 
 def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -> str:
