@@ -14,9 +14,8 @@ import time
 from tutti.calibration.rank_measurement import RankMeasurement, found_by_ranks, write_found
 
 _NAME = "crowded"
-_MOST_RANKS = (
-    32  # a larger machine has processors for all ranks of a run, but not memory for twice as many
-)
+# A larger machine has processors for all ranks of a run, but not memory for twice as many.
+_MOST_RANKS = 32
 
 
 def measured(seconds: float) -> float:

@@ -88,9 +88,7 @@ class RankMeasurement:
     @contextmanager
     def speed(self) -> Iterator[list[float]]:
         """Context whose list holds, afterwards, the seconds of the probe before and after it."""
-        found = [1.0]
-        if self.probe is not None:
-            found[:] = [self.probe()]
+        found = [1.0 if self.probe is None else self.probe()]
         yield found
         if self.probe is not None:
             found.append(self.probe())

@@ -46,6 +46,7 @@ from tutti.capture.python.read_values import (
 )
 from tutti.capture.python.sizes import FreeSizes
 from tutti.capture.python.symbols import looked_at_by_ops, on_symbols
+from tutti.capture.python.user_globals import in_place_of
 from tutti.capture.refusals import explained
 from tutti.capture.regions import watching
 from tutti.capture.second_trace.functional import functional_graph
@@ -534,15 +535,12 @@ def _host_min_max(optimizer: Any) -> Iterator[None]:
 
     Other entries of these globals stay: the user's step may count in them.
     """
-    homes = {id(home): home for home in map(_home, optimizers_of(optimizer))}
-    added = [(home, name) for home in homes.values() for name in ("min", "max") if name not in home]
-    for home, name in added:
-        home[name] = _min_max(name)
-    try:
+    homes = [*map(_home, optimizers_of(optimizer))]
+    with (
+        in_place_of("min", _min_max("min"), homes),
+        in_place_of("max", _min_max("max"), homes),
+    ):
         yield
-    finally:
-        for home, name in added:
-            home.pop(name, None)
 
 
 def _home(optimizer: Optimizer) -> dict[str, Any]:

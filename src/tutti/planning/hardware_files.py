@@ -31,7 +31,7 @@ class Measured:
     does nothing. call: seconds of a call of a step beside its ops. start: seconds of a collective of a few
     bytes, with the wait for the others. rate: bytes per second of a large one, as in a ring. message: bytes
     per second from rank to rank. probe: seconds of the speed probe meanwhile; 0 on GPUs.
-    crowded: seconds that an exchange takes longer for each of the ranks that share a processor; 0 on GPUs.
+    crowded: as `start`, for each of the ranks that take turns on a processor; 0 on GPUs.
     """
 
     name: str

@@ -52,7 +52,7 @@ class KernelTimes:
 
     def seconds(self, times: GraphTimes) -> dict[fx.Node, float]:
         """Those of one graph by its own times, at the machine's median speed."""
-        probe = statistics.median(self._probes)
+        probe = self.probe_seconds() or 0.0
         return {node: probe * x for node, x in times.relative.items()}
 
     def known(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, float] | None:

@@ -100,15 +100,19 @@ def _at_speed(cluster: Cluster, factor: float) -> Cluster:
     """The cluster `factor` times as fast: calls, and the memory that ranks of a host exchange through."""
     device, topology = cluster.device, cluster.topology
     link = topology.inside
-    start = replace(link.start, value=link.start.value / factor)
-    bandwidth = replace(link.bandwidth, value=link.bandwidth.value * factor)
-    crowded = link.crowded_start and replace(
-        link.crowded_start, value=link.crowded_start.value / factor
-    )
     if call := device.call_seconds:
-        device = replace(device, call_seconds=replace(call, value=call.value / factor))
-    inside = replace(link, start=start, bandwidth=bandwidth, crowded_start=crowded)
+        device = replace(device, call_seconds=_times(call, 1 / factor))
+    inside = replace(
+        link,
+        start=_times(link.start, 1 / factor),
+        bandwidth=_times(link.bandwidth, factor),
+        crowded_start=link.crowded_start and _times(link.crowded_start, 1 / factor),
+    )
     return Cluster(cluster.count, device, replace(topology, inside=inside))
+
+
+def _times(figure: Figure, factor: float) -> Figure:
+    return replace(figure, value=figure.value * factor)
 
 
 def _starting(cluster: Cluster, start: Figure) -> Cluster:

@@ -20,6 +20,8 @@ from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.python.user_globals import in_place_of
 from tutti.torch_private.fake_tensors import FakeTensor
 
+_CUT = "x.long().item(), which cuts a fraction off"
+
 
 def _number(x: Any, plain: type) -> Any:
     """`plain(x)`, a symbol for a number that the trace reads."""
@@ -37,9 +39,6 @@ def _number(x: Any, plain: type) -> Any:
     if not isinstance(x, torch.SymInt):
         refuse_conversion(_CUT)
     return x
-
-
-_CUT = "x.long().item(), which cuts a fraction off"
 
 
 class _LikePlain(type):

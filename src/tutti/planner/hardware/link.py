@@ -31,8 +31,8 @@ class Link:
     latency: seconds of one step from neighbor to neighbor.
     start: seconds before the first byte of a collective.
     message_efficiency: the share of the bandwidth that a message between two pipeline ranks reaches.
-    crowded_start: seconds that an exchange takes longer where several ranks take turns on a processor, for
-        each of these ranks; measured on this machine only.
+    crowded_start: the same where several ranks take turns on a processor, for each of these ranks, and of a
+        message; measured on this machine only.
     """
 
     name: str
