@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from as_eager import Program, assert_as_eager
 from canonical_graph import canonical, played, targets
+from small_steps import trained
 from tutti.errors import CaptureError
 
 aten = torch.ops.aten
@@ -75,3 +77,33 @@ def test_a_slice_is_seen_from_where_it_begins() -> None:
 def test_memory_around_a_value_is_refused(cut: Any, size: Any, step: Any, start: int) -> None:
     with pytest.raises(CaptureError, match="memory that is not its operand's"):
         canonical(lambda x: x[cut].as_strided(size, step, start) * 1, torch.randn(8, 6))
+
+
+class Determinants(nn.Module):
+    """Of matrices in several orders in memory: their backward reads factors, which depend on the order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(4, 4).t())
+        self.plain = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        room = torch.empty_strided((4, 4), (1, 4))
+        room.copy_(self.plain)
+        several = torch.stack([self.plain, self.turned @ self.plain, 2 * self.plain.t()])
+        turned_pairs = torch.complex(self.plain, self.turned).mT
+        logs = [torch.linalg.slogdet(m)[1] for m in (self.turned, self.plain, room, turned_pairs)]
+        dets = [
+            torch.linalg.det(m).sum() for m in (self.plain.t().contiguous(), several.mT, several)
+        ]
+        return (x @ self.turned).square().mean() - 0.1 * sum(logs) + 0.01 * sum(dets)
+
+
+def determinants() -> Program:
+    model = Determinants()
+    step: Any = trained(lambda model, x: model(x))
+    return step, model, torch.optim.SGD(model.parameters(), lr=0.01), (torch.randn(8, 4),)
+
+
+def test_determinants_of_matrices_in_every_order() -> None:
+    assert_as_eager(determinants)

@@ -409,6 +409,8 @@ REWRITES: dict[Any, Rewrite] = {
     aten.index_put.default: lookups.put,
     aten.as_strided.default: strided.strided,
     aten.as_strided_scatter.default: strided.strided_scatter,
+    aten._linalg_det.default: strided.determinant,
+    aten._linalg_slogdet.default: strided.determinant,
 }
 SAME = frozenset(target for target, rewrite in REWRITES.items() if rewrite is _same)
 # Rewrites of nodes that other rewrites may make.

@@ -1,5 +1,9 @@
 """`as_strided` depends on memory; a graph has values only, so it becomes views and lookups.
 
+Determinants depend on it, too: `_linalg_det` and `_linalg_slogdet` factor the transpose of a contiguous
+matrix, and the matrix itself in any other order. Their backward reads these factors. Here they always get a
+contiguous matrix (`graph.ops.memory_order`); where the user's was not, its transpose.
+
 An operand that fills its memory without gaps is permuted to the order of its memory. Dims of the result are
 split off this line as long as they traverse all of it; the rest is a lookup along its last dim.
 """
@@ -9,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,16 +23,23 @@ from tutti.graph.edits.edit import Emit, inverse, permuted, shaped, source_of
 from tutti.user_lines import quoted
 
 aten = torch.ops.aten
-# On a call: strides and offset of its operand in the step, before any rewrite.
+# On a call: the memory of its operand in the step, before any rewrite.
 LAID_OUT = "laid_out"
 
 
+class _OperandMemory(NamedTuple):
+    strides: tuple[int, ...]
+    offset: int
+    is_contiguous: bool
+
+
 def note_layout(graph: fx.Graph) -> None:
-    """Note the strides and the offset of each call's operand."""
+    """Note the memory of each call's operand."""
     for node in graph.nodes:
         if node.target in STRIDED:
             val: Any = node.args[0].meta["val"]
-            node.meta[LAID_OUT] = (tuple(val.stride()), int(val.storage_offset()))
+            offset = int(val.storage_offset())
+            node.meta[LAID_OUT] = _OperandMemory(tuple(val.stride()), offset, val.is_contiguous())
 
 
 @dataclass(frozen=True)
@@ -146,9 +157,9 @@ def _as_in(emit: Emit, line: fx.Node, dims: list[int], size: Sequence[int]) -> f
 
 def _layout(node: fx.Node, size: Any, step: Any, start: Any) -> StridedView:
     x: Any = node.args[0]
-    strides, offset = node.meta[LAID_OUT]
-    first = 0 if start is None else int(start) - offset
-    found = StridedView.of(x.meta["val"].shape, strides, size, step, first)
+    memory = node.meta[LAID_OUT]
+    first = 0 if start is None else int(start) - memory.offset
+    found = StridedView.of(x.meta["val"].shape, memory.strides, size, step, first)
     if found is None:
         raise CaptureError(
             "as_strided reads memory that is not its operand's, or an operand with gaps",
@@ -159,4 +170,22 @@ def _layout(node: fx.Node, size: Any, step: Any, start: Any) -> StridedView:
     return found
 
 
-STRIDED = (aten.as_strided.default, aten.as_strided_scatter.default)
+def determinant(emit: Emit, node: fx.Node) -> fx.Node | None:
+    """The call with a contiguous matrix: the transpose, if the user's has another order.
+
+    Kernels factor complex matrices themselves in every order.
+    """
+    x: Any = node.args[0]
+    val: Tensor = x.meta["val"]
+    if node.meta[LAID_OUT].is_contiguous or val.is_complex():
+        return None
+    order = [*range(val.ndim - 2), val.ndim - 1, val.ndim - 2]
+    return emit(node.target, permuted(emit, x, order))
+
+
+STRIDED = (
+    aten.as_strided.default,
+    aten.as_strided_scatter.default,
+    aten._linalg_det.default,
+    aten._linalg_slogdet.default,
+)

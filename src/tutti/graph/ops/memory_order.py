@@ -16,12 +16,13 @@ from torch import Tensor, fx
 
 aten = torch.ops.aten
 
-# These index memory as if a tensor had no gaps and its last dim varied fastest.
+# These index memory as if a tensor had no gaps and its last dim varied fastest; determinants factor the
+# transpose of a contiguous matrix, else the matrix.
 _CONTIGUOUS = (
     "view_as_complex nll_loss2d_backward native_layer_norm_backward native_group_norm "
     "native_group_norm_backward _weight_norm_interface _weight_norm_interface_backward "
     "adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward "
-    "linalg_matrix_exp"
+    "linalg_matrix_exp _linalg_det _linalg_slogdet"
 )
 # These read rows: any strides, but 1 in the last dim.
 _ROWS = (

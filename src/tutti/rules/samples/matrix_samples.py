@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tutti.rules.samples.sample import definite, f, pairs, pivots, positive, sample
+from tutti.rules.samples.sample import definite, f, pairs, pivots, positive, regular, sample
 
 INF = float("inf")
 
@@ -32,16 +32,17 @@ CONTRACTIONS = [
     sample("_cdist_backward", f(4, 12, 8), f(4, 12, 6), f(4, 8, 6), 3.0, positive(4, 12, 8)),
 ]  # fmt: skip
 
-_ONE, _TWO, _LEAD = definite(4, 4), definite(6, 4, 4), definite(2, 6, 4, 4)
+_TWO, _LEAD = definite(6, 4, 4), definite(2, 6, 4, 4)
+_ONE, _ANY = regular(4, 4), regular(6, 4, 4)
 LINEAR_ALGEBRA = [
     *([sample("cholesky", _TWO)] if hasattr(torch.ops.aten, "cholesky") else []),
-    sample("cholesky_inverse", _TWO),
+    sample("cholesky_inverse", _ANY),
     sample("linalg_matrix_exp", f(2, 6, 3, 3)),
     sample("linalg_cholesky_ex", _LEAD),
-    sample("linalg_inv_ex", _TWO),
-    *(sample(op, _TWO) for op in ("_linalg_det", "_linalg_slogdet", "_linalg_eigh")),
-    sample("_linalg_eigh", _TWO, "L", False),
-    *(sample(op, _TWO) for op in ("_linalg_eigvals", "linalg_eig")),
+    sample("linalg_inv_ex", _ANY),
+    *(sample(op, _ANY) for op in ("_linalg_det", "_linalg_slogdet")),
+    *(sample("_linalg_eigh", _TWO, *given) for given in ((), ("L", False))),
+    *(sample(op, _ANY) for op in ("_linalg_eigvals", "linalg_eig")),
     *(sample("_linalg_svd", f(6, 4, 3), full, uv)
       for full, uv in ((False, True), (True, True), (False, False))),
     *(sample("linalg_qr", f(6, 4, 3), mode) for mode in ("reduced", "complete", "r")),
@@ -53,17 +54,17 @@ LINEAR_ALGEBRA = [
     sample("linalg_ldl_factor_ex", _TWO),
     sample("linalg_pinv.atol_rtol_tensor", f(6, 4, 3)),
     sample("linalg_pinv.atol_rtol_tensor", f(6, 4, 3), atol=positive(), rtol=positive()),
-    sample("_linalg_solve_ex", _TWO, f(6, 4, 8)),
-    sample("_linalg_solve_ex", _TWO, f(6, 4)),
+    sample("_linalg_solve_ex", _ANY, f(6, 4, 8)),
+    sample("_linalg_solve_ex", _ANY, f(6, 4)),
     sample("_linalg_solve_ex", _ONE, f(6, 4, 8)),
-    sample("_linalg_solve_ex", _TWO, f(6, 8, 4), left=False),
-    sample("linalg_solve_triangular", _TWO, f(6, 4, 8), upper=False),
+    sample("_linalg_solve_ex", _ANY, f(6, 8, 4), left=False),
+    sample("linalg_solve_triangular", _ANY, f(6, 4, 8), upper=False),
     sample("linalg_solve_triangular", _ONE, f(2, 6, 8, 4), upper=True, left=False),
-    sample("triangular_solve", f(6, 4, 8), _TWO),
-    sample("triangular_solve", f(4, 8), _TWO, False, True),
-    sample("cholesky_solve", f(6, 4, 8), _TWO),
-    sample("cholesky_solve", f(4, 8), _TWO, True),
-    sample("linalg_lu_solve", _TWO, pivots(6, 4), f(6, 4, 8)),
-    sample("linalg_lu_solve", _TWO, pivots(6, 4), f(6, 8, 4), left=False),
+    sample("triangular_solve", f(6, 4, 8), _ANY),
+    sample("triangular_solve", f(4, 8), _ANY, False, True),
+    sample("cholesky_solve", f(6, 4, 8), _ANY),
+    sample("cholesky_solve", f(4, 8), _ANY, True),
+    sample("linalg_lu_solve", _ANY, pivots(6, 4), f(6, 4, 8)),
+    sample("linalg_lu_solve", _ANY, pivots(6, 4), f(6, 8, 4), left=False),
     sample("linalg_ldl_solve", _TWO, pivots(6, 4), f(6, 4, 8)),
 ]  # fmt: skip

@@ -101,6 +101,16 @@ def definite(*shape: int) -> Operand:
     return Operand(shape, torch.float64, fill)
 
 
+def regular(*shape: int) -> Operand:
+    """Well-conditioned matrices that differ from their transposes, float64."""
+
+    def fill(s: tuple[int, ...], g: torch.Generator) -> Tensor:
+        eye = torch.eye(s[-1], dtype=torch.float64)
+        return torch.randn(s, generator=g, dtype=torch.float64) + s[-1] * eye
+
+    return Operand(shape, torch.float64, fill)
+
+
 def pivots(*shape: int) -> Operand:
     """Pivot rows as LAPACK counts them: from 1, each at or after its own row."""
 
