@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import tutti
 from as_eager import Program, assert_as_eager, assert_as_eager_on_ranks
@@ -88,10 +89,32 @@ def computing() -> Program:
     return training(loss_of, lambda model, x, loss, norm: loss.detach())
 
 
+def scheduled() -> Program:
+    """PyTorch's schedulers, whose `float` is another during a trace, use it as a class, too."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ramp = lr_scheduler.ConstantLR(optimizer, 0.1, 1)
+    rates = lr_scheduler.SequentialLR(
+        optimizer, [ramp, lr_scheduler.ExponentialLR(optimizer, 0.9)], [1]
+    )
+    limit = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=9.0)
+
+    def step(model: Any, optimizer: Any, x: Tensor) -> Any:
+        loss = mean_square(model, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        rates.step()
+        limit.step(loss.detach())
+        return loss, optimizer.param_groups[0]["lr"]
+
+    return step, model, optimizer, (torch.randn(8, 6),)
+
+
 PROGRAMS = [metrics, averages]
 
 
-@pytest.mark.parametrize("program", [*PROGRAMS, computing])
+@pytest.mark.parametrize("program", [*PROGRAMS, computing, scheduled])
 def test_the_numbers_are_eagers(program: Callable[[], Program]) -> None:
     assert_as_eager(program)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tutti.capture.python.known_values import UNKNOWN, known
 from tutti.capture.python.read_values import Symbols, refuse_conversion
 from tutti.capture.python.symbols import SYMBOLS
-from tutti.capture.python.user_globals import in_place_of
+from tutti.capture.python.user_globals import in_place_of, like
 from tutti.torch_private.fake_tensors import FakeTensor
 
 _CUT = "x.long().item(), which cuts a fraction off"
@@ -41,36 +41,15 @@ def _number(x: Any, plain: type) -> Any:
     return x
 
 
-class _LikePlain(type):
-    """The class of a class in place of `plain`."""
-
-    plain: type
-
-    def __instancecheck__(cls, x: Any) -> bool:
-        return isinstance(x, cls.plain)
-
-    def __subclasscheck__(cls, kind: Any) -> bool:
-        return issubclass(kind, cls.plain)
-
-    def __call__(cls, *given: Any, **options: Any) -> Any:
-        if len(given) != 1 or options:
-            return cls.plain(*given, **options)
-        return _number(given[0], cls.plain)
-
-
-class _Float(float, metaclass=_LikePlain):
-    plain = float
-
-
-class _Int(int, metaclass=_LikePlain):
-    plain = int
+_FLOAT = like(float, lambda x: _number(x, float))
+_INT = like(int, lambda x: _number(x, int))
 
 
 @contextlib.contextmanager
 def conversions_read(scopes: Mapping[str, Sequence[dict[str, Any]]]) -> Iterator[None]:
     """Inside, `float(x)` and `int(x)` in these globals, by name, return the number that the trace reads."""
     with (
-        in_place_of("float", _Float, scopes["float"]),
-        in_place_of("int", _Int, scopes["int"]),
+        in_place_of("float", _FLOAT, scopes["float"]),
+        in_place_of("int", _INT, scopes["int"]),
     ):
         yield

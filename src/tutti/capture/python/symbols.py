@@ -18,6 +18,7 @@ from tutti.capture.patch_table import (
     TENSOR_OF_SYMBOLS,
 )
 from tutti.capture.python.read_values import ITEM, Symbols
+from tutti.capture.python.user_globals import like
 from tutti.graph.edits.patch import replaced
 from tutti.torch_private.op_tables import OpOverload, schema_of
 from tutti.torch_private.symbolic import expression_of, function_of_symbol
@@ -103,7 +104,7 @@ def on_symbols() -> Iterator[None]:
         *((patch, _compared(name)) for name, patch in EQUALITY.items()),
         (POWERS["__pow__"], _pow),
         (POWERS["__rpow__"], _rpow),
-        (SCHEDULER_FLOAT, _float_of),
+        (SCHEDULER_FLOAT, like(float, _float_of)),
         *((patch, _tensor_of(patch.original)) for patch in TENSOR_OF_SYMBOLS.values()),
     ):
         yield

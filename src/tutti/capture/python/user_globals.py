@@ -1,9 +1,9 @@
-"""Built-in functions under other names in the globals of the user's functions, during a trace."""
+"""Others in place of built-in functions and classes, in the globals of functions, during a trace."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 
@@ -20,3 +20,29 @@ def in_place_of(name: str, value: Any, scopes: Sequence[dict[str, Any]]) -> Iter
     finally:
         for scope in put:
             scope.pop(name, None)
+
+
+class _Like(type):
+    """The class of a class in place of `plain`: its calls with one argument are `convert`."""
+
+    plain: type
+    convert: Callable[[Any], Any]
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, cls.plain)
+
+    def __subclasscheck__(cls, kind: Any) -> bool:
+        return issubclass(kind, cls.plain)
+
+    def __call__(cls, *given: Any, **options: Any) -> Any:
+        if len(given) != 1 or options:
+            return cls.plain(*given, **options)
+        return cls.convert(*given)
+
+
+def like(plain: type, convert: Callable[[Any], Any]) -> type:
+    """A class with the instances of `plain`: `isinstance(x, float)` and `float | Tensor` hold for it.
+
+    It makes `convert(x)` of an argument.
+    """
+    return _Like(plain.__name__, (plain,), {"plain": plain, "convert": staticmethod(convert)})
