@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from as_eager import Program, assert_as_eager
+from gradient_programs import small_model
+from small_steps import trained
 from tutti.execution.direct import DIRECT, direct
 from tutti.execution.generate import generate
 from tutti.layout import Mesh
@@ -71,26 +74,31 @@ def name_of(op: Any) -> str:
 def operands(op: Any) -> tuple[Any, ...]:
     if name_of(op) in GIVEN:
         return GIVEN[name_of(op)]
-    needed = [a for a in op._schema.arguments if not a.has_default_value() and not a.is_out]
+    needed = [a for a in op._schema.arguments if not (a.has_default_value() or a.kwarg_only)]
     kinds = [str(a.type) for a in needed]
     assert set(kinds) <= {"Tensor", "number"}, f"no operands for {op}"
     return tuple(square(k) if kind == "Tensor" else 1.5 for k, kind in enumerate(kinds))
 
 
-def called(
-    function: Callable[..., Any], given: tuple[Any, ...], out: bool
-) -> tuple[Any, list[Any]]:
+def called(op: Any, function: Callable[..., Any], given: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     """What results, and the operands afterwards."""
     own = tree_map_only(Tensor, torch.clone, given)
-    options = {"out": torch.zeros_like(own[0])} if out else {}
+    options: dict[str, Any] = {}
+    if any(a.is_out for a in op._schema.arguments):
+        options["out"] = torch.zeros(0)
+    if any(a.name == "rounding_mode" for a in op._schema.arguments):
+        options["rounding_mode"] = "floor"
     return function(*own, **options), [*tree_leaves(own), *options.values()]
 
 
 @pytest.mark.parametrize("op", DIRECT, ids=name_of)
 def test_a_binding_does_as_its_op(op: Any) -> None:
-    given, out = operands(op), any(a.is_out for a in op._schema.arguments)
-    want, after = called(op, given, out)
-    got, left = called(DIRECT[op], given, out)
+    same_as_op(op, operands(op))
+
+
+def same_as_op(op: Any, given: tuple[Any, ...]) -> None:
+    want, after = called(op, op, given)
+    got, left = called(op, DIRECT[op], given)
     for a, b in zip([*tree_leaves(want), *after], [*tree_leaves(got), *left], strict=True):
         assert type(a) is type(b)
         if isinstance(a, Tensor):
@@ -98,6 +106,47 @@ def test_a_binding_does_as_its_op(op: Any) -> None:
             assert torch.equal(a, b)
     places = [any(x is y for y in left) for x in tree_leaves(got)]
     assert places == [any(x is y for y in after) for x in tree_leaves(want)]
+
+
+# PyTorch takes a number in place of a tensor in all overloads of these.
+ARITHMETIC = [
+    f"{name}{end}" for name in ("add", "sub", "mul", "div", "floor_divide") for end in ("", "_")
+]
+
+
+@pytest.mark.parametrize("name", ARITHMETIC)
+def test_a_number_in_place_of_a_tensor(name: str) -> None:
+    """The dispatcher's own call would refuse it."""
+    tried = 0
+    for overload in getattr(aten, name).overloads():
+        op = getattr(getattr(aten, name), overload)
+        kinds = [str(a.type) for a in op._schema.arguments]
+        if kinds[:2] == ["Tensor", "Tensor"]:
+            same_as_op(op, (square(), 2))
+            if not name.endswith("_"):
+                same_as_op(op, (2, square()))
+            tried += 1
+    assert tried >= 1
+
+
+def divisions() -> Program:
+    """Of tensors by plain numbers, and of numbers by tensors, rounded."""
+    model = small_model()
+
+    def loss_of(model: Any, x: Tensor) -> Tensor:
+        z = model(x)
+        index = torch.arange(z.shape[-1]) // 2
+        steps = torch.div(index, 2, rounding_mode="trunc") + 7 // (index + 1)
+        halves = x.clone()
+        halves //= 0.5
+        return (z * (index + steps) * (x.sum() // 0.25) + z * halves.sum() * z).mean()
+
+    step: Any = trained(loss_of)
+    return step, model, torch.optim.SGD(model.parameters(), lr=0.01), (torch.randn(8, 6),)
+
+
+def test_a_step_that_divides_by_numbers() -> None:
+    assert_as_eager(divisions)
 
 
 # Without a binding: several results, none, options by name, an optional text, one of ours.

@@ -16,7 +16,8 @@ _FUNCTIONS = (
     "mm.default mm.out addmm.default addmm.out bmm.default bmm.out baddbmm.default reshape.default "
     "permute.default unsqueeze.default clone.default cat.default "
     "add.Tensor add.Scalar add.out sub.Tensor sub.Scalar sub.out mul.Tensor mul.Scalar mul.out "
-    "div.Tensor div.Scalar div.out pow.Tensor_Scalar neg.default exp.default log.default sqrt.default "
+    "div.Tensor div.Scalar div.out div.Tensor_mode div.out_mode floor_divide.default floor_divide.out "
+    "pow.Tensor_Scalar neg.default exp.default log.default sqrt.default "
     "rsqrt.default tanh.default sigmoid.default relu.default erf.default "
     "sum.dim_IntList mean.dim amax.default where.self full.default full_like.default "
     "eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar "
@@ -28,6 +29,7 @@ _FUNCTIONS = (
 _METHODS = (
     "copy_.default zero_.default fill_.Scalar expand.default view.default "
     "add_.Tensor add_.Scalar sub_.Tensor sub_.Scalar mul_.Tensor mul_.Scalar div_.Tensor div_.Scalar "
+    "div_.Tensor_mode floor_divide_.Tensor "
     "neg_.default exp_.default log_.default sqrt_.default rsqrt_.default tanh_.default sigmoid_.default "
     "relu_.default bitwise_and_.Tensor clamp_max_.default clamp_min_.default index_add_.default"
 )
@@ -52,7 +54,7 @@ def direct(function: Any) -> tuple[Any, ...]:
     """The function to call for an op, and the arguments to put before the op's own.
 
     If PyTorch has no binding for an op, the dispatcher's own call parses arguments in half the time of the
-    op's overload.
+    op's overload. It takes no number for a tensor: the tables above have all ops that may get one (`x // 2`).
     """
     if function in DIRECT:
         return (DIRECT[function],)
