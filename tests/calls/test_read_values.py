@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 import reading_programs as programs
 import tutti
 from in_turn import in_turn
+from python_programs import update
 from ranks import Ranks
 from reading_programs import READING
 
@@ -91,6 +94,56 @@ def test_nothing_of_a_run_that_went_another_way_counts() -> None:
     assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
     assert played(programs.batch(1)).isfinite()
     assert not all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def shares(x: Tensor) -> list[float]:
+    """Metrics whose arithmetic fails where a branch leaves it out."""
+    hits, count = (x > 9).sum().item(), (x > 8).sum().item()
+    excess = (x.max() - 100).item()
+    return [
+        hits / count if count > 0 else 0.0,
+        hits % count if count else -1,
+        math.log(excess) if excess > 0 else 1.0,
+        count**-1 if count != 0 else 2.0,
+        math.floor(10 * hits / count) if count > 0 else 3,
+    ]
+
+
+def test_arithmetic_that_a_branch_leaves_out_does_not_fail() -> None:
+    """A trace assumes the numbers, and the run of the wrong way divides by zero."""
+    model = programs.mlp()
+
+    def step(m: Any, o: Any, x: Tensor) -> Any:
+        first = shares(x)
+        return update(m(x).square().mean() * (1 + first[0]), o), first
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = tutti.verify(step, model, optimizer, (programs.batch(0),), "data=2 zero=1")
+    assert found.ok, str(found)
+    other = copy.deepcopy(model)
+    own = torch.optim.SGD(other.parameters(), lr=0.1)
+    played = tutti.distribute(step, model, optimizer, "")
+    for shift in (0.0, 9.0, 200.0, 0.0, 9.0):
+        x = programs.batch(0) + shift
+        loss, found_shares = played(x)
+        expected, expected_shares = step(other, own, x)
+        assert found_shares == pytest.approx(expected_shares)
+        assert float(loss.detach()) == pytest.approx(float(expected.detach()))
+
+
+def test_an_error_on_the_way_of_the_call_is_raised() -> None:
+    model = programs.mlp()
+
+    def step(m: Any, o: Any, x: Tensor) -> Any:
+        loss = update(m(x).square().mean(), o)
+        count = (x > 100).sum().item()
+        return loss, (1 / count if count < 5 else 0.0)
+
+    before = [p.detach().clone() for p in model.parameters()]
+    played = tutti.distribute(step, model, torch.optim.SGD(model.parameters(), lr=0.1), "")
+    with pytest.raises(ZeroDivisionError):
+        played(programs.batch(0))
+    assert all(a.equal(b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def test_a_program_ends_where_eager_ends_it() -> None:

@@ -26,13 +26,16 @@ from tutti.torch_private.symbolic import GuardOnDataDependentSymNode
 
 @contextlib.contextmanager
 def _without_onednn() -> Iterator[None]:
-    """Turn off oneDNN's fused LSTM, whose backward cannot be replayed; the plain form's can."""
+    """Turn off oneDNN's fused LSTM, whose backward cannot be replayed; the plain form's can.
+
+    Also after `torch.backends.disable_global_flags()`, which forbids to assign `enabled`.
+    """
     onednn: Any = torch.backends.mkldnn
-    before, onednn.enabled = onednn.enabled, False
+    before, *_ = onednn.set_flags(_enabled=False)
     try:
         yield
     finally:
-        onednn.enabled = before
+        onednn.set_flags(_enabled=before)
 
 
 def _is_said_to_be_causal(

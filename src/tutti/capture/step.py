@@ -45,7 +45,7 @@ from tutti.capture.python.read_values import (
     symbols_stay,
 )
 from tutti.capture.python.sizes import FreeSizes
-from tutti.capture.python.symbols import looked_at_by_ops, on_symbols
+from tutti.capture.python.symbols import SYMBOLS, looked_at_by_ops, on_symbols
 from tutti.capture.python.user_globals import in_place_of
 from tutti.capture.refusals import explained
 from tutti.capture.regions import watching
@@ -77,6 +77,7 @@ from tutti.capture.substitutes.other_forms import OTHER_FORMS, in_other_forms
 from tutti.capture.substitutes.sparse import dense, dense_gradients, refuse_sparse_constants
 from tutti.capture.unexpected import named, refuse_untraced
 from tutti.errors import CaptureError, TuttiError
+from tutti.graph.ops.late_errors import make_late
 from tutti.torch_private.fake_tensors import FakeTensorMode
 from tutti.torch_private.pytrees import TreeSpec, tree_unflatten
 from tutti.torch_private.tracing import trace, without_code
@@ -591,6 +592,8 @@ def _collect(functional: fx.GraphModule, lifted: _Lifted) -> Captured:
     for node, name in names.items():
         node.meta["name"], node.meta["kind"] = name, kinds[name]
     assert lifted.returned is not None
+    if lifted.reads:
+        make_late(graph, SYMBOLS)
     return Captured(
         graph=graph,
         owner=functional,

@@ -31,6 +31,7 @@ from tutti.environment import STRICT
 from tutti.errors import ShardingError
 from tutti.execution.allocator import give_back_now
 from tutti.execution.execute import Execution
+from tutti.graph.ops.late_errors import errors_kept
 from tutti.job import Job
 from tutti.layout import Sharding
 from tutti.modes.compiled_program import Compiled
@@ -260,7 +261,10 @@ class OnRanks(Compiled[Execution]):
         own = self._here(state)
         inputs = [*own, *given.values(), *self.mode.rows(tensors, self.shards)]
         run = execution.run_checked if checked else execution.run
-        with running.divergence.watching(self.number, self.samples, own):
+        with (
+            running.divergence.watching(self.number, self.samples, own),
+            errors_kept() as errors,
+        ):
             returned, updates = run(inputs, running.num_steps)
         if moved := execution.moved():
             for at, new in moved.items():
@@ -273,6 +277,8 @@ class OnRanks(Compiled[Execution]):
             values = self.reads.values(returned)
             if not self.reads.holds(given, values):
                 return returned
+            if errors:
+                raise errors[0]
         # The program overwrites most in place.
         if not are_same(updates, [own[at] for at in self.updated]):
             both = zip(self.updated, updates, strict=True)

@@ -138,6 +138,11 @@ def shape(x: Any) -> tuple[int, ...]:
     return tuple(int(s) for s in x.meta["val"].shape)
 
 
+def whole_dims(dims: Iterable[int], x: Sequence[int]) -> frozenset[str]:
+    """The factors `d0`, `d1`, ... of these dims of a tensor of shape `x`; none for a single number."""
+    return frozenset(f"d{d % len(x)}" for d in dims) if x else frozenset()
+
+
 def parse_rule(
     text: str,
     operands: Sequence[Sequence[int]],

@@ -195,7 +195,8 @@ def _mean(emit: Emit, node: fx.Node) -> fx.Node:
     """mean = sum / count, the count that of the whole tensor: so no mean of means arises."""
     x: Any = node.args[0]
     dims = node.args[1] if len(node.args) > 1 else None
-    dims = list(range(len(shape_list(x)))) if not dims else [d % len(shape_list(x)) for d in dims]  # type: ignore[union-attr]
+    rank = len(shape_list(x))
+    dims = [d % rank for d in dims] if dims and rank else list(range(rank))  # type: ignore[union-attr]
     keep = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
     count = math.prod(shape_list(x)[d] for d in dims)
     total = emit(aten.sum.dim_IntList, x, dims, keep, dtype=node.meta["val"].dtype)

@@ -1,4 +1,4 @@
-"""Ops whose kernels misread operands that are not contiguous in memory.
+"""Ops whose kernels misread operands that are not contiguous in memory, or views of conjugates.
 
 A graph has values, not memory: `x.contiguous()` is the value `x`, so an operand may have other strides than
 in the user's step. Most kernels read any strides. The kernels listed here raise, or return wrong numbers in
@@ -43,9 +43,15 @@ def _overloads(names: str, order: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
     return {packet.default: order for packet in packets}
 
 
+def unconjugated(x: Tensor) -> Tensor:
+    """`x`, or its values where it is a view of their conjugates, as `torch.fft.ifft` of real numbers is."""
+    return x.resolve_conj()
+
+
 ORDERS: dict[Any, Callable[[Tensor], Tensor]] = {
     **_overloads(_CONTIGUOUS, Tensor.contiguous),
     **_overloads(_ROWS, with_rows),
+    **_overloads("view_as_real", unconjugated),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.rules.rule import Rule, Term, groups, operands_of, shape
+from tutti.rules.rule import Rule, Term, groups, operands_of, shape, whole_dims
 
 aten = torch.ops.aten
 _ONE = groups((0,))
@@ -170,11 +170,11 @@ def _frame(node: fx.Node) -> Rule:
 
 def _unfold(node: fx.Node) -> Rule:
     """Windows along one dim: it stays whole, and so do the windows."""
-    x, dim = shape(node.args[0]), _dim(node, 1)
+    x, dim = shape(node.args[0]), int(node.args[1])  # type: ignore[arg-type]
+    whole = whole_dims([dim], x)
     operand: Term = tuple((f"d{i}",) for i in range(len(x)))
-    result: Term = (*(() if i == dim else (f"d{i}",) for i in range(len(x))), ())
+    result: Term = (*(() if f"d{i}" in whole else (f"d{i}",) for i in range(len(x))), ())
     sizes = {f"d{i}": n for i, n in enumerate(x)}
-    whole = frozenset({f"d{dim}"})
     return Rule((operand,), (result,), sizes, whole, linear=_ONE, structural=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import fx
 
 from tutti.graph.analysis.lookup import IndexLookup
 from tutti.rules.families.part_ops import embedding_backward_part, embedding_part
-from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, parse_rule, shape
+from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, parse_rule, shape, whole_dims
 
 aten = torch.ops.aten
 _ONE = groups((0,))
@@ -124,11 +125,13 @@ def _aligned(
 def _index_select(node: fx.Node) -> Rule:
     x = shape(node.args[0])
     dim: Any = node.args[1]
-    dim %= len(x)
+    index: Term = (("i",),) * len(shape(node.args[2]))
+    whole = whole_dims([dim], x)
     operand: Term = tuple((f"d{i}",) for i in range(len(x)))
-    result: Term = tuple(("i",) if i == dim else (f"d{i}",) for i in range(len(x)))
-    sizes = {f"d{i}": n for i, n in enumerate(x)} | {"i": shape(node)[dim]}
-    return Rule((operand, (("i",),)), (result,), sizes, frozenset({f"d{dim}"}), linear=_ONE)
+    result: Term = tuple(("i",) if f"d{i}" in whole else (f"d{i}",) for i in range(len(x)))
+    sizes = {f"d{i}": n for i, n in enumerate(x)} | {"i": math.prod(shape(node.args[2]))}
+    whole |= frozenset() if x else {"i"}  # of a single number
+    return Rule((operand, index), (result,), sizes, whole, linear=_ONE)
 
 
 def _index_into(linear: tuple[tuple[int, ...], ...] = ()):
@@ -137,15 +140,15 @@ def _index_into(linear: tuple[tuple[int, ...], ...] = ()):
     def rule(node: fx.Node) -> Rule:
         x, operands = shape(node.args[0]), operands_of(node)
         dim: Any = node.args[1]
-        dim %= len(x)
+        along = whole_dims([dim], x)
         base: Term = tuple((f"d{i}",) for i in range(len(x)))
         sizes = {f"d{i}": n for i, n in enumerate(x)}
         index = shape(operands[1])
         terms: list[Term] = [base, (("i",),) * len(index)]
-        whole = frozenset({f"d{dim}", "i"})
+        whole = along | {"i"}
         if len(operands) > 2:
             same = len(shape(operands[2])) == len(x)
-            term = tuple(("i",) if i == dim else (f"d{i}",) for i in range(len(x)))
+            term = tuple(("i",) if f"d{i}" in along else (f"d{i}",) for i in range(len(x)))
             terms.append(term if same else ((),) * len(shape(operands[2])))
             if not same:
                 whole = frozenset(sizes) | {"i"}
@@ -160,7 +163,7 @@ def _index_fill(node: fx.Node) -> Rule:
     x, index, _ = (shape(o) for o in operands_of(node))
     dim: Any = node.args[1]
     base: Term = tuple((f"d{i}",) for i in range(len(x)))
-    whole = frozenset({f"d{dim % len(x)}"})
+    whole = whole_dims([dim], x)
     sizes = {f"d{i}": n for i, n in enumerate(x)}
     terms = (base, ((),) * len(index), ())
     return Rule(terms, (base,), sizes, whole, linear=groups((0, 2)))

@@ -112,7 +112,7 @@ def _margin(node: fx.Node) -> Rule | None:
     operands, (_, how) = [shape(x) for x in operands_of(node)], _reduction(node)
     name = str(node.target)
     backward = "backward" in name
-    if len(operands[int(backward)]) == 1:
+    if len(operands[int(backward)]) < 2:
         return None
     n = "n!" if how == MEAN else "n"
     loss, classes = n if how == NONE else "", f"{n} c!"

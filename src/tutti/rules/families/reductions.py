@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.rules.rule import Rule, Term, groups, operands_of, results_of, shape
+from tutti.rules.rule import Rule, Term, groups, operands_of, results_of, shape, whole_dims
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def _along(position: int = 1, linear: tuple[tuple[int, ...], ...] = (), name: st
             (term,) * len(operands),
             (term,) * len(results_of(node)),
             sizes,
-            frozenset({f"d{dim % rank}"} if rank else ()),
+            whole_dims([dim], shape(operands[0])),
             linear=groups(*linear),
         )
 
@@ -78,11 +78,11 @@ def _along(position: int = 1, linear: tuple[tuple[int, ...], ...] = (), name: st
 def _topk(node: fx.Node) -> Rule:
     x = shape(node.args[0])
     dim: Any = node.args[2] if len(node.args) > 2 else -1
-    dim %= len(x)
+    whole = whole_dims([dim], x)
     operand = tuple((f"d{i}",) for i in range(len(x)))
-    result = tuple(() if i == dim else (f"d{i}",) for i in range(len(x)))
+    result = tuple(() if f"d{i}" in whole else (f"d{i}",) for i in range(len(x)))
     sizes = {f"d{i}": n for i, n in enumerate(x)}
-    return Rule((operand,), (result, result), sizes, frozenset({f"d{dim}"}))
+    return Rule((operand,), (result, result), sizes, whole)
 
 
 def _median(node: fx.Node) -> Rule:
@@ -98,7 +98,7 @@ def _flip(node: fx.Node) -> Rule:
     dims: Any = node.args[1]
     term = tuple((f"d{i}",) for i in range(len(x)))
     sizes = {f"d{i}": n for i, n in enumerate(x)}
-    whole = frozenset(f"d{d % len(x)}" for d in dims)
+    whole = whole_dims(dims, x)
     return Rule((term,), (term,), sizes, whole, linear=groups((0,)), structural=True)
 
 

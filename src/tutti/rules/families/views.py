@@ -10,7 +10,7 @@ from torch import fx
 
 from tutti.graph.ops.boundary import shard_as_op
 from tutti.graph.randomness.draw import draw
-from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, shape
+from tutti.rules.rule import Factors, Rule, Term, groups, operands_of, shape, whole_dims
 
 aten = torch.ops.aten
 _ONE = groups((0,))
@@ -155,7 +155,7 @@ def _roll(node: fx.Node) -> Rule:
     dims: Any = node.args[2] if len(node.args) > 2 else []
     names = tuple((f"d{i}",) for i in range(len(x)))
     sizes = {f"d{i}": n for i, n in enumerate(x)}
-    whole = frozenset(f"d{d % len(x)}" for d in dims) if dims else frozenset(sizes)
+    whole = whole_dims(dims, x) if dims else frozenset(sizes)
     return Rule((names,), (names,), sizes, whole, linear=_ONE, structural=True)
 
 
