@@ -304,6 +304,34 @@ def test_a_step_that_reads_random_bytes_of_the_system_is_warned_with_each_line()
 temperature = "a global that the step below does not read"
 
 
+class Pairs(tuple[Any, ...]):
+    """A tuple that counts something else than its values."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __iter__(self) -> Any:
+        return iter(("other",))
+
+    def __getitem__(self, key: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tuple_of_a_class_with_its_own_length() -> None:
+    model = programs.mlp()
+    held = model.kinds = Pairs(([0.5, 2.0], 1))
+    weights, _ = tuple.__iter__(held)
+
+    def step(m: Any, x: Tensor) -> Tensor:
+        return m(x).sum() * next(tuple.__iter__(m.kinds))[0]
+
+    played = tutti.distribute(step, model, None, "")
+    x = torch.randn(3, 4, dtype=torch.float64)
+    for factor in (0.5, 3.0):
+        weights[0] = factor
+        torch.testing.assert_close(played(x).detach(), step(model, x).detach())
+
+
 def test_a_global_with_the_name_of_an_attribute_is_not_read() -> None:
     """Changing it traced the step again at every call."""
     global temperature

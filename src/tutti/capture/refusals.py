@@ -94,6 +94,7 @@ def explained() -> Iterator[None]:
 
 # Fixes for ops whose shapes depend on values; a general one serves all others.
 _WAYS_OUT = {
+    torch.ops.aten.bincount.default: "torch.bincount(x, minlength=n), with n above each value",
     torch.ops.aten._pack_padded_sequence.default: "the padded sequences as they are, and the outputs at "
     "their ends: out[torch.arange(n), lengths - 1]",
 }

@@ -73,7 +73,7 @@ class Table:
             keys = held if self.keys is None else self.keys
             return {key: dict.get(held, key, MISSING) for key in keys}
         if self.kind == ITEM:
-            return dict(enumerate(held))
+            return dict(enumerate(plain_sequence(held)))
         return {key: getattr(held, key, MISSING) for key in self.keys or ()}
 
     def put(self, key: Any, value: Any) -> None:
@@ -111,6 +111,7 @@ class Table:
         if isinstance(held, dict) and type(held) not in (dict, OrderedDict):
             # Its `[key]` may make a new value, as Transformers' ACT2FN does, or add one, as a defaultdict.
             return lambda: [dict.get(held, key, MISSING) for key in keys]
+        held = plain_sequence(held) if isinstance(held, tuple) else held
         several = (
             keys if len(keys) > 1 else [*keys, *keys]
         )  # for one key it would return the bare value
@@ -124,6 +125,15 @@ class Table:
     def sized(self) -> Any:
         """The container that a new value would enlarge; None where new values do not count."""
         return None if self.kind in (SCOPE, SLOT, CELL) else self.find()
+
+
+def plain_sequence(held: Any) -> Any:
+    """The values of a list, tuple or deque, whatever its class makes of `len`, `[]` and iteration."""
+    if type(held) in (tuple, list):
+        return held
+    if isinstance(held, tuple):
+        return tuple(tuple.__iter__(held))
+    return list(list.__iter__(held)) if isinstance(held, list) else held
 
 
 def _contents(cell: Any) -> Any:
@@ -149,6 +159,7 @@ class TableEntry:
         if isinstance(held, dict):
             return dict.get(held, self.key, MISSING)
         if self.table.kind == ITEM:
+            held = plain_sequence(held)
             return held[self.key] if self.key < len(held) else MISSING
         return _contents(held) if self.table.kind == CELL else getattr(held, self.key, MISSING)
 

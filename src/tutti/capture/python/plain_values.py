@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tutti.capture.python.contents import contents_of, has_contents
+from tutti.capture.python.held_values import plain_sequence
 from tutti.capture.python.reach import PLAIN
 
 
@@ -46,4 +47,6 @@ def sign(value: Any) -> Any:
         return (type(value), repr(value))
     if has_contents(value):
         return contents_of(value)
-    return (type(value), len(value)) if isinstance(value, list | tuple | dict) else type(value)
+    if isinstance(value, list | tuple | dict):
+        return (type(value), len(plain_sequence(value)))
+    return type(value)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tutti import errors
-from tutti.capture.python.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table
+from tutti.capture.python.held_values import CELL, ITEM, MEMBER, SCOPE, SLOT, Table, plain_sequence
 from tutti.capture.state.lift import is_scheduled, names_of
 from tutti.capture.state.tensor_attributes import NOT_OF_USERS, user_attributes
 from tutti.torch_private.module_tables import (
@@ -264,9 +264,10 @@ class _Walk:
             self._object(table, path)
 
     def _sequence(self, items: Any, path: str) -> None:
-        if len(items) <= _MOST:
+        values = plain_sequence(items)
+        if len(values) <= _MOST:
             self.tables.append(Table(path, ITEM, _is(items), None))
-            for i, value in enumerate(items):
+            for i, value in enumerate(values):
                 self._value(value, f"{path}[{i}]")
 
     def _module(self, module: nn.Module, prefix: str) -> None:

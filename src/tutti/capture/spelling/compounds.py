@@ -76,7 +76,10 @@ def _addr(emit: Emit, node: fx.Node) -> fx.Node:
 
 def _added(emit: Emit, node: fx.Node, x: Any, product: fx.Node) -> fx.Node:
     """beta * x + alpha * product as separate ops, so that the product may be split over its inner dim."""
-    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
+    beta: Any = node.kwargs.get("beta", 1)
+    alpha: Any = node.kwargs.get("alpha", 1)
+    if not (node.meta["val"].is_floating_point() or node.meta["val"].is_complex()):
+        beta, alpha = int(beta), int(alpha)  # as PyTorch cuts off their fractions
     if alpha != 1:
         product = emit(aten.mul.Tensor, product, alpha)
     if beta == 0:

@@ -24,7 +24,15 @@ from tutti.capture.patch_table import (
     MASKED_SCATTER,
     SETITEM,
 )
-from tutti.capture.substitutes import bags, ctc_loss, grouped_matmul, masks, scaler, without_cudnn
+from tutti.capture.substitutes import (
+    bags,
+    bincount,
+    ctc_loss,
+    grouped_matmul,
+    masks,
+    scaler,
+    without_cudnn,
+)
 from tutti.graph.edits.patch import replaced
 
 aten = torch.ops.aten
@@ -45,6 +53,7 @@ OTHER_FORMS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss_backward.Tensor: ctc_loss.losses_backward,
     aten._use_cudnn_ctc_loss.Tensor: ctc_loss.no_cudnn,
     # Functions that return a plain `bool` read a tensor's value.
+    aten.bincount.default: bincount.counts_of,
     aten.equal.default: _equal,
     aten.allclose.default: _close,
     aten._grouped_mm.default: grouped_matmul.grouped_mm,

@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from tutti.rules.rule import Rule, Term, groups, operands_of, results_of, shape, whole_dims
+from tutti.graph.ops.counts import bincount
+from tutti.rules.rule import (
+    Rule,
+    Term,
+    groups,
+    operands_of,
+    results_of,
+    shape,
+    spelled,
+    whole_dims,
+)
 
 aten = torch.ops.aten
 
@@ -121,7 +131,15 @@ def _glu(position: int, linear: tuple[tuple[int, ...], ...] = ()):
     return rule
 
 
+def _counts(node: fx.Node) -> Rule:
+    """Each value counts where it is; the counts stay whole, and pending until all are added."""
+    weighted = len(operands_of(node)) > 1
+    linear = groups((1,)) if weighted else ()
+    return spelled("i, i -> n!" if weighted else "i -> n!", linear=linear)(node)
+
+
 RULES = {
+    bincount: _counts,
     aten.sum.dim_IntList: _reduce("sum", linear=True),
     aten.amax.default: _reduce("max"),
     aten.amin.default: _reduce("min"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tutti.graph.ops.boundary import shard_as_op
+from tutti.graph.ops.counts import bincount
 from tutti.graph.randomness.draw import draw
 from tutti.rules.samples.ctc_samples import CTC
 from tutti.rules.samples.expert_samples import EXPERTS
@@ -70,6 +71,8 @@ VIEWS = [
 
 _REDUCING = ("sum.dim_IntList", "amax", "amin")
 REDUCTIONS = [
+    Sample(bincount, (ints(6, 12), None, 8)),
+    Sample(bincount, (ints(6, 12), f(12), 6)),
     *(sample(op, f(4, 6, 12), [1]) for op in _REDUCING),
     *(sample(op, f(4, 6, 12), [0, -1], True) for op in _REDUCING),
     *(sample(op, f(4, 6), []) for op in _REDUCING),
