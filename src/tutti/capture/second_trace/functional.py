@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from tutti.graph.ops.fused_updates import BY_RECORDED, Kernel
 from tutti.graph.ops.plain_attention import PLAIN_FORMS
 from tutti.graph.randomness.draw import draw
 from tutti.torch_private.fake_tensors import FakeTensorMode
-from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.op_tables import OpOverload, overload_name, schema_of
 from tutti.torch_private.tracing import PythonKeyTracer, trace
 
 aten = torch.ops.aten
@@ -135,29 +135,45 @@ def _batch_norm(x: Tensor, weight: Any, bias: Any, mean: Any, var: Any, *rest: A
 def apart(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A `_foreach_` op as one op per tensor."""
     name = schema_of(target).name.removeprefix("aten::_foreach_")
-    if name == "norm":
-        return [torch.linalg.vector_norm(x, *args[1:], **kwargs) for x in args[0]]
-    single: Callable[..., Any] = getattr(torch.Tensor, name, None) or getattr(torch, name)
+    if overload_name(target) == "ScalarAndTensor":  # a number to several powers
+        return [torch.pow(args[0], x) for x in args[1]]
+    base, writes = name.rstrip("_"), name.endswith("_")
     results = []
     for i, x in enumerate(args[0]):
         rest = [a[i] if isinstance(a, list | tuple) else a for a in args[1:]]
         keys = {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
-        results.append(_one(name, single, x, rest, keys))
-    return None if name.endswith("_") else results
+        result = _one(base, x, rest, keys) if base in _OTHERWISE else None
+        if result is None:
+            single: Any = getattr(torch.Tensor, name, None) or getattr(torch, name)
+            result = single(x, *rest, **keys)
+        elif writes:
+            result = x.copy_(result)
+        results.append(result)
+    return None if writes else results
 
 
-def _one(
-    name: str, single: Callable[..., Any], x: Tensor, rest: list[Any], keys: dict[str, Any]
-) -> Any:
-    base = name.rstrip("_")
-    if base in ("addcmul", "addcdiv") and len(rest) == 3:
-        return single(x, rest[0], rest[1], value=rest[2])
-    if base in ("maximum", "minimum") and not isinstance(rest[0], Tensor):
-        clamped = x.clamp(min=rest[0]) if base == "maximum" else x.clamp(max=rest[0])
-        return x.copy_(clamped) if name.endswith("_") else clamped
-    if base in ("maximum", "minimum") and name.endswith("_"):
-        return x.copy_(getattr(torch, base)(x, *rest))
-    return single(x, *rest, **keys)
+_WITH_VALUE = ("addcmul", "addcdiv")
+# These have another form for one tensor.
+_OTHERWISE = (*_WITH_VALUE, "maximum", "minimum", "norm", "powsum", "copy", "zero")
+
+
+def _one(base: str, x: Tensor, rest: list[Any], keys: dict[str, Any]) -> Tensor | None:
+    """The result for one tensor, beside it; None if that of its method is the same."""
+    if base == "norm":
+        return torch.linalg.vector_norm(x, *rest, **keys)
+    if base == "powsum":
+        x = x if keys.get("dtype") is None else x.to(keys["dtype"])
+        return (x.abs() ** (rest[0] if rest else 2)).sum()
+    if base == "copy":
+        return rest[0].to(x.dtype).expand(x.shape)
+    if base == "zero":
+        return torch.zeros_like(x)
+    if base in _WITH_VALUE:
+        given = len(rest) > 2
+        return getattr(torch, base)(x, rest[0], rest[1], value=rest[2]) if given else None
+    if isinstance(rest[0], Tensor):
+        return getattr(torch, base)(x, rest[0])
+    return x.clamp(min=rest[0]) if base == "maximum" else x.clamp(max=rest[0])
 
 
 def _one_by_one(kernel: Kernel, lists: Sequence[Sequence[Any]], numbers: dict[str, Any]) -> None:

@@ -345,7 +345,9 @@ def _swap_optimizer(
     groups = []
     for group in one.param_groups:
         params: list[Any] = [tensors.get(id(p), p) for p in group["params"]]
-        plain = {k: v for k, v in (("foreach", False), ("fused", fused)) if k in group}
+        plain = {"fused": fused} if "fused" in group else {}
+        if "foreach" in group and _is_of_pytorch(one):
+            plain["foreach"] = False
         on_cpu = all(p.device.type == "cpu" for p in params)
         if "capturable" in group:
             plain["capturable"] = not on_cpu
@@ -365,6 +367,12 @@ def _swap_optimizer(
     state.update({k: v for k, v in one.state.items() if not isinstance(k, Tensor)})
     one.state, one.param_groups = state, groups
     return places
+
+
+def _is_of_pytorch(one: Optimizer) -> bool:
+    """Whether PyTorch's own step takes its options: in another's, `foreach` may choose other arithmetic."""
+    kinds = type(one).__mro__
+    return any(k.__module__.startswith("torch.optim.") and k is not Optimizer for k in kinds)
 
 
 def _slot(one: Optimizer, p: Tensor, key: str) -> Any:
