@@ -130,6 +130,44 @@ def test_an_optimizer_around_another_may_have_no_hooks() -> None:
     assert_as_eager(partial(_program, plainly, _around))
 
 
+class Wrapper(Optimizer):
+    """One whose groups and state are properties: those of another (Accelerate's optimizer)."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.inner, self.calls = Adam(parameters, lr=lr), 0
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    @property
+    def defaults(self) -> Any:
+        return self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step(closure)
+        self.calls += 1
+
+
+def test_an_optimizer_that_has_the_groups_of_another() -> None:
+    assert_as_eager(partial(_program, plainly, Wrapper))
+
+
 CODE = """
 import torch
 class Plain(torch.optim.Optimizer):

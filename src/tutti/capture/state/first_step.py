@@ -36,12 +36,15 @@ def refuse_kind(optimizer: Optimizer) -> None:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizer, and those that it holds as attributes and calls (`base_optimizer` of SAM)."""
+    """The optimizer, and those that it holds as attributes and calls (`base_optimizer` of SAM).
+
+    A wrapper without groups of its own (Accelerate's) is none: its groups and state are those of another.
+    """
     found = [optimizer]
     for one in found:
         held = (x for x in vars(one).values() if isinstance(x, Optimizer))
         found += [x for x in held if not any(x is y for y in found)]
-    return found
+    return [one for one in found if "param_groups" in vars(one)] or found
 
 
 def take_first_step(optimizer: Any, fresh: list[Tensor]) -> None:
