@@ -14,6 +14,8 @@ from tutti.errors import CommError, TuttiError
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+# Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}`.
+LINES = "__tutti_lines__"
 
 
 def is_users(path: str) -> bool:
@@ -36,6 +38,12 @@ def quoted(source: str) -> str:
     path, _, line = source.rpartition(":")
     text = linecache.getline(path, int(line)).strip() if line.isdigit() else ""
     return f"{source}  {text}".strip()
+
+
+def note_line(error: BaseException, source: str) -> None:
+    """Add the user's line, such as "train.py:12", to an error of an op; a `TuttiError` has its own."""
+    if source and not isinstance(error, TuttiError):
+        error.add_note(f"at {quoted(source)}")
 
 
 class OnlyUsersFrames:

@@ -45,6 +45,7 @@ from tutti.planner.stages import forecast
 from tutti.state.residence import Residence
 from tutti.state.shared_storage import Lodger
 from tutti.torch_private.autograd_engine import set_grad_enabled
+from tutti.user_lines import note_line
 
 
 class Execution:
@@ -197,6 +198,9 @@ class Execution:
             # With its traceback: the report reads the collective and the line from there.
             named = error if error.at else with_line(error, self._line())
             raise named.with_traceback(error.__traceback__) from None
+        except Exception as error:  # of an op, as an index out of range
+            note_line(error, self._line())
+            raise
         finally:
             set_grad_enabled(gradients)
 

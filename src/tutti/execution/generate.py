@@ -27,6 +27,7 @@ from tutti.graph.players.player import Player, SharedMemory
 from tutti.graph.randomness import random
 from tutti.graph.randomness.draw import drawn
 from tutti.layout import Mesh, Sharding
+from tutti.user_lines import LINES
 
 # The arguments of the generated function from the run: `key(stream)` for this step's random numbers, the
 # index of the micro-batch, and the receiver of values before the function's end.
@@ -174,7 +175,7 @@ class _CodeWriter:
             timed = len(self.written)
             self.body = [f"{line}; {MARK}" for line in self.body[:timed]] + self.body[timed:]
         text = "\n".join(head + [f"    {line}" for line in self.body])
-        self.globals["__tutti_lines__"] = self.lines
+        self.globals[LINES] = self.lines
         exec(compile(text, f"<tutti {name}>", "exec"), self.globals)  # noqa: S102  # our own text, of the user's own graph
         return Generated(self.globals[name], text, self.lines)
 

@@ -24,7 +24,7 @@ _WAITING = tuple(
     )
 )
 _C10D = "distributed_c10d.py"
-# Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}`.
+# Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}` (user_lines.LINES).
 LINES = "__tutti_lines__"
 
 

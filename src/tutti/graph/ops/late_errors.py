@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from tutti.torch_private.op_tables import OpOverload
+from tutti.user_lines import LINES, note_line
 
 _NEVER_FAIL = (operator.add, operator.sub, operator.mul, operator.neg, operator.getitem)
 
@@ -51,6 +53,8 @@ def late(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except (ArithmeticError, ValueError) as error:
             if _KEPT.errors is not None:
+                caller = sys._getframe(1)
+                note_line(error, caller.f_globals.get(LINES, {}).get(caller.f_lineno, ""))
                 _KEPT.errors.append(error)
             return math.nan
 
