@@ -24,11 +24,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import tutti
-from benchmarks.command_line import parser
+from benchmarks.command_line import chosen, parser
 from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.errors import TuttiError
 
-WAYS = ("plain", "in_place", "integers")
+# name -> the dtype of the operands, and whether the op writes its first one.
+WAYS = {
+    "plain": (torch.float64, False),
+    "in_place": (torch.float64, True),
+    "integers": (torch.int64, False),
+}
 UNDEFINED = (
     "empty",
     "empty_like",
@@ -88,17 +93,15 @@ def trained() -> tuple[Weighted, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def samples(op: Any, way: str, count: int) -> Iterator[Any]:
-    """`(args, kwargs)` of some of an op's samples."""
-    dtype = torch.int64 if way == "integers" else torch.float64
+def samples(op: Any, dtype: torch.dtype, count: int) -> Iterator[Any]:
+    """`(args, kwargs)` of some of an op's samples, from the first to the last."""
     if dtype not in op.dtypes:
         return
     found = list(itertools.islice(op.sample_inputs("cpu", dtype), MOST_SAMPLES))
-    for k in sorted(
-        {i * (len(found) - 1) // max(count - 1, 1) for i in range(count)} if found else ()
-    ):
-        one = found[k]
-        yield (one.input, *one.args), one.kwargs
+    last = len(found) - 1
+    for k in sorted({i * last // max(count - 1, 1) for i in range(count)}):
+        if found:
+            yield (found[k].input, *found[k].args), found[k].kwargs
 
 
 def outcome(op: Callable[..., Any], given: Any, layout: str) -> str:
@@ -131,24 +134,24 @@ def outcome(op: Callable[..., Any], given: Any, layout: str) -> str:
 
 def main(words: Sequence[str] | None = None) -> int:
     made = parser(__doc__, cases=[], ways=["plain"], layouts=[""], count=4)
-    chosen = made.parse_args(words)
+    given = made.parse_args(words)
+    ways = zip(given.ways, chosen(made, "ways", given.ways, WAYS), strict=True)
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
         made.error(f"PyTorch's list of ops needs {error.name}: pip install {error.name}")
-    if unknown := [way for way in chosen.ways if way not in WAYS]:
-        made.error(f"--ways: no {', '.join(unknown)}; there are {', '.join(WAYS)}")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     totals: Counter[str] = Counter()
     every: Any = op_db
-    for entry, way, layout in itertools.product(every, chosen.ways, chosen.layouts):
-        op = entry.inplace_variant if way == "in_place" else entry
-        known = not chosen.cases or any(part in entry.name for part in chosen.cases)
-        if op is None or not known or entry.name in UNDEFINED:
+    for entry, (way, (dtype, writes)) in itertools.product(every, [*ways]):
+        known = not given.cases or any(part in entry.name for part in given.cases)
+        if not known or entry.name in UNDEFINED or (writes and entry.inplace_variant is None):
             continue
-        for k, given in enumerate(samples(entry, way, chosen.count)):
-            found = outcome(written(op) if way == "in_place" else op, given, layout)
+        op = written(entry.inplace_variant) if writes else entry
+        numbered = enumerate(samples(entry, dtype, given.count))
+        for (k, sample), layout in itertools.product(numbered, list[str](given.layouts)):
+            found = outcome(op, sample, layout)
             told = found not in ("same", "left out")
             totals[found.partition(" ")[0].rstrip(":") if told else found] += 1
             if told:
@@ -159,7 +162,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def written(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The in-place op on a copy, as a result is no leaf."""
+    """An in-place op on a copy: a step may not write its batch."""
     return lambda x, *args, **kwargs: op(x.clone(), *args, **kwargs)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -38,6 +38,11 @@ def quoted(source: str) -> str:
     path, _, line = source.rpartition(":")
     text = linecache.getline(path, int(line)).strip() if line.isdigit() else ""
     return f"{source}  {text}".strip()
+
+
+def generated_line(frame: FrameType, number: int) -> str:
+    """The user's line, such as "train.py:12", of a line of generated code; "" for other code."""
+    return frame.f_globals.get(LINES, {}).get(number, "")
 
 
 def note_line(error: BaseException, source: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import tutti
 from gradient_programs import small_model
+from small_steps import trained
 from tutti import user_lines
 from tutti.launch import whereabouts
 
@@ -25,18 +26,11 @@ class Lookup(nn.Module):
         return rows.square().mean()
 
 
-def update(model: Any, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 @pytest.mark.parametrize("micro", ["", "micro=2"])
 def test_an_index_out_of_range(micro: str) -> None:
     model = Lookup()
-    step = tutti.distribute(update, model, torch.optim.SGD(model.parameters(), lr=0.1), micro)
+    plain: Any = trained(lambda model, x: model(x))
+    step = tutti.distribute(plain, model, torch.optim.SGD(model.parameters(), lr=0.1), micro)
     step(torch.tensor([0, 5, 3, 1]))
     with pytest.raises(IndexError) as caught:
         step(torch.tensor([0, 6, 3, 1]))

@@ -45,7 +45,7 @@ from tutti.planner.stages import forecast
 from tutti.state.residence import Residence
 from tutti.state.shared_storage import Lodger
 from tutti.torch_private.autograd_engine import set_grad_enabled
-from tutti.user_lines import note_line
+from tutti.user_lines import generated_line, note_line
 
 
 class Execution:
@@ -211,12 +211,8 @@ class Execution:
 
     def _line(self) -> str:
         """The user's line at which the generated code failed."""
-        for frame in reversed(traceback.extract_tb(sys.exc_info()[2])):
-            if frame.filename.startswith("<tutti "):
-                in_parts = self._loops.lines if self._loops else {}
-                lines = in_parts.get(frame.filename, self.generated.lines)
-                return lines.get(frame.lineno or 0, "")
-        return ""
+        stack = reversed([*traceback.walk_tb(sys.exc_info()[2])])
+        return next(filter(None, (generated_line(*at) for at in stack)), "")
 
     def run_checked(self, inputs: list[Any], step: int) -> tuple[list[Any], list[Any]]:
         """As `run`, node by node; raises at the first NaN or infinity from finite values."""

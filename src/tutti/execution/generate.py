@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -50,12 +50,10 @@ Loops = Callable[[Body], Callable[[list[Any], Callable[[int], int]], list[Any]]]
 
 @dataclass
 class Generated:
-    """The function `(inputs, key, micro=0, post=None) -> (returned, updates)` and its text; `lines` maps the
-    text's lines to the user's."""
+    """The function `(inputs, key, micro=0, post=None) -> (returned, updates)` and its text."""
 
     function: Callable[..., tuple[list[Any], list[Any]]]
     text: str
-    lines: dict[int, str] = field(default_factory=dict)
 
 
 def generate(
@@ -177,7 +175,7 @@ class _CodeWriter:
         text = "\n".join(head + [f"    {line}" for line in self.body])
         self.globals[LINES] = self.lines
         exec(compile(text, f"<tutti {name}>", "exec"), self.globals)  # noqa: S102  # our own text, of the user's own graph
-        return Generated(self.globals[name], text, self.lines)
+        return Generated(self.globals[name], text)
 
     def _same(self, graph: fx.Graph, looks: set[fx.Node]) -> dict[fx.Node, fx.Node]:
         """The nodes without code: the value of each has a name already."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -51,7 +52,7 @@ class Loops:
     ) -> None:
         self.owner, self.player, self.mesh, self.coordinates = owner, player, mesh, coordinates
         self.rank_of, self.channels = rank_of, channels
-        self.lines: dict[str, dict[int, str]] = {}
+        self._numbers = itertools.count()
         self._profile = profile
 
     def __call__(self, body: Body) -> Callable[[list[Any], Key], list[Any]]:
@@ -70,11 +71,9 @@ class Loops:
         return play(row, values, RowEngine(*given))
 
     def _written(self, key: tuple[int, str], graph: fx.Graph) -> Function:
-        name = f"part_{key[0]}{key[1]}_{len(self.lines)}"
+        name = f"part_{key[0]}{key[1]}_{next(self._numbers)}"
         given = (graph, self.owner, self.player, self.mesh, self.coordinates)
-        made = generate(*given, name=name, profile=self._profile)
-        self.lines[f"<tutti {name}>"] = made.lines
-        return made.function
+        return generate(*given, name=name, profile=self._profile).function
 
 
 class RowEngine:

@@ -261,10 +261,8 @@ class OnRanks(Compiled[Execution]):
         own = self._here(state)
         inputs = [*own, *given.values(), *self.mode.rows(tensors, self.shards)]
         run = execution.run_checked if checked else execution.run
-        with (
-            running.divergence.watching(self.number, self.samples, own),
-            errors_kept() as errors,
-        ):
+        late = nullcontext(()) if self.reads is None else errors_kept()
+        with running.divergence.watching(self.number, self.samples, own), late as errors:
             returned, updates = run(inputs, running.num_steps)
         if moved := execution.moved():
             for at, new in moved.items():

@@ -128,7 +128,7 @@ class Table:
 
 
 def plain_sequence(held: Any) -> Any:
-    """The values of a list, tuple or deque, whatever its class makes of `len`, `[]` and iteration."""
+    """A list or tuple without the `len`, `[]` and iteration of a user's class; anything else as it is."""
     if type(held) in (tuple, list):
         return held
     if isinstance(held, tuple):

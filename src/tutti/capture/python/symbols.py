@@ -38,6 +38,9 @@ def _float_of(x: Any) -> Any:
     return _float(value) if isinstance(value, SYMBOLS) else float(value)
 
 
+_SCHEDULERS_FLOAT = like(float, _float_of)
+
+
 def _of_float(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: function(_float(x))
 
@@ -104,7 +107,7 @@ def on_symbols() -> Iterator[None]:
         *((patch, _compared(name)) for name, patch in EQUALITY.items()),
         (POWERS["__pow__"], _pow),
         (POWERS["__rpow__"], _rpow),
-        (SCHEDULER_FLOAT, like(float, _float_of)),
+        (SCHEDULER_FLOAT, _SCHEDULERS_FLOAT),
         *((patch, _tensor_of(patch.original)) for patch in TENSOR_OF_SYMBOLS.values()),
     ):
         yield

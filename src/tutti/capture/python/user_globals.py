@@ -1,4 +1,4 @@
-"""Others in place of built-in functions and classes, in the globals of functions, during a trace."""
+"""Replacements of built-in functions and classes in the globals of functions, during a trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def in_place_of(name: str, value: Any, scopes: Sequence[dict[str, Any]]) -> Iter
 
 
 class _Like(type):
-    """The class of a class in place of `plain`: its calls with one argument are `convert`."""
+    """The metaclass of a replacement of `plain`: a call with one argument calls `convert`."""
 
     plain: type
     convert: Callable[[Any], Any]
@@ -41,8 +41,8 @@ class _Like(type):
 
 
 def like(plain: type, convert: Callable[[Any], Any]) -> type:
-    """A class with the instances of `plain`: `isinstance(x, float)` and `float | Tensor` hold for it.
+    """A replacement of the class `plain` whose call `(x)` returns `convert(x)`.
 
-    It makes `convert(x)` of an argument.
+    Code may use it as the class itself: `isinstance(x, float)`, `float | Tensor`.
     """
     return _Like(plain.__name__, (plain,), {"plain": plain, "convert": staticmethod(convert)})

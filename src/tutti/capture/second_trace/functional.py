@@ -142,23 +142,23 @@ def apart(target: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> An
     for i, x in enumerate(args[0]):
         rest = [a[i] if isinstance(a, list | tuple) else a for a in args[1:]]
         keys = {k: v[i] if isinstance(v, list | tuple) else v for k, v in kwargs.items()}
-        result = _one(base, x, rest, keys) if base in _OTHERWISE else None
-        if result is None:
+        if base in ("addcmul", "addcdiv") and len(rest) > 2:
+            keys["value"] = rest.pop()
+        if base in _OTHERWISE:
+            result = _one(base, x, rest, keys)
+            results.append(x.copy_(result) if writes else result)
+        else:
             single: Any = getattr(torch.Tensor, name, None) or getattr(torch, name)
-            result = single(x, *rest, **keys)
-        elif writes:
-            result = x.copy_(result)
-        results.append(result)
+            results.append(single(x, *rest, **keys))
     return None if writes else results
 
 
-_WITH_VALUE = ("addcmul", "addcdiv")
-# These have another form for one tensor.
-_OTHERWISE = (*_WITH_VALUE, "maximum", "minimum", "norm", "powsum", "copy", "zero")
+# For one tensor these have another form than a method of this name.
+_OTHERWISE = ("maximum", "minimum", "norm", "powsum", "copy", "zero")
 
 
-def _one(base: str, x: Tensor, rest: list[Any], keys: dict[str, Any]) -> Tensor | None:
-    """The result for one tensor, beside it; None if that of its method is the same."""
+def _one(base: str, x: Tensor, rest: list[Any], keys: dict[str, Any]) -> Tensor:
+    """The result for one tensor, in new memory."""
     if base == "norm":
         return torch.linalg.vector_norm(x, *rest, **keys)
     if base == "powsum":
@@ -168,9 +168,6 @@ def _one(base: str, x: Tensor, rest: list[Any], keys: dict[str, Any]) -> Tensor 
         return rest[0].to(x.dtype).expand(x.shape)
     if base == "zero":
         return torch.zeros_like(x)
-    if base in _WITH_VALUE:
-        given = len(rest) > 2
-        return getattr(torch, base)(x, rest[0], rest[1], value=rest[2]) if given else None
     if isinstance(rest[0], Tensor):
         return getattr(torch, base)(x, rest[0])
     return x.clamp(min=rest[0]) if base == "maximum" else x.clamp(max=rest[0])

@@ -1,11 +1,11 @@
 """`as_strided` depends on memory; a graph has values only, so it becomes views and lookups.
 
-Determinants depend on it, too: `_linalg_det` and `_linalg_slogdet` factor the transpose of a contiguous
-matrix, and the matrix itself in any other order. Their backward reads these factors. Here they always get a
-contiguous matrix (`graph.ops.memory_order`); where the user's was not, its transpose.
-
 An operand that fills its memory without gaps is permuted to the order of its memory. Dims of the result are
 split off this line as long as they traverse all of it; the rest is a lookup along its last dim.
+
+Determinants depend on memory, too: `_linalg_det` and `_linalg_slogdet` factor the transpose of a contiguous
+matrix, and the matrix itself in any other order. Their backward reads these factors. In a graph they always
+get a contiguous matrix (`graph.ops.memory_order`): the transpose, where the user's was not contiguous.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ OTHER_FORMS: dict[Any, Callable[..., Any]] = {
     aten._ctc_loss.Tensor: ctc_loss.losses,
     aten._ctc_loss_backward.Tensor: ctc_loss.losses_backward,
     aten._use_cudnn_ctc_loss.Tensor: ctc_loss.no_cudnn,
-    # Functions that return a plain `bool` read a tensor's value.
     aten.bincount.default: bincount.counts_of,
+    # Functions that return a plain `bool` read a tensor's value.
     aten.equal.default: _equal,
     aten.allclose.default: _close,
     aten._grouped_mm.default: grouped_matmul.grouped_mm,

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from tutti.torch_private.op_tables import OpOverload
-from tutti.user_lines import LINES, note_line
+from tutti.user_lines import generated_line, note_line
 
 _NEVER_FAIL = (operator.add, operator.sub, operator.mul, operator.neg, operator.getitem)
 
@@ -54,7 +54,7 @@ def late(function: Callable[..., Any]) -> Callable[..., Any]:
         except (ArithmeticError, ValueError) as error:
             if _KEPT.errors is not None:
                 caller = sys._getframe(1)
-                note_line(error, caller.f_globals.get(LINES, {}).get(caller.f_lineno, ""))
+                note_line(error, generated_line(caller, caller.f_lineno))
                 _KEPT.errors.append(error)
             return math.nan
 

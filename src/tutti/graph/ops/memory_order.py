@@ -43,15 +43,11 @@ def _overloads(names: str, order: Callable[[Tensor], Tensor]) -> dict[Any, Any]:
     return {packet.default: order for packet in packets}
 
 
-def unconjugated(x: Tensor) -> Tensor:
-    """`x`, or its values where it is a view of their conjugates, as `torch.fft.ifft` of real numbers is."""
-    return x.resolve_conj()
-
-
 ORDERS: dict[Any, Callable[[Tensor], Tensor]] = {
     **_overloads(_CONTIGUOUS, Tensor.contiguous),
     **_overloads(_ROWS, with_rows),
-    **_overloads("view_as_real", unconjugated),
+    # A kernel may return a view of conjugates: `torch.fft.ifft` of real numbers.
+    **_overloads("view_as_real", Tensor.resolve_conj),
 }
 
 

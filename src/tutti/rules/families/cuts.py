@@ -170,7 +170,8 @@ def _frame(node: fx.Node) -> Rule:
 
 def _unfold(node: fx.Node) -> Rule:
     """Windows along one dim: it stays whole, and so do the windows."""
-    x, dim = shape(node.args[0]), int(node.args[1])  # type: ignore[arg-type]
+    x = shape(node.args[0])
+    dim: Any = node.args[1]
     whole = whole_dims([dim], x)
     operand: Term = tuple((f"d{i}",) for i in range(len(x)))
     result: Term = (*(() if f"d{i}" in whole else (f"d{i}",) for i in range(len(x))), ())
@@ -181,9 +182,9 @@ def _unfold(node: fx.Node) -> Rule:
 def _unfold_backward(node: fx.Node) -> Rule:
     out = shape(node)
     dim: Any = node.args[2]
-    dim %= len(out)
-    term: Term = tuple(() if i == dim else (f"d{i}",) for i in range(len(out)))
-    sizes = {f"d{i}": n for i, n in enumerate(out) if i != dim}
+    whole = whole_dims([dim], out)
+    term: Term = tuple(() if f"d{i}" in whole else (f"d{i}",) for i in range(len(out)))
+    sizes = {f"d{i}": n for i, n in enumerate(out) if f"d{i}" not in whole}
     return Rule(((*term, ()),), (term,), sizes, linear=_ONE, shape_argument=1)
 
 

@@ -205,7 +205,9 @@ CUTS = [
     *(sample(f"{how}_pad2d_backward", f(4, 6, 6, 8), f(4, 6, 5, 5), [1, 2, 0, 1])
       for how in _FRAMES),
     sample("unfold", f(4, 12, 6), 1, 4, 2),
+    sample("unfold", f(), 0, 1, 1),
     sample("unfold_backward", f(4, 5, 6, 4), [4, 12, 6], 1, 4, 2),
+    sample("unfold_backward", f(1), [], 0, 1, 1),
 ]  # fmt: skip
 
 LOOKUPS = [
