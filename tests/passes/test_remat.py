@@ -9,6 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import runs
 import subjects
@@ -220,6 +221,24 @@ def test_reductions_over_ranks_are_not_repeated_and_weights_gathered_once_for_th
         more = len(after) - len(before)
         num_biases = sum(s.name.endswith("bias") for s in program.captured.state)
         assert 0 <= more <= num_biases
+
+
+class Filters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = weight_norm(nn.Conv1d(1, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(nn.functional.gelu(self.conv(x[:, None])).flatten(1))
+
+
+def test_a_value_of_both_passes_moves_before_what_it_reads() -> None:
+    """The backward divides by a norm of a split weight as the forward does: once, before its first reader."""
+    model = Filters()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    place = {"*original1": "-, -, tensor"}
+    batch = (torch.linspace(-1, 1, 48).reshape(3, 16),)
+    assert tutti.verify(train_mlp, model, optimizer, batch, "tensor=2 remat=full", place=place).ok
 
 
 def test_evaluation_has_nothing_to_recompute() -> None:

@@ -108,7 +108,15 @@ def no_way(captured: Captured, values: Seen) -> CaptureError:
 
 
 def refuse_other_layouts(captured: Captured, layout: Layout) -> None:
-    """Raise `CaptureError` if not all ranks would have the values that the step reads."""
+    """Raise `CaptureError` if some ranks would lack the values that the step reads, or the state outside of
+    the model that it changes."""
+    changed = [n for n in captured.updated if n in captured.outside]
+    if "pipe" in layout.mesh and changed:
+        raise CaptureError(
+            f'the step changes "{changed[0]}", which is no state of the model, in a pipeline',
+            why="one stage would change it, and the others would not see it",
+            fix="register it as a buffer of the model, or a layout without pipe",
+        )
     if not captured.reads:
         return
     if layout.in_time:

@@ -41,22 +41,12 @@ class Outside:
 
     def agree(self, layout: Layout) -> None:
         """Broadcast rank 0's values; all ranks call this together."""
-        self._refuse_in_a_pipeline(layout)
         if not self._entries or layout.num_ranks == 1:
             return
         found = dict(zip(self._captured.outside, self.tensors(), strict=True))
         check_order([f"state {n}: {list(x.shape)} {x.dtype}" for n, x in found.items()])
         for x in found.values():
             dist.broadcast(x.detach(), 0)
-
-    def _refuse_in_a_pipeline(self, layout: Layout) -> None:
-        updated = [n for n in self._captured.updated if n in self._captured.outside]
-        if "pipe" in layout.mesh and updated:
-            raise CaptureError(
-                f'the step changes "{updated[0]}", which is no state of the model, in a pipeline',
-                why="one stage would change it, and the others would not see it",
-                fix="register it as a buffer of the model, or a layout without pipe",
-            )
 
 
 def refuse_where_served(captured: Captured) -> None:

@@ -60,10 +60,7 @@ def recompute(graph: fx.Graph, kept: Collection[fx.Node]) -> int:
     for user in list(graph.nodes):
         if user.meta.get("region") != "backward" or user.op != "call_function":
             continue
-        for x in user.all_input_nodes:
-            new = recomputer.recomputed(x, user)
-            if new is not x:
-                user.replace_input_with(x, new)
+        recomputer.replace_inputs(user)
     erase_dead(graph)
     return recomputer.count
 
@@ -92,8 +89,14 @@ class _Recomputer:
         self.new: dict[fx.Node, fx.Node] = {}
         self.twins = _twins(graph)
 
-    def recomputed(self, x: fx.Node, user: fx.Node) -> fx.Node:
-        """The replacement of `x` for `user`."""
+    def replace_inputs(self, user: fx.Node) -> None:
+        """Let a node of the backward read kept values, and recomputed ones before it."""
+        for x in user.all_input_nodes:
+            new = self._recomputed(x, user)
+            if new is not x:
+                user.replace_input_with(x, new)
+
+    def _recomputed(self, x: fx.Node, user: fx.Node) -> fx.Node:
         for node in self._missing(x):
             twin = self.twins.get(node)
             if twin is not None:
@@ -133,6 +136,8 @@ class _Recomputer:
             self._hoist(x, before)
         before.prepend(twin)
         self.order[twin] = self.order[before] - 1
+        # Now: what a user between here and its old position needs first is made too late for it.
+        self.replace_inputs(twin)
 
 
 def _twins(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from tutti.calls.first_call import first_call_undone
+from tutti.calls.guards import refuse_other_layouts
 from tutti.capture.gpu_autocast import gpu_lists
 from tutti.capture.python.python_state import Findings, PythonState
 from tutti.capture.state.first_form import awaiting, make_slots
 from tutti.capture.state.lift import optimizers_of
 from tutti.capture.step import Captured, capture, copied
-from tutti.errors import LayoutError
+from tutti.errors import CaptureError, LayoutError
 from tutti.execution.collector import rarely_collected
 from tutti.graph.edits.quick import quickly_written
 from tutti.job import Job
@@ -106,6 +107,10 @@ class CandidatePrograms:
             if (layout.precision, axis, size) in self._idle:
                 raise IdleAxisError(axis, size)
         captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
+        try:
+            refuse_other_layouts(captured, layout)
+        except CaptureError as error:  # of this layout; another may do
+            raise LayoutError(error.what, at=error.at, why=error.why, fix=error.fix) from None
         with _quiet():
             found = self._place(captured, placed or layout, dims, smallest)
             book = self._books.setdefault(layout.precision, Book()).for_copy()

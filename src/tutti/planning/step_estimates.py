@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tutti.errors import LayoutError, ScheduleError, ShardingError, TuttiError
 from tutti.job import Job
 from tutti.layout import Layout
+from tutti.pipeline.ready import in_time
 from tutti.planner.depth.block_work import MODEL_AXES, Blocks, blocks_of
 from tutti.planner.depth.composed import composed
 from tutti.planner.depth.repeated_layers import Run, ShortUnits, runs_of, shortened
@@ -63,6 +65,7 @@ class StepEstimates:
         self.rows = num_rows(batch)
         self._num_layouts, self._capacity = num_layouts, capacity
         self._blocks: dict[tuple[Layout, bool, bool], Blocks] = {}
+        self._refusals: dict[Layout, TuttiError | None] = {}
         # Placements of least memory, of the layouts that need them.
         self.found: dict[Layout, dict[str, str]] = {}
         self._on_processors = machine(job.layout).shares_memory
@@ -138,6 +141,7 @@ class StepEstimates:
                 machine = replace(machine, kernels=machine.settled)
             program = self._programs.program(layout, smallest=smallest)
             return estimate(program, machine, cut_at=self.job.cut)
+        self._refuse_in_time(layout)
         blocks = self._blocks_of(layout, machine, smallest)
         return composed(blocks, layout, machine, played=refined)
 
@@ -204,6 +208,21 @@ class StepEstimates:
             program = self._short_programs.program(short, placed=layout, smallest=smallest)
             self._blocks[known] = blocks_of(program, machine, self.runs, self._repeats)
         return self._blocks[known]
+
+    def _refuse_in_time(self, layout: Layout) -> None:
+        """Raise what the step raises under micro-batches, or in a pipeline: pieces do not know it."""
+        axes = {"pipe": 2} if "pipe" in layout.axes else {}
+        micro = next((n for n in range(2, layout.micro + 1) if layout.micro % n == 0), 1)
+        least = Layout(axes=axes, micro=micro, precision=layout.precision)
+        if least.in_time and least not in self._refusals:
+            self._capture_short(layout.precision)
+            self._refusals[least] = None
+            try:
+                in_time(self._short_programs.program(least))
+            except (LayoutError, ShardingError, ScheduleError) as error:
+                self._refusals[least] = error
+        if (found := self._refusals.get(least)) is not None:
+            raise found
 
     def _capture_short(self, precision: str) -> None:
         with shortened(self.job.model, self.job.optimizer, self._repeats):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from small_steps import trained
-from tutti.errors import LayoutError
+from tutti.errors import LayoutError, ShardingError
 from tutti.graph.ops.collectives import COLLECTIVES, reduce_scatter
 from tutti.job import Job
 from tutti.layout import Layout
@@ -224,6 +224,45 @@ def test_a_last_stage_may_keep_nothing() -> None:
     made = StepEstimates(job, (torch.zeros(8, 64),), lambda _: machine, num_layouts=100_000)
     for words in ("pipe=4 micro=2 remat=full", "pipe=4 micro=4 schedule=zb remat=full"):
         assert made(Layout.parse(words)).peak_nbytes > 0
+
+
+def _layers(norm: type[nn.Module]) -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), norm(64)) for _ in range(6)))
+
+
+def _reads(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), x)
+    optimizer.zero_grad()
+    loss.backward()
+    if loss.item() < 100:
+        optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "step", "words"),
+    [
+        (
+            "data=2 micro=4",
+            _layers(nn.BatchNorm1d),
+            trained(lambda m, x: F.mse_loss(m(x), x)),
+            "samples",
+        ),
+        ("pipe=4 micro=6 schedule=zb", _layers(nn.LayerNorm), _reads, "pipe"),
+    ],
+)
+def test_what_a_step_refuses_is_no_estimate(
+    layout: str, model: nn.Module, step: Any, words: str
+) -> None:
+    """Of steps without micro-batches the pieces are right; the program itself says no."""
+    job = Job.of(step, model, torch.optim.AdamW(model.parameters()), Layout())
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    made = StepEstimates(job, (torch.zeros(24, 64),), lambda _: machine, num_layouts=100_000)
+    assert made._is_composed
+    for _ in range(2):
+        with pytest.raises((LayoutError, ShardingError), match=words):
+            made(Layout.parse(layout))
+    assert made(Layout.parse("data=2")).seconds > 0
 
 
 def test_layers_count(estimates: StepEstimates) -> None:

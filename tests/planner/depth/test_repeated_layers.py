@@ -43,6 +43,12 @@ def test_runs(kinds: str, runs: list[tuple[int, int, int]]) -> None:
     assert [(r.start, r.unit, r.repeats) for r in runs_of(Stack(kinds))] == runs
 
 
+def test_a_container_may_have_none_for_a_layer() -> None:
+    """As `x_transformers` has it: norms before and after a block, some of which it lacks."""
+    norms = [None, None, None, None, None, *(nn.LayerNorm(4) for _ in range(5))]
+    assert runs_of(nn.ModuleList(norms)) == (Run("", 5, 1, 5),)  # type: ignore[arg-type]
+
+
 def test_layers_of_other_sizes_differ() -> None:
     assert runs_of(Stack("ababa", {"b": 8})) == ()
 

@@ -98,6 +98,28 @@ def test_micro_batches_repeat_their_part() -> None:
     assert four.seconds == pytest.approx(4 * one.seconds)
 
 
+def accumulating(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Any:
+    optimizer.zero_grad()
+    total: Any = 0.0
+    for a, b in zip(x.chunk(4), y.chunk(4), strict=True):
+        loss = nn.functional.mse_loss(model(a), b) / 4
+        loss.backward()
+        total = total + loss.detach()
+    optimizer.step()
+    return total
+
+
+def test_a_sum_may_begin_before_a_loop_and_end_after_it() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.RMSprop(model.parameters())
+    job = Job.of(accumulating, model, optimizer, Layout())
+    batch = torch.randn(32, WIDTH), torch.randn(32, WIDTH)
+    made = CandidatePrograms(job, batch, on_processors=False)
+    program = made.program(Layout.parse("tensor=4 micro=16"))
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    assert estimate(program, machine).kinds[COLLECTIVES] > 0
+
+
 def test_slower_links_take_longer() -> None:
     near = estimated("data=8 zero=3", "8 x h100", rows=16)
     far = estimated("data=8 zero=3", "8 x rtx-4090", rows=16)

@@ -152,7 +152,8 @@ class _Streams:
         if node in seconds:
             self._compute(node, seconds[node])
         elif node.target is collectives.finish:
-            self._wait(self.ends[node.args[0]], COLLECTIVES)  # type: ignore[index]
+            # One that began before a loop has ended with the streams before it.
+            self._wait(self.ends.get(node.args[0], 0.0), COLLECTIVES)  # type: ignore[arg-type]
         elif node.target is collectives.send:
             nbytes = _nbytes(node.args[0])  # type: ignore[arg-type]
             link = "between" if self.owner.groups.crosses_hosts("pipe") else "inside"
