@@ -1,9 +1,9 @@
-"""Estimates in two processes are those of one; a process that fails leaves its part to the other."""
+"""Estimates in several processes are those of one; a process that fails leaves its part to the first."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,7 +14,13 @@ from tutti.layout import Layout
 from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.planner.search.layout_choices import Space
 from tutti.planning import side_by_side
-from tutti.planning.side_by_side import OtherProcess, can_share, other_half, outcome_of
+from tutti.planning.side_by_side import (
+    LEAST_COMPOSED,
+    LEAST_LAYOUTS,
+    OtherProcess,
+    divided,
+    outcome_of,
+)
 
 LAYOUTS = Space(16, 64, ("data", "tensor", "pipe")).layouts()
 
@@ -31,12 +37,27 @@ def outcome(layout: Layout) -> Any:
     return outcome_of(layout, estimate, {})
 
 
-def test_halves_have_whole_kinds_and_half_of_the_pieces() -> None:
-    rest = other_half(LAYOUTS)
-    theirs = {x.axes.get("tensor", 1) for x in rest}
-    assert {x.axes.get("tensor", 1) for x in LAYOUTS if x not in rest}.isdisjoint(theirs)
-    sizes = Counter(x in rest for x in LAYOUTS)
-    assert 0.25 < sizes[True] / len(LAYOUTS) < 0.75
+def test_parts_of_a_deep_model_have_whole_kinds_and_half_of_the_pieces() -> None:
+    own, rest = divided(LAYOUTS, 2, composed=True)
+    kinds = [{x.axes.get("tensor", 1) for x in part} for part in (own, rest)]
+    assert kinds[0].isdisjoint(kinds[1])
+    assert sorted(own + rest, key=str) == sorted(LAYOUTS, key=str)
+    assert 0.25 < len(rest) / len(LAYOUTS) < 0.75
+
+
+@pytest.mark.parametrize("number", [2, 5, 16])
+def test_parts_of_another_share_no_program(number: int) -> None:
+    parts = divided(LAYOUTS, number, composed=False)
+    assert sorted(chain.from_iterable(parts), key=str) == sorted(LAYOUTS, key=str)
+    programs = [{(*x.axes.items(), x.micro) for x in part} for part in parts]
+    assert sum(map(len, programs)) == len(set[Any]().union(*programs))
+    sizes = [len(part) for part in parts]
+    assert len(parts) == number and max(sizes) - min(sizes) <= 2 * 24  # schedules, zero, remat
+    assert all(part == [x for x in LAYOUTS if x in part] for part in parts)
+
+
+def test_a_few_layouts_are_fewer_parts() -> None:
+    assert divided(LAYOUTS[:1], 4, composed=True) == [LAYOUTS[:1]]
 
 
 def test_another_process_finds_the_same() -> None:
@@ -62,15 +83,18 @@ def test_a_process_that_dies_leaves_nothing() -> None:
     assert other.outcomes == {} and other.pieces == {}
 
 
-def test_it_takes_two_processors_many_layouts_and_no_gpu_in_use(
+def test_it_takes_several_processors_many_layouts_and_no_gpu_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    many = LAYOUTS * 10
-    monkeypatch.setattr(side_by_side, "LEAST_LAYOUTS", len(many))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    assert can_share(many) and not can_share(many[1:])
+    def number(count: int, *, composed: bool = False) -> int:
+        return side_by_side.num_processes([Layout()] * count, composed=composed)
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    assert number(LEAST_LAYOUTS) == number(LEAST_COMPOSED, composed=True) == 3
+    assert number(LEAST_LAYOUTS - 1) == number(LEAST_COMPOSED - 1, composed=True) == 1
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    assert not can_share(many)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    assert number(LEAST_COMPOSED) == 1
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(100)})
+    assert number(LEAST_COMPOSED) == 16
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert not can_share(many)
+    assert number(LEAST_COMPOSED) == 1

@@ -10,6 +10,7 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import left_out_by_environment, ready_to_split, refuse_unknown
 from tutti.passes.target import Target
+from tutti.pipeline.micro_batches.moments import moments_of
 from tutti.pipeline.schedule.schedule import Schedule
 from tutti.pipeline.schedule.schedules import schedule
 from tutti.pipeline.schedule.validate import validate
@@ -34,6 +35,13 @@ def in_time(
     rows = schedule_of(program.layout)
     names = cut_at if rows.num_stages > 1 else ()
     return timed(program, graph, rows, cut_at=names, homes=homes)
+
+
+def refuse_coupled(program: Program) -> None:
+    """Raise `ShardingError` if the step of a layout with `micro` couples the samples of a batch."""
+    target = Target(donated=frozenset(program.captured.updated))
+    graph = ready_to_split(program, target, frozenset())
+    moments_of(graph, program.layout.micro, program.layout)
 
 
 def schedule_of(layout: Layout) -> Schedule:

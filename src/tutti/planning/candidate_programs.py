@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from tutti.verification.copies import copies_in_place
 
 # Axes on whose sizes a placement depends.
 _PLACED = ("tensor", "seq", "expert")
+# Programs kept for layouts that differ in their schedule and `remat` only: such layouts follow each other.
+_MOST_PARTITIONED = 8
 
 
 class CandidatePrograms:
@@ -66,6 +69,7 @@ class CandidatePrograms:
         self._books: dict[str, Book] = {}
         self._found: dict[Any, dict[str, Any]] = {}
         self._counted: dict[Any, CountedPrograms] = {}
+        self._partitioned: dict[Any, Program] = {}
 
     def captured(self, precision: str) -> Captured:
         """The step as one graph.
@@ -106,20 +110,31 @@ class CandidatePrograms:
         for axis, size in layout.axes.items():
             if (layout.precision, axis, size) in self._idle:
                 raise IdleAxisError(axis, size)
-        captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
-        try:
-            refuse_other_layouts(captured, layout)
-        except CaptureError as error:  # of this layout; another may do
-            raise LayoutError(error.what, at=error.at, why=error.why, fix=error.fix) from None
-        with _quiet():
-            found = self._place(captured, placed or layout, dims, smallest)
-            book = self._books.setdefault(layout.precision, Book()).for_copy()
-            made = plan(copied(captured), layout, self.job.place, dims=dims, book=book, **found)
-            if self.refuses_idle and (axis := idle_axis(made)) is not None:
-                size = layout.axes[axis]
-                self._idle.add((layout.precision, axis, size))
-                raise IdleAxisError(axis, size)
-            return partition(made)
+        captured = self.captured(layout.precision)
+        refuse_layout(captured, layout)
+        alike = replace(layout, schedule="", remat="none")
+        key = alike, placed or alike, smallest
+        if key not in self._partitioned:
+            with _quiet():
+                self._partitioned[key] = self._new_program(captured, layout, placed, smallest)
+            if len(self._partitioned) > _MOST_PARTITIONED:
+                del self._partitioned[next(iter(self._partitioned))]
+        made = self._partitioned[key]
+        own = layout if made.layout.micro == layout.micro else layout.with_micro(made.layout.micro)
+        return replace(made, layout=own, plan=replace(made.plan, layout=own))
+
+    def _new_program(
+        self, captured: Captured, layout: Layout, placed: Layout | None, smallest: bool
+    ) -> Program:
+        dims = self.job.dims(self.batch)
+        found = self._place(captured, placed or layout, dims, smallest)
+        book = self._books.setdefault(layout.precision, Book()).for_copy()
+        made = plan(copied(captured), layout, self.job.place, dims=dims, book=book, **found)
+        if self.refuses_idle and (axis := idle_axis(made)) is not None:
+            size = layout.axes[axis]
+            self._idle.add((layout.precision, axis, size))
+            raise IdleAxisError(axis, size)
+        return partition(made)
 
     def smallest_place(self, layout: Layout) -> dict[str, str] | None:
         """The placement of least memory; None if it is the one that a run finds."""
@@ -177,6 +192,14 @@ class CandidatePrograms:
                 first_call_undone(step, model, optimizer, self.batch, job.seed, precision)
             )
             yield step, model, optimizer
+
+
+def refuse_layout(captured: Captured, layout: Layout) -> None:
+    """Raise `LayoutError` for a layout under which a run of the step raises `CaptureError`."""
+    try:
+        refuse_other_layouts(captured, layout)
+    except CaptureError as error:
+        raise LayoutError(error.what, at=error.at, why=error.why, fix=error.fix) from None
 
 
 @contextmanager

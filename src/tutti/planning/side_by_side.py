@@ -1,6 +1,7 @@
-"""Estimates of many layouts of a deep model in two processes: the other one takes half of the kinds.
+"""Estimates of many layouts in several processes, one for each processor; each takes whole groups.
 
-A layout's kind is the sizes of its model axes: layouts of one kind share placements and pieces of the model.
+Layouts of a group share work: those of the same model axes the placements and the pieces of a deep model, and
+those that differ in `zero`, `schedule` and `remat` only a program's rows.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,34 +22,63 @@ from tutti.layout import Layout
 from tutti.planner.depth.block_work import MODEL_AXES
 from tutti.planner.estimates.layout_estimate import Estimate
 
-# Fewer are done before a second process pays.
-LEAST_LAYOUTS = 200
+# Fewer are done before a second process pays: of a deep model, of which one takes milliseconds; of any other.
+LEAST_COMPOSED, LEAST_LAYOUTS = 200, 24
+_MOST_PROCESSES = 16
 # An estimate and its placement of least memory, if it has one; or why the step does not allow the layout.
 Outcome = tuple[Estimate, Mapping[str, str] | None] | LayoutError | ShardingError | ScheduleError
 
 
-def other_half(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts for another process: about half of those of different pieces, in whole kinds."""
-    pieces: dict[Any, set[tuple[int, bool, str]]] = {}
+def num_processes(layouts: Sequence[Layout], *, composed: bool) -> int:
+    """How many processes should and may estimate them: a GPU in use does not survive a fork."""
+    least = LEAST_COMPOSED if composed else LEAST_LAYOUTS
+    if len(layouts) < least or torch.cuda.is_initialized() or not hasattr(os, "sched_getaffinity"):
+        return 1
+    return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
+
+
+def divided(layouts: Sequence[Layout], number: int, *, composed: bool) -> list[list[Layout]]:
+    """At most so many parts of about equal work, each of whole groups, and each in the old order."""
+    group, piece = (_kind, _piece) if composed else (_sizes, lambda one: one)
+    work: dict[Any, set[Any]] = {}
     for one in layouts:
-        rows = one.axes.get("data", 1) * one.micro
-        pieces.setdefault(_kind(one), set()).add((rows, one.in_time, one.precision))
-    mine: Counter[bool] = Counter()
-    goes: dict[Any, bool] = {}
-    for kind, found in sorted(pieces.items(), key=lambda item: -len(item[1])):
-        goes[kind] = mine[True] < mine[False]
-        mine[goes[kind]] += len(found)
-    return [one for one in layouts if goes[_kind(one)]]
+        work.setdefault(group(one), set()).add(piece(one))
+    goes = (_by_work if composed else _in_turn)({k: len(x) for k, x in work.items()}, number)
+    parts = [[one for one in layouts if goes[group(one)] == i] for i in range(number)]
+    return [part for part in parts if part]
+
+
+def _by_work(work: Mapping[Any, int], number: int) -> dict[Any, int]:
+    """The part of each group: the largest first, to the part with the least."""
+    total = [0] * number
+    goes: dict[Any, int] = {}
+    for key in sorted(work, key=lambda key: -work[key]):
+        goes[key] = min(range(number), key=total.__getitem__)
+        total[goes[key]] += work[key]
+    return goes
+
+
+def _in_turn(work: Mapping[Any, int], number: int) -> dict[Any, int]:
+    """The part of each group, those of a kind side by side: most kinds are in one part only."""
+    keys = sorted(work, key=lambda key: key[0])
+    ends = accumulate(work[key] for key in keys)
+    total = sum(work.values())
+    return {
+        key: int(number * (end - work[key] / 2) / total)
+        for key, end in zip(keys, ends, strict=True)
+    }
+
+
+def _piece(layout: Layout) -> Any:
+    return layout.axes.get("data", 1) * layout.micro, layout.in_time, layout.precision
 
 
 def _kind(layout: Layout) -> tuple[tuple[str, int], ...]:
     return tuple((a, n) for a, n in layout.axes.items() if a in MODEL_AXES)
 
 
-def can_share(layouts: Sequence[Layout]) -> bool:
-    """Whether a second process may and should take a part: a GPU in use does not survive a fork."""
-    several = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else False
-    return several and len(layouts) >= LEAST_LAYOUTS and not torch.cuda.is_initialized()
+def _sizes(layout: Layout) -> Any:
+    return _kind(layout), tuple(layout.axes.items()), layout.micro, layout.precision
 
 
 class OtherProcess:

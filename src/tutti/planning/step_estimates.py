@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import Any
@@ -15,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tutti.errors import LayoutError, ScheduleError, ShardingError, TuttiError
+from tutti.capture.step import Captured
+from tutti.errors import LayoutError, ShardingError, TuttiError
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.pipeline.ready import in_time
+from tutti.pipeline.ready import refuse_coupled
 from tutti.planner.depth.block_work import MODEL_AXES, Blocks, blocks_of
 from tutti.planner.depth.composed import composed
 from tutti.planner.depth.repeated_layers import Run, ShortUnits, runs_of, shortened
@@ -31,8 +33,14 @@ from tutti.planner.estimates.layout_estimate import (
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.placement.placement import AXES_FOUND
 from tutti.planner.search.ranking import Refinement, close_to_best, first_pipelines
-from tutti.planning.candidate_programs import CandidatePrograms, num_rows
-from tutti.planning.side_by_side import OtherProcess, Outcome, can_share, other_half, outcome_of
+from tutti.planning.candidate_programs import CandidatePrograms, num_rows, refuse_layout
+from tutti.planning.side_by_side import (
+    OtherProcess,
+    Outcome,
+    divided,
+    num_processes,
+    outcome_of,
+)
 from tutti.torch_private.pytrees import tree_flatten
 
 # Nodes of all programs together that are written in some 20 seconds.
@@ -65,7 +73,8 @@ class StepEstimates:
         self.rows = num_rows(batch)
         self._num_layouts, self._capacity = num_layouts, capacity
         self._blocks: dict[tuple[Layout, bool, bool], Blocks] = {}
-        self._refusals: dict[Layout, TuttiError | None] = {}
+        # By precision, why the step has no micro-batches.
+        self._couplings: dict[str, TuttiError | None] = {}
         # Placements of least memory, of the layouts that need them.
         self.found: dict[Layout, dict[str, str]] = {}
         self._on_processors = machine(job.layout).shares_memory
@@ -96,26 +105,40 @@ class StepEstimates:
     ) -> tuple[Sequence[Layout], Callable[[Layout], Estimate]]:
         """The layouts in the order in which to ask for their estimates, and the function to ask.
 
-        Those of a deep model are made in two processes. Kernels timed here would disturb each other.
+        Several processes make them, but of a run on processors: kernels timed here would disturb each other.
         """
-        if self._on_processors or not self._is_composed or not can_share(layouts):
+        composed = self._is_composed
+        number = 1 if self._on_processors else num_processes(layouts, composed=composed)
+        if number == 1:
             return layouts, self
-        rest = dict.fromkeys(other_half(layouts))
+        if not composed:  # once for all processes
+            self._programs.captured(self.job.layout.precision)
+        elif made := [x for x in layouts if x.in_time]:
+            with suppress(LayoutError, ShardingError):
+                self._refuse_in_time(made[0])
+        own, *parts = divided(layouts, number, composed=composed)
         before = set(self._blocks)
 
         def new_blocks() -> dict[Any, Blocks]:
             return {key: blocks for key, blocks in self._blocks.items() if key not in before}
 
-        other = OtherProcess(rest, lambda layout: outcome_of(layout, self, self.found), new_blocks)
+        def outcome(layout: Layout) -> Outcome:
+            return outcome_of(layout, self, self.found)
+
+        others = [OtherProcess(part, outcome, new_blocks) for part in parts]
+        theirs = dict.fromkeys(layout for part in parts for layout in part)
 
         @cache
-        def outcomes() -> Mapping[Layout, Outcome]:
-            self._blocks |= other.pieces
-            return other.outcomes
+        def joined() -> Mapping[Layout, Outcome]:
+            found: dict[Layout, Outcome] = {}
+            for other in others:
+                self._blocks |= other.pieces
+                found |= other.outcomes
+            return found
 
         def estimate(layout: Layout) -> Estimate:
-            known = outcomes().get(layout) if layout in rest else None
-            if known is None:  # this process's part, or the other one has failed
+            known = joined().get(layout) if layout in theirs else None
+            if known is None:  # this process's part, or another one has failed
                 return self(layout)
             if isinstance(known, Exception):
                 raise known
@@ -123,7 +146,7 @@ class StepEstimates:
                 self.found[layout] = dict(known[1])
             return known[0]
 
-        return [*(x for x in layouts if x not in rest), *rest], estimate
+        return [*own, *theirs], estimate
 
     def refined(self, layout: Layout) -> Estimate:
         """The estimate of a deep model with the pipeline's schedule on a clock; of another one with the times
@@ -165,8 +188,7 @@ class StepEstimates:
     def _is_composed(self) -> bool:
         if not self.runs:
             return False
-        self._capture_short(self.job.layout.precision)
-        short = self._short_programs.captured(self.job.layout.precision)
+        short = self._captured_short(self.job.layout.precision)
         return len(short.graph.nodes) * self._depth * self._num_layouts > _MOST_NODES
 
     @cached_property
@@ -204,45 +226,44 @@ class StepEstimates:
         )
         known = short, layout.in_time, smallest  # tokens stay whole in micro-batches
         if known not in self._blocks:
-            self._capture_short(layout.precision)
+            self._captured_short(layout.precision)
             program = self._short_programs.program(short, placed=layout, smallest=smallest)
             self._blocks[known] = blocks_of(program, machine, self.runs, self._repeats)
         return self._blocks[known]
 
     def _refuse_in_time(self, layout: Layout) -> None:
         """Raise what the step raises under micro-batches, or in a pipeline: pieces do not know it."""
-        axes = {"pipe": 2} if "pipe" in layout.axes else {}
-        micro = next((n for n in range(2, layout.micro + 1) if layout.micro % n == 0), 1)
-        least = Layout(axes=axes, micro=micro, precision=layout.precision)
-        if least.in_time and least not in self._refusals:
-            self._capture_short(layout.precision)
-            self._refusals[least] = None
+        if not layout.in_time:
+            return
+        refuse_layout(self._captured_short(layout.precision), layout)
+        if layout.precision not in self._couplings:
+            micro = next(n for n in range(2, layout.micro + 1) if layout.micro % n == 0)
+            split = Layout(micro=micro, precision=layout.precision)
             try:
-                in_time(self._short_programs.program(least))
-            except (LayoutError, ShardingError, ScheduleError) as error:
-                self._refusals[least] = error
-        if (found := self._refusals.get(least)) is not None:
+                self._couplings[layout.precision] = None
+                refuse_coupled(self._short_programs.program(split))
+            except (LayoutError, ShardingError) as error:
+                self._couplings[layout.precision] = error
+        if (found := self._couplings[layout.precision]) is not None:
             raise found
 
-    def _capture_short(self, precision: str) -> None:
+    def _captured_short(self, precision: str) -> Captured:
         with shortened(self.job.model, self.job.optimizer, self._repeats):
-            self._short_programs.captured(precision)
+            return self._short_programs.captured(precision)
 
     def flops(self) -> float:
         """Of a step on the whole batch; see `flops_of_nodes`."""
         precision = self.job.layout.precision
         if not self._is_composed:
             return flops_of_nodes(self._programs.captured(precision).graph.nodes)
-        self._capture_short(precision)
-        graph = self._short_programs.captured(precision).graph
+        graph = self._captured_short(precision).graph
         return flops_of_nodes(graph.nodes) + sum(self._more_flops(graph))
 
     def dtype_of(self, precision: str) -> torch.dtype:
         """In which most operations of the step compute: a step may cast its weights itself."""
         if not self._is_composed:
             return dtype_of_nodes(self._programs.captured(precision).graph.nodes)
-        self._capture_short(precision)
-        return dtype_of_nodes(self._short_programs.captured(precision).graph.nodes)
+        return dtype_of_nodes(self._captured_short(precision).graph.nodes)
 
     def _more_flops(self, graph: Any) -> Iterator[float]:
         """Of the layers that the short model lacks, by run."""
