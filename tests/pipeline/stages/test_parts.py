@@ -13,14 +13,18 @@ from torch import nn
 
 import stacks
 import subjects
+import tutti
+from small_steps import trained
 from tutti.graph.analysis.cost import nbytes_of
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import GATHER, RECEIVE, REDUCE, SEND, WHOLE, Body, loop
+from tutti.job import Job
 from tutti.layout import Layout
 from tutti.pipeline.ranks import pipe_ranks
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.timed import Timed
+from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.verification.verdict import Subject
 
 LAYOUTS = ("pipe=4 micro=7 schedule=zb", "pipe=2 micro=4 schedule=zbv", "pipe=3")
@@ -242,3 +246,35 @@ def _summed(part: Any) -> list[Any]:
 
 def _outputs(part: Any) -> list[Any]:
     return next(n for n in reversed(part.graph.nodes) if n.op == "output").args[0][0]
+
+
+class Scaled(nn.Module):
+    """Norms without weights, scaled by hand: the weights' gradients read a result of a recomputed norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.ones(8) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(8, 16) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for scale, up, down in zip(self.scales, self.up, self.down, strict=True):
+            x = x + down(nn.functional.glu(up(nn.functional.layer_norm(x, (8,)) * scale)))
+            x = x + down(nn.functional.layer_norm(x, (8,)) * scale)
+        return x
+
+
+def test_results_of_one_op_cross_to_the_other_half_one_by_one() -> None:
+    """The result that a reader needs, never the tuple: a step of x-transformers failed with it."""
+    model = Scaled()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = trained(lambda model, x: model(x).square().mean())
+    batch = (torch.linspace(-1, 1, 256).reshape(8, 4, 8).sin(),)
+    layout = "pipe=2 micro=2 schedule=zb remat=full"
+    assert tutti.verify(step, model, optimizer, batch, layout).ok
+    job = Job.of(step, model, optimizer, Layout())
+    made = in_time(CandidatePrograms(job, batch).program(Layout.parse(layout)))
+    for part in (part for body in made.bodies for part in body.parts.values()):
+        inputs = [n for n in part.graph.nodes if n.op == "placeholder"]
+        results = part.graph.output_node().all_input_nodes
+        assert all(isinstance(n.meta["val"], torch.Tensor) for n in [*inputs, *results])

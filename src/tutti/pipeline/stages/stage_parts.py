@@ -13,6 +13,7 @@ A step without stages is one part, `B`, forward and backward in one.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -141,6 +142,9 @@ class _StagePartsWriter:
             for n in ancestors(awaited, lambda n: found.get(n) == "W"):
                 if any(stage[n] == stage[a] for a in awaited):
                     found[n] = "I"
+            for n in stage:  # values pass between parts one by one, never as several results
+                if n.target is operator.getitem and n.args[0] in found:
+                    found[n] = found[n.args[0]]  # type: ignore[index]
         return found
 
     def _is_awaited(self, node: fx.Node) -> bool:
@@ -207,6 +211,7 @@ def _part(
 ) -> LoopPart:
     graph, mapped = fx.Graph(), dict[fx.Node, fx.Node]()
     inputs = [*given, *reads]
+    assert not any(isinstance(x.meta.get("val"), list | tuple) for x in [*inputs, *outputs])
     for x in inputs:
         mapped[x] = graph.placeholder(x.name)
         mapped[x].meta = {k: v for k, v in x.meta.items() if k != "kind" or is_state(x)}
