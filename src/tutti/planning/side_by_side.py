@@ -130,7 +130,8 @@ def _run(
     pieces: Callable[[], Mapping[Any, Any]],
     sending: Connection,
 ) -> None:
-    with contextlib.suppress(KeyboardInterrupt):  # the other process says it
+    torch.set_num_threads(1)  # the pool of threads did not survive the fork
+    with contextlib.suppress(KeyboardInterrupt):  # the first process says it
         sending.send(({layout: outcome(layout) for layout in layouts}, pieces()))
     sending.close()
 

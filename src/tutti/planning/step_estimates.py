@@ -111,9 +111,12 @@ class StepEstimates:
         number = 1 if self._on_processors else num_processes(layouts, composed=composed)
         if number == 1:
             return layouts, self
-        if not composed:  # once for all processes
-            self._programs.captured(self.job.layout.precision)
-        elif made := [x for x in layouts if x.in_time]:
+        # Captures, once for all processes: an optimizer's first step of another form runs for real.
+        captured = self._captured_short if composed else self._programs.captured
+        for precision in dict.fromkeys(layout.precision for layout in layouts):
+            with suppress(LayoutError):
+                captured(precision)
+        if composed and (made := [x for x in layouts if x.in_time]):
             with suppress(LayoutError, ShardingError):
                 self._refuse_in_time(made[0])
         own, *parts = divided(layouts, number, composed=composed)
