@@ -85,7 +85,6 @@ def sources(graph: fx.Graph, kept: Collection[fx.Node]) -> set[fx.Node]:
 class _Recomputer:
     def __init__(self, graph: fx.Graph, kept: Collection[fx.Node]) -> None:
         self.graph, self.kept, self.count = graph, kept, 0
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.new: dict[fx.Node, fx.Node] = {}
         self.twins = _twins(graph)
 
@@ -115,7 +114,7 @@ class _Recomputer:
             found.add(node)
             if node not in self.twins:
                 stack += node.all_input_nodes
-        return sorted(found, key=self.order.__getitem__)
+        return sorted(found)
 
     def _copy(self, node: fx.Node, before: fx.Node) -> fx.Node:
         def source(x: fx.Node) -> fx.Node:
@@ -130,13 +129,12 @@ class _Recomputer:
 
     def _hoist(self, twin: fx.Node, before: fx.Node) -> None:
         """Move a node of the backward, and its ancestors, before an earlier one."""
-        if twin.op != "call_function" or self.order[twin] < self.order[before]:
+        if twin.op != "call_function" or twin < before:
             return
         for x in twin.all_input_nodes:
             self._hoist(x, before)
         before.prepend(twin)
-        self.order[twin] = self.order[before] - 1
-        # Now: what a user between here and its old position needs first is made too late for it.
+        # At once: a value recomputed for a user between here and its old position would come too late.
         self.replace_inputs(twin)
 
 
