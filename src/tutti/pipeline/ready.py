@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from torch import fx
+
 from tutti.errors import ScheduleError
 from tutti.layout import Layout
 from tutti.partition.partition import Program
@@ -28,10 +30,7 @@ def in_time(
 
     Every rank computes the same ones. `without` names passes to omit, as in `pass_table.optimized`.
     """
-    left_out = left_out_by_environment() if without is None else frozenset(without)
-    refuse_unknown(left_out)
-    target = Target(donated=frozenset(program.captured.updated))
-    graph = ready_to_split(program, target, left_out)
+    graph = _ready(program, without)
     rows = schedule_of(program.layout)
     names = cut_at if rows.num_stages > 1 else ()
     return timed(program, graph, rows, cut_at=names, homes=homes)
@@ -39,9 +38,13 @@ def in_time(
 
 def refuse_coupled(program: Program) -> None:
     """Raise `ShardingError` if the step of a layout with `micro` couples the samples of a batch."""
-    target = Target(donated=frozenset(program.captured.updated))
-    graph = ready_to_split(program, target, frozenset())
-    moments_of(graph, program.layout.micro, program.layout)
+    moments_of(_ready(program, None), program.layout.micro, program.layout)
+
+
+def _ready(program: Program, without: Collection[str] | None) -> fx.Graph:
+    left_out = left_out_by_environment() if without is None else frozenset(without)
+    refuse_unknown(left_out)
+    return ready_to_split(program, Target(donated=frozenset(program.captured.updated)), left_out)
 
 
 def schedule_of(layout: Layout) -> Schedule:

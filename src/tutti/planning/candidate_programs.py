@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ from tutti.verification.copies import copies_in_place
 
 # Axes on whose sizes a placement depends.
 _PLACED = ("tensor", "seq", "expert")
-# Programs kept for layouts that differ in their schedule and `remat` only: such layouts follow each other.
-_MOST_PARTITIONED = 8
+# Programs to keep, for layouts that differ in `schedule` and `remat` only. A plan asks for these soon after
+# each other.
+_MOST_SHARED = 8
 
 
 class CandidatePrograms:
@@ -69,7 +71,7 @@ class CandidatePrograms:
         self._books: dict[str, Book] = {}
         self._found: dict[Any, dict[str, Any]] = {}
         self._counted: dict[Any, CountedPrograms] = {}
-        self._partitioned: dict[Any, Program] = {}
+        self._shared = lru_cache(_MOST_SHARED)(self._partitioned)
 
     def captured(self, precision: str) -> Captured:
         """The step as one graph.
@@ -110,31 +112,25 @@ class CandidatePrograms:
         for axis, size in layout.axes.items():
             if (layout.precision, axis, size) in self._idle:
                 raise IdleAxisError(axis, size)
-        captured = self.captured(layout.precision)
-        refuse_layout(captured, layout)
+        refuse_layout(self.captured(layout.precision), layout)
+        if placed is not None:  # the caller keeps the pieces of this program
+            return self._partitioned(layout, placed, smallest)
         alike = replace(layout, schedule="", remat="none")
-        key = alike, placed or alike, smallest
-        if key not in self._partitioned:
-            with _quiet():
-                self._partitioned[key] = self._new_program(captured, layout, placed, smallest)
-            if len(self._partitioned) > _MOST_PARTITIONED:
-                del self._partitioned[next(iter(self._partitioned))]
-        made = self._partitioned[key]
-        own = layout if made.layout.micro == layout.micro else layout.with_micro(made.layout.micro)
+        made = self._shared(alike, alike, smallest)
+        own = layout.with_micro(made.layout.micro)
         return replace(made, layout=own, plan=replace(made.plan, layout=own))
 
-    def _new_program(
-        self, captured: Captured, layout: Layout, placed: Layout | None, smallest: bool
-    ) -> Program:
-        dims = self.job.dims(self.batch)
-        found = self._place(captured, placed or layout, dims, smallest)
-        book = self._books.setdefault(layout.precision, Book()).for_copy()
-        made = plan(copied(captured), layout, self.job.place, dims=dims, book=book, **found)
-        if self.refuses_idle and (axis := idle_axis(made)) is not None:
-            size = layout.axes[axis]
-            self._idle.add((layout.precision, axis, size))
-            raise IdleAxisError(axis, size)
-        return partition(made)
+    def _partitioned(self, layout: Layout, placed: Layout, smallest: bool) -> Program:
+        captured, dims = self.captured(layout.precision), self.job.dims(self.batch)
+        with _quiet():
+            found = self._place(captured, placed, dims, smallest)
+            book = self._books.setdefault(layout.precision, Book()).for_copy()
+            made = plan(copied(captured), layout, self.job.place, dims=dims, book=book, **found)
+            if self.refuses_idle and (axis := idle_axis(made)) is not None:
+                size = layout.axes[axis]
+                self._idle.add((layout.precision, axis, size))
+                raise IdleAxisError(axis, size)
+            return partition(made)
 
     def smallest_place(self, layout: Layout) -> dict[str, str] | None:
         """The placement of least memory; None if it is the one that a run finds."""

@@ -1,7 +1,7 @@
 """Estimates of many layouts in several processes, one for each processor; each takes whole groups.
 
-Layouts of a group share work: those of the same model axes the placements and the pieces of a deep model, and
-those that differ in `zero`, `schedule` and `remat` only a program's rows.
+Layouts of a group share work. Of a deep model those with the same model axes share placements and pieces. Of
+any other model those that differ in `schedule` and `remat` only share a program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tutti.layout import Layout
 from tutti.planner.depth.block_work import MODEL_AXES
 from tutti.planner.estimates.layout_estimate import Estimate
 
-# Fewer are done before a second process pays: of a deep model, of which one takes milliseconds; of any other.
+# A second process does not pay for fewer layouts. Each takes milliseconds if composed.
 LEAST_COMPOSED, LEAST_LAYOUTS = 200, 24
 _MOST_PROCESSES = 16
 # An estimate and its placement of least memory, if it has one; or why the step does not allow the layout.

@@ -73,8 +73,8 @@ class StepEstimates:
         self.rows = num_rows(batch)
         self._num_layouts, self._capacity = num_layouts, capacity
         self._blocks: dict[tuple[Layout, bool, bool], Blocks] = {}
-        # By precision, why the step has no micro-batches.
-        self._couplings: dict[str, TuttiError | None] = {}
+        # Of a deep model, by precision and whether there is a pipeline: the reason against micro-batches.
+        self._refusals: dict[tuple[str, bool], TuttiError | None] = {}
         # Placements of least memory, of the layouts that need them.
         self.found: dict[Layout, dict[str, str]] = {}
         self._on_processors = machine(job.layout).shares_memory
@@ -105,7 +105,8 @@ class StepEstimates:
     ) -> tuple[Sequence[Layout], Callable[[Layout], Estimate]]:
         """The layouts in the order in which to ask for their estimates, and the function to ask.
 
-        Several processes make them, but of a run on processors: kernels timed here would disturb each other.
+        Several processes share the work, unless the step runs on processors: kernels timed here would disturb
+        each other.
         """
         composed = self._is_composed
         number = 1 if self._on_processors else num_processes(layouts, composed=composed)
@@ -116,9 +117,6 @@ class StepEstimates:
         for precision in dict.fromkeys(layout.precision for layout in layouts):
             with suppress(LayoutError):
                 captured(precision)
-        if composed and (made := [x for x in layouts if x.in_time]):
-            with suppress(LayoutError, ShardingError):
-                self._refuse_in_time(made[0])
         own, *parts = divided(layouts, number, composed=composed)
         before = set(self._blocks)
 
@@ -235,20 +233,26 @@ class StepEstimates:
         return self._blocks[known]
 
     def _refuse_in_time(self, layout: Layout) -> None:
-        """Raise what the step raises under micro-batches, or in a pipeline: pieces do not know it."""
+        """Raise what the step raises under micro-batches, or in a pipeline: its pieces have neither."""
         if not layout.in_time:
             return
-        refuse_layout(self._captured_short(layout.precision), layout)
-        if layout.precision not in self._couplings:
-            micro = next(n for n in range(2, layout.micro + 1) if layout.micro % n == 0)
-            split = Layout(micro=micro, precision=layout.precision)
-            try:
-                self._couplings[layout.precision] = None
-                refuse_coupled(self._short_programs.program(split))
-            except (LayoutError, ShardingError) as error:
-                self._couplings[layout.precision] = error
-        if (found := self._couplings[layout.precision]) is not None:
+        key = layout.precision, "pipe" in layout.axes
+        if key not in self._refusals:
+            self._refusals[key] = self._refusal(layout)
+        if (found := self._refusals[key]) is not None:
             raise found
+
+    def _refusal(self, layout: Layout) -> TuttiError | None:
+        captured = self._captured_short(layout.precision)
+        micro = next(n for n in range(2, layout.micro + 1) if layout.micro % n == 0)
+        try:
+            refuse_layout(captured, layout)
+            refuse_coupled(
+                self._short_programs.program(Layout(micro=micro, precision=layout.precision))
+            )
+        except (LayoutError, ShardingError) as error:
+            return error
+        return None
 
     def _captured_short(self, precision: str) -> Captured:
         with shortened(self.job.model, self.job.optimizer, self._repeats):

@@ -74,8 +74,8 @@ def runs_of(model: nn.Module) -> tuple[Run, ...]:
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         if len(module) >= LEAST_REPEATS and not any(_is_inside(path, run) for run in found):
-            # Some containers have None in a layer's place.
-            forms = [None if layer is None else _form(layer) for layer in module]
+            # None in place of a layer equals no other.
+            forms = [object() if layer is None else _form(layer) for layer in module]
             found.extend(_runs(path, forms))
     return tuple(found)
 
@@ -144,8 +144,6 @@ def _runs(path: str, forms: Sequence[Any]) -> Iterator[Run]:
 
 def _repeats(forms: Sequence[Any], at: int, unit: int) -> int:
     count = 1
-    if None in forms[at : at + unit]:
-        return count
     while list(forms[at + count * unit : at + (count + 1) * unit]) == list(forms[at : at + unit]):
         count += 1
     return count
