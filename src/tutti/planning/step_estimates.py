@@ -73,8 +73,8 @@ class StepEstimates:
         self.rows = num_rows(batch)
         self._num_layouts, self._capacity = num_layouts, capacity
         self._blocks: dict[tuple[Layout, bool, bool], Blocks] = {}
-        # Of a deep model, by precision and whether there is a pipeline: the reason against micro-batches.
-        self._refusals: dict[tuple[str, bool], TuttiError | None] = {}
+        # Of a deep model, by precision, and whether there are a pipeline and micro-batches.
+        self._refusals: dict[tuple[str, bool, bool], TuttiError | None] = {}
         # Placements of least memory, of the layouts that need them.
         self.found: dict[Layout, dict[str, str]] = {}
         self._on_processors = machine(job.layout).shares_memory
@@ -236,7 +236,7 @@ class StepEstimates:
         """Raise what the step raises under micro-batches, or in a pipeline: its pieces have neither."""
         if not layout.in_time:
             return
-        key = layout.precision, "pipe" in layout.axes
+        key = layout.precision, "pipe" in layout.axes, layout.micro > 1
         if key not in self._refusals:
             self._refusals[key] = self._refusal(layout)
         if (found := self._refusals[key]) is not None:
@@ -244,12 +244,10 @@ class StepEstimates:
 
     def _refusal(self, layout: Layout) -> TuttiError | None:
         captured = self._captured_short(layout.precision)
-        micro = next(n for n in range(2, layout.micro + 1) if layout.micro % n == 0)
+        alone = Layout(micro=layout.micro, precision=layout.precision)
         try:
             refuse_layout(captured, layout)
-            refuse_coupled(
-                self._short_programs.program(Layout(micro=micro, precision=layout.precision))
-            )
+            refuse_coupled(self._short_programs.program(alone))
         except (LayoutError, ShardingError) as error:
             return error
         return None

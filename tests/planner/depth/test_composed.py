@@ -260,6 +260,18 @@ def test_what_a_step_refuses_is_no_estimate(
     assert made(Layout.parse("data=2")).seconds > 0
 
 
+def test_a_pipeline_of_one_micro_batch_couples_no_samples() -> None:
+    step = trained(lambda m, x: F.mse_loss(m(x), x))
+    model = _layers(nn.BatchNorm1d)
+    job = Job.of(step, model, torch.optim.AdamW(model.parameters()), Layout())
+    machine = PricedMachine.of(Cluster.parse("8 x h100"))
+    made = StepEstimates(job, (torch.zeros(24, 64),), lambda _: machine, num_layouts=100_000)
+    assert made(Layout.parse("pipe=2")).seconds > 0
+    with pytest.raises(ShardingError, match="micro=4"):
+        made(Layout.parse("pipe=2 micro=4"))
+    assert made(Layout.parse("pipe=2")).seconds > 0
+
+
 def test_layers_count(estimates: StepEstimates) -> None:
     blocks = estimates._blocks_of(Layout(), estimates.machine(Layout()))
     assert blocks.num_layers == DEPTH
