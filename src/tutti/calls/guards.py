@@ -17,6 +17,7 @@ from tutti.capture.python.read_values import Seen
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
+from tutti.graph.edits.edit import source_of
 from tutti.layout import Layout
 from tutti.torch_private.autograd_engine import are_unwritten, version_of
 from tutti.torch_private.symbolic import PythonPrinter, expression_of
@@ -110,10 +111,13 @@ def no_way(captured: Captured, values: Seen) -> CaptureError:
 def refuse_other_layouts(captured: Captured, layout: Layout) -> None:
     """Raise `CaptureError` if some ranks would lack the values that the step reads, or the state outside of
     the model that it changes."""
-    changed = [n for n in captured.updated if n in captured.outside]
+    updates = zip(captured.updated, captured.output[1], strict=True)
+    changed = [(name, new) for name, new in updates if name in captured.outside]
     if "pipe" in layout.mesh and changed:
+        name, new = changed[0]
         raise CaptureError(
-            f'the step changes "{changed[0]}", which is no state of the model, in a pipeline',
+            f'the step changes "{name}", which is no state of the model, in a pipeline',
+            at=quoted(source_of(new)),
             why="one stage would change it, and the others would not see it",
             fix="register it as a buffer of the model, or a layout without pipe",
         )
