@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from types import FrameType
@@ -117,3 +118,38 @@ def test_lines_are_those_of_the_script_outermost_first() -> None:
     found = lines(inner(), most=4)
     assert found[-1].endswith("in inner") and found[-2].endswith("outermost_first")
     assert len(found) == 4
+
+
+READS = """
+import gc, sys, threading, time
+from tutti.launch.whereabouts import collective, main_stack, user_line
+
+class Garbage:
+    def __init__(self): self.itself = self
+    def __del__(self):
+        for i in range(30): step(i)
+
+def step(i): return i
+def deep(n): return deep(n - 1) if n else [Garbage() for _ in range(3)]
+
+def watch():
+    while True:
+        stack = main_stack(threading.main_thread().ident)
+        collective(stack), user_line(stack)
+
+threading.Thread(target=watch, daemon=True).start()
+sys.setswitchinterval(1e-5)
+gc.set_threshold(50)
+until = time.monotonic() + 3
+while time.monotonic() < until:
+    deep(5), deep(30), deep(80)
+print("alive", gc.isenabled())
+"""
+
+
+def test_reading_a_busy_thread_does_not_end_the_process() -> None:
+    """Finalizers of a collection in the reading thread let the other one leave the frame that is read."""
+    made = subprocess.run(
+        [sys.executable, "-c", READS], capture_output=True, text=True, timeout=120
+    )
+    assert (made.returncode, made.stdout, made.stderr) == (0, "alive True\n", "")

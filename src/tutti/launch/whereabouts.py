@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import sys
 import sysconfig
@@ -65,7 +67,7 @@ def wait(stack: Stack, cpu_seconds: float = 0.0) -> Waiting | None:
     """
     for name in _WAITING:
         frame = next((f for f, _ in stack if f.f_code.co_filename == name), None)
-        owner = frame.f_locals.get("self") if frame is not None else None
+        owner = _variables(frame).get("self") if frame is not None else None
         current = getattr(owner, "current", None)
         if hasattr(current, "began_seconds"):  # a `comm.failure.Wait`
             ranks = _missing(stack) or _members(owner, current)
@@ -96,7 +98,7 @@ def _missing(stack: Stack) -> tuple[int, ...]:
     for frame, _ in stack:
         if not frame.f_code.co_filename.startswith(_COMM):
             continue
-        names = frame.f_locals
+        names = _variables(frame)
         owner = names.get("self")
         late, count = getattr(owner, "late", None), names.get("count")
         if callable(late) and isinstance(count, int):  # `comm.signals.Signals`
@@ -129,7 +131,30 @@ def lines(stack: Stack, most: int = 12) -> list[str]:
 
 def main_stack(main_thread: int) -> list[tuple[FrameType, int]]:
     """The frames of the main thread and their lines, innermost first."""
-    return list(_outward(sys._current_frames().get(main_thread)))
+    with _uncollected():
+        return list(_outward(sys._current_frames().get(main_thread)))
+
+
+def _variables(frame: FrameType) -> dict[str, Any]:
+    with _uncollected():
+        return frame.f_locals
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Context for reading frames of another thread: Python collects no garbage.
+
+    Until 3.11 a collection may begin while Python makes the object of a frame, or of its variables. The
+    finalizers that it runs let the other thread go on and leave that frame, whose memory Python then reads.
+    """
+    collects = sys.version_info < (3, 12) and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def traceback_stack(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
@@ -149,7 +174,7 @@ def user_line(stack: list[tuple[FrameType, int]]) -> str:
             return str(mapped)
         if frame.f_code.co_filename.startswith(_TUTTI):
             # The player of a pipeline keeps the line of its current message (`execution.loops`).
-            line_of_message = getattr(frame.f_locals.get("self"), "line", "")
+            line_of_message = getattr(_variables(frame).get("self"), "line", "")
             if line_of_message and isinstance(line_of_message, str):
                 return line_of_message
         if not _is_library(frame.f_code.co_filename):
@@ -163,7 +188,7 @@ def collective(stack: list[tuple[FrameType, int]]) -> str:
         name = frame.f_code.co_filename
         if name.startswith(_TUTTI):
             # A player keeps its current collective (`comm.InCollective.current`).
-            current = getattr(frame.f_locals.get("self"), "current", None)
+            current = getattr(_variables(frame).get("self"), "current", None)
             if current is not None:
                 return str(current)
     for frame, _ in reversed(stack):
