@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 import zoo
 import zoo_models
@@ -42,6 +42,36 @@ def test_a_further_run_ends_where_one_over_all_ops_does(
     assert len(runs) > 2
     assert shardings(made) == shardings(whole)
     assert origins(made) == origins(whole)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def test_rows_of_split_samples_and_tokens_keep_their_samples_split_in_a_split_matmul() -> None:
+    """The weight's columns take `tensor` from the tokens, and nothing from the samples."""
+    model = Normed()
+    made = capture(_squared, model, zoo.adamw(model), (torch.randn(64, 8, 16),))
+    place = {"norm": "-, tensor, -", "up.weight": "tensor, -", "down.weight": "-, tensor"}
+    own = plan(made, Layout.parse("data=16 tensor=4"), place)
+    matmuls = [n for n in own.captured.graph.nodes if n.meta.get("module") == "up"]
+    matmuls = [n for n in matmuls if n.target is torch.ops.aten.addmm.default]
+    assert [str(own.spread.of(n)) for n in matmuls] == ["512@data, 64@tensor"]
+
+
+def _squared(model: Any, optimizer: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 def planned(layout: str) -> ShardingPlan:

@@ -29,7 +29,8 @@ def read(
     """The factors' splits that follow from the tensors' shardings; the first of two conflicting ones wins.
 
     Whole factors are omitted; `soft` collects them, for cuts that follow their operand. `prefer` names the
-    factor that an axis must split, if any: other splits over that axis do not count.
+    factor that an axis must split, if any: other splits over that axis do not count, but the other axes of a
+    dim do.
     """
     assigned: Assignment = {}
     used: set[str] = set()
@@ -43,13 +44,13 @@ def read(
             if parts is None:
                 continue
             for factor, part in zip(factors, parts, strict=True):
+                if prefer and (others := _of_others(part, factor, prefer)):
+                    part = _without(part, others, mesh)
                 axes = axes_of(part)
                 known = assigned.get(factor)
                 if not axes or (known is not None and not refines(part, known, mesh)):
                     continue
                 if (used - set(axes_of(known or ()))) & set(axes):
-                    continue
-                if prefer and any(prefer.get(a, factor) != factor for a in axes):
                     continue
                 if factor in rule.whole:
                     if soft is not None:
@@ -58,6 +59,16 @@ def read(
                 assigned[factor] = part
                 used |= set(axes)
     return assigned
+
+
+def _of_others(part: Dim, factor: str, prefer: Mapping[str, str]) -> set[str]:
+    """The axes of a split that must split another factor."""
+    return {a for a in axes_of(part) if prefer.get(a, factor) != factor}
+
+
+def _without(part: Dim, axes: set[str], mesh: Mesh) -> Dim:
+    rest = [Segment(s.size, tuple(a for a in s.axes if a not in axes)) for s in part]
+    return canonical(rest, mesh)
 
 
 def project(
