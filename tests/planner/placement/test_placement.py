@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
@@ -34,7 +35,7 @@ from tutti.verification import verdict
 from tutti.verification.verdict import Subject
 
 sys.path.append(str(Path(__file__).parent))
-from hand_placed import MODELS, texts
+from hand_placed import MODELS, VOCABULARY, texts, train_step
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 # The number of ways changes which dims divide, and no rule: every model has one of two.
@@ -280,6 +281,23 @@ def test_the_user_has_the_word() -> None:
     made = find_place(captured("llama"), layout, given=given, axes=("tensor",))
     assert "model.layers.*.mlp.up_proj.weight" in made.place
     assert not any("q_proj" in pattern for pattern in made.place)
+
+
+def test_a_vocabulary_that_does_not_divide_is_no_reason_to_split_every_width() -> None:
+    """Logits that nothing else splits, as those of GPT-2's 50,257 tokens, are split by tokens."""
+    sizes = {"vocab_size": 50 * VOCABULARY + 1, "n_embd": 256, "n_positions": 64}
+    model = replace(MODELS["gpt2"], sizes={**MODELS["gpt2"].sizes, **sizes})
+    batch = {name: x.repeat(1, 4) for name, x in texts().items()}
+    one = capture(train_step, *model.build(), (batch,))
+    layout = Layout.parse("tensor=4")
+    made = find_place(one, layout)
+    by_hand = {p: text for p, text in model.place.items() if "wte" not in p}
+    computes = [plan(copied(one), layout, found=place).compute for place in (made.place, by_hand)]
+    layers = [n for n in computes[0] if n.startswith("transformer.h.") and ".ln_" not in n]
+    assert [str(computes[0][n]) for n in layers] == [str(computes[1][n]) for n in layers]
+    assert made.place["transformer.ln_f"] == "-, tensor, -"
+    tokens = {p: text for p, text in made.place.items() if text == "-, tensor, -"}
+    assert made.seconds <= WORTH * cost_of(one, layout, by_hand | tokens).seconds
 
 
 def test_memory_decides_where_time_does_not() -> None:

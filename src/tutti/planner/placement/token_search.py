@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from tutti.planner.placement.axis_search import Search
@@ -41,15 +42,31 @@ def with_tokens_split(
             1 + WORTH * bool(tokens)
         )
 
-    if not rank(search, tokens) < rank(search, {}):
+    # Without split tokens a decision may pay only because it splits what nothing else does, such as logits
+    # of a vocabulary that does not divide.
+    best = min((search, *_exchanged(search)), key=lambda one: rank(one, tokens))
+    if not rank(best, tokens) < rank(search, {}):
         return search, {}
+    search = best
     for more in _open(search):
-        wider = _with(search, more, axis)
+        wider = _with(search, more)
         (over, seconds), before = rank(wider, tokens), rank(search, tokens)
         moves_less = sent(wider) < sent(search) and (over, seconds) <= before
         if moves_less or (over, seconds * (1 + WORTH)) < before:
             search = wider
     return search, tokens
+
+
+def _exchanged(search: Search) -> Iterator[Search]:
+    """The search with the decisions that one taken excludes, in place of this one."""
+    given, taken = search.given, search.found.chosen
+    for out in taken:
+        made = _without(search, out)
+        for new in (i for i, one in enumerate(given) if i != out and one.excludes(given[out])):
+            if new in _open(made):
+                made = _with(made, new)
+        if len(made.found.chosen) >= len(taken):
+            yield made
 
 
 def _open(search: Search) -> list[int]:
@@ -64,7 +81,16 @@ def _open(search: Search) -> list[int]:
     ]
 
 
-def _with(search: Search, more: int, axis: str) -> Search:
+def _with(search: Search, more: int) -> Search:
     chosen = tuple(sorted((*search.found.chosen, more)))
-    splits = splits_of([search.given[more]], axis, search.splits)
+    splits = splits_of([search.given[more]], search.axis, search.splits)
+    return replace(search, found=replace(search.found, chosen=chosen), splits=splits)
+
+
+def _without(search: Search, out: int) -> Search:
+    chosen = tuple(i for i in search.found.chosen if i != out)
+    splits = dict(search.splits)
+    for dim in search.given[out].dims:
+        splits[dim] = tuple(a for a in splits[dim] if a != search.axis)
+    splits = {dim: axes for dim, axes in splits.items() if axes}
     return replace(search, found=replace(search.found, chosen=chosen), splits=splits)
