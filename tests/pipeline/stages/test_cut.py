@@ -5,21 +5,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
 import stacks
 from subjects import program
+from tutti.capture.step import capture
 from tutti.errors import LayoutError
-from tutti.graph.analysis.cost import RATES, nbytes_of, seconds_of
+from tutti.graph.analysis.cost import RATES, nbytes_of, rates_for, seconds_of
 from tutti.layout import Layout
-from tutti.partition.partition import Program
+from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import ready_to_split
 from tutti.passes.target import Target
 from tutti.pipeline.micro_batches.moments import Moments, moments_of
 from tutti.pipeline.ready import in_time
 from tutti.pipeline.stages.cut import Stages, _StageCutter, cut
+from tutti.propagate.plan import plan
 
 
 def moments(made: Program) -> Moments:
@@ -48,6 +52,42 @@ def slowest(found: Stages) -> float:
 
 def _readers(node: fx.Node, found: Stages) -> list[int]:
     return [found.stage[u] for u in node.users if u in found.forward]
+
+
+class LargeHead(nn.Module):
+    """Small layers, and logits of many classes: no message but theirs is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.head = nn.Linear(64, 20_000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def classify(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    loss = nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("num_stages", [2, 8])
+def test_large_logits_stay_in_one_stage(num_stages: int) -> None:
+    """Equal shares of the forward cut between the logits and the loss, far from the best cuts."""
+    model = LargeHead()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    batch = torch.randn(64, 64), torch.randint(0, 20_000, (64,))
+    one = capture(classify, model, optimizer, batch)
+    with rates_for("cuda"):
+        found = cut(moments(partition(plan(one, Layout.parse("micro=4")))), num_stages)
+    large = [n for n in found.stage if n in found.forward and nbytes_of(n) >= 16 * 20_000 * 4]
+    assert large
+    assert {found.stage[n] for n in large} == {num_stages - 1}
 
 
 @pytest.mark.parametrize(

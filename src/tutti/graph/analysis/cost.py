@@ -9,7 +9,9 @@ numbers, so nothing here is measured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +59,25 @@ _IN_PLACE: dict[Any, Any] = {
 _FREE = ("getitem", "positions")
 
 
+# The kind of device that a plan is for, where it is another than that of the values.
+_planned: ContextVar[str | None] = ContextVar("planned", default=None)
+
+
+@contextmanager
+def rates_for(kind: str) -> Iterator[None]:
+    """Context in which ops have the rates of another kind of device, "cuda", than their values are on."""
+    token = _planned.set(kind)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def rates_of(values: Any) -> Rates:
     """The rates of the device of the first tensor in `values`, nested in any way."""
     first = next((x for x in tree_leaves(values) if isinstance(x, Tensor)), None)
-    return RATES["cpu"] if first is None else RATES.get(first.device.type, RATES["cpu"])
+    kind = _planned.get() or (first.device.type if first is not None else "cpu")
+    return RATES.get(kind, RATES["cpu"])
 
 
 def seconds_of(node: fx.Node) -> float:

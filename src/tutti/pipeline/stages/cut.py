@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -24,6 +25,7 @@ from tutti.errors import LayoutError
 from tutti.graph.analysis.cost import nbytes_of, rates_of, seconds_of
 from tutti.pipeline.micro_batches.moments import Moments
 from tutti.pipeline.stages.backward import Backward, backward_of
+from tutti.pipeline.stages.balance import balanced
 from tutti.pipeline.stages.recomputed import read_what_is_there
 
 # The cost of a node's forward and backward, relative to its forward.
@@ -172,8 +174,11 @@ class _StageCutter:
             positions = list(range(1, len(self.forward)))
         ways = math.comb(len(positions), self.num_stages - 1)
         if ways * len(self.seconds) <= TRIED_NODES:
-            return list(min(combinations(positions, self.num_stages - 1), key=self._slowest))
-        best = self._first_guess(positions)
+            every = combinations(positions, self.num_stages - 1)
+            thin = list(min(every, key=self._slowest))
+        else:
+            thin = self._equal_shares(positions)
+        best = min(thin, self._best_of_sums(), key=self._slowest)
         least = self._slowest(best)
         better = True
         while better:
@@ -189,7 +194,7 @@ class _StageCutter:
     def _neighbors(self, positions: list[int], cuts: list[int], k: int) -> list[int]:
         low = cuts[k - 1] if k else 0
         high = cuts[k + 1] if k + 1 < len(cuts) else len(self.forward)
-        at = positions.index(cuts[k])
+        at = bisect_left(positions, cuts[k])
         return [p for p in positions[max(0, at - 3) : at + 4] if low < p < high and p != cuts[k]]
 
     def _slowest(self, cuts: Sequence[int]) -> float:
@@ -197,6 +202,8 @@ class _StageCutter:
         total = [0.0] * self.num_stages
         for node, stage in found.items():
             total[stage] += self.seconds[node]
+        if min(total) <= 0:
+            return math.inf  # a stage without work
         for position in cuts:
             stage = found[self.forward[position]]
             total[stage - 1] += 2 * self.crossing[position] / self.link
@@ -217,6 +224,16 @@ class _StageCutter:
             found.append(now)
         return found
 
+    def _even_positions(self) -> list[int]:
+        """The position of fewest crossing bytes in each of many stretches of as many nodes."""
+        number = len(self.forward)
+        stretch = math.ceil(number / (CANDIDATES * self.num_stages))
+        every = range(1, number)
+        return [
+            min(every[i : i + stretch], key=self.crossing.__getitem__)
+            for i in range(0, len(every), stretch)
+        ]
+
     def _thin_positions(self) -> list[int]:
         """The position of fewest crossing bytes in each of many stretches of equal cost."""
         total = sum(self.seconds[n] for n in self.forward)
@@ -230,7 +247,21 @@ class _StageCutter:
             sofar += self.seconds[node]
         return sorted(best.values())
 
-    def _first_guess(self, positions: list[int]) -> list[int]:
+    def _best_of_sums(self) -> list[int]:
+        """The best cuts if the backward of each op is in its stage and takes twice its time."""
+        positions = self._even_positions()
+        bounds = [0, *positions, len(self.forward)]
+        times = [
+            FORWARD_AND_BACKWARD * sum(self.seconds[n] for n in self.forward[low:high])
+            for low, high in pairwise(bounds)
+        ]
+        sending = [2 * self.crossing[p] / self.link for p in positions]
+        stage = balanced(times, sending, self.num_stages)
+        return [
+            p for p, (one, other) in zip(positions, pairwise(stage), strict=True) if one < other
+        ]
+
+    def _equal_shares(self, positions: list[int]) -> list[int]:
         """The cuts into equal shares of the forward's cost."""
         total = sum(self.seconds[n] for n in self.forward)
         before, sofar = [], 0.0

@@ -18,7 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.analysis.cost import flops_of
+from tutti.graph.analysis.cost import flops_of, rates_for
 from tutti.graph.ops.collectives import axes_of
 from tutti.graph.ops.loop import Body
 from tutti.layout import Layout
@@ -138,6 +138,12 @@ class _ProgramEstimate:
         ]
 
     def make(self) -> Estimate:
+        if self.machine.shares_memory:  # ranks without GPUs
+            return self._made()
+        with rates_for("cuda"):  # as a run there cuts its stages
+            return self._made()
+
+    def _made(self) -> Estimate:
         if self.layout.in_time:
             made = in_time(self.program, cut_at=self.cut_at)
             programs = made.programs
