@@ -136,6 +136,7 @@ def _question(
 
 
 def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -> str:
+    from tutti.planner.search.ranking import NUM_REFINED
     from tutti.report.plan_table import StepScale, compared, plan_table
 
     ranking = made.ranking
@@ -151,6 +152,11 @@ def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -
         f"{made.rows} samples a step. MFU: operations of the model, attention over all pairs of tokens, "
         f"nothing recomputed, of the dense peak, {' and '.join(peaks)} FLOP/s a device."
     )
+    if made.composes:
+        text.append(
+            f"The first {NUM_REFINED} layouts are estimated from their programs, the others from pieces of "
+            "programs that they share: a time within some 20 %, and memory roughly."
+        )
     if other := made.faster_precision:
         text.append(
             f"Not tried: precision={other}, another computation, in which these devices are faster "

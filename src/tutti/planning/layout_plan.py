@@ -64,7 +64,8 @@ class PlanAnswer:
     """Every layout ranked, and what the table shows beside: samples, tokens and operations of a step.
 
     peaks: dense FLOP/s of a device, by precision. not_tried: sentences about axes that the plan does not try.
-    found: placements of least memory, of the layouts that fit with these alone.
+    found: placements of least memory, of the layouts that fit with these alone. composes: only the first
+    `NUM_REFINED` layouts have estimates from their own programs.
     """
 
     ranking: Ranking
@@ -76,6 +77,7 @@ class PlanAnswer:
     job: Job
     not_tried: tuple[str, ...] = ()
     found: Mapping[Layout, Mapping[str, str]] = field(default_factory=dict)
+    composes: bool = False
 
     @property
     def faster_precision(self) -> str | None:
@@ -166,6 +168,7 @@ def answer(
         job=job,
         not_tried=not_tried,
         found=estimates.found,
+        composes=estimates.composes_modules,
     )
 
 

@@ -1,7 +1,9 @@
 """The estimate of a user's step under any layout.
 
-A step whose programs are quickly written is estimated from the program of each layout itself. A deep model is
-captured with few of its repeated layers, and composed (`planner/depth`).
+A step whose programs are quickly written is estimated from the program of each layout itself. Otherwise
+estimates are composed of pieces (`planner/depth`). A deep model is captured with few of its repeated layers.
+A model whose layers do not repeat is captured whole, and the first layouts are estimated again from their
+programs.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from tutti.capture.step import Captured
 from tutti.errors import LayoutError, ShardingError, TuttiError
 from tutti.job import Job
 from tutti.layout import Layout
+from tutti.layout.budget import Budget
 from tutti.pipeline.ready import refuse_coupled
 from tutti.planner.depth.block_work import MODEL_AXES, Blocks, blocks_of
 from tutti.planner.depth.composed import composed
+from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.depth.repeated_layers import Run, ShortUnits, runs_of, shortened
 from tutti.planner.estimates.layout_estimate import (
     Estimate,
@@ -32,7 +36,12 @@ from tutti.planner.estimates.layout_estimate import (
 )
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.placement.placement import AXES_FOUND
-from tutti.planner.search.ranking import Refinement, close_to_best, first_pipelines
+from tutti.planner.search.ranking import (
+    Refinement,
+    close_to_best,
+    first_fitting,
+    first_pipelines,
+)
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows, refuse_layout
 from tutti.planning.side_by_side import (
     OtherProcess,
@@ -43,8 +52,9 @@ from tutti.planning.side_by_side import (
 )
 from tutti.torch_private.pytrees import tree_flatten
 
-# Nodes of all programs together that are written in some 20 seconds.
-_MOST_NODES = 40_000
+# Nodes of all programs together that are written in some 20 seconds; and in two minutes, of models whose
+# layers do not repeat, since no composed estimate is exact.
+_MOST_NODES, _MOST_WHOLE_NODES = 40_000, 250_000
 _SHORT = 2  # units of a run in a short model
 _SEARCHED = frozenset(AXES_FOUND)
 
@@ -73,7 +83,8 @@ class StepEstimates:
         self.rows = num_rows(batch)
         self._num_layouts, self._capacity = num_layouts, capacity
         self._blocks: dict[tuple[Layout, bool, bool], Blocks] = {}
-        # Of a deep model, by precision, and whether there are a pipeline and micro-batches.
+        self._units: dict[str, ShortUnits | ModuleUnits] = {}
+        # Of a composed step, by precision, and whether there are a pipeline and micro-batches.
         self._refusals: dict[tuple[str, bool, bool], TuttiError | None] = {}
         # Placements of least memory, of the layouts that need them.
         self.found: dict[Layout, dict[str, str]] = {}
@@ -150,17 +161,17 @@ class StepEstimates:
         return [*own, *theirs], estimate
 
     def refined(self, layout: Layout) -> Estimate:
-        """The estimate of a deep model with the pipeline's schedule on a clock; of another one with the times
-        of kernels over all layouts.
+        """The estimate of a deep model with the pipeline's schedule on a clock; of another one from its
+        program, on processors with the times of kernels over all layouts.
 
         Raises:
-            ScheduleError: there is no such schedule.
+            ShardingError, LayoutError, ScheduleError: the step does not allow it.
         """
         return self._estimate(layout, refined=True, smallest=layout in self.found)
 
     def _estimate(self, layout: Layout, *, refined: bool, smallest: bool = False) -> Estimate:
         machine = self.machine(layout)
-        if not self._is_composed:
+        if not self._is_composed or (self.composes_modules and (refined or _has_bytes(layout))):
             if refined and machine.settled is not None:
                 machine = replace(machine, kernels=machine.settled)
             program = self._programs.program(layout, smallest=smallest)
@@ -171,10 +182,16 @@ class StepEstimates:
 
     @property
     def refinement(self) -> Refinement | None:
-        """Where `refined` says more: pipelines of a deep model, and kernels that were timed."""
+        """Where `refined` says more: pipelines of a deep model, the first layouts of another one that is
+        composed, and kernels that were timed."""
         if self._is_composed:
-            return Refinement(self.refined, first_pipelines)
+            return Refinement(self.refined, first_pipelines if self.runs else first_fitting)
         return Refinement(self.refined, close_to_best) if self._on_processors else None
+
+    @property
+    def composes_modules(self) -> bool:
+        """Whether estimates but the refined ones are composed, of a model whose layers do not repeat."""
+        return self._is_composed and not self.runs
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -188,7 +205,8 @@ class StepEstimates:
     @cached_property
     def _is_composed(self) -> bool:
         if not self.runs:
-            return False
+            nodes = self._programs.captured(self.job.layout.precision).graph.nodes
+            return not self._on_processors and len(nodes) * self._num_layouts > _MOST_WHOLE_NODES
         short = self._captured_short(self.job.layout.precision)
         return len(short.graph.nodes) * self._depth * self._num_layouts > _MOST_NODES
 
@@ -199,7 +217,7 @@ class StepEstimates:
 
     @cached_property
     def _short_programs(self) -> CandidatePrograms:
-        return self._candidates()
+        return self._candidates() if self.runs else self._programs
 
     def blocks(self, layout: Layout) -> Blocks:
         """The pieces of a deep model under a layout.
@@ -229,8 +247,15 @@ class StepEstimates:
         if known not in self._blocks:
             self._captured_short(layout.precision)
             program = self._short_programs.program(short, placed=layout, smallest=smallest)
-            self._blocks[known] = blocks_of(program, machine, self.runs, self._repeats)
+            self._blocks[known] = blocks_of(program, machine, self._units_in(layout.precision))
         return self._blocks[known]
+
+    def _units_in(self, precision: str) -> ShortUnits | ModuleUnits:
+        if self.runs:
+            return ShortUnits(self.runs, self._repeats)
+        if precision not in self._units:
+            self._units[precision] = ModuleUnits(self._captured_short(precision).graph.nodes)
+        return self._units[precision]
 
     def _refuse_in_time(self, layout: Layout) -> None:
         """Raise what the step raises under micro-batches, or in a pipeline: its pieces have neither."""
@@ -259,7 +284,7 @@ class StepEstimates:
     def flops(self) -> float:
         """Of a step on the whole batch; see `flops_of_nodes`."""
         precision = self.job.layout.precision
-        if not self._is_composed:
+        if not self._is_composed or not self.runs:
             return flops_of_nodes(self._programs.captured(precision).graph.nodes)
         graph = self._captured_short(precision).graph
         return flops_of_nodes(graph.nodes) + sum(self._more_flops(graph))
@@ -289,3 +314,9 @@ class StepEstimates:
         if first is None or first.is_floating_point() or first.dim() < 2:
             return 0
         return first.shape[0] * first.shape[1]
+
+
+def _has_bytes(layout: Layout) -> bool:
+    """Whether its `remat` is a budget in bytes, which no composed estimate knows."""
+    budget = Budget.parse(layout.remat)
+    return budget is not None and budget.nbytes is not None

@@ -1,7 +1,7 @@
-"""The work of a deep model by pieces, from the program of a shallow one.
+"""The work of a model by pieces, from a program: that of a shallow one if its layers repeat.
 
-    first     everything before the repeated layers        embeddings
-    layers    one unit of each run
+    first     everything before the units                  embeddings
+    layers    one unit of each run of repeated layers; or every module of a model whose layers do not repeat
     last      everything behind them                       norm, logits, loss
 
 The program is that of one micro-batch on the ranks of the model's axes (`tensor`, `seq`, `expert`): `data`,
@@ -10,6 +10,8 @@ The program is that of one micro-batch on the ranks of the model's axes (`tensor
 
 from __future__ import annotations
 
+import statistics
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -32,7 +34,8 @@ from tutti.passes.target import Target
 from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.costs.graph_seconds import collective_call
 from tutti.planner.depth.dropped_values import Drop, drops_of
-from tutti.planner.depth.repeated_layers import Run, ShortUnits
+from tutti.planner.depth.module_units import ModuleUnits
+from tutti.planner.depth.repeated_layers import ShortUnits
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.estimates.rank_groups import RankGroups
 
@@ -82,6 +85,7 @@ class Blocks:
     first, last: pieces. layers: (piece of one layer, number of layers) for each run, in order.
     transient: bytes above those kept, within a forward or a backward; `within_layers` those in layers alone.
     message: bytes of a value between two layers.
+    messages: bytes of all values at the end of each piece but the last, if layers differ.
     drops: of each run, what a layer may recompute (`dropped_values.py`).
     """
 
@@ -92,6 +96,7 @@ class Blocks:
     within_layers: float
     message: float
     drops: tuple[tuple[Drop, ...], ...] = ()
+    messages: tuple[float, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -105,23 +110,16 @@ class Blocks:
                 yield piece
 
 
-def blocks_of(
-    program: Program, machine: PricedMachine, runs: Sequence[Run], repeats: Mapping[Run, int]
-) -> Blocks:
-    """Read the pieces off the program of a model with `repeats` units of each run."""
-    return _BlockReader(program, machine, runs, repeats).read()
+def blocks_of(program: Program, machine: PricedMachine, units: ShortUnits | ModuleUnits) -> Blocks:
+    """Read the pieces off the program of a model with these units."""
+    return _BlockReader(program, machine, units).read()
 
 
 class _BlockReader:
     def __init__(
-        self,
-        program: Program,
-        machine: PricedMachine,
-        runs: Sequence[Run],
-        repeats: Mapping[Run, int],
+        self, program: Program, machine: PricedMachine, units: ShortUnits | ModuleUnits
     ) -> None:
-        self.program, self.machine, self.runs, self.repeats = program, machine, runs, repeats
-        self.units = ShortUnits(runs, repeats)
+        self.program, self.machine, self.units = program, machine, units
         self.groups = RankGroups(program.layout.mesh, machine.topology.host_size)
         donated = frozenset(program.captured.updated)
         self.graph = optimized(program, Target(donated=donated), without=_JOINS)
@@ -133,14 +131,18 @@ class _BlockReader:
         self._kept()
         self._state()
         last, layers = self._piece("last"), []
-        for i, run in enumerate(self.runs):
-            units = [self._piece(f"run {i}.{k}") for k in range(self.repeats[run])]
-            layers.append((units[0].times(1 / run.unit), run.num_layers))
+        for i, (count, unit, num_layers) in enumerate(self.units.runs):
+            units = [self._piece(f"run {i}.{k}") for k in range(count)]
+            layers.append((units[0].times(1 / unit), num_layers))
             for unit in units[1:]:  # the last of all layers recomputes nothing, and keeps more
                 last += unit + units[0].times(-1)
         ends = self._piece("first"), tuple(layers), last
-        drops = tuple(self._drops(i, run.unit) for i, run in enumerate(self.runs))
-        return Blocks(*ends, *self._transients(last.kept), self._message(), drops)
+        drops = tuple(self._drops(i, unit) for i, (_, unit, _) in enumerate(self.units.runs))
+        transients = self._transients(last.kept)
+        if not self.units.fills_gaps:
+            return Blocks(*ends, *transients, self._message(), drops)
+        messages = self._messages()
+        return Blocks(*ends, *transients, statistics.median(messages), drops, messages)
 
     def _piece(self, name: str) -> Piece:
         found = {f.name: self.sums.get((name, f.name), 0.0) for f in fields(Piece)}
@@ -261,44 +263,48 @@ class _BlockReader:
         return {s.name: s.owner or s.name for s in self.program.captured.state}
 
     def _add_state(self, name: str, what: str, amount: float) -> None:
-        key = self._piece_of_name(name, "first" if name in self._first_state else "last"), what
+        key = self._piece_of_state(name), what
         self.sums[key] = self.sums.get(key, 0.0) + amount
 
+    def _piece_of_state(self, name: str) -> str:
+        return self._piece_of_name(name, self._readers.get(name, "last"))
+
     @cached_property
-    def _first_state(self) -> set[str]:
-        """State that is read before the layers begin."""
-        return {
-            node.meta["name"]
-            for node in self.graph.nodes
-            if node.op == "placeholder"
-            and is_state(node)
-            and any(
-                u.meta.get("region") == "forward" and self._side_at(self._position[u]) == "first"
-                for u in node.users
-            )
-        }
+    def _readers(self) -> dict[str, str]:
+        """The piece at the first operation of the forward that reads a state, by the state's name."""
+        found: dict[str, str] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and is_state(node):
+                readers = (u for u in node.users if u.meta.get("region") == "forward")
+                if positions := [self._position[u] for u in readers]:
+                    found[node.meta["name"]] = self._outside(min(positions))
+        return found
 
     @cached_property
     def _position(self) -> dict[fx.Node, int]:
         return {node: i for i, node in enumerate(self.graph.nodes)}
 
     @cached_property
-    def _bounds(self) -> tuple[int, int]:
-        """The positions of the first node of a layer's forward, and of the last of a layer's backward."""
-        inside = {
-            region: [
-                self._position[n]
-                for n in self.graph.nodes
-                if n.meta.get("region") == region
-                and self.units.of(n.meta.get("module") or "") is not None
-            ]
-            for region in ("forward", "backward")
-        }
-        return min(inside["forward"], default=0), max(inside["backward"], default=-1)
+    def _inside(self) -> Mapping[str, list[tuple[int, str]]]:
+        """The positions of the nodes of units, with their pieces, by region."""
+        found: dict[str, list[tuple[int, str]]] = {"forward": [], "backward": []}
+        for node in self.graph.nodes:
+            region, name = node.meta.get("region"), node.meta.get("module") or ""
+            if region in found and self.units.of(name) is not None:
+                found[region].append((self._position[node], self._piece_of_name(name, "")))
+        return found
 
-    def _side_at(self, position: int) -> str:
-        begin, end = self._bounds
-        return "first" if position < begin or position > end >= 0 else "last"
+    def _outside(self, position: int) -> str:
+        """The piece of a node of no unit, by its position."""
+        forward, backward = self._inside["forward"], self._inside["backward"]
+        if (forward and position < forward[0][0]) or (backward and position > backward[-1][0]):
+            return "first"
+        if not self.units.fills_gaps:
+            return "last"
+        nodes = backward if backward and position > backward[0][0] else forward
+        if not nodes or (nodes is forward and position > forward[-1][0]):
+            return "last"
+        return nodes[bisect_right(nodes, position, key=lambda found: found[0]) - 1][1]
 
     def _piece_of(self, node: fx.Node) -> str:
         """By its module; in the update by the state or the gradient that it reads; otherwise by its position.
@@ -313,7 +319,7 @@ class _BlockReader:
         name = at.meta.get("module") or node.meta.get("module") or ""
         if self.units.of(name) is None:
             name = self._copied(node, name)
-        return self._piece_of_name(name, self._side_at(self._position[at]))
+        return self._piece_of_name(name, self._outside(self._position[at]))
 
     @cached_property
     def _updated(self) -> dict[fx.Node, str]:
@@ -321,10 +327,7 @@ class _BlockReader:
         found: dict[fx.Node, str] = {}
         for node in self.graph.nodes:
             if node.op == "placeholder" and is_state(node):
-                name = self._owners.get(node.meta["name"], "")
-                found[node] = self._piece_of_name(
-                    name, "first" if name in self._first_state else "last"
-                )
+                found[node] = self._piece_of_state(self._owners.get(node.meta["name"], ""))
             elif node.meta.get("region") == "backward" and not isinstance(
                 node.meta.get("val"), list
             ):
@@ -351,16 +354,49 @@ class _BlockReader:
                 inside = max(inside, nbytes + last_kept)
         return max(0.0, peak - border), max(0.0, inside - border)
 
+    def _messages(self) -> tuple[float, ...]:
+        """Bytes at the end of each piece: of values of the batch and of weights that a later piece reads.
+
+        Each stage of a pipeline has the batch, and computes by itself what depends on the batch alone.
+        """
+        names = ["first", *(f"run {i}.0" for i in range(len(self.units.runs))), "last"]
+        number = {name: i for i, name in enumerate(names)}
+        roots, ends = roots_of(self.graph), dict[fx.Node, int]()
+        begins: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            if node.meta.get("region") != "forward" or node.op != "call_function":
+                continue
+            at = number[self._piece_of(node)]
+            begins[node] = at
+            for x in node.all_input_nodes:
+                root = roots.get(x) or x
+                ends[root] = max(ends.get(root, 0), at)
+        crossing = [0.0] * (len(names) - 1)
+        for root, end in ends.items():
+            if root in begins and root in self._of_batch and root in self._of_weights:
+                for k in range(begins[root], end):
+                    crossing[k] += nbytes_of(root)
+        return tuple(crossing)
+
+    @cached_property
+    def _of_weights(self) -> set[fx.Node]:
+        found: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            read = node.all_input_nodes
+            if (node.op == "placeholder" and is_state(node)) or any(x in found for x in read):
+                found.add(node)
+        return found
+
     def _message(self) -> float:
         """Bytes of the largest value of the batch that crosses from one layer to a later one."""
         best = 0.0
         for node in self.graph.nodes:
             if node.meta.get("region") != "forward" or node not in self._of_batch:
                 continue
-            own = _layer(node.meta.get("module") or "")
+            own = self.units.of(node.meta.get("module") or "")
             readers = [u for u in node.users if u.meta.get("region") == "forward"]
-            others = {_layer(u.meta.get("module") or "") for u in readers}
-            if own and any(o and o != own for o in others):
+            others = {self.units.of(u.meta.get("module") or "") for u in readers}
+            if own is not None and others - {own, None}:
                 best = max(best, nbytes_of(node))
         return best
 
@@ -389,13 +425,6 @@ def _joint(operands: Sequence[tuple[fx.Node, str]]) -> str:
 def _numel(node: fx.Node) -> int:
     val = node.meta.get("val")
     return val.numel() if isinstance(val, Tensor) else 1
-
-
-def _layer(name: str) -> str:
-    """`model.layers.3.mlp` -> `model.layers.3`."""
-    words = name.split(".")
-    at = next((i for i, word in enumerate(words) if word.isdecimal()), None)
-    return "" if at is None else ".".join(words[: at + 1])
 
 
 def _moved_nbytes(node: fx.Node) -> int:

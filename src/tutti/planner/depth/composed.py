@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
 from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
 from tutti.pipeline.ready import schedule_of
+from tutti.pipeline.stages.balance import balanced
 from tutti.planner.costs.collective_seconds import collective_seconds, message_seconds
 from tutti.planner.depth.block_work import Blocks, Piece
 from tutti.planner.depth.thinned_layers import thinned
@@ -248,10 +251,29 @@ class _Composition:
                 fix=f"pipe={len(whole) // self._chunks} or fewer",
             )
         stages: list[list[Piece]] = [[] for _ in range(count)]
-        stage_of = _balanced([p.forward + p.backward for p in whole], count)
+        times = tuple(p.forward + p.backward for p in whole)
+        if self.blocks.messages:
+            moving = tuple(2 * self._moving(nbytes) for nbytes in self.blocks.messages)
+            stage_of = _balanced_beside_messages(times, moving, count)
+        else:
+            stage_of = _balanced(times, count)
         for piece, stage in zip(whole, stage_of, strict=True):
             stages[stage].append(piece)
         return stages
+
+    @cached_property
+    def _message(self) -> float:
+        """Bytes of the largest message between stages."""
+        if not self.blocks.messages:
+            return self.blocks.message
+        ends = accumulate(map(len, self._cut[:-1]))
+        return max((self.blocks.messages[end - 1] for end in ends), default=0.0)
+
+    def _moving(self, nbytes: float) -> float:
+        """Seconds of a message between stages."""
+        across = self.groups.crosses_hosts("pipe")
+        seconds = message_seconds(nbytes, self.machine.topology, across_hosts=across)
+        return self.machine.message_start + seconds
 
     @cached_property
     def _rank_pieces(self) -> list[Piece]:
@@ -274,10 +296,7 @@ class _Composition:
                 "W": piece.backward - inputs,
             }
             costs += [((stage, kind), seconds) for kind, seconds in parts.items()]
-        across = self.groups.crosses_hosts("pipe")
-        moving = self.machine.message_start + message_seconds(
-            self.blocks.message, self.machine.topology, across_hosts=across
-        )
+        moving = self._moving(self._message)
         kept = tuple(int(piece.kept) for piece in self._stage_pieces)
         return _simulated(self._pipeline, tuple(costs), moving, kept)
 
@@ -336,11 +355,12 @@ class _Composition:
         found["inside" if within.num_hosts == 1 else "between"] += int(micro * piece.sent)
         if self.pipe > 1:
             link = "between" if self.groups.crosses_hosts("pipe") else "inside"
-            found[link] += int(2 * micro * self.blocks.message)
+            found[link] += int(2 * micro * self._message)
         return {k: n for k, n in found.items() if n}
 
 
 _schedule_of = lru_cache(maxsize=256)(schedule_of)
+_balanced_beside_messages = lru_cache(maxsize=1024)(balanced)
 
 
 @lru_cache(maxsize=4096)
@@ -355,7 +375,7 @@ def _simulated(
     return simulate(_schedule_of(layout), dict(costs), transfer_seconds=moving, nbytes=nbytes)
 
 
-def _balanced(times: list[float], count: int) -> list[int]:
+def _balanced(times: Sequence[float], count: int) -> list[int]:
     """The stage of each piece: contiguous, none empty, the longest stage as short as possible."""
     low, high = max(times, default=0.0), sum(times)
     for _ in range(50):
@@ -367,7 +387,7 @@ def _balanced(times: list[float], count: int) -> list[int]:
     return _filled(times, high, count)
 
 
-def _filled(times: list[float], bound: float, count: int) -> list[int]:
+def _filled(times: Sequence[float], bound: float, count: int) -> list[int]:
     """Stages filled up to `bound`, leaving a piece for each later stage where possible."""
     stages, stage, used = list[int](), 0, 0.0
     for i, x in enumerate(times):

@@ -46,6 +46,9 @@ class Run:
 class ShortUnits:
     """The units of each run in a short model, by the names of its modules and parameters."""
 
+    # Whether an operation between two units belongs to the first of them.
+    fills_gaps = False
+
     def __init__(self, runs: Sequence[Run], repeats: Mapping[Run, int]) -> None:
         self._numbers: list[tuple[Run, int, int]] = []
         gone: dict[str, int] = {}
@@ -54,6 +57,8 @@ class ShortUnits:
             start = run.start - gone.get(run.path, 0)
             gone[run.path] = gone.get(run.path, 0) + run.num_layers - short
             self._numbers.append((run, start, start + short))
+        # (units in the program, layers of a unit, layers of the model) of each run.
+        self.runs = tuple((repeats[run], run.unit, run.num_layers) for run in runs)
 
     def of(self, name: str) -> tuple[int, int] | None:
         """The position of the run and of the unit in it; None outside of all runs."""

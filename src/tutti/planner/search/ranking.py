@@ -105,6 +105,11 @@ def first_pipelines(rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
     return (r for r in rows[:NUM_REFINED] if r.fits and "pipe" in r.estimate.layout.axes)
 
 
+def first_fitting(rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
+    """Layouts that fit, of the first `NUM_REFINED` rows."""
+    return (r for r in rows[:NUM_REFINED] if r.fits)
+
+
 def close_to_best(rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
     """Layouts that fit and take little longer than the first, of the first `NUM_REFINED` rows."""
     most = _CLOSE * rows[0].estimate.seconds if rows else 0.0
@@ -143,24 +148,30 @@ def ranked(
             rows.append(RankedLayout(made, made.peak_nbytes <= capacity))
     rows = _sorted(rows)
     if refined is not None:
-        rows = _with_refined(rows, refined, capacity)
+        rows = _with_refined(rows, refined, capacity, refused)
     return Ranking(tuple(rows), tuple(refused), capacity, tuple(left_out))
 
 
 def _with_refined(
-    rows: list[RankedLayout], refined: Refinement, capacity: float
+    rows: list[RankedLayout],
+    refined: Refinement,
+    capacity: float,
+    refused: list[tuple[str, str]],
 ) -> list[RankedLayout]:
-    """Refine rows until all that are to be are."""
+    """Refine rows until all that are to be are; a row whose program is refused goes to `refused`."""
     done: set[str] = set()
     while True:
         row = next((r for r in refined.among(rows) if r.layout not in done), None)
         if row is None:
             return rows
         done.add(row.layout)
-        made = refined.of(row.estimate.layout)
-        rows = _sorted(
-            [RankedLayout(made, made.peak_nbytes <= capacity) if r is row else r for r in rows]
-        )
+        rows = [r for r in rows if r is not row]
+        try:
+            made = refined.of(row.estimate.layout)
+        except (LayoutError, ShardingError, ScheduleError) as error:
+            refused.append((row.layout, error.what))
+        else:
+            rows = _sorted([*rows, RankedLayout(made, made.peak_nbytes <= capacity)])
 
 
 def _sorted(rows: Sequence[RankedLayout]) -> list[RankedLayout]:
