@@ -42,6 +42,8 @@ _HANDSHAKE_SECONDS = 5.0
 _TICK_SECONDS = 0.25
 # A server that cannot keep its records refuses for so long, or until it has told every worker, then it ends.
 _TELLING_SECONDS = (2.0, 30.0)
+# While a server is gone another process may take its port, mostly for a short connection.
+_ADDRESS_SECONDS = 15.0
 _MOST_STRANGERS = 64  # connections before the end of their handshake
 _MOST_OUTSTANDING = 8  # requests of one connection
 _STORED = (NUMBERS[m.Push], NUMBERS[m.Load])
@@ -128,7 +130,8 @@ class Service:
         self._peers: dict[int, _Peer] = {}
         try:
             self._recover(ledger)
-            self._door = Door(address, self._selector, self._accept)
+            patience = _ADDRESS_SECONDS if self._store.goes_on else 0.0
+            self._door = Door(address, self._selector, self._accept, patience=patience)
         except BaseException:
             self._store.close()
             raise

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
+import time
 
 from tutti.errors import ServerError
 
 _BACKLOG = 128
+_POLL_SECONDS = 0.05
 
 
 def parsed(address: str) -> tuple[str, int]:
@@ -22,16 +25,28 @@ def parsed(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def listener(address: str) -> socket.socket:
+def listener(address: str, *, patience: float = 0.0) -> socket.socket:
     """A socket that listens at `address` and does not block.
+
+    Args:
+        address: "host:port".
+        patience: seconds to wait for an address that is in use.
 
     Raises:
         ServerError: it cannot be used.
     """
     host, port = parsed(address)
+    until = time.monotonic() + patience
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        while True:
+            try:
+                sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise
+            time.sleep(_POLL_SECONDS)
     except OSError as error:
         raise ServerError(
             f"cannot listen at {address}",

@@ -39,17 +39,23 @@ class Door:
         address: "host:port"; port 0 takes a free one.
         selector: waits for connections while the door is open.
         action: the selector's loop calls it for a connection.
+        patience: seconds to wait for an address that is in use.
 
     Raises:
         ServerError: the address is unusable, or too few descriptors are free to serve a connection.
     """
 
     def __init__(
-        self, address: str, selector: selectors.BaseSelector, action: Callable[[], None]
+        self,
+        address: str,
+        selector: selectors.BaseSelector,
+        action: Callable[[], None],
+        *,
+        patience: float = 0.0,
     ) -> None:
         self.most = _most_connections()
         self._selector, self._action = selector, action
-        self._listener = listener(address)
+        self._listener = listener(address, patience=patience)
         self.address = "{}:{}".format(*self._listener.getsockname()[:2])
         self._spare: int | None = None
         self._is_open = False

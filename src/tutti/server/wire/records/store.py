@@ -76,6 +76,7 @@ class Store:
         self._logged: set[int] = set()  # named by the journal that is open
         self._older: set[int] = set()  # named by journals that a snapshot under way will replace
         self._number, self._journal = 0, None
+        self.goes_on = False  # from an earlier process's records
         self._thread: threading.Thread | None = None
         self._failed: ShortError | None = None
         self._lock = -1
@@ -143,6 +144,7 @@ class Store:
         self._number, found = self._kept(
             lambda: recovered(directory, ledger, self.segments, repair=repair)
         )
+        self.goes_on = self._number > 0
         return found
 
     def start(self, ledger: Ledger) -> None:
