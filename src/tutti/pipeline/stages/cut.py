@@ -169,6 +169,8 @@ class _StageCutter:
 
     def balanced(self) -> list[int]:
         """The cuts with the fastest slowest stage."""
+        if self.num_stages == 1:
+            return []
         positions = self._thin_positions()
         if len(positions) < self.num_stages - 1:
             positions = list(range(1, len(self.forward)))
