@@ -32,7 +32,12 @@ Outcome = tuple[Estimate, Mapping[str, str] | None] | LayoutError | ShardingErro
 def num_processes(layouts: Sequence[Layout], *, composed: bool) -> int:
     """How many processes should and may estimate them: a GPU in use does not survive a fork."""
     least = LEAST_COMPOSED if composed else LEAST_LAYOUTS
-    if len(layouts) < least or torch.cuda.is_initialized() or not hasattr(os, "sched_getaffinity"):
+    return most_processes() if len(layouts) >= least else 1
+
+
+def most_processes() -> int:
+    """How many processes may estimate layouts: one for each processor, 1 where none may be forked."""
+    if torch.cuda.is_initialized() or not hasattr(os, "sched_getaffinity"):
         return 1
     return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
 

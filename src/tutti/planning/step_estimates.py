@@ -47,6 +47,7 @@ from tutti.planning.side_by_side import (
     OtherProcess,
     Outcome,
     divided,
+    most_processes,
     num_processes,
     outcome_of,
 )
@@ -84,6 +85,7 @@ class StepEstimates:
         self._num_layouts, self._capacity = num_layouts, capacity
         self._blocks: dict[tuple[Layout, bool, bool], Blocks] = {}
         self._units: dict[str, ShortUnits | ModuleUnits] = {}
+        self._ahead: dict[Layout, Outcome] = {}
         # Of a composed step, by precision, and whether there are a pipeline and micro-batches.
         self._refusals: dict[tuple[str, bool, bool], TuttiError | None] = {}
         # Placements of least memory, of the layouts that need them.
@@ -167,7 +169,26 @@ class StepEstimates:
         Raises:
             ShardingError, LayoutError, ScheduleError: the step does not allow it.
         """
-        return self._estimate(layout, refined=True, smallest=layout in self.found)
+        known = self._ahead.pop(layout, None)
+        if known is None:
+            return self._estimate(layout, refined=True, smallest=layout in self.found)
+        if isinstance(known, Exception):
+            raise known
+        return known[0]
+
+    def _refine_ahead(self, layouts: Sequence[Layout]) -> None:
+        """Refine layouts in several processes; each writes the programs of its part."""
+        number = min(most_processes(), len(layouts))
+        own, *parts = (layouts[i::number] for i in range(number))
+
+        def outcome(layout: Layout) -> Outcome:
+            return outcome_of(layout, self.refined, self.found)
+
+        others = [OtherProcess(part, outcome) for part in parts]
+        found = {layout: outcome(layout) for layout in own}
+        for other in others:
+            found |= other.outcomes
+        self._ahead |= found
 
     def _estimate(self, layout: Layout, *, refined: bool, smallest: bool = False) -> Estimate:
         machine = self.machine(layout)
@@ -184,8 +205,10 @@ class StepEstimates:
     def refinement(self) -> Refinement | None:
         """Where `refined` says more: pipelines of a deep model, the first layouts of another one that is
         composed, and kernels that were timed."""
+        if self.composes_modules:
+            return Refinement(self.refined, first_fitting, self._refine_ahead)
         if self._is_composed:
-            return Refinement(self.refined, first_pipelines if self.runs else first_fitting)
+            return Refinement(self.refined, first_pipelines)
         return Refinement(self.refined, close_to_best) if self._on_processors else None
 
     @property
@@ -205,10 +228,19 @@ class StepEstimates:
     @cached_property
     def _is_composed(self) -> bool:
         if not self.runs:
-            nodes = self._programs.captured(self.job.layout.precision).graph.nodes
-            return not self._on_processors and len(nodes) * self._num_layouts > _MOST_WHOLE_NODES
+            return (
+                not self._on_processors and self._num_nodes * self._num_layouts > _MOST_WHOLE_NODES
+            )
         short = self._captured_short(self.job.layout.precision)
         return len(short.graph.nodes) * self._depth * self._num_layouts > _MOST_NODES
+
+    @property
+    def _num_nodes(self) -> int:
+        """Of the whole step; 0 if its weights do not go with the precision, which each layout says."""
+        try:
+            return len(self._programs.captured(self.job.layout.precision).graph.nodes)
+        except LayoutError:
+            return 0
 
     @cached_property
     def _depth(self) -> float:

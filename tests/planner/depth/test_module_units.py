@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -159,6 +160,24 @@ def test_the_first_layouts_have_estimates_of_their_programs(
         assert (row.estimate.seconds, row.estimate.peak_nbytes) == (own.seconds, own.peak_nbytes)
 
 
+def test_a_refusal_in_another_process_leaves_the_table(
+    near: StepEstimates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = StepEstimates._estimate
+
+    def refuses(self: StepEstimates, layout: Layout, *, refined: bool, **words: Any) -> Any:
+        if refined and "tensor" in layout.axes:
+            raise ShardingError("no tensor")
+        return own(self, layout, refined=refined, **words)
+
+    monkeypatch.setattr(StepEstimates, "_estimate", refuses)
+    layouts = [Layout.parse(x) for x in ("data=8", "data=4 tensor=2", "data=2 tensor=4")]
+    ranking = ranked(layouts, near, float("inf"), refined=near.refinement)
+    assert [row.layout for row in ranking.rows] == ["data=8"]
+    assert {layout for layout, _ in ranking.refused} == {"data=4 tensor=2", "data=2 tensor=4"}
+    assert not near._ahead
+
+
 def test_a_layout_that_its_program_refuses_leaves_the_table(near: StepEstimates) -> None:
     refinement = near.refinement
     assert refinement is not None
@@ -169,7 +188,7 @@ def test_a_layout_that_its_program_refuses_leaves_the_table(near: StepEstimates)
         return refinement.of(layout)
 
     layouts = [Layout.parse("data=8"), Layout.parse("data=4 micro=2")]
-    changed = type(refinement)(refuses, refinement.among)
+    changed = replace(refinement, of=refuses)
     ranking = ranked(layouts, near, float("inf"), refined=changed)
     assert [row.layout for row in ranking.rows] == ["data=8"]
     assert ranking.refused == (("data=4 micro=2", "no micro-batches"),)

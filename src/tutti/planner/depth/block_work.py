@@ -189,7 +189,7 @@ class _BlockReader:
 
     def _kept(self) -> None:
         """Bytes of values from the forward that the backward reads: of the batch, or of weights alone."""
-        roots, of_batch = roots_of(self.graph), self._of_batch
+        roots, of_batch = self._roots, self._of_batch
         counted: set[fx.Node] = set()
         for node in self.graph.nodes:
             root = roots.get(node) or node
@@ -210,7 +210,7 @@ class _BlockReader:
         name = f"run {run}.0"
         inside = {n for n in self.graph.nodes if n.meta.get("region") == "forward"}
         inside = {n for n in inside if self._piece_of(n) == name}
-        roots = roots_of(self.graph)
+        roots = self._roots
         lasting = {
             roots.get(n) or n
             for n in inside
@@ -220,6 +220,10 @@ class _BlockReader:
         values = {v: x for v, x in self.values.get(name, {}).items() if v not in lasting}
         made = drops_of(values, self._kernels, inside)
         return tuple(Drop(d.nbytes / unit, d.seconds / unit) for d in made)
+
+    @cached_property
+    def _roots(self) -> Mapping[fx.Node, fx.Node]:
+        return roots_of(self.graph)
 
     @cached_property
     def _of_batch(self) -> set[fx.Node]:
@@ -238,7 +242,7 @@ class _BlockReader:
                 entry = entries.get(node.meta["name"])
                 kind = "parameters" if entry is not None and entry.kind == "parameter" else "slots"
                 self._add_state(entry.owner or entry.name if entry else "", kind, nbytes_of(node))
-        roots = roots_of(self.graph)
+        roots = self._roots
         counted: set[fx.Node] = set()
         for node in self.graph.nodes:
             into_update = any(u.meta.get("region") == "update" for u in node.users)
@@ -361,7 +365,7 @@ class _BlockReader:
         """
         names = ["first", *(f"run {i}.0" for i in range(len(self.units.runs))), "last"]
         number = {name: i for i, name in enumerate(names)}
-        roots, ends = roots_of(self.graph), dict[fx.Node, int]()
+        roots, ends = self._roots, dict[fx.Node, int]()
         begins: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             if node.meta.get("region") != "forward" or node.op != "call_function":

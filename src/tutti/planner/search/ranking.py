@@ -94,10 +94,15 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Refinement:
-    """A better estimate of a layout, and the rows of the table that get it."""
+    """A better estimate of a layout, and the rows of the table that get it.
+
+    ahead: called with all layouts whose rows are to get it, before any does; without it a row that an earlier
+    one displaces gets none.
+    """
 
     of: Callable[[Layout], Estimate]
     among: Callable[[Sequence[RankedLayout]], Iterable[RankedLayout]]
+    ahead: Callable[[Sequence[Layout]], object] | None = None
 
 
 def first_pipelines(rows: Sequence[RankedLayout]) -> Iterable[RankedLayout]:
@@ -160,18 +165,22 @@ def _with_refined(
 ) -> list[RankedLayout]:
     """Refine rows until all that are to be are; a row whose program is refused goes to `refused`."""
     done: set[str] = set()
-    while True:
-        row = next((r for r in refined.among(rows) if r.layout not in done), None)
-        if row is None:
-            return rows
-        done.add(row.layout)
-        rows = [r for r in rows if r is not row]
-        try:
-            made = refined.of(row.estimate.layout)
-        except (LayoutError, ShardingError, ScheduleError) as error:
-            refused.append((row.layout, error.what))
+    while left := [row for row in refined.among(rows) if row.layout not in done]:
+        if refined.ahead is None:
+            left = left[:1]
         else:
-            rows = _sorted([*rows, RankedLayout(made, made.peak_nbytes <= capacity)])
+            refined.ahead([row.estimate.layout for row in left])
+        for row in left:
+            done.add(row.layout)
+            rows = [r for r in rows if r is not row]
+            try:
+                made = refined.of(row.estimate.layout)
+            except (LayoutError, ShardingError, ScheduleError) as error:
+                refused.append((row.layout, error.what))
+            else:
+                rows.append(RankedLayout(made, made.peak_nbytes <= capacity))
+        rows = _sorted(rows)
+    return rows
 
 
 def _sorted(rows: Sequence[RankedLayout]) -> list[RankedLayout]:
