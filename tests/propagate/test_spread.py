@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 import zoo
 import zoo_models
+from small_steps import step
 from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout
 from tutti.propagate.plan import ShardingPlan, plan
@@ -58,20 +59,12 @@ class Normed(nn.Module):
 def test_rows_of_split_samples_and_tokens_keep_their_samples_split_in_a_split_matmul() -> None:
     """The weight's columns take `tensor` from the tokens, and nothing from the samples."""
     model = Normed()
-    made = capture(_squared, model, zoo.adamw(model), (torch.randn(64, 8, 16),))
+    made = capture(step, model, zoo.adamw(model), (torch.randn(64, 8, 16),))
     place = {"norm": "-, tensor, -", "up.weight": "tensor, -", "down.weight": "-, tensor"}
     own = plan(made, Layout.parse("data=16 tensor=4"), place)
     matmuls = [n for n in own.captured.graph.nodes if n.meta.get("module") == "up"]
     matmuls = [n for n in matmuls if n.target is torch.ops.aten.addmm.default]
     assert [str(own.spread.of(n)) for n in matmuls] == ["512@data, 64@tensor"]
-
-
-def _squared(model: Any, optimizer: Any, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
 
 
 def planned(layout: str) -> ShardingPlan:

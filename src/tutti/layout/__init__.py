@@ -2,7 +2,16 @@
 
 from tutti.layout.layout import AXES, Layout, split_order
 from tutti.layout.mesh import Mesh
-from tutti.layout.sharding import Dim, Segment, Sharding, assemble, canonical, refines, split_dim
+from tutti.layout.sharding import (
+    Dim,
+    Segment,
+    Sharding,
+    assemble,
+    canonical,
+    refines,
+    restricted,
+    split_dim,
+)
 
 __all__ = [
     "AXES",
@@ -15,5 +24,6 @@ __all__ = [
     "assemble",
     "canonical",
     "refines",
+    "restricted",
     "split_dim",
 ]

@@ -52,6 +52,11 @@ def canonical(segments: Iterable[Segment], mesh: Mesh) -> Dim:
     return tuple(joined)
 
 
+def restricted(dim: Dim, axes: Collection[str], mesh: Mesh) -> Dim:
+    """A dim without its splits over other axes."""
+    return canonical((Segment(s.size, tuple(a for a in s.axes if a in axes)) for s in dim), mesh)
+
+
 def split_dim(dim: Dim, sizes: Iterable[int], mesh: Mesh) -> tuple[Dim, ...] | None:
     """Cut a dim into consecutive factors of `sizes`; None where a split would straddle a cut."""
     return _split_dim(dim, tuple(sizes), mesh)
@@ -170,10 +175,7 @@ class Sharding:
 
     def only(self, axes: Collection[str], mesh: Mesh) -> Sharding:
         """This sharding restricted to `axes`, without pending reductions."""
-        kept = [
-            [Segment(s.size, tuple(a for a in s.axes if a in axes)) for s in d] for d in self.dims
-        ]
-        return Sharding(tuple(canonical(dim, mesh) for dim in kept))
+        return Sharding(tuple(restricted(dim, axes, mesh) for dim in self.dims))
 
     @property
     def shape(self) -> tuple[int, ...]:

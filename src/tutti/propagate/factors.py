@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, refines, split_dim
+from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, refines, restricted, split_dim
 from tutti.rules import Rule
 from tutti.rules.rule import Term
 
@@ -44,9 +44,12 @@ def read(
             if parts is None:
                 continue
             for factor, part in zip(factors, parts, strict=True):
-                if prefer and (others := _of_others(part, factor, prefer)):
-                    part = _without(part, others, mesh)
                 axes = axes_of(part)
+                if prefer and any(prefer.get(a, factor) != factor for a in axes):
+                    part = restricted(
+                        part, [a for a in axes if prefer.get(a, factor) == factor], mesh
+                    )
+                    axes = axes_of(part)
                 known = assigned.get(factor)
                 if not axes or (known is not None and not refines(part, known, mesh)):
                     continue
@@ -59,16 +62,6 @@ def read(
                 assigned[factor] = part
                 used |= set(axes)
     return assigned
-
-
-def _of_others(part: Dim, factor: str, prefer: Mapping[str, str]) -> set[str]:
-    """The axes of a split that must split another factor."""
-    return {a for a in axes_of(part) if prefer.get(a, factor) != factor}
-
-
-def _without(part: Dim, axes: set[str], mesh: Mesh) -> Dim:
-    rest = [Segment(s.size, tuple(a for a in s.axes if a not in axes)) for s in part]
-    return canonical(rest, mesh)
 
 
 def project(

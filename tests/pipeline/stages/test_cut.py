@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from itertools import combinations
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
 
 import stacks
+from small_steps import trained
 from subjects import program
 from tutti.capture.step import capture
 from tutti.errors import LayoutError
@@ -68,12 +68,7 @@ class LargeHead(nn.Module):
         return self.head(x)
 
 
-def classify(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
-    loss = nn.functional.cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
+classify = trained(lambda model, x, y: nn.functional.cross_entropy(model(x), y))
 
 
 @pytest.mark.parametrize("num_stages", [2, 8])
