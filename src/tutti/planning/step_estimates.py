@@ -178,8 +178,7 @@ class StepEstimates:
 
     def _refine_ahead(self, layouts: Sequence[Layout]) -> None:
         """Refine layouts in several processes; each writes the programs of its part."""
-        number = min(most_processes(), len(layouts))
-        own, *parts = (layouts[i::number] for i in range(number))
+        own, *parts = divided(layouts, most_processes(), composed=False)
 
         def outcome(layout: Layout) -> Outcome:
             return outcome_of(layout, self.refined, self.found)

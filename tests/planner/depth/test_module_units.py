@@ -141,9 +141,7 @@ def test_messages_hold_the_values_that_skip_the_middle(near: StepEstimates) -> N
     units = near._units_in("fp32")
     middle = units.of("middle.conv") or units.of("middle")
     assert middle is not None
-    first = (
-        4 * ROWS * CHANNELS * SIZE * SIZE
-    )  # of down.0; those of down.1 and of the middle have half of it
+    first = 4 * ROWS * CHANNELS * SIZE * SIZE  # of down.0; the value of down.1 has half of it
     assert blocks.messages[middle[0] + 1] >= first + first / 2
 
 

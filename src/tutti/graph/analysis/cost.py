@@ -59,13 +59,13 @@ _IN_PLACE: dict[Any, Any] = {
 _FREE = ("getitem", "positions")
 
 
-# The kind of device that a plan is for, where it is another than that of the values.
+# The kind of device that a plan is for.
 _planned: ContextVar[str | None] = ContextVar("planned", default=None)
 
 
 @contextmanager
 def rates_for(kind: str) -> Iterator[None]:
-    """Context in which ops have the rates of another kind of device, "cuda", than their values are on."""
+    """Context in which ops have the rates of this kind of device, "cpu" or "cuda", not of their values'."""
     token = _planned.set(kind)
     try:
         yield

@@ -30,9 +30,7 @@ def balanced(times: Sequence[float], sending: Sequence[float], count: int) -> li
     alone = work + ends + _NO_WORK * (work <= 0)
     alone[np.tril_indices(number, -1)] = math.inf
     slowest, firsts = alone[0], list[np.ndarray]()
-    for _ in range(
-        1, count
-    ):  # by the last piece of the newest stage, which begins behind an earlier one
+    for _ in range(1, count):  # `slowest`: by the last piece of the newest stage
         ways = np.maximum(slowest[:-1, None], alone[1:])
         firsts.append(ways.argmin(axis=0) + 1)
         slowest = ways.min(axis=0)

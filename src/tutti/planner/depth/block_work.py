@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -208,8 +208,7 @@ class _BlockReader:
     def _drops(self, run: int, unit: int) -> tuple[Drop, ...]:
         """What a layer of a run may recompute: of its first unit, but for what later units read."""
         name = f"run {run}.0"
-        inside = {n for n in self.graph.nodes if n.meta.get("region") == "forward"}
-        inside = {n for n in inside if self._piece_of(n) == name}
+        inside = self._forward_of.get(name, set())
         roots = self._roots
         lasting = {
             roots.get(n) or n
@@ -222,16 +221,32 @@ class _BlockReader:
         return tuple(Drop(d.nbytes / unit, d.seconds / unit) for d in made)
 
     @cached_property
+    def _forward_of(self) -> Mapping[str, set[fx.Node]]:
+        """The nodes of the forward of each piece."""
+        found: dict[str, set[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if node.meta.get("region") == "forward":
+                found.setdefault(self._piece_of(node), set()).add(node)
+        return found
+
+    @cached_property
     def _roots(self) -> Mapping[fx.Node, fx.Node]:
         return roots_of(self.graph)
 
     @cached_property
     def _of_batch(self) -> set[fx.Node]:
+        """Nodes of the batch, and of random numbers, which differ for each micro-batch."""
+        return self._after(lambda n: is_draw(n) or (n.op == "placeholder" and not is_state(n)))
+
+    @cached_property
+    def _of_weights(self) -> set[fx.Node]:
+        return self._after(lambda n: n.op == "placeholder" and is_state(n))
+
+    def _after(self, begins: Callable[[fx.Node], bool]) -> set[fx.Node]:
+        """The nodes for which `begins` holds, and those that depend on one."""
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
-            given = node.op == "placeholder" and not is_state(node)
-            drawn = is_draw(node)  # other numbers for each micro-batch
-            if given or drawn or any(x in found for x in node.all_input_nodes):
+            if begins(node) or any(x in found for x in node.all_input_nodes):
                 found.add(node)
         return found
 
@@ -381,15 +396,6 @@ class _BlockReader:
                 for k in range(begins[root], end):
                     crossing[k] += nbytes_of(root)
         return tuple(crossing)
-
-    @cached_property
-    def _of_weights(self) -> set[fx.Node]:
-        found: set[fx.Node] = set()
-        for node in self.graph.nodes:
-            read = node.all_input_nodes
-            if (node.op == "placeholder" and is_state(node)) or any(x in found for x in read):
-                found.add(node)
-        return found
 
     def _message(self) -> float:
         """Bytes of the largest value of the batch that crosses from one layer to a later one."""

@@ -20,7 +20,7 @@ from tutti.layout import Layout
 from tutti.layout.budget import Budget
 from tutti.pipeline.ready import schedule_of
 from tutti.pipeline.stages.balance import balanced
-from tutti.planner.costs.collective_seconds import collective_seconds, message_seconds
+from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.depth.block_work import Blocks, Piece
 from tutti.planner.depth.thinned_layers import thinned
 from tutti.planner.estimates.graph_clock import (
@@ -271,9 +271,7 @@ class _Composition:
 
     def _moving(self, nbytes: float) -> float:
         """Seconds of a message between stages."""
-        across = self.groups.crosses_hosts("pipe")
-        seconds = message_seconds(nbytes, self.machine.topology, across_hosts=across)
-        return self.machine.message_start + seconds
+        return self.machine.message(nbytes, across_hosts=self.groups.crosses_hosts("pipe"))
 
     @cached_property
     def _rank_pieces(self) -> list[Piece]:

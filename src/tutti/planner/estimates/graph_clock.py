@@ -21,7 +21,7 @@ from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import Body, Do, LoopPart, loop
 from tutti.graph.text import op_name
-from tutti.planner.costs.collective_seconds import collective_seconds, message_seconds
+from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.costs.graph_seconds import CollectiveCall, collective_call
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.estimates.rank_groups import RankGroups
@@ -134,9 +134,7 @@ class GraphClock:
 
     def message(self, nbytes: float) -> float:
         """Seconds of a message to the next pipeline rank."""
-        across = self.groups.crosses_hosts("pipe")
-        seconds = message_seconds(nbytes, self.machine.topology, across_hosts=across)
-        return self.machine.message_start + seconds
+        return self.machine.message(nbytes, across_hosts=self.groups.crosses_hosts("pipe"))
 
 
 class _Streams:

@@ -138,9 +138,7 @@ class _ProgramEstimate:
         ]
 
     def make(self) -> Estimate:
-        if self.machine.shares_memory:  # ranks without GPUs
-            return self._made()
-        with rates_for("cuda"):  # as a run there cuts its stages
+        with rates_for("cpu" if self.machine.shares_memory else "cuda"):  # as a run cuts its stages
             return self._made()
 
     def _made(self) -> Estimate:

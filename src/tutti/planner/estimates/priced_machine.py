@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from tutti.planner.costs.collective_seconds import message_seconds
 from tutti.planner.costs.draw_seconds import draw_seconds
 from tutti.planner.costs.kernel_seconds import kernel_seconds
 from tutti.planner.costs.kernels import kernels_of
@@ -44,6 +45,11 @@ class PricedMachine:
     def topology(self) -> Topology:
         """Of the cluster."""
         return self.cluster.topology
+
+    def message(self, nbytes: float, *, across_hosts: bool) -> float:
+        """Seconds of a message to the next pipeline rank."""
+        seconds = message_seconds(nbytes, self.topology, across_hosts=across_hosts)
+        return self.message_start + seconds
 
     def slower(self, factor: float) -> PricedMachine:
         """The same with kernels that take `factor` times as long."""
