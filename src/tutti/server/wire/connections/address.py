@@ -36,17 +36,9 @@ def listener(address: str, *, patience: float = 0.0) -> socket.socket:
         ServerError: it cannot be used.
     """
     host, port = parsed(address)
-    until = time.monotonic() + patience
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        while True:
-            try:
-                sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
-                    raise
-            time.sleep(_POLL_SECONDS)
+        sock = _server((host, port), family, patience)
     except OSError as error:
         raise ServerError(
             f"cannot listen at {address}",
@@ -55,6 +47,19 @@ def listener(address: str, *, patience: float = 0.0) -> socket.socket:
         ) from error
     sock.setblocking(False)
     return sock
+
+
+def _server(
+    address: tuple[str, int], family: socket.AddressFamily, patience: float
+) -> socket.socket:
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_server(address, family=family, backlog=_BACKLOG)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                raise
+        time.sleep(_POLL_SECONDS)
 
 
 def connected(address: str, *, seconds: float = 5.0) -> socket.socket:
