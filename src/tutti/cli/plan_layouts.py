@@ -154,8 +154,8 @@ def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -
     )
     if made.composes:
         text.append(
-            f"The first {NUM_REFINED} layouts are estimated from their programs, the others from pieces of "
-            "programs that they share: a time within some 20 %, and memory roughly."
+            f"The first {NUM_REFINED} layouts have estimates of their own programs. The estimates of the "
+            "others are composed of pieces: their times are mostly within 20 %, their memory is rough."
         )
     if other := made.faster_precision:
         text.append(
