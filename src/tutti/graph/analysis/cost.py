@@ -28,13 +28,21 @@ from tutti.torch_private.pytrees import tree_leaves
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a device, per second; `link` in bytes to another device."""
+    """Rates of a device, per second; `link` in bytes to another device.
+
+    flops: in 16 bits. wide_flops: in float32 and float64.
+    """
 
     flops: float
+    wide_flops: float
     bytes: float
     cached_bytes: float
     exponentials: float
     link: float
+
+    def computing(self, flops: float, dtype: torch.dtype) -> float:
+        """Seconds of so many operations."""
+        return flops / (self.flops if dtype.itemsize <= 2 else self.wide_flops)
 
     def moving(self, x: Tensor) -> float:
         """Seconds to read or write `x`."""
@@ -42,8 +50,8 @@ class Rates:
 
 
 RATES = {
-    "cpu": Rates(9e10, 6e9, 3e10, 1e9, 6e9),
-    "cuda": Rates(3e14, 2e12, 4e12, 1e12, 5e10),
+    "cpu": Rates(9e10, 9e10, 6e9, 3e10, 1e9, 6e9),
+    "cuda": Rates(3e14, 2e13, 2e12, 4e12, 1e12, 5e10),
 }
 CACHE_NBYTES = 2**20
 # An op with one of these in its name computes an exponential or a logarithm of each element.
@@ -91,7 +99,8 @@ def seconds_of(node: fx.Node) -> float:
     read = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
     moving = sum(rates.moving(x) for x in (*made, *read))
     hard = any(name in str(node.target) for name in _EXPONENTIALS)
-    return flops_of(node) / rates.flops + moving + hard * made[0].numel() / rates.exponentials
+    computing = rates.computing(flops_of(node), made[0].dtype)
+    return computing + moving + hard * made[0].numel() / rates.exponentials
 
 
 def flops_of(node: fx.Node) -> float:
