@@ -26,6 +26,7 @@ from tutti.pipeline.ranks.pipe_rank_graph import PipeRankGraph, output_of, sum_o
 from tutti.pipeline.ranks.pipe_ranks import PipelinePlan, plan_pipe_ranks
 from tutti.pipeline.ranks.schedule_rows import completed, in_halves, rows_of
 from tutti.pipeline.schedule.schedule import Schedule
+from tutti.pipeline.stages.convolution_halves import convolutions_in_halves
 from tutti.pipeline.stages.cut import Stages, cut
 from tutti.pipeline.stages.stage_parts import Parts, fake_of, parts_of
 from tutti.pipeline.stages.tied import add_apart
@@ -65,13 +66,15 @@ def timed(
         ShardingError: the step couples the samples of a batch.
         LayoutError: the step does not allow this cut.
     """
+    halves = any(a.kind in "IW" for row in schedule.rows for a in row)
+    if halves:
+        convolutions_in_halves(graph)
     moments = moments_of(graph, program.layout.micro, program.layout)
     pipe_rank_of = [schedule.rank_of(s) for s in range(schedule.num_stages)]
     known = stages_of_homes(homes or {}, pipe_rank_of)
     stages = cut(moments, schedule.num_stages, names=cut_at, homes=known)
     while sum(add_apart(moments, stages, total) for total in list(moments.sums)):
         pass
-    halves = any(a.kind in "IW" for row in schedule.rows for a in row)
     parts = parts_of(moments, stages, halves=halves)
     schedule = completed(in_halves(schedule) if halves else schedule, parts)
     owners = owners_of(program, parts, pipe_rank_of, homes or {})
