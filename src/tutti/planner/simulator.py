@@ -100,7 +100,7 @@ def simulate(
         transfer_seconds: of a value from rank to rank, for all, or by (maker, reader) stages.
         edges: pairs (maker, reader) of stages; by default each stage feeds the next.
         nbytes: the bytes that each stage keeps of a micro-batch from F to W.
-        freed_nbytes: the part of them that I frees already.
+        freed_nbytes: the part of them that I frees already; negative if it keeps more for W than it frees.
 
     Raises:
         ScheduleError: the schedule cannot be played, or a cost is missing, negative or not finite.

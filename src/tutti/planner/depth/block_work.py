@@ -10,6 +10,7 @@ The program is that of one micro-batch on the ranks of the model's axes (`tensor
 
 from __future__ import annotations
 
+import operator
 import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
 from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
+from tutti.pipeline.stages.convolution_halves import convolutions_in_halves
 from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.costs.graph_seconds import collective_call
 from tutti.planner.depth.dropped_values import Drop, drops_of
@@ -43,6 +45,8 @@ from tutti.planner.estimates.rank_groups import RankGroups
 MODEL_AXES = frozenset({"tensor", "seq", "expert"})
 # Passes that join ops of several layers, which would belong to no piece.
 _JOINS = ("foreach", "bucket", "early_update", "fused_update", "overlap")
+# Sums of the gradients of a tied weight.
+_SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class Piece:
     cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
     state; slots with buffers. gradients: bytes that the update reads. sent: bytes over the model's axes.
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
-    of the others.
+    of the others. inputs: the part of `backward` on which an earlier piece depends. delayed: bytes of a
+    micro-batch that the rest reads.
     """
 
     forward: float = 0.0
@@ -69,6 +74,8 @@ class Piece:
     sent: float = 0.0
     once: float = 0.0
     moved_again: float = 0.0
+    inputs: float = 0.0
+    delayed: float = 0.0
 
     def __add__(self, other: Piece) -> Piece:
         return Piece(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -123,12 +130,14 @@ class _BlockReader:
         self.groups = RankGroups(program.layout.mesh, machine.topology.host_size)
         donated = frozenset(program.captured.updated)
         self.graph = optimized(program, Target(donated=donated), without=_JOINS)
+        convolutions_in_halves(self.graph)
         self.sums: dict[tuple[str, str], float] = {}
         self.values: dict[str, dict[fx.Node, float]] = {}
 
     def read(self) -> Blocks:
         self._times()
         self._kept()
+        self._delayed()
         self._state()
         last, layers = self._piece("last"), []
         for i, (count, unit, num_layers) in enumerate(self.units.runs):
@@ -164,6 +173,8 @@ class _BlockReader:
             region = node.meta.get("region")
             if node in kernels and region in ("forward", "backward"):
                 self._add(node, region, kernels[node])
+                if node in self._of_inputs:
+                    self._add(node, "inputs", kernels[node])
             elif node in kernels and region == "update":
                 self._add(node, "update", _moved_nbytes(node) / memory)
             elif region in ("forward", "backward"):
@@ -181,6 +192,8 @@ class _BlockReader:
         passes = 2 if call.kind == "all_reduce" else 1
         self._add(node, region, seconds)
         self._add(node, "exchange", seconds)
+        if node in self._of_inputs:
+            self._add(node, "inputs", seconds)
         if region == "forward" and is_recomputable(node):
             self._add(node, "moved_again", seconds)
         elif region == "forward":
@@ -204,6 +217,36 @@ class _BlockReader:
             self._add(root, "kept" if root in of_batch else "cast", nbytes_of(root))
             if root in of_batch:
                 self.values.setdefault(self._piece_of(root), {})[root] = nbytes_of(root)
+
+    def _delayed(self) -> None:
+        """Bytes of a micro-batch that gradients of weights read, and an earlier part has made."""
+        roots = self._roots
+        counted: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            if node.meta.get("region") != "backward" or node in self._of_inputs:
+                continue
+            if node.target is operator.getitem:
+                continue
+            for x in node.all_input_nodes:
+                root = roots.get(x) or x
+                made_before = root.meta.get("region") == "forward" or root in self._of_inputs
+                if root in self._of_batch and made_before and root not in counted:
+                    counted.add(root)
+                    self._add(node, "delayed", nbytes_of(root))
+
+    @cached_property
+    def _of_inputs(self) -> set[fx.Node]:
+        """The nodes of the backward on which one of another piece depends, but for a sum of gradients."""
+        found: set[fx.Node] = set()
+        pieces = {
+            n: self._piece_of(n) for n in self.graph.nodes if n.meta.get("region") == "backward"
+        }
+        for node in reversed(pieces):
+            for user in node.users:
+                apart = user in pieces and pieces[user] != pieces[node]
+                if user in found or (apart and user.target not in _SUMS):
+                    found.add(node)
+        return found
 
     def _drops(self, run: int, unit: int) -> tuple[Drop, ...]:
         """What a layer of a run may recompute: of its first unit, but for what later units read."""

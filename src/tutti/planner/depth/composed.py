@@ -35,9 +35,6 @@ from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.estimates.rank_groups import RankGroups
 from tutti.planner.simulator import Timeline, simulate
 
-# The share of a backward that makes gradients of inputs, in a schedule that has them apart.
-_INPUT_SHARE = 0.5
-
 
 def composed(
     blocks: Blocks, layout: Layout, machine: PricedMachine, *, played: bool = True
@@ -175,7 +172,11 @@ class _Composition:
         again = (whole.forward - once) * (1 - 1 / segments)
         moved = whole.moved_again * (1 - 1 / segments)
         kept = min(whole.kept, segments * self._between + whole.once)
-        more = {"backward": whole.backward + again, "exchange": whole.exchange + moved}
+        more = {
+            "backward": whole.backward + again,
+            "inputs": whole.inputs + again,
+            "exchange": whole.exchange + moved,
+        }
         return replace(whole, **more, kept=kept, cast=0.0)
 
     def _segment(self, pieces: list[Piece]) -> float:
@@ -206,6 +207,11 @@ class _Composition:
         name, _, chunks = self.layout.schedule.rstrip(")").partition("(")
         return int(chunks or 2) if name == "interleaved" else 2 if name == "zbv" else 1
 
+    @property
+    def _halves(self) -> bool:
+        """Whether the backward has gradients of weights apart."""
+        return self.layout.schedule in ("zb", "zbv")
+
     def _rank_of(self, stage: int) -> int:
         if self.layout.schedule == "zbv":  # there and back
             return min(stage, 2 * self.pipe - 1 - stage)
@@ -215,25 +221,38 @@ class _Composition:
     def _closed_form(self) -> float:
         """Every micro-batch takes the time of the slowest rank; the first also passes the others.
 
-        1F1B: `sum + (K - 1) max`; interleaved chunks divide the sum of the others; apart gradients of weights
-        fill a third of it (Narayanan et al. 2021, section 2.2; Qi et al. 2023, table 1).
+        1F1B: `sum + (K - 1) max`; interleaved chunks divide the sum of the others; gradients of weights in
+        W seconds apart leave `(F + I - W) / (F + I + W)` of it, or with `zbv` one W less.
+
+        Narayanan et al. 2021, section 2.2. Qi et al. 2023, table 1; 2024 for `zbv`.
         """
         times = [p.forward + p.backward for p in self._rank_pieces]
-        longest = max(times)
-        name = self.layout.schedule.partition("(")[0]
-        share = {"interleaved": 1 / self._chunks, "zb": 1 / 3, "zbv": 0.0}.get(name, 1.0)
+        longest, whole = max(times), sum(times)
+        share = 1 / self._chunks if self.layout.schedule.startswith("interleaved") else 1.0
+        if self._halves and whole:
+            late = 1 - sum(p.forward + p.inputs for p in self._rank_pieces) / whole
+            share = max(0.0, 1 - (2 if self.layout.schedule == "zb" else 3) * late)
         return self.layout.micro * longest + share * (sum(times) - longest)
 
     def _live(self, rank: int) -> float:
-        """Micro-batches that a rank holds at most, of all its stages."""
-        micro, left = self.layout.micro, self.pipe - rank
-        name = self.layout.schedule.partition("(")[0]
+        """Micro-batches that a rank holds at most, of all its stages, which are not interleaved."""
+        micro, name = self.layout.micro, self.layout.schedule
         if name == "gpipe":
             return micro
-        if name == "interleaved":
-            chunks = self._chunks
-            return min(micro * chunks, 2 * (left - 1) + (chunks - 1) * self.pipe + 1) / chunks
-        return min(micro, self.pipe if name == "zbv" else left)
+        return min(micro, self.pipe if name == "zbv" else self.pipe - rank)
+
+    def _kept_in_turns(self, rank: int) -> float:
+        """Bytes of the most micro-batches that a rank holds if its stages are interleaved.
+
+        It begins with `pipe` forwards of each stage in turn, before its first backward.
+        """
+        count, kept = self._chunks, 0.0
+        left = 2 * (self.pipe - rank - 1) + (count - 1) * self.pipe + 1
+        left = min(left, self.layout.micro * count)
+        for i in range(math.ceil(left / self.pipe)):
+            turn = min(self.pipe, left - i * self.pipe)
+            kept += turn * self._stage_pieces[rank + i % count * self.pipe].kept
+        return kept
 
     @cached_property
     def _stage_pieces(self) -> list[Piece]:
@@ -262,12 +281,21 @@ class _Composition:
         return stages
 
     @cached_property
-    def _message(self) -> float:
-        """Bytes of the largest message between stages."""
-        if not self.blocks.messages:
-            return self.blocks.message
+    def _messages(self) -> list[float]:
+        """Bytes from each stage but the last to the next."""
         ends = accumulate(map(len, self._cut[:-1]))
-        return max((self.blocks.messages[end - 1] for end in ends), default=0.0)
+        between = self.blocks.messages
+        return [between[end - 1] if between else self.blocks.message for end in ends]
+
+    @property
+    def _moved(self) -> tuple[float, ...]:
+        """Seconds of these messages; there and back on one rank takes none."""
+        rank = self._rank_of
+        apart = (rank(i) != rank(i + 1) for i in range(len(self._messages)))
+        return tuple(
+            self._moving(x) if moves else 0.0
+            for x, moves in zip(self._messages, apart, strict=True)
+        )
 
     def _moving(self, nbytes: float) -> float:
         """Seconds of a message between stages."""
@@ -286,7 +314,7 @@ class _Composition:
     def _played(self) -> Timeline:
         costs: list[tuple[tuple[int, str], float]] = []
         for stage, piece in enumerate(self._stage_pieces):
-            inputs = _INPUT_SHARE * piece.backward
+            inputs = piece.inputs if stage else 0.0  # the first stage has none
             parts = {
                 "F": piece.forward,
                 "B": piece.backward,
@@ -294,9 +322,9 @@ class _Composition:
                 "W": piece.backward - inputs,
             }
             costs += [((stage, kind), seconds) for kind, seconds in parts.items()]
-        moving = self._moving(self._message)
         kept = tuple(int(piece.kept) for piece in self._stage_pieces)
-        return _simulated(self._pipeline, tuple(costs), moving, kept)
+        freed = 0, *(int(piece.kept - piece.delayed) for piece in self._stage_pieces[1:])
+        return _simulated(self._pipeline, tuple(costs), self._moved, kept, freed)
 
     def _kept(self, rank: int) -> float:
         """Bytes of the most micro-batches that a rank holds."""
@@ -304,7 +332,14 @@ class _Composition:
             return self._rank_pieces[0].kept
         if self.plays:
             return self._played.peak_nbytes[rank]
-        return self._live(rank) * self._rank_pieces[rank].kept
+        if self._chunks > 1 and self.layout.schedule != "zbv":
+            return self._kept_in_turns(rank)
+        live, piece = self._live(rank), self._rank_pieces[rank]
+        if not self._halves or not rank:
+            return live * piece.kept
+        # Micro-batches whose gradients of weights are late.
+        late = min(rank, self.layout.micro - live) if self.layout.schedule == "zb" else 0
+        return live * piece.kept + late * piece.delayed + max(0.0, piece.delayed - piece.kept)
 
     def _peak(self, rank: int) -> float:
         piece, zero, data, micro = (
@@ -353,7 +388,7 @@ class _Composition:
         found["inside" if within.num_hosts == 1 else "between"] += int(micro * piece.sent)
         if self.pipe > 1:
             link = "between" if self.groups.crosses_hosts("pipe") else "inside"
-            found[link] += int(2 * micro * self._message)
+            found[link] += int(2 * micro * max(self._messages))
         return {k: n for k, n in found.items() if n}
 
 
@@ -365,12 +400,19 @@ _balanced_beside_messages = lru_cache(maxsize=1024)(balanced)
 def _simulated(
     layout: Layout,
     costs: tuple[tuple[tuple[int, str], float], ...],
-    moving: float,
+    moved: tuple[float, ...],
     kept: tuple[int, ...],
+    freed: tuple[int, ...],
 ) -> Timeline:
     """Levels of `zero` have the same schedule and costs, so they share its timeline."""
-    nbytes = dict(enumerate(kept))
-    return simulate(_schedule_of(layout), dict(costs), transfer_seconds=moving, nbytes=nbytes)
+    nbytes, freed_nbytes = dict(enumerate(kept)), dict(enumerate(freed))
+    return simulate(
+        _schedule_of(layout),
+        dict(costs),
+        transfer_seconds={(i, i + 1): seconds for i, seconds in enumerate(moved)},
+        nbytes=nbytes,
+        freed_nbytes=freed_nbytes,
+    )
 
 
 def _balanced(times: Sequence[float], count: int) -> list[int]:
