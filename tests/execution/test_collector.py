@@ -65,6 +65,19 @@ def test_short_compilations_are_looked_at_together(monkeypatch: pytest.MonkeyPat
     assert collector._spent == 0.0
 
 
+def test_a_long_collection_is_followed_by_a_longer_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collector, "_pause", collector._TOGETHER)
+    monkeypatch.setattr(collector, "_spent", 2 * collector._TOGETHER)
+    clock = itertools.accumulate(itertools.repeat(1.0))
+    monkeypatch.setattr(collector.time, "thread_time", lambda: next(clock))
+    with rarely_collected():
+        pass
+    assert (collector._spent, collector._pause) == (0.0, collector._TIMES)
+    with rarely_collected():
+        made = weakref.ref(Circle())
+    assert made() is not None and collector._spent == 1.0
+
+
 def test_what_the_process_has_frozen_stays_frozen() -> None:
     gc.freeze()
     count = gc.get_freeze_count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from collections import Counter
@@ -73,6 +74,7 @@ def plan(
         found.append(answer(step.mode.running.job, batch, question, seen=_progress))
 
     look(script, script_args or [], "", seen)
+    gc.freeze()  # the process ends soon: its last collection would take seconds for the programs of a plan
     made = found[0]
     _progress(0, 0)
     if save is not None:

@@ -14,12 +14,15 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 _NUM_NEW = 20_000
 # Processor seconds. A compilation of this length ends with a collection of its objects; shorter ones, and
 # those within another one, share one after this total: a collection takes a tenth of a second, one of the
-# whole process three.
+# whole process three. Of a plan of many layouts it takes a second, and they share the next one after so many
+# times its seconds.
 _LONG = 1.5
 _TOGETHER = 8.0
+_TIMES = 30.0
 # PyTorch keeps the results of calls on fakes for the life of the process: some 200 a new length, 2 kB each.
 MOST_FAKE_CALLS = 20_000
 _spent = 0.0  # by short ones since the last collection of their objects
+_pause = _TOGETHER  # the total until the next one
 _depth = 0  # of nested compilations
 _frozen_by_process = False
 
@@ -32,7 +35,7 @@ def rarely_collected() -> Iterator[None]:
 
     A disabled collector stays disabled, and objects that the process has frozen stay frozen.
     """
-    global _spent, _depth
+    global _spent, _pause, _depth
     first, *others = gc.get_threshold()
     if first:
         gc.set_threshold(max(first, _NUM_NEW), *others)
@@ -48,11 +51,12 @@ def rarely_collected() -> Iterator[None]:
             gc.collect()
             return
         _spent += took
-        if _spent > _TOGETHER:
+        if _spent > _pause:
             if frozen_here:
                 gc.unfreeze()
+            begin = time.thread_time()
             gc.collect()
-            _spent = 0.0
+            _spent, _pause = 0.0, max(_TOGETHER, _TIMES * (time.thread_time() - begin))
     finally:
         _depth -= 1
         if not _depth and FakeTensorMode.cache_info().size > MOST_FAKE_CALLS:

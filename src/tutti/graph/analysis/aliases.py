@@ -10,12 +10,29 @@ import torch
 from torch import Tensor, fx
 
 from tutti.graph.ops import collectives
-from tutti.torch_private.op_tables import OpOverload, schema_of
+from tutti.torch_private.op_tables import OpOverload, has_kernel, schema_of
 
 aten = torch.ops.aten
 
 # Kinds of `together_` that return their operands.
 IN_PLACE = ("all_reduce", "reduce_part")
+
+# Ops that are not element by element, whose results are contiguous for contiguous operands.
+_IN_ORDER = (
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.linear.default,
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.embedding.default,
+    aten.native_layer_norm.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten._to_copy.default,
+)
 
 
 def roots_of(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -100,6 +117,20 @@ def is_function(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     return not written(node) and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+@cache
+def keeps_order(target: Any) -> bool:
+    """Whether each result of `target` is in new memory, and contiguous for contiguous operands.
+
+    Others, such as attention, may lay out results in another order.
+    """
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
+        return False
+    if any(r.alias_info is not None for r in schema_of(target).returns):
+        return False
+    composed = has_kernel(target.name(), "CompositeImplicitAutograd")  # it may return an operand
+    return (is_pointwise(target) and not composed) or target in _IN_ORDER
 
 
 def is_pointwise(target: Any) -> bool:

@@ -1,7 +1,8 @@
 """The memory of each value of a graph, found by a run of the graph on fake tensors.
 
 A fake run allocates as a real one does: views share memory, a reshape of permuted values copies, an in-place
-op writes into its operand, one op may make several tensors. So this file needs no list of ops.
+op writes into its operand, one op may make several tensors. So this file needs no list of ops. A matmul or an
+element-by-element op does not run if its operands have the form of their notes: its own note says the result.
 
 Of memory that the ranks of a host share, each rank counts its share: a gathered weight that is a view counts
 for none beyond the parts. The buffers of a program are one block, which exists before and after the call.
@@ -13,23 +14,31 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from tutti.graph.analysis.aliases import IN_PLACE
-from tutti.graph.analysis.known_calls import called
+from tutti.graph.analysis.aliases import IN_PLACE, keeps_order
+from tutti.graph.analysis.known_calls import called, in_new_memory
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
 from tutti.graph.randomness.draw import draw
-from tutti.torch_private.fake_tensors import FakeTensorMode, empty_fake
+from tutti.torch_private.fake_tensors import (
+    FakeTensor,
+    FakeTensorMode,
+    empty_fake,
+    fake_in,
+    under_modes,
+)
 from tutti.torch_private.pytrees import tree_leaves
 from tutti.torch_private.storages import storage_id
 
 # Values that exist before and after the call: constants of the generated code, or kept memory.
 _CONSTANTS = (collectives.positions, collectives.buffer)
+_RESHAPE = torch.ops.aten.reshape.default
 # Targets without a kernel for fake tensors: they make new, contiguous memory.
 _NAMES = frozenset({*collectives.PLAYED, draw, loop})
 
@@ -97,8 +106,34 @@ class Storages:
         elif node.target is operator.getitem:
             return self.fakes[node.args[0]][node.args[1]]  # type: ignore[index]
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
+        if keeps_order(function) and self._operands_are_noted(node):
+            return in_new_memory(self.mode, given)
+        if function is _RESHAPE and isinstance(given, Tensor) and not under_modes():
+            first = self.fakes[node.args[0]]  # type: ignore[index]
+            if first.is_contiguous():
+                return self._viewed(first, given.shape)
         args, kwargs = map_arg((node.args, node.kwargs), self.fakes.__getitem__)
         return called(self.mode, function, args, kwargs)
+
+    def _operands_are_noted(self, node: fx.Node) -> bool:
+        """Whether the operands have the form of their notes, so that the node's own note holds, too."""
+        if under_modes():
+            return False
+        for x in node.all_input_nodes:
+            noted, fake = x.meta["val"], self.fakes[x]
+            if type(noted) is not FakeTensor or noted.stride() != fake.stride():
+                return False
+        return True
+
+    def _viewed(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """A contiguous tensor as one of another shape."""
+        stride = tuple(
+            accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
+        )
+        memory, offset = x.untyped_storage(), x.storage_offset()
+        return fake_in(
+            self.mode, memory, shape, stride[: len(shape)][::-1], int(offset), x.dtype, x.device
+        )
 
     def _shared(self, node: fx.Node, *args: Any) -> Any:
         """The value of a node in existing memory."""
