@@ -106,22 +106,23 @@ class Storages:
         elif node.target is operator.getitem:
             return self.fakes[node.args[0]][node.args[1]]  # type: ignore[index]
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
-        if keeps_order(function) and self._operands_are_noted(node):
-            return in_new_memory(self.mode, given)
-        if function is _RESHAPE and isinstance(given, Tensor) and not under_modes():
-            first = self.fakes[node.args[0]]  # type: ignore[index]
-            if first.is_contiguous():
-                return self._viewed(first, given.shape)
+        if not under_modes() and _has_numbers(given):
+            if keeps_order(function) and self._operands_are_noted(node):
+                return in_new_memory(self.mode, given)
+            if function is _RESHAPE and isinstance(given, Tensor):
+                first = self.fakes[node.args[0]]  # type: ignore[index]
+                if _has_numbers(first) and first.is_contiguous():
+                    return self._viewed(first, given.shape)
         args, kwargs = map_arg((node.args, node.kwargs), self.fakes.__getitem__)
         return called(self.mode, function, args, kwargs)
 
     def _operands_are_noted(self, node: fx.Node) -> bool:
         """Whether the operands have the form of their notes, so that the node's own note holds, too."""
-        if under_modes():
-            return False
         for x in node.all_input_nodes:
             noted, fake = x.meta["val"], self.fakes[x]
-            if type(noted) is not FakeTensor or noted.stride() != fake.stride():
+            if type(noted) is not FakeTensor or not (_has_numbers(noted) and _has_numbers(fake)):
+                return False
+            if noted.stride() != fake.stride():
                 return False
         return True
 
@@ -156,6 +157,16 @@ class Storages:
         if not isinstance(given, Tensor):
             return given
         return empty_fake(self.mode, tuple(given.shape), given.dtype, given.device)
+
+
+def _has_numbers(given: Any) -> bool:
+    """Whether the tensors of `given` have numbers as sizes, no symbols, and are no lazy conjugates."""
+    if isinstance(given, list | tuple):
+        return all(map(_has_numbers, given))
+    if type(given) is not FakeTensor:
+        return given is None
+    plain = all(type(n) is int for n in (*given.shape, *given.stride()))
+    return plain and not (given.is_conj() or given.is_neg())
 
 
 def _kept_nbytes(node: fx.Node, nbytes: int) -> int:
