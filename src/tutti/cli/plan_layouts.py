@@ -157,7 +157,7 @@ def _text(made: PlanAnswer, why: bool, diff: tuple[str, str] | None, top: int) -
     if made.composes:
         text.append(
             f"The first {NUM_REFINED} layouts have estimates of their own programs. The estimates of the "
-            "others are composed of pieces: mostly their times are within 20 %, their memory within 30 %."
+            "others are composed of pieces: most times are within 20 %, most peaks within 30 %."
         )
     if other := made.faster_precision:
         text.append(

@@ -14,8 +14,7 @@ from tutti.torch_private.fake_tensors import FakeTensorMode
 _NUM_NEW = 20_000
 # Processor seconds. A compilation of this length ends with a collection of its objects; shorter ones, and
 # those within another one, share one after this total: a collection takes a tenth of a second, one of the
-# whole process three. Of a plan of many layouts it takes a second, and they share the next one after so many
-# times its seconds.
+# whole process three. In a plan of many layouts it takes a second, so the next one waits `_TIMES` as long.
 _LONG = 1.5
 _TOGETHER = 8.0
 _TIMES = 30.0
@@ -56,7 +55,8 @@ def rarely_collected() -> Iterator[None]:
                 gc.unfreeze()
             begin = time.thread_time()
             gc.collect()
-            _spent, _pause = 0.0, max(_TOGETHER, _TIMES * (time.thread_time() - begin))
+            _pause = max(_TOGETHER, _TIMES * (time.thread_time() - begin))
+            _spent = 0.0
     finally:
         _depth -= 1
         if not _depth and FakeTensorMode.cache_info().size > MOST_FAKE_CALLS:

@@ -1,4 +1,4 @@
-"""Notes of nodes say the memory of a result where the op would find the same."""
+"""Ops of contiguous operands that do not run have the memory of those that do."""
 
 from __future__ import annotations
 
@@ -36,6 +36,18 @@ def test_ops_that_keep_the_order_do() -> None:
     assert len(ops) > 100
 
 
+def test_a_copy_in_another_order_runs() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    copy = graph.call_function(
+        torch.ops.aten._to_copy.default, (x,), {"memory_format": torch.channels_last}
+    )
+    with MODE:
+        x.meta["val"] = torch.empty(2, 3, 4, 5)
+        copy.meta["val"] = torch.empty(2, 3, 4, 5)
+    assert Storages(graph, MODE).fakes[copy].stride() == (60, 1, 15, 3)
+
+
 def found(graph: fx.Graph, mode: Any) -> list[Any]:
     """The form of each value, and the nodes whose memory it lies in."""
     made = Storages(graph, mode)
@@ -58,7 +70,7 @@ def test_storages_are_those_of_all_ops_run(name: str, layout: str) -> None:
     made = program(name, layout)
     mode = made.captured.mode
     noted = found(made.graph, mode)
-    with mock.patch.object(storage, "under_modes", lambda: True):
+    with mock.patch.object(storage, "keeps_order", lambda target: False):
         assert found(made.graph, mode) == noted
     with mock.patch.object(storage, "keeps_order", lambda target: True):  # attention, views, ...
         assert found(made.graph, mode) != noted

@@ -125,9 +125,7 @@ def keeps_order(target: Any) -> bool:
 
     Others, such as attention, may lay out results in another order.
     """
-    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
-        return False
-    if any(r.alias_info is not None for r in schema_of(target).returns):
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable or _is_view(target):
         return False
     composed = has_kernel(target.name(), "CompositeImplicitAutograd")  # it may return an operand
     return (is_pointwise(target) and not composed) or target in _IN_ORDER

@@ -85,13 +85,6 @@ def called(
     return result
 
 
-def in_new_memory(mode: FakeTensorMode, given: Any) -> Any:
-    """Tensors like those of `given`, each in memory of its own; `given` may be one tensor."""
-    if isinstance(given, list | tuple):
-        return [in_new_memory(mode, x) for x in given]
-    return _made(mode, _read(given, {}), [], {})
-
-
 def _run(mode: FakeTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     with mode, torch.no_grad():
         return function(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 A fake run allocates as a real one does: views share memory, a reshape of permuted values copies, an in-place
 op writes into its operand, one op may make several tensors. So this file needs no list of ops. A matmul or an
-element-by-element op does not run if its operands have the form of their notes: its own note says the result.
+element-by-element op of contiguous operands does not run: it makes new, contiguous memory.
 
 Of memory that the ranks of a host share, each rank counts its share: a gathered weight that is a view counts
 for none beyond the parts. The buffers of a program are one block, which exists before and after the call.
@@ -14,7 +14,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,23 +21,17 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.graph.analysis.aliases import IN_PLACE, keeps_order
-from tutti.graph.analysis.known_calls import called, in_new_memory
+from tutti.graph.analysis.known_calls import called
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import loop
 from tutti.graph.randomness.draw import draw
-from tutti.torch_private.fake_tensors import (
-    FakeTensor,
-    FakeTensorMode,
-    empty_fake,
-    fake_in,
-    under_modes,
-)
+from tutti.torch_private.fake_tensors import FakeTensor, FakeTensorMode, empty_fake
 from tutti.torch_private.pytrees import tree_leaves
 from tutti.torch_private.storages import storage_id
 
 # Values that exist before and after the call: constants of the generated code, or kept memory.
 _CONSTANTS = (collectives.positions, collectives.buffer)
-_RESHAPE = torch.ops.aten.reshape.default
+_FORMATS_IN_ORDER = (None, torch.preserve_format, torch.contiguous_format)
 # Targets without a kernel for fake tensors: they make new, contiguous memory.
 _NAMES = frozenset({*collectives.PLAYED, draw, loop})
 
@@ -106,34 +99,22 @@ class Storages:
         elif node.target is operator.getitem:
             return self.fakes[node.args[0]][node.args[1]]  # type: ignore[index]
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
-        if not under_modes() and _has_numbers(given):
-            if keeps_order(function) and self._operands_are_noted(node):
-                return in_new_memory(self.mode, given)
-            if function is _RESHAPE and isinstance(given, Tensor):
-                first = self.fakes[node.args[0]]  # type: ignore[index]
-                if _has_numbers(first) and first.is_contiguous():
-                    return self._viewed(first, given.shape)
+        if keeps_order(function) and self._is_contiguous(node):
+            return self._fresh(given)
         args, kwargs = map_arg((node.args, node.kwargs), self.fakes.__getitem__)
         return called(self.mode, function, args, kwargs)
 
-    def _operands_are_noted(self, node: fx.Node) -> bool:
-        """Whether the operands have the form of their notes, so that the node's own note holds, too."""
-        for x in node.all_input_nodes:
-            noted, fake = x.meta["val"], self.fakes[x]
-            if type(noted) is not FakeTensor or not (_has_numbers(noted) and _has_numbers(fake)):
-                return False
-            if noted.stride() != fake.stride():
-                return False
-        return True
+    def _is_contiguous(self, node: fx.Node) -> bool:
+        """Whether the operands of an op that keeps their order are contiguous, so that its results are.
 
-    def _viewed(self, x: Tensor, shape: torch.Size) -> Tensor:
-        """A contiguous tensor as one of another shape."""
-        stride = tuple(
-            accumulate((max(n, 1) for n in reversed(shape[1:])), operator.mul, initial=1)
-        )
-        memory, offset = x.untyped_storage(), x.storage_offset()
-        return fake_in(
-            self.mode, memory, shape, stride[: len(shape)][::-1], int(offset), x.dtype, x.device
+        Sizes must be numbers: symbols would get guards.
+        """
+        if node.kwargs.get("memory_format") not in _FORMATS_IN_ORDER:
+            return False
+        operands = [self.fakes[x] for x in node.all_input_nodes]
+        return all(
+            type(x) is FakeTensor and all(type(n) is int for n in x.shape) and x.is_contiguous()
+            for x in operands
         )
 
     def _shared(self, node: fx.Node, *args: Any) -> Any:
@@ -157,16 +138,6 @@ class Storages:
         if not isinstance(given, Tensor):
             return given
         return empty_fake(self.mode, tuple(given.shape), given.dtype, given.device)
-
-
-def _has_numbers(given: Any) -> bool:
-    """Whether the tensors of `given` have numbers as sizes, no symbols, and are no lazy conjugates."""
-    if isinstance(given, list | tuple):
-        return all(map(_has_numbers, given))
-    if type(given) is not FakeTensor:
-        return given is None
-    plain = all(type(n) is int for n in (*given.shape, *given.stride()))
-    return plain and not (given.is_conj() or given.is_neg())
 
 
 def _kept_nbytes(node: fx.Node, nbytes: int) -> int:

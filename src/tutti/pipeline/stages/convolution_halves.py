@@ -22,9 +22,9 @@ from tutti.graph.edits.edit import Editor, Emit
 aten = torch.ops.aten
 
 
-def convolutions_in_halves(graph: fx.Graph) -> int:
-    """Rewrite `graph`; returns the number of convolutions whose backward is now in halves."""
-    editor, count = Editor(graph), 0
+def convolutions_in_halves(graph: fx.Graph) -> None:
+    """Rewrite `graph` in place."""
+    editor = Editor(graph)
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         given: Any = node.args
         *operands, mask = given
@@ -33,8 +33,6 @@ def convolutions_in_halves(graph: fx.Graph) -> int:
             inputs = _results(emit, operands, [True, False, False])
             weights = _results(emit, operands, [False, *mask[1:]])
             editor.replace(node, [*inputs[:1], *weights[1:]])
-            count += 1
-    return count
 
 
 def _results(emit: Emit, operands: list[Any], mask: list[bool]) -> list[fx.Node | None]:

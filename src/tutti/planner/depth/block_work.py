@@ -161,6 +161,11 @@ class _BlockReader:
         key = self._piece_of(node), what
         self.sums[key] = self.sums.get(key, 0.0) + amount
 
+    def _spend(self, node: fx.Node, region: str, seconds: float) -> None:
+        self._add(node, region, seconds)
+        if node in self._of_inputs:
+            self._add(node, "inputs", seconds)
+
     @cached_property
     def _kernels(self) -> Mapping[fx.Node, float]:
         return self.machine.kernels(self.graph)
@@ -172,9 +177,7 @@ class _BlockReader:
         for node in self.graph.nodes:
             region = node.meta.get("region")
             if node in kernels and region in ("forward", "backward"):
-                self._add(node, region, kernels[node])
-                if node in self._of_inputs:
-                    self._add(node, "inputs", kernels[node])
+                self._spend(node, region, kernels[node])
             elif node in kernels and region == "update":
                 self._add(node, "update", _moved_nbytes(node) / memory)
             elif region in ("forward", "backward"):
@@ -190,10 +193,8 @@ class _BlockReader:
         seconds = collective_seconds(call.kind, call.nbytes, group, self.machine.topology)
         seconds += self.machine.launch_seconds
         passes = 2 if call.kind == "all_reduce" else 1
-        self._add(node, region, seconds)
+        self._spend(node, region, seconds)
         self._add(node, "exchange", seconds)
-        if node in self._of_inputs:
-            self._add(node, "inputs", seconds)
         if region == "forward" and is_recomputable(node):
             self._add(node, "moved_again", seconds)
         elif region == "forward":
@@ -223,9 +224,8 @@ class _BlockReader:
         roots = self._roots
         counted: set[fx.Node] = set()
         for node in self.graph.nodes:
-            if node.meta.get("region") != "backward" or node in self._of_inputs:
-                continue
-            if node.target is operator.getitem:
+            late = node.meta.get("region") == "backward" and node not in self._of_inputs
+            if not late or node.target is operator.getitem:
                 continue
             for x in node.all_input_nodes:
                 root = roots.get(x) or x

@@ -212,6 +212,11 @@ class _Composition:
         """Whether the backward has gradients of weights apart."""
         return self.layout.schedule in ("zb", "zbv")
 
+    @property
+    def _interleaves(self) -> bool:
+        """Whether a rank takes its stages in turns."""
+        return self.layout.schedule.startswith("interleaved")
+
     def _rank_of(self, stage: int) -> int:
         if self.layout.schedule == "zbv":  # there and back
             return min(stage, 2 * self.pipe - 1 - stage)
@@ -228,11 +233,11 @@ class _Composition:
         """
         times = [p.forward + p.backward for p in self._rank_pieces]
         longest, whole = max(times), sum(times)
-        share = 1 / self._chunks if self.layout.schedule.startswith("interleaved") else 1.0
+        share = 1 / self._chunks if self._interleaves else 1.0
         if self._halves and whole:
             late = 1 - sum(p.forward + p.inputs for p in self._rank_pieces) / whole
             share = max(0.0, 1 - (2 if self.layout.schedule == "zb" else 3) * late)
-        return self.layout.micro * longest + share * (sum(times) - longest)
+        return self.layout.micro * longest + share * (whole - longest)
 
     def _live(self, rank: int) -> float:
         """Micro-batches that a rank holds at most, of all its stages, which are not interleaved."""
@@ -290,11 +295,9 @@ class _Composition:
     @property
     def _moved(self) -> tuple[float, ...]:
         """Seconds of these messages; there and back on one rank takes none."""
-        rank = self._rank_of
-        apart = (rank(i) != rank(i + 1) for i in range(len(self._messages)))
         return tuple(
-            self._moving(x) if moves else 0.0
-            for x, moves in zip(self._messages, apart, strict=True)
+            self._moving(nbytes) if self._rank_of(i) != self._rank_of(i + 1) else 0.0
+            for i, nbytes in enumerate(self._messages)
         )
 
     def _moving(self, nbytes: float) -> float:
@@ -332,7 +335,7 @@ class _Composition:
             return self._rank_pieces[0].kept
         if self.plays:
             return self._played.peak_nbytes[rank]
-        if self._chunks > 1 and self.layout.schedule != "zbv":
+        if self._interleaves:
             return self._kept_in_turns(rank)
         live, piece = self._live(rank), self._rank_pieces[rank]
         if not self._halves or not rank:
