@@ -81,6 +81,12 @@ def test_nodes_know_module_and_source_line() -> None:
     assert all("loss.backward()" in line_of(n) for n in backward)
 
 
+def test_ops_without_a_gradient_do_not_rename_the_backward_before_them() -> None:
+    captured = subject("llama").captured  # its rotary embedding counts positions after the lookup
+    (backward,) = calls(captured, aten.embedding_dense_backward.default)
+    assert backward.meta["module"] == "model.embed_tokens"
+
+
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_nodes_of_a_library_model_know_their_modules(name: str) -> None:
     captured = subject(name).captured

@@ -53,7 +53,8 @@ class Watch:
             line, owner = self.forward.get(number, (source, module))
             node.meta["forward_source"], module = line, owner or module
         elif self.region == "forward" and _gives_tensors(node):
-            self.forward[next_node_number() - 1] = (source, module)
+            # The first op after autograd has numbered a node is that node's: later ones may have no gradient.
+            self.forward.setdefault(next_node_number() - 1, (source, module))
         node.meta["source"], node.meta["module"] = source, module
         node.meta["region"] = "update" if self.in_update else self.region
         refuse_real_write(node, root)
