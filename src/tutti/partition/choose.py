@@ -17,8 +17,8 @@ from tutti.rules.rule import Term
 WORK = 0.01
 # Pending sums wait, if necessary with small whole partners turned into pending ones.
 SMALL = 4096
-# The penalty factor for a gather of an axis that should stay.
-KEPT = 1000.0
+# The penalty factor for a gather of an axis that should stay; of a placed weight, beside values of any size.
+KEPT, PLACED = 1e3, 1e9
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ class OperandOffer(NamedTuple):
 
     def _cost(self, version: Sharding, target: Sharding, mesh: Mesh) -> float:
         gathers = (version.axes & self.keeps) - target.axes
-        return route(version, target, mesh).cost * (KEPT if gathers else 1.0)
+        penalty = (PLACED if self.placed else KEPT) if gathers else 1.0
+        return route(version, target, mesh).cost * penalty
 
 
 class Chooser:
