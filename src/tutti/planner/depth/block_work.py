@@ -20,7 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
-from tutti.graph.analysis.aliases import roots_of
+from tutti.graph.analysis.aliases import aliased, roots_of
 from tutti.graph.analysis.cost import nbytes_of
 from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.liveness import held
@@ -59,7 +59,8 @@ class Piece:
     state; slots with buffers. gradients: bytes that the update reads. sent: bytes over the model's axes.
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
     of the others. inputs: the part of `backward` on which an earlier piece depends. delayed: bytes of a
-    micro-batch that the rest reads.
+    micro-batch that the rest reads. read: bytes of weights in the dtypes in which the forward reads them;
+    `read_again` of those that the backward reads, too.
     """
 
     forward: float = 0.0
@@ -76,6 +77,8 @@ class Piece:
     moved_again: float = 0.0
     inputs: float = 0.0
     delayed: float = 0.0
+    read: float = 0.0
+    read_again: float = 0.0
 
     def __add__(self, other: Piece) -> Piece:
         return Piece(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -93,7 +96,8 @@ class Blocks:
     transient: bytes above those kept, within a forward or a backward; `within_layers` those in layers alone.
     message: bytes of a value between two layers.
     messages: bytes of all values at the end of each piece but the last, if layers differ.
-    drops: of each run, what a layer may recompute (`dropped_values.py`).
+    gradient: bytes of the largest gradient of a weight. batch: bytes of all samples, of which each rank has a
+    copy. drops: of each run, what a layer may recompute (`dropped_values.py`).
     """
 
     first: Piece
@@ -104,6 +108,8 @@ class Blocks:
     message: float
     drops: tuple[tuple[Drop, ...], ...] = ()
     messages: tuple[float, ...] = ()
+    gradient: float = 0.0
+    batch: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -133,6 +139,7 @@ class _BlockReader:
         convolutions_in_halves(self.graph)
         self.sums: dict[tuple[str, str], float] = {}
         self.values: dict[str, dict[fx.Node, float]] = {}
+        self.gradients: set[fx.Node] = set()
 
     def read(self) -> Blocks:
         self._times()
@@ -148,10 +155,10 @@ class _BlockReader:
         ends = self._piece("first"), tuple(layers), last
         drops = tuple(self._drops(i, unit) for i, (_, unit, _) in enumerate(self.units.runs))
         transients = self._transients(last.kept)
-        if not self.units.fills_gaps:
-            return Blocks(*ends, *transients, self._message(), drops)
-        messages = self._messages()
-        return Blocks(*ends, *transients, statistics.median(messages), drops, messages)
+        messages = self._messages() if self.units.fills_gaps else ()
+        message = statistics.median(messages) if messages else self._message()
+        largest = max(map(nbytes_of, self.gradients), default=0)
+        return Blocks(*ends, *transients, message, drops, messages, largest, self._batch())
 
     def _piece(self, name: str) -> Piece:
         found = {f.name: self.sums.get((name, f.name), 0.0) for f in fields(Piece)}
@@ -180,7 +187,7 @@ class _BlockReader:
                 self._spend(node, region, kernels[node])
             elif node in kernels and region == "update":
                 self._add(node, "update", _moved_nbytes(node) / memory)
-            elif region in ("forward", "backward"):
+            elif region is not None:
                 self._exchange(node, region)
 
     def _exchange(self, node: fx.Node, region: str) -> None:
@@ -193,6 +200,9 @@ class _BlockReader:
         seconds = collective_seconds(call.kind, call.nbytes, group, self.machine.topology)
         seconds += self.machine.launch_seconds
         passes = 2 if call.kind == "all_reduce" else 1
+        if region == "update":  # of a gradient
+            self._add(node, "update", seconds)
+            return
         self._spend(node, region, seconds)
         self._add(node, "exchange", seconds)
         if region == "forward" and is_recomputable(node):
@@ -214,6 +224,8 @@ class _BlockReader:
                 continue
             if root.op != "call_function" or RECOMPUTED in node.meta:
                 continue
+            if root.meta.get("region") == "backward":
+                continue  # a forward's value, moved for the backward
             counted.add(root)
             self._add(root, "kept" if root in of_batch else "cast", nbytes_of(root))
             if root in of_batch:
@@ -257,7 +269,7 @@ class _BlockReader:
             roots.get(n) or n
             for n in inside
             for u in n.users
-            if u.meta.get("region") == "forward" and u not in inside
+            if u.meta.get("region") == "forward" and u not in inside and not self.units.fills_gaps
         }
         values = {v: x for v, x in self.values.get(name, {}).items() if v not in lasting}
         made = drops_of(values, self._kernels, inside)
@@ -299,15 +311,39 @@ class _BlockReader:
             if node.op == "placeholder" and is_state(node):
                 entry = entries.get(node.meta["name"])
                 kind = "parameters" if entry is not None and entry.kind == "parameter" else "slots"
-                self._add_state(entry.owner or entry.name if entry else "", kind, nbytes_of(node))
+                owner = entry.owner or entry.name if entry else ""
+                self._add_state(owner, kind, nbytes_of(node))
+                if kind == "parameters":
+                    self._read(node)
         roots = self._roots
-        counted: set[fx.Node] = set()
+        counted = self.gradients
         for node in self.graph.nodes:
             into_update = any(u.meta.get("region") == "update" for u in node.users)
             root = roots.get(node) or node
             if node.meta.get("region") == "backward" and into_update and root not in counted:
                 counted.add(root)
-                self._add(root, "gradients", nbytes_of(root))
+                self._add(root, "gradients", _moved_to_update(node))
+
+    def _read(self, weight: fx.Node) -> None:
+        """Bytes of a weight as the forward reads it: of its casts, if nothing else reads it."""
+        readers = [u for u in weight.users if u.meta.get("region") == "forward"]
+        if readers:
+            is_cast = all(u.target is torch.ops.aten._to_copy.default for u in readers)
+            nbytes = nbytes_of(readers[-1] if is_cast else weight)
+            self._add(readers[-1], "read", nbytes)
+            if self._late_readers(weight):
+                self._add(readers[-1], "read_again", nbytes)
+
+    def _late_readers(self, weight: fx.Node) -> bool:
+        """Whether the backward reads a weight, through views and casts."""
+        stack = [weight]
+        while stack:
+            for user in stack.pop().users:
+                if user.meta.get("region") == "backward":
+                    return True
+                if user.target is torch.ops.aten._to_copy.default or aliased(user) is not None:
+                    stack.append(user)
+        return False
 
     def _copied(self, node: fx.Node, name: str) -> str:
         """Of a copy outside of all layers: the name of the weight that it casts, or whose gradient it is."""
@@ -403,18 +439,22 @@ class _BlockReader:
         return otherwise if unit is None else f"run {unit[0]}.{unit[1]}"
 
     def _transients(self, last_kept: float) -> tuple[float, float]:
-        """The most bytes above those at the border of forward and backward: anywhere, and in layers, whose
-        backward begins without those that the last piece had kept."""
-        graph, border, peak, inside = self.graph, 0, 0, 0.0
+        """The most bytes above those that the forward leaves and earlier gradients of weights: anywhere, and
+        in layers, whose backward begins without those that the last piece had kept."""
+        graph, peak, inside = self.graph, 0.0, 0.0
+        left = sum(x for (_, what), x in self.sums.items() if what in ("kept", "cast"))
         for node, nbytes in held(graph, Storages(graph, self.program.captured.mode)):
             region = node.meta.get("region")
-            if region == "forward" and RECOMPUTED not in node.meta:
-                border = nbytes
             if region in ("forward", "backward"):
-                peak = max(peak, nbytes)
+                peak = max(peak, nbytes - left)
             if region == "backward" and self.units.of(node.meta.get("module") or "") is not None:
-                inside = max(inside, nbytes + last_kept)
-        return max(0.0, peak - border), max(0.0, inside - border)
+                inside = max(inside, nbytes + last_kept - left)
+            left += nbytes_of(node) if node in self.gradients else 0.0
+        return peak, inside
+
+    def _batch(self) -> float:
+        given = [n for n in self.graph.nodes if n.op == "placeholder" and not is_state(n)]
+        return sum(map(nbytes_of, given))
 
     def _messages(self) -> tuple[float, ...]:
         """Bytes at the end of each piece: of values of the batch and of weights that a later piece reads.
@@ -452,6 +492,13 @@ class _BlockReader:
             if own is not None and others - {own, None}:
                 best = max(best, nbytes_of(node))
         return best
+
+
+def _moved_to_update(gradient: fx.Node) -> int:
+    """Bytes of a gradient as the update reads it: of what a collective makes of it."""
+    (user, *others) = (u for u in gradient.users if u.meta.get("region") == "update")
+    moved = not others and user.target in collectives.COLLECTIVES
+    return nbytes_of(user if moved else gradient)
 
 
 def _made(node: fx.Node) -> fx.Node:

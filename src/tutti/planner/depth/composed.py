@@ -18,10 +18,12 @@ from itertools import accumulate
 from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
+from tutti.passes.bucket import BUCKET_NBYTES
 from tutti.pipeline.ready import schedule_of
 from tutti.pipeline.stages.balance import balanced
 from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.depth.block_work import Blocks, Piece
+from tutti.planner.depth.recomputed_segments import RecomputedSegments, segments_of
 from tutti.planner.depth.thinned_layers import thinned
 from tutti.planner.estimates.graph_clock import (
     COLLECTIVES,
@@ -89,7 +91,7 @@ class _Composition:
         else:
             seconds = timeline.seconds if timeline else self._closed_form
             kinds[IDLE] += max(0.0, seconds - computing - kinds[COLLECTIVES])  # type: ignore[assignment]
-            exposed = max(self._gathered(p) + self._reduced(p) for p in ranks)
+            exposed = max(self._gathered(p) + self._summed(p) for p in ranks)
             seconds += exposed
             kinds[COLLECTIVES] += exposed  # type: ignore[assignment]
         update = max(p.update for p in ranks) / (self.data if self.layout.zero else 1)
@@ -119,7 +121,7 @@ class _Composition:
         return sum(
             self.layout.micro * (p.forward + p.backward)
             + self._gathered(p)
-            + self._reduced(p)
+            + self._summed(p)
             + p.update / share
             + self._renewed(p)
             for p in self._rank_pieces
@@ -128,24 +130,40 @@ class _Composition:
     def _alone(self, piece: Piece, computing: float) -> tuple[float, float, float]:
         """Without a pipeline: seconds of compute, of collectives beside it, and of those it waits for."""
         micro, zero = self.layout.micro, self.layout.zero
-        each = 2 * self._gathered(piece) if zero == 3 else 0.0
+        each = self._gathered(piece) + self._gathered(piece, again=True) if zero == 3 else 0.0
         reduced = self._reduced(piece)
-        within = micro * each + (micro * reduced if zero >= 2 or micro == 1 else 0.0)
-        after = 0.0 if zero >= 2 or micro == 1 else reduced
-        hidden = min(within, computing)
-        ends = (each + reduced) / max(1, self.blocks.num_layers) if within else 0.0
+        beside = zero >= 2 or micro == 1
+        within = micro * (each + reduced) if beside else micro * each
+        # Nothing runs beside the gather before the first piece, and beside the sum of its gradients.
+        front = self._front(self._cut[0])
+        ends = micro * (self._gathered(front) + self._reduced(front)) if beside else 0.0
+        hidden = min(within - ends, computing)
         slower = hidden * (1 - 1 / OVERLAP_SLOWDOWN)
-        return computing + slower, hidden, max(0.0, within - computing) + ends + after
+        waits = within - hidden + (0.0 if beside else reduced)
+        return computing + slower, hidden, waits
 
-    def _gathered(self, piece: Piece) -> float:
-        """Seconds to gather the weights of a piece over `data`, in the dtype of the forward."""
+    @staticmethod
+    def _front(pieces: Sequence[Piece]) -> Piece:
+        """The first of them that has weights."""
+        return next((piece for piece in pieces if piece.read), Piece())
+
+    def _gathered(self, piece: Piece, *, again: bool = False) -> float:
+        """Seconds to gather the weights of a piece over `data`, in the dtypes of the forward."""
         if self.layout.zero < 3:
             return 0.0
-        return self._over_data("all_gather", piece.cast or piece.parameters)
+        return self._over_data("all_gather", self._read_again(piece) if again else piece.read)
+
+    def _read_again(self, piece: Piece) -> float:
+        """Bytes of the weights that the backward reads: with a second forward, of all."""
+        return piece.read if self.layout.remat == "full" else piece.read_again
 
     def _reduced(self, piece: Piece) -> float:
         kind = "reduce_scatter" if self.layout.zero else "all_reduce"
         return self._over_data(kind, piece.gradients)
+
+    def _summed(self, piece: Piece) -> float:
+        """Seconds of sums of gradients after the last micro-batch of a pipeline."""
+        return self._reduced(piece) if self.layout.zero < 2 else 0.0
 
     def _renewed(self, piece: Piece) -> float:
         """Seconds to gather the weights that each rank has updated a part of."""
@@ -158,42 +176,45 @@ class _Composition:
             return 0.0
         return collective_seconds(kind, nbytes, self.groups[("data",)], self.machine.topology)
 
-    def _recomputing(self, pieces: list[Piece]) -> Piece:
-        """A stage of these pieces; with `remat=full` its backward recomputes one segment at a time.
-
-        With n layers that keep K bytes each, and m bytes between layers, the cuts are those of
-        `passes.remat_segments`: s segments, which keep `s m` and hold `n K / s` while one is recomputed.
-        """
+    def _recomputing(self, stage: int) -> Piece:
+        """A stage of a pipeline; with `remat=full` its backward recomputes one segment at a time."""
+        pieces = self._cut[stage]
         whole = sum(pieces, Piece())
-        if self.layout.remat != "full" or whole.kept <= 0:
+        if (
+            self.layout.zero >= 2 and self.pipe > 1
+        ):  # nothing runs beside the last sum of a micro-batch
+            alone = self._reduced(self._front(pieces))
+            whole = replace(whole, backward=whole.backward + alone, exchange=whole.exchange + alone)
+        found = self._segments[stage]
+        if found is None or whole.kept <= 0:
             return whole
-        segments = self._num_segments(pieces)
-        once = max(0.0, whole.exchange - 2 * whole.moved_again) / 3
-        again = (whole.forward - once) * (1 - 1 / segments)
-        moved = whole.moved_again * (1 - 1 / segments)
-        kept = min(whole.kept, segments * self._between + whole.once)
+        again = sum(pieces[: found.last], Piece())
+        once = max(0.0, again.exchange - 2 * again.moved_again) / 3
+        seconds = again.forward - once
         more = {
-            "backward": whole.backward + again,
-            "inputs": whole.inputs + again,
-            "exchange": whole.exchange + moved,
+            "backward": whole.backward + seconds,
+            "inputs": whole.inputs + seconds,
+            "exchange": whole.exchange + again.moved_again,
         }
-        return replace(whole, **more, kept=kept, cast=0.0)
+        return replace(whole, **more, kept=min(whole.kept, found.crossing + whole.once), cast=0.0)
 
-    def _segment(self, pieces: list[Piece]) -> float:
-        """Bytes of one segment while it is recomputed, its weights in the dtype of the forward included."""
+    @cached_property
+    def _segments(self) -> list[RecomputedSegments | None]:
+        """Of each stage; None if nothing is recomputed. Weights in another dtype are cast again, too."""
         if self.layout.remat != "full":
-            return 0.0
-        whole = sum(pieces, Piece())
-        return max(0.0, whole.kept + whole.cast) / self._num_segments(pieces)
+            return [None] * len(self._cut)
+        found: list[RecomputedSegments | None] = []
+        begin = 0
+        for pieces in self._cut:
+            inside = tuple(max(0.0, p.kept + p.cast - p.once) for p in pieces)
+            ends = range(begin, begin + len(pieces) - 1)
+            found.append(segments_of(inside, tuple(self._crossing(i) for i in ends)))
+            begin += len(pieces)
+        return found
 
-    @property
-    def _between(self) -> float:
-        """Bytes between two layers."""
-        return max(1.0, self.blocks.message)
-
-    def _num_segments(self, pieces: list[Piece]) -> float:
-        kept = max(0.0, sum(piece.kept for piece in pieces))  # a loss may only let go
-        return min(len(pieces), max(1.0, math.sqrt(kept / self._between)))
+    def _crossing(self, piece: int) -> float:
+        """Bytes from a piece to later ones."""
+        return self.blocks.messages[piece] if self.blocks.messages else self.blocks.message
 
     @property
     def _pipeline(self) -> Layout:
@@ -262,7 +283,7 @@ class _Composition:
     @cached_property
     def _stage_pieces(self) -> list[Piece]:
         """The pieces of each stage: contiguous layers, balanced by their time."""
-        return [self._recomputing(pieces) for pieces in self._cut]
+        return [self._recomputing(stage) for stage in range(len(self._cut))]
 
     @cached_property
     def _cut(self) -> list[list[Piece]]:
@@ -288,9 +309,7 @@ class _Composition:
     @cached_property
     def _messages(self) -> list[float]:
         """Bytes from each stage but the last to the next."""
-        ends = accumulate(map(len, self._cut[:-1]))
-        between = self.blocks.messages
-        return [between[end - 1] if between else self.blocks.message for end in ends]
+        return [self._crossing(end - 1) for end in accumulate(map(len, self._cut[:-1]))]
 
     @property
     def _moved(self) -> tuple[float, ...]:
@@ -352,36 +371,49 @@ class _Composition:
             self.layout.micro,
         )
         parameters = piece.parameters / (data if zero == 3 else 1)
-        state = parameters + piece.slots / (data if zero else 1)
+        state = self.blocks.batch + parameters + piece.slots / (data if zero else 1)
         split = zero >= 2 or (zero == 1 and micro == 1)
         gradients = piece.gradients / (data if split else 1)
-        one_layer = max((p.cast or p.parameters for p, _ in self.blocks.layers), default=0.0)
-        cast = 2 * one_layer if zero == 3 else piece.cast
         summed = gradients if self.layout.in_time else 0.0
-        last = self._has_last[rank]
-        transient = self.blocks.transient if last else self.blocks.within_layers
-        own = [p for s, p in enumerate(self._cut) if self._rank_of(s) == rank]
-        transient += max(map(self._segment, own))
-        border = state + cast + self._kept(rank) + transient + summed
-        return max(border, state + cast + gradients, state + 2 * gradients)
+        stages = [stage for stage in range(len(self._cut)) if self._rank_of(stage) == rank]
+        cast = 0.0 if zero == 3 else piece.cast
+        moved = max(BUCKET_NBYTES, self.blocks.gradient) if data > 1 else 0.0
+        begins = self._kept(rank) + summed + max(map(self._above, stages))
+        ends = gradients + max(self._above(stage, ends=True) for stage in stages)
+        border = max(begins, ends) if self.pipe == 1 else begins
+        return state + max(cast + border, gradients + moved)
 
-    @cached_property
-    def _has_last(self) -> list[bool]:
-        """Whether a rank has the last stage, with the logits."""
-        if self.pipe == 1:
-            return [True]
-        last = self._rank_of(self.pipe * self._chunks - 1)
-        return [rank == last for rank in range(self.pipe)]
+    def _above(self, stage: int, ends: bool = False) -> float:
+        """The most bytes above the state, gradients and the values that the forwards leave: of temporary
+        values, of a segment that is recomputed, and of gathered weights, those of a piece and its neighbor.
+
+        With `ends`, where the backward ends, without values that the forward leaves.
+        """
+        found, pieces = self._segments[stage], self._cut[stage]
+        read = [0.0] * len(pieces)
+        if self.layout.zero == 3:
+            read = [sum(p.read for p in pieces[max(0, i - 1) : i + 1]) for i in range(len(pieces))]
+        again, temporary = found.above if found else 0.0, self.blocks.within_layers
+        if ends:
+            return temporary + again + max(read[:2])
+        kept = list(accumulate(max(0.0, p.kept) for p in pieces))
+        left = self._stage_pieces[stage].kept / max(1.0, kept[-1])
+        inside = temporary + max(r - (kept[-1] - k) * left for r, k in zip(read, kept, strict=True))
+        if stage < len(self._cut) - 1:
+            return inside + again
+        return max(inside, self.blocks.transient + read[-1]) + again
 
     def _sent(self, piece: Piece) -> dict[str, int]:
         """Bytes that the busiest rank sends in a step, by link."""
         micro, zero, data = self.layout.micro, self.layout.zero, self.data
         found: Counter[str] = Counter()
         share = (data - 1) / data
-        gathers = 2 * micro if zero == 3 and self.pipe == 1 else 1 if zero == 3 else 0
-        sums = micro if zero >= 2 and self.pipe == 1 else 1
+        gathered = piece.read if zero == 3 else 0.0
+        if self.pipe == 1 and zero == 3:
+            gathered = micro * (piece.read + self._read_again(piece))
+        sums = micro if zero >= 2 else 1
         over_data = share * (
-            gathers * (piece.cast or piece.parameters)
+            gathered
             + sums * (1 if zero else 2) * piece.gradients
             + (piece.parameters if zero in (1, 2) else 0.0)
         )
@@ -391,7 +423,8 @@ class _Composition:
         found["inside" if within.num_hosts == 1 else "between"] += int(micro * piece.sent)
         if self.pipe > 1:
             link = "between" if self.groups.crosses_hosts("pipe") else "inside"
-            found[link] += int(2 * micro * max(self._messages))
+            ways = 2 if len(self._cut) > 2 else 1  # to the next stage, and back to the one before
+            found[link] += int(ways * micro * max(self._messages))
         return {k: n for k, n in found.items() if n}
 
 
