@@ -34,6 +34,7 @@ from tutti.propagate.batch_dim import (
 from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
 from tutti.propagate.expert_moves import ExpertMoves, insert_moves, movable
 from tutti.propagate.factors import axes_of
+from tutti.propagate.order_of_sums import products_first
 from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage_sharding import (
     PARAMETERS_FROM,
@@ -165,6 +166,8 @@ def _planned(
     asked = layout.micro
     layout = micro_of(layout, [int(shapes[n][d]) for n, d in dims.items() if d is not None])
     mesh = layout.program_mesh
+    if any(axis in mesh for axis in MODEL_AXES):
+        products_first(captured.graph)
     products = movable(captured, mesh, lambda name: _given_to(name, captured, mesh, seeds))
     axes = batch_axes(mesh, with_experts=bool(products))
     moves = insert_moves(captured, mesh, products, _axes_of_samples(captured, dims, layout, axes))
