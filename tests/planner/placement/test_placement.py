@@ -18,8 +18,10 @@ import tutti
 from tutti.capture.step import Captured, capture, copied
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
+from tutti.planner.costs.graph_seconds import CollectiveCall
 from tutti.planner.placement import placement
-from tutti.planner.placement.counted_programs import CountedPrograms
+from tutti.planner.placement.candidate_cost import Costing
+from tutti.planner.placement.counted_programs import NO_NODE, CountedPrograms
 from tutti.planner.placement.placement import (
     Placement,
     cost_of,
@@ -28,6 +30,7 @@ from tutti.planner.placement.placement import (
     programs_of,
 )
 from tutti.planner.placement.reduced import reduced
+from tutti.planner.placement.yardstick import Yardstick
 from tutti.propagate.plan import plan
 from tutti.report.collective_records import records
 from tutti.report.explanation import explain
@@ -329,3 +332,26 @@ def test_nothing_to_split_is_said() -> None:
 def test_a_layout_without_the_axis_searches_nothing() -> None:
     assert find_place(captured("llama"), Layout.parse("data=2")) == Placement()
     assert texts()["input_ids"].shape[0] % 2 == 0
+
+
+def test_between_hosts_bytes_take_the_adapters_time() -> None:
+    near, far = (Yardstick.of(Layout.parse(f"data={n} tensor=2"), None) for n in (4, 8))
+    call = CollectiveCall(NO_NODE, "all_reduce", 1_000_000, ("data",))
+    inside, between = near.cluster.topology.inside, near.cluster.topology.between
+    ratio = inside.bandwidth.value * inside.efficiency.value
+    ratio /= between.bandwidth.value * between.efficiency.value
+    assert ratio > 5
+    assert far.collective(call) / near.collective(call) == pytest.approx(ratio * (7 / 8) / (3 / 4))
+
+
+@pytest.mark.parametrize(
+    ("words", "waited"), [("micro=2", 1.0), ("", 0.0), ("micro=2 zero=2", 0.0)]
+)
+def test_sums_of_gradients_are_waited_for_after_micro_batches(words: str, waited: float) -> None:
+    """Otherwise they go beside the backward, as far as it lasts."""
+    layout = Layout.parse(f"data=16 tensor=2 {words}")
+    costing = Costing(captured("llama"), programs("llama"), layout, Yardstick.of(layout, None))
+    local = dict.fromkeys(costing.weights, 1000000000.0)
+    whole = costing._summing(local, 0.0) / (layout.micro if layout.zero else 1)
+    beside = costing._summing(local, 1e6 * whole)
+    assert beside / whole == pytest.approx(waited, abs=0.25)

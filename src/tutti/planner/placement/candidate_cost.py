@@ -15,9 +15,12 @@ from torch import Tensor
 from tutti.capture.step import Captured
 from tutti.layout import Layout, Sharding
 from tutti.planner.costs.graph_seconds import CollectiveCall
+from tutti.planner.estimates.graph_clock import OVERLAP_SLOWDOWN
 from tutti.planner.placement.counted_programs import NO_NODE, CountedProgram, CountedPrograms
 from tutti.planner.placement.yardstick import Yardstick, sent_nbytes
 
+# The share of the backward in the time of both passes.
+_BACKWARD = 2 / 3
 # Axes that split the batch: their ranks share activations and their work.
 _BATCH_AXES = ("data", "seq")
 
@@ -73,9 +76,13 @@ class Costing:
 
     def _cost(self, made: CountedProgram) -> PlacedCost:
         collectives = sum(n * self.yardstick.collective(c, self.share) for c, n in made.calls)
+        computing = self.share * made.kernel_seconds
         local = self._local_nbytes(made)
         return PlacedCost(
-            seconds=self.share * made.kernel_seconds + collectives + self._state_seconds(local),
+            seconds=computing
+            + collectives
+            + self._update_seconds(local)
+            + self._summing(local, computing),
             sent_nbytes=sum(n * self._sent(c) for c, n in made.calls),
             memory_nbytes=self._state_nbytes(local) + self.share * made.kept_nbytes,
             shardings={n: s for n, s in made.shardings.items() if s.axes},
@@ -95,16 +102,24 @@ class Costing:
             found |= {m: self.weights[m].nbytes / ways for m in self.step.members[name]}
         return found
 
-    def _state_seconds(self, local: Mapping[str, float]) -> float:
-        """Sums of gradients over `data`, and the update."""
-        data = self.layout.axes.get("data", 1)
-        nbytes = sum(local.values())
+    def _update_seconds(self, local: Mapping[str, float]) -> float:
         read = sum((3 + 2 * self._slots(name)) * n for name, n in local.items())
-        seconds = self.yardstick.memory(read / (data if self.layout.zero else 1))
-        if data > 1:
-            call = CollectiveCall(NO_NODE, "all_reduce", int(nbytes), ("data",))
-            seconds += self.yardstick.collective(call)
-        return seconds
+        return self.yardstick.memory(read / (self._data if self.layout.zero else 1))
+
+    def _summing(self, local: Mapping[str, float], computing: float) -> float:
+        """Seconds of sums of gradients over `data`: after the last micro-batch, or beside the backward."""
+        if self._data == 1:
+            return 0.0
+        call = CollectiveCall(NO_NODE, "all_reduce", int(sum(local.values())), ("data",))
+        seconds = self.yardstick.collective(call)
+        if self.layout.micro > 1 and self.layout.zero < 2:
+            return seconds
+        hidden = min(self.layout.micro * seconds, _BACKWARD * computing)
+        return self.layout.micro * seconds - hidden + hidden * (1 - 1 / OVERLAP_SLOWDOWN)
+
+    @property
+    def _data(self) -> int:
+        return self.layout.axes.get("data", 1)
 
     def _state_nbytes(self, local: Mapping[str, float]) -> float:
         data, zero = self.layout.axes.get("data", 1), self.layout.zero

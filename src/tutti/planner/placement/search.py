@@ -17,7 +17,7 @@ from tutti.planner.placement.subset_program import best_subset
 # Rounds of improvement, and the share of the time that a decision must save: it adds collectives.
 _MOST_ROUNDS = 4
 WORTH = 2e-3
-# A decision that saves less than this share of the time alone is left out to see; others are sure.
+# Decisions that save or cost less than this share of the time alone are left out, or taken, to see.
 _SURE = 2e-2
 Chosen = tuple[int, ...]
 
@@ -62,9 +62,14 @@ def search(
     around = _Around(set(excluded), count, bound_nbytes, least=int(takes_one and bool(taken)))
     starts = [first, (), *((i,) for i in taken)]
     best = min((c for c in starts if len(c) >= around.least), key=around.rank)
-    doubtful = [i for i in taken if gains[taken.index(i)] > -_SURE * none.seconds]
+    limit = _SURE * none.seconds
+    hopeful = [i for i, gain in zip(taken, gains, strict=True) if i in first or gain < limit]
+    doubtful = [i for i, gain in zip(taken, gains, strict=True) if gain > -limit]
+    alone_saved = sum(alone[i].seconds - none.seconds for i in first)
+    if count(first).seconds > none.seconds + alone_saved + limit:
+        doubtful = taken  # some of them are in each other's way
     for _ in range(_MOST_ROUNDS):
-        better = around.better(best, first, doubtful)
+        better = around.better(best, hopeful, doubtful)
         if better is None:
             break
         best = better
@@ -86,10 +91,12 @@ class _Around:
         price = WORTH * len(chosen) * self.count(()).seconds
         return max(0.0, cost.memory_nbytes - self.bound_nbytes), cost.seconds + price
 
-    def better(self, chosen: Chosen, first: Chosen, doubtful: Sequence[int]) -> Chosen | None:
-        """The best subset without a doubtful decision, or with one more of the first; None without a gain."""
+    def better(
+        self, chosen: Chosen, hopeful: Sequence[int], doubtful: Sequence[int]
+    ) -> Chosen | None:
+        """The best subset without a doubtful decision, or with one more hopeful one; None without a gain."""
         near = [tuple(i for i in chosen if i != out) for out in chosen if out in doubtful]
-        near += [self._with(chosen, i) for i in first if i not in chosen]
+        near += [self._with(chosen, i) for i in hopeful if i not in chosen]
         near = [c for c in near if len(c) >= self.least]
         best = min(near, key=self.rank, default=chosen)
         return best if self.rank(best) < self.rank(chosen) else None

@@ -59,7 +59,8 @@ class Yardstick:
         group = self.group(call.axes)
         if not self.is_plain:
             return collective_seconds(call.kind, share * call.nbytes, group, self.cluster.topology)
-        link = self.cluster.topology.inside
+        topology = self.cluster.topology
+        link = topology.inside if group.num_hosts == 1 else topology.between
         sent = share * sent_nbytes(call, group.size)
         return sent / (link.bandwidth.value * link.efficiency.value)
 
