@@ -17,8 +17,8 @@ from tutti.planner.placement.subset_program import best_subset
 # Rounds of improvement, and the share of the time that a decision must save: it adds collectives.
 _MOST_ROUNDS = 4
 WORTH = 2e-3
-# Decisions that save or cost less than this share of the time alone are left out, or taken, to see.
-_SURE = 2e-2
+# A decision that alone costs less than this share of the time is taken to see.
+_NEAR = 2e-2
 Chosen = tuple[int, ...]
 
 
@@ -62,12 +62,12 @@ def search(
     around = _Around(set(excluded), count, bound_nbytes, least=int(takes_one and bool(taken)))
     starts = [first, (), *((i,) for i in taken)]
     best = min((c for c in starts if len(c) >= around.least), key=around.rank)
-    limit = _SURE * none.seconds
-    hopeful = [i for i, gain in zip(taken, gains, strict=True) if i in first or gain < limit]
-    doubtful = [i for i, gain in zip(taken, gains, strict=True) if gain > -limit]
-    alone_saved = sum(alone[i].seconds - none.seconds for i in first)
-    if count(first).seconds > none.seconds + alone_saved + limit:
-        doubtful = taken  # some of them are in each other's way
+    # What alone changes next to nothing changes nothing beside others either.
+    near = (2 * WORTH * none.seconds, _NEAR * none.seconds)
+    hopeful = [i for i, x in zip(taken, gains, strict=True) if i in first or near[0] < x < near[1]]
+    # If a sum of parts is the whole, each of them does what it does alone.
+    parts = none.seconds + sum(alone[i].seconds - none.seconds for i in first)
+    doubtful = taken if abs(count(first).seconds - parts) > WORTH * none.seconds else []
     for _ in range(_MOST_ROUNDS):
         better = around.better(best, hopeful, doubtful)
         if better is None:
