@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, fx
 
+from tutti.graph.analysis.aliases import viewed
 from tutti.graph.analysis.order import positions_of
 from tutti.graph.edits.edit import NOTES
 
 aten = torch.ops.aten
 _MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear})
-_VIEWS = frozenset({aten.reshape, aten.view, aten._unsafe_view, aten.permute})
 
 
 def products_first(graph: fx.Graph) -> None:
@@ -80,6 +80,6 @@ def _is_inner(node: fx.Node) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    while getattr(node.target, "overloadpacket", None) in _VIEWS:
-        node = node.all_input_nodes[0]
+    while (source := viewed(node)) is not None:
+        node = source
     return getattr(node.target, "overloadpacket", None) in _MATMULS

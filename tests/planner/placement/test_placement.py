@@ -231,13 +231,12 @@ def found_in_five() -> Placement:
 
 
 def test_equal_layers_count_once() -> None:
-    """The counted step has the same size for 5 and for 8 layers; the ends have another share of the time,
-    which decides on a few programs."""
+    """The counted step has the same size, and the same programs are counted, for 5 and for 8 layers."""
     few, many = deep(5), deep(8)
     assert len(reduced(few).captured.graph.nodes) == len(reduced(many).captured.graph.nodes)
     layout = Layout.parse("tensor=2")
     one, other = found_in_five(), find_place(many, layout)
-    assert abs(one.num_counted - other.num_counted) <= 4
+    assert one.num_counted == other.num_counted
     assert {p for p in other.place if "*" in p}
     covered = [n for n, kind in many.kinds.items() if kind == "parameter" and "linear1" in n]
     made = plan(copied(many), layout, found=other.place)

@@ -316,12 +316,12 @@ class _BlockReader:
                 if kind == "parameters":
                     self._read(node)
         roots = self._roots
-        counted = self.gradients
         for node in self.graph.nodes:
             into_update = any(u.meta.get("region") == "update" for u in node.users)
             root = roots.get(node) or node
-            if node.meta.get("region") == "backward" and into_update and root not in counted:
-                counted.add(root)
+            is_new = root not in self.gradients
+            if node.meta.get("region") == "backward" and into_update and is_new:
+                self.gradients.add(root)
                 self._add(root, "gradients", _moved_to_update(node))
 
     def _read(self, weight: fx.Node) -> None:

@@ -130,7 +130,7 @@ class _Composition:
     def _alone(self, piece: Piece, computing: float) -> tuple[float, float, float]:
         """Without a pipeline: seconds of compute, of collectives beside it, and of those it waits for."""
         micro, zero = self.layout.micro, self.layout.zero
-        each = self._gathered(piece) + self._gathered(piece, again=True) if zero == 3 else 0.0
+        each = self._gathered(piece) + self._gathered(piece, again=True)
         reduced = self._reduced(piece)
         beside = zero >= 2 or micro == 1
         within = micro * (each + reduced) if beside else micro * each
@@ -180,9 +180,8 @@ class _Composition:
         """A stage of a pipeline; with `remat=full` its backward recomputes one segment at a time."""
         pieces = self._cut[stage]
         whole = sum(pieces, Piece())
-        if (
-            self.layout.zero >= 2 and self.pipe > 1
-        ):  # nothing runs beside the last sum of a micro-batch
+        if self.layout.zero >= 2 and self.pipe > 1:
+            # Nothing runs beside the last sum of a micro-batch.
             alone = self._reduced(self._front(pieces))
             whole = replace(whole, backward=whole.backward + alone, exchange=whole.exchange + alone)
         found = self._segments[stage]
@@ -378,39 +377,45 @@ class _Composition:
         stages = [stage for stage in range(len(self._cut)) if self._rank_of(stage) == rank]
         cast = 0.0 if zero == 3 else piece.cast
         moved = max(BUCKET_NBYTES, self.blocks.gradient) if data > 1 else 0.0
-        begins = self._kept(rank) + summed + max(map(self._above, stages))
-        ends = gradients + max(self._above(stage, ends=True) for stage in stages)
-        border = max(begins, ends) if self.pipe == 1 else begins
+        border = self._kept(rank) + summed + max(map(self._above, stages))
+        if self.pipe == 1:  # or where the backward ends, with all gradients
+            first = max(self._neighbors(0)[:2])
+            border = max(border, gradients + self.blocks.within_layers + self._again(0) + first)
         return state + max(cast + border, gradients + moved)
 
-    def _above(self, stage: int, ends: bool = False) -> float:
-        """The most bytes above the state, gradients and the values that the forwards leave: of temporary
-        values, of a segment that is recomputed, and of gathered weights, those of a piece and its neighbor.
-
-        With `ends`, where the backward ends, without values that the forward leaves.
-        """
-        found, pieces = self._segments[stage], self._cut[stage]
-        read = [0.0] * len(pieces)
-        if self.layout.zero == 3:
-            read = [sum(p.read for p in pieces[max(0, i - 1) : i + 1]) for i in range(len(pieces))]
-        again, temporary = found.above if found else 0.0, self.blocks.within_layers
-        if ends:
-            return temporary + again + max(read[:2])
-        kept = list(accumulate(max(0.0, p.kept) for p in pieces))
+    def _above(self, stage: int) -> float:
+        """The most bytes of temporary values, of a segment that is recomputed and of gathered weights, above
+        the state, gradients and the values that the forwards leave."""
+        kept = list(accumulate(max(0.0, p.kept) for p in self._cut[stage]))
         left = self._stage_pieces[stage].kept / max(1.0, kept[-1])
-        inside = temporary + max(r - (kept[-1] - k) * left for r, k in zip(read, kept, strict=True))
-        if stage < len(self._cut) - 1:
-            return inside + again
-        return max(inside, self.blocks.transient + read[-1]) + again
+        read = self._neighbors(stage)
+        gathered = max(r - (kept[-1] - k) * left for r, k in zip(read, kept, strict=True))
+        temporary = self.blocks.within_layers + gathered
+        if stage == len(self._cut) - 1:
+            temporary = max(temporary, self.blocks.transient + read[-1])
+        return temporary + self._again(stage)
+
+    def _again(self, stage: int) -> float:
+        """Bytes of a segment while it is recomputed, above those across the cuts."""
+        found = self._segments[stage]
+        return found.above if found else 0.0
+
+    def _neighbors(self, stage: int) -> list[float]:
+        """Bytes of the gathered weights of each piece and the one before, which overlap."""
+        pieces = self._cut[stage]
+        if self.layout.zero < 3:
+            return [0.0] * len(pieces)
+        return [sum(p.read for p in pieces[max(0, i - 1) : i + 1]) for i in range(len(pieces))]
 
     def _sent(self, piece: Piece) -> dict[str, int]:
         """Bytes that the busiest rank sends in a step, by link."""
         micro, zero, data = self.layout.micro, self.layout.zero, self.data
         found: Counter[str] = Counter()
         share = (data - 1) / data
-        gathered = piece.read if zero == 3 else 0.0
-        if self.pipe == 1 and zero == 3:
-            gathered = micro * (piece.read + self._read_again(piece))
+        gathered = 0.0
+        if zero == 3:  # a pipeline gathers once
+            both = piece.read + self._read_again(piece)
+            gathered = micro * both if self.pipe == 1 else piece.read
         sums = micro if zero >= 2 else 1
         over_data = share * (
             gathered

@@ -1,7 +1,8 @@
 """The cost of one placement under a layout, from its counted program.
 
 seconds  =  kernels and collectives of forward and backward, on a rank's part of the batch
-          + sums of gradients over `data`  +  the update's reads and writes of the state
+          + sums of gradients over `data` that nothing runs beside
+          + the update's reads and writes of the state
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class Costing:
         return found
 
     def _update_seconds(self, local: Mapping[str, float]) -> float:
+        """Seconds of the update's reads and writes."""
         read = sum((3 + 2 * self._slots(name)) * n for name, n in local.items())
         return self.yardstick.memory(read / (self._data if self.layout.zero else 1))
 
@@ -122,7 +124,7 @@ class Costing:
         return self.layout.axes.get("data", 1)
 
     def _state_nbytes(self, local: Mapping[str, float]) -> float:
-        data, zero = self.layout.axes.get("data", 1), self.layout.zero
+        data, zero = self._data, self.layout.zero
         weights = sum(local.values())
         slots = sum(self._slots(name) * n for name, n in local.items())
         return (

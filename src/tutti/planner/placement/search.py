@@ -17,8 +17,9 @@ from tutti.planner.placement.subset_program import best_subset
 # Rounds of improvement, and the share of the time that a decision must save: it adds collectives.
 _MOST_ROUNDS = 4
 WORTH = 2e-3
-# A decision that alone costs less than this share of the time is taken to see.
-_NEAR = 2e-2
+# A decision that alone costs such a share of the time is taken to see: what changes less changes nothing
+# beside others either.
+_LEAST_NEAR, _MOST_NEAR = 2 * WORTH, 2e-2
 Chosen = tuple[int, ...]
 
 
@@ -62,9 +63,7 @@ def search(
     around = _Around(set(excluded), count, bound_nbytes, least=int(takes_one and bool(taken)))
     starts = [first, (), *((i,) for i in taken)]
     best = min((c for c in starts if len(c) >= around.least), key=around.rank)
-    # What alone changes next to nothing changes nothing beside others either.
-    near = (2 * WORTH * none.seconds, _NEAR * none.seconds)
-    hopeful = [i for i, x in zip(taken, gains, strict=True) if i in first or near[0] < x < near[1]]
+    hopeful = [i for i in taken if i in first or _costs_little(alone[i], none)]
     # If a sum of parts is the whole, each of them does what it does alone.
     parts = none.seconds + sum(alone[i].seconds - none.seconds for i in first)
     doubtful = taken if abs(count(first).seconds - parts) > WORTH * none.seconds else []
@@ -74,6 +73,11 @@ def search(
             break
         best = better
     return BestSubset(best, count(best), none, alone)
+
+
+def _costs_little(alone: PlacedCost, none: PlacedCost) -> bool:
+    more = alone.seconds - none.seconds
+    return _LEAST_NEAR * none.seconds < more < _MOST_NEAR * none.seconds
 
 
 @dataclass(frozen=True)
