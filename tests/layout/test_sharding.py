@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations, product
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tutti.errors import ShardingError
-from tutti.layout import Dim, Mesh, Segment, Sharding, assemble, canonical, split_dim
+from tutti.layout import Dim, Mesh, Segment, Sharding, assemble, canonical, split_dim, united
 
 MESHES = [Mesh.parse(m) for m in ("a=2", "a=3", "a=2 b=2", "a=2 b=3", "a=2 b=2 c=2", "a=4 b=2")]
 meshes = st.sampled_from(MESHES)
@@ -193,3 +194,49 @@ def test_what_divides() -> None:
     assert Sharding.parse("8@data, 6").divides(MESH)
     assert not Sharding.parse("6@data+tensor").divides(MESH)
     assert not Sharding.parse("2*3@data").divides(MESH)
+
+
+def splits(size: int, mesh: Mesh) -> set[Dim]:
+    """Every canonical split of a dim by each of the axes at most once."""
+    found: set[Dim] = set()
+    for sizes in products_of(size):
+        for places in product(range(-1, len(sizes)), repeat=len(list(mesh))):
+            for order in permutations(zip(mesh, places, strict=True)):
+                axes = [tuple(a for a, at in order if at == i) for i in range(len(sizes))]
+                if all(n % mesh.size(a) == 0 for n, a in zip(sizes, axes, strict=True)):
+                    found.add(canonical(map(Segment, sizes, axes), mesh))
+    return found
+
+
+def products_of(size: int) -> list[tuple[int, ...]]:
+    return [(size,)] + [
+        (n, *rest) for n in range(2, size) if size % n == 0 for rest in products_of(size // n)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "mesh"), [(4, "a=2 b=2"), (6, "a=2 b=3"), (8, "a=2 b=2"), (8, "a=2 b=4")]
+)
+def test_two_splits_united(size: int, mesh: str) -> None:
+    """Against all splits: what is found is what both say, and where none is found, there is none."""
+    ranks = Mesh.parse(mesh)
+
+    def held(dim: Dim) -> tuple[frozenset[int], ...]:
+        return tuple(frozenset(index_of(dim, ranks, r)) for r in range(ranks.num_ranks))
+
+    every = {dim: held(dim) for dim in splits(size, ranks)}
+    some = {indices: dim for dim, indices in every.items()}
+    num_found = 0
+    for one, other in product(every, repeat=2):
+        both = tuple(map(frozenset.intersection, every[one], every[other]))
+        found = united(one, other, ranks)
+        num_found += found is not None
+        assert (held(found) if found else None) == (both if both in some else None), (one, other)
+    assert len(every) < num_found < len(every) ** 2
+
+
+def test_splits_of_no_elements() -> None:
+    mesh = Mesh.parse("a=2 b=2")
+    one, other = (Segment(0, ("a",)),), (Segment(0, ("b",)),)
+    assert united(one, one, mesh) == united(one, (Segment(0),), mesh) == one
+    assert united(one, other, mesh) is None

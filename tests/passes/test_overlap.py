@@ -51,6 +51,14 @@ def test_what_is_needed_at_once_is_not_handed_over() -> None:
     assert overlap(_reduction(gap=1), APART) == 0
 
 
+def test_one_matmul_is_work_enough() -> None:
+    b = Builder()
+    x = b.given("batch.0", 4, 4, kind="batch")
+    total = b.call(collectives.all_reduce, x, HERE, "sum")
+    y = b.call(aten.mm.default, x, x)
+    assert overlap(b.done([], [b.call(aten.add.Tensor, total, y)]), APART) == 1
+
+
 def test_ranks_that_share_memory_have_nothing_to_overlap() -> None:
     assert overlap(_reduction(), SHARED) == 0
 

@@ -196,17 +196,24 @@ def losses_of(layout: str, steps: int) -> list[float]:
 def train_with_calls(
     layout: str, steps: int, slow: int
 ) -> tuple[list[tuple[Any, ...]], list[NDArray[Any]]]:
-    """What happened on this rank, (step, event), and its weights after every step; replica `slow` is."""
+    """What happened on this rank, (step, event), and its weights after every step; replica `slow` is.
+
+    In the second half it waits for a reply if none has come: all steps may take less time than one.
+    """
     step = tutti.distribute(train_step, *make(), layout)
     events: list[tuple[Any, ...]] = []
     one(step, 0)  # before the first round
     assert step.agreeing is not None and step.agreeing.team is not None
-    step.agreeing.team.calls.note = lambda event: events.append((step.num_steps, *event))
+    calls, between = step.agreeing.team.calls, step.agreeing.team.between
+    calls.note = lambda event: events.append((step.num_steps, *event))
     dist.barrier()
     seen = []
     for k in range(1, steps):
         if dist.get_rank() == slow:
             time.sleep(0.02)
+        if k > steps // 2 and calls._out and not any(event[1] == "land" for event in events):
+            with between.post.changed:
+                between.post.changed.wait_for(lambda: between.has_replies, timeout=60)
         one(step, k)
         seen.append(flat({n: x.detach() for n, x in step.state_dict().items()}, step.model))
     dist.barrier()

@@ -8,9 +8,9 @@ from tutti.layout.sharding import (
     Sharding,
     assemble,
     canonical,
-    refines,
     restricted,
     split_dim,
+    united,
 )
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "Sharding",
     "assemble",
     "canonical",
-    "refines",
     "restricted",
     "split_dim",
+    "united",
 ]

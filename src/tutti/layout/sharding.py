@@ -13,10 +13,12 @@ splits the whole run.
 from __future__ import annotations
 
 import math
+import operator
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -91,14 +93,33 @@ def _split_dim(dim: Dim, sizes: tuple[int, ...], mesh: Mesh) -> tuple[Dim, ...] 
     return tuple(canonical(p, mesh) or (Segment(1),) for p in parts)
 
 
-def refines(fine: Dim, coarse: Dim, mesh: Mesh) -> bool:
-    """Whether `fine` is `coarse` with more axes, each minor to those of `coarse`."""
-    parts = split_dim(coarse, [seg.size for seg in fine], mesh)
-    if parts is None or any(len(part) != 1 for part in parts):
-        return False
-    return all(
-        seg.axes[: len(part[0].axes)] == part[0].axes for seg, part in zip(fine, parts, strict=True)
-    )
+@lru_cache(maxsize=65536)
+def united(one: Dim, other: Dim, mesh: Mesh) -> Dim | None:
+    """The dim split by the axes of both: each rank has what it has under each; None if there is none."""
+    if one == other or not any(seg.axes for seg in other):
+        return one
+    if not any(seg.axes for seg in one):
+        return other
+    ends = sorted({*_ends(one), *_ends(other)})
+    if 0 in ends or any(end % start for start, end in pairwise(ends)):
+        return None
+    sizes = [end // start for start, end in pairwise([1, *ends])]
+    cuts = [split_dim(dim, sizes, mesh) for dim in (one, other)]
+    if cuts[0] is None or cuts[1] is None:
+        return None
+    segments = []
+    for (first,), (second,) in zip(*cuts, strict=True):  # no cut falls into a segment
+        short, long = sorted((first.axes, second.axes), key=len)
+        if long[: len(short)] != short:
+            return None
+        segments.append(Segment(first.size, long))
+    axes = [a for seg in segments for a in seg.axes]
+    return canonical(segments, mesh) if len(axes) == len(set(axes)) else None
+
+
+def _ends(dim: Dim) -> Iterator[int]:
+    """The products of the sizes of its first segments, from the major side."""
+    return accumulate((seg.size for seg in dim), operator.mul)
 
 
 def _cut_segment(seg: Segment, head: int, mesh: Mesh) -> tuple[Segment | None, Segment | None]:

@@ -127,7 +127,7 @@ def _suggestions(
         if split in read_already:
             continue
         read_already.add(split)
-        assigned = read(rule, split, mesh)
+        assigned = read(rule, split, mesh, partly=True)
         yield assigned
         for axis in sorted({a for dim in assigned.values() for a in axes_of(dim)}):
             yield {f: d for f, d in assigned.items() if axis not in axes_of(d)}

@@ -14,11 +14,14 @@ from tutti.partition.choose import Choice
 from tutti.partition.localize import Call, Local, emit_local
 from tutti.partition.reshard import LATENCY, route
 from tutti.partition.wide import Mover
-from tutti.propagate.factors import project, read
+from tutti.propagate.factors import Assignment, project, read
 from tutti.propagate.spread import Spread
-from tutti.rules import is_tensor_call, operands_of
+from tutti.rules import Rule, is_tensor_call, operands_of
+from tutti.rules.rule import Term
 
 aten = torch.ops.aten
+# They take each version of their base to one of their own, without communication.
+_VIEWS = frozenset({aten.reshape.default, aten.permute.default})
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,14 @@ class Values:
         return self.versions[node][0].sharding
 
     def shardings(self, node: fx.Node) -> tuple[Sharding, ...]:
-        """The sharding of each version."""
-        return tuple(v.sharding for v in self.versions[node])
+        """The sharding of each version, the first one first, and of those that views of its base's give."""
+        found = [v.sharding for v in self.versions[node]]
+        if node.target in _VIEWS:
+            for of_base in self.shardings(operands_of(node)[0]):
+                sharding = self._viewed(node, of_base)
+                if sharding is not None and sharding not in found:
+                    found.append(sharding)
+        return tuple(found)
 
     def prefer_last(self, node: fx.Node) -> None:
         """From here on the latest version is the first."""
@@ -91,20 +100,15 @@ class Values:
 
     def _through_view(self, x: fx.Node, target: Sharding, user: fx.Node) -> fx.Node | None:
         """Reshard the base of the view `x`, then view that: all views of one value share its reshards."""
-        if x.target not in (aten.reshape.default, aten.permute.default):
+        if x.target not in _VIEWS:
             return None
-        rule, viewed = self.spread.rule(x), operands_of(x)[0]
+        base, needed = operands_of(x)[0], self._viewed(x, target, of_base=True)
+        if needed is None or self._cost(base, needed) > self._cost(x, target):
+            return None
+        rule = self.spread.rule(x)
         assert rule is not None
+        source = self.reshard(base, needed, user)
         assigned = read(rule, [(rule.results[0], target)], self.mesh)
-        shape = tuple(x.meta["val"].shape)
-        if project(rule.results[0], assigned, rule, shape, self.mesh).dims != target.dims:
-            return None
-        shape = tuple(viewed.meta["val"].shape)
-        needed = project(rule.operands[0], assigned, rule, shape, self.mesh)
-        needed = needed.with_partial(target.partial)
-        if self._cost(viewed, needed) > self._cost(x, target):
-            return None
-        source = self.reshard(viewed, needed, user)
         choice = Choice(assigned, (needed,), (target,), 0.0)
         call = Call(self.local, x, choice, [source], self.scalars.__getitem__)
         made = emit_local(self.local, x, rule, call)
@@ -112,6 +116,22 @@ class Values:
         self.versions[x].append(_Version(target, made))
         self.made.append((x, made, target))
         return made
+
+    def _viewed(self, x: fx.Node, sharding: Sharding, *, of_base: bool = False) -> Sharding | None:
+        """The sharding of the view `x` of its base with this one, or the base's from that of `x`; None if
+        it has splits that the view cannot keep."""
+        rule, base = self.spread.rule(x), operands_of(x)[0]
+        assert rule is not None
+        sides = [(rule.operands[0], base), (rule.results[0], x)]
+        (term, value), (other_term, other) = sides[::-1] if of_base else sides
+        assigned = read(rule, [(term, sharding)], self.mesh)
+        if self._projected(rule, term, assigned, value).dims != sharding.dims:
+            return None
+        found = self._projected(rule, other_term, assigned, other)
+        return found.with_partial(sharding.partial)
+
+    def _projected(self, rule: Rule, term: Term, assigned: Assignment, x: fx.Node) -> Sharding:
+        return project(term, assigned, rule, tuple(x.meta["val"].shape), self.mesh)
 
     def _cost(self, x: fx.Node, target: Sharding) -> float:
         return min(route(v.sharding, target, self.mesh).cost for v in self.versions[x])

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from torch import fx
 
+from tutti.graph.analysis.cost import flops_of
 from tutti.graph.analysis.order import positions_of, ready_at
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
 from tutti.passes.joined import as_together, is_kind
 from tutti.passes.target import Target
 
-# The least number of nodes in between that pays for a start and a finish.
+# The least number of nodes in between that pays for a start and a finish; one matmul pays, too.
 LEAST_GAP = 3
 
 
@@ -42,8 +43,7 @@ def overlap(graph: fx.Graph, target: Target) -> int:
         node = as_together(graph, node)
         begin = _begin(graph, node, last_gather.get(axes) if gathers else None)
         first_user = _first_user(graph, node)
-        order = positions_of(graph)
-        if order[first_user] - order[begin] > LEAST_GAP:
+        if _pays(begin, first_user):
             node = _split(graph, node, begin, first_user)
             count += 1
         if gathers:
@@ -84,6 +84,17 @@ def _first_user(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """The first node that uses a result."""
     order = positions_of(graph)
     return min((u for item in node.users for u in item.users), key=order.__getitem__)
+
+
+def _pays(begin: fx.Node, first_user: fx.Node) -> bool:
+    """Whether there is work to do between the two nodes; `begin` itself may be the collective."""
+    node, gap = begin, 0
+    while node is not first_user:
+        gap += 1
+        if gap > LEAST_GAP or flops_of(node):
+            return True
+        node = node.next
+    return False
 
 
 def _split(graph: fx.Graph, node: fx.Node, begin: fx.Node, first_user: fx.Node) -> fx.Node:

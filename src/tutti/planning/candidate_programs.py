@@ -144,7 +144,7 @@ class CandidatePrograms:
     ) -> dict[str, Any]:
         """The placement that a run would find; it depends little on the other words of the layout."""
         axes = {a: n for a, n in layout.axes.items() if a in _PLACED}
-        key = layout.precision, layout.in_time, tuple(axes.items()), smallest
+        key = layout.precision, tuple(axes.items()), smallest
         if key not in self._found:
             self._found[key] = found_seeds(
                 captured,

@@ -75,7 +75,7 @@ def _in_turn(work: Mapping[Any, int], number: int) -> dict[Any, int]:
 
 
 def _piece(layout: Layout) -> Any:
-    return layout.axes.get("data", 1) * layout.micro, layout.in_time, layout.precision
+    return layout.axes.get("data", 1) * layout.micro, layout.precision
 
 
 def _kind(layout: Layout) -> tuple[tuple[str, int], ...]:

@@ -83,7 +83,7 @@ class StepEstimates:
         self._made_of = programs
         self.rows = num_rows(batch)
         self._num_layouts, self._capacity = num_layouts, capacity
-        self._blocks: dict[tuple[Layout, bool, bool], Blocks] = {}
+        self._blocks: dict[tuple[Layout, bool], Blocks] = {}
         self._units: dict[str, ShortUnits | ModuleUnits] = {}
         self._ahead: dict[Layout, Outcome] = {}
         # Of a composed step, by precision, and whether there are a pipeline and micro-batches.
@@ -274,7 +274,7 @@ class StepEstimates:
             axes={a: n for a, n in axes.items() if n > 1},
             precision=layout.precision,
         )
-        known = short, layout.in_time, smallest  # tokens stay whole in micro-batches
+        known = short, smallest
         if known not in self._blocks:
             self._captured_short(layout.precision)
             program = self._short_programs.program(short, placed=layout, smallest=smallest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, refines, restricted, split_dim
+from tutti.layout import Dim, Mesh, Segment, Sharding, canonical, restricted, split_dim, united
 from tutti.rules import Rule
 from tutti.rules.rule import Term
 
@@ -25,12 +25,14 @@ def read(
     mesh: Mesh,
     soft: Assignment | None = None,
     prefer: Mapping[str, str] | None = None,
+    *,
+    partly: bool = False,
 ) -> Assignment:
     """The factors' splits that follow from the tensors' shardings; the first of two conflicting ones wins.
 
     Whole factors are omitted; `soft` collects them, for cuts that follow their operand. `prefer` names the
     factor that an axis must split, if any: other splits over that axis do not count, but the other axes of a
-    dim do.
+    dim do. With `partly` the other axes of a dim count, too, where one of them already splits another factor.
     """
     assigned: Assignment = {}
     used: set[str] = set()
@@ -44,22 +46,23 @@ def read(
             if parts is None:
                 continue
             for factor, part in zip(factors, parts, strict=True):
-                axes = axes_of(part)
-                if prefer and any(prefer.get(a, factor) != factor for a in axes):
-                    part = restricted(
-                        part, [a for a in axes if prefer.get(a, factor) == factor], mesh
-                    )
-                    axes = axes_of(part)
                 known = assigned.get(factor)
-                if not axes or (known is not None and not refines(part, known, mesh)):
+                taken = used - set(axes_of(known or ()))
+                axes = [a for a in axes_of(part) if not prefer or prefer.get(a, factor) == factor]
+                if partly:
+                    axes = [a for a in axes if a not in taken]
+                if not axes or taken & set(axes):
                     continue
-                if (used - set(axes_of(known or ()))) & set(axes):
+                if len(axes) < len(axes_of(part)):
+                    part = restricted(part, axes, mesh)
+                both = part if known is None else united(known, part, mesh)
+                if both is None:
                     continue
                 if factor in rule.whole:
                     if soft is not None:
                         soft.setdefault(factor, part)
                     continue
-                assigned[factor] = part
+                assigned[factor] = both
                 used |= set(axes)
     return assigned
 
@@ -88,7 +91,9 @@ def merged(have: Sharding, more: Sharding, mesh: Mesh) -> Sharding:
     dims = list(have.dims)
     for i, dim in enumerate(more.dims):
         axes, own = set(axes_of(dim)), set(axes_of(dims[i]))
-        if axes - own and not axes & (used - own) and refines(dim, dims[i], mesh):
-            dims[i] = dim
-            used |= axes
+        if axes - own and not axes & (used - own):
+            both = united(dims[i], dim, mesh)
+            if both is not None:
+                dims[i] = both
+                used |= axes
     return Sharding(tuple(dims), have.partial)

@@ -17,9 +17,9 @@ from torch import Tensor, fx
 from tutti.graph.analysis.aliases import viewed
 from tutti.graph.analysis.order import positions_of
 from tutti.graph.edits.edit import NOTES
+from tutti.propagate.order_of_matmuls import is_matmul
 
 aten = torch.ops.aten
-_MATMULS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.linear})
 
 
 def products_first(graph: fx.Graph) -> None:
@@ -82,4 +82,4 @@ def _is_inner(node: fx.Node) -> bool:
 def _is_product(node: fx.Node) -> bool:
     while (source := viewed(node)) is not None:
         node = source
-    return getattr(node.target, "overloadpacket", None) in _MATMULS
+    return is_matmul(node)

@@ -34,6 +34,7 @@ from tutti.propagate.batch_dim import (
 from tutti.propagate.boundaries import COMPUTE, Boundary, insert_boundaries
 from tutti.propagate.expert_moves import ExpertMoves, insert_moves, movable
 from tutti.propagate.factors import axes_of
+from tutti.propagate.order_of_matmuls import weights_first
 from tutti.propagate.order_of_sums import products_first
 from tutti.propagate.spread import STRONG, Spread, tensors_of
 from tutti.propagate.storage_sharding import (
@@ -167,6 +168,9 @@ def _planned(
     layout = micro_of(layout, [int(shapes[n][d]) for n, d in dims.items() if d is not None])
     mesh = layout.program_mesh
     if any(axis in mesh for axis in MODEL_AXES):
+        given = captured.placeholders
+        parameters = {given[n] for n, kind in captured.kinds.items() if kind == "parameter"}
+        weights_first(captured.graph, parameters)
         products_first(captured.graph)
     products = movable(captured, mesh, lambda name: _given_to(name, captured, mesh, seeds))
     axes = batch_axes(mesh, with_experts=bool(products))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from reading_programs import skips_a_loss_that_is_not_finite
 from small_steps import trained
 from tutti.errors import LayoutError, ShardingError
-from tutti.graph.ops.collectives import COLLECTIVES, reduce_scatter
+from tutti.graph.ops.collectives import reduce_scatter
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.block_work import Blocks, Piece
@@ -240,8 +240,9 @@ def test_the_peak_is_that_of_the_dtype_of_most_operations(
     assert made == (torch.float32, torch.bfloat16)
 
 
-def test_tokens_stay_whole_in_micro_batches() -> None:
-    """Without a place the search splits tokens between the blocks, but for layouts in micro-batches."""
+@pytest.mark.parametrize("text", ["data=2 tensor=4", "tensor=4 micro=2", "tensor=4 pipe=2 micro=2"])
+def test_tokens_are_split_between_the_blocks(text: str) -> None:
+    """Without a place, by the search, in micro-batches and pipelines, too."""
     with torch.device("meta"):
         model = Deep(6)
     job = Job.of(train_step, model, torch.optim.AdamW(model.parameters()), Layout())
@@ -249,17 +250,14 @@ def test_tokens_stay_whole_in_micro_batches() -> None:
     machine = PricedMachine.of(Cluster.parse("8 x h100"))
     made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
     whole = CandidatePrograms(job, batch, on_processors=False)
-    for text, micro in (("data=2 tensor=4", False), ("tensor=4 micro=2", True)):
-        layout = Layout.parse(text)
-        program = whole.program(layout)
-        kinds = {n.target for n in program.graph.nodes if n.target in COLLECTIVES}
-        assert (reduce_scatter in kinds) != micro
-        exact = estimate(program, machine)
-        assert made.refined(layout).seconds == pytest.approx(exact.seconds, rel=0.15)
-        sent = exact.nbytes["inside"]
-        assert made.refined(layout).nbytes["inside"] == pytest.approx(
-            sent, rel=0.01 if micro else 0.15
-        )
+    layout = Layout.parse(text)
+    program = whole.program(layout)
+    assert any(n.target is reduce_scatter for n in program.graph.nodes)
+    exact = estimate(program, machine)
+    assert made.refined(layout).seconds == pytest.approx(exact.seconds, rel=0.15)
+    sent = exact.nbytes["inside"]
+    near = 0.03 if "pipe" in text else 0.01  # a message of the program may be an op earlier
+    assert made.refined(layout).nbytes["inside"] == pytest.approx(sent, rel=near)
 
 
 def test_masks_of_dropout_belong_to_a_micro_batch() -> None:

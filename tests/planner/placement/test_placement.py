@@ -180,7 +180,7 @@ def test_processors_keep_tokens_whole() -> None:
 
 
 def test_same_numbers_in_micro_batches_and_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens stay whole there: rows of samples and tokens cannot be cut in time and over `tensor`."""
+    """Rows of samples and tokens are cut in time and over `tensor` at once."""
     share_programs(monkeypatch, "bert")
     assert_same_numbers(subject("bert"), Layout.parse("pipe=2 tensor=2 micro=2"))
 

@@ -4,17 +4,22 @@
     backward  stage 1: reads x1, g2 -> g1      stage 0: reads x0, g1 -> g0
 
 A recomputed node belongs to the stage of its original, and its readers to the stage of readers of the
-original.
+original. A node that reads one gradient alone belongs to the stage of its readers, so that the gradient
+crosses once: a view, a cast, a gather. One that makes it smaller follows only where the gradient crosses in
+any case. The gradient of a bias, which nothing else of the backward reads, belongs to the stage of the other
+readers of its operand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from torch import fx
+from torch import Tensor, fx
 
+from tutti.graph.analysis.cost import nbytes_of
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.pipeline.micro_batches.moments import BEFORE, Moments
 from tutti.pipeline.stages.recomputed import originals
@@ -34,6 +39,19 @@ class _Row:
     gradients: Sequence[fx.Node] = ()
     saved: Sequence[fx.Node] = ()
     states: Sequence[Sequence[Sequence[fx.Node]]] = ()
+
+
+@dataclass(frozen=True)
+class _Led:
+    """What the stage of a node follows from that reads one gradient alone.
+
+    readers: of the node; of the gradient if the node has none. shrinks: the node has fewer bytes than the
+    gradient. beside: then the gradient's readers with a stage of their own.
+    """
+
+    readers: Sequence[fx.Node]
+    shrinks: bool = False
+    beside: Sequence[fx.Node] = ()
 
 
 class Backward:
@@ -64,6 +82,8 @@ class Backward:
         has = {n: self._stages_of(readers, stage) for n, readers in self._uses}
         every = (1 << self.num_stages) - 1
         for row in self._rows:
+            if row.node in self._led:
+                continue
             if row.original is not None:
                 stage[row.node] = stage[row.original]
                 continue
@@ -83,6 +103,10 @@ class Backward:
             else:
                 near = [_highest(one & below) if one & below else limit for one in saved]
                 stage[row.node] = min(near, default=limit)
+        for node, led in self._led.items():
+            stage[node] = max(stage[x] for x in led.readers)
+            if led.shrinks and all(stage[x] > stage[node] for x in led.beside):
+                stage[node] = stage[self._root(node)]  # less to send
 
     def _stages_of(self, nodes: Sequence[fx.Node], stage: Mapping[fx.Node, int]) -> int:
         found = 0
@@ -97,7 +121,55 @@ class Backward:
 
     @cached_property
     def _rows(self) -> list[_Row]:
-        return [self._row(node) for node in self.rest]
+        rows = [self._row(node) for node in self.rest]
+        return [replace(row, gradients=[self._root(x) for x in row.gradients]) for row in rows]
+
+    @cached_property
+    def _led(self) -> dict[fx.Node, _Led]:
+        """The nodes that follow others, after these."""
+        found: dict[fx.Node, _Led] = {}
+        ends: dict[
+            fx.Node, fx.Node
+        ] = {}  # nothing else of the backward reads them, and what they read
+        for node in filter(self._reads_one_gradient, reversed(self.rest)):
+            (operand,) = node.all_input_nodes
+            readers = self._readers(node, ends)
+            if not readers:
+                ends[node] = operand
+            elif all(x in found or self._reads_forward(x) for x in readers):
+                found[node] = _Led(readers, nbytes_of(node) < nbytes_of(operand))
+        for node, operand in ends.items():
+            while operand in ends:
+                operand = ends[operand]
+            found[node] = _Led(self._readers(operand, ends) or [operand])
+        for node, led in found.items():
+            if led.shrinks:
+                (operand,) = node.all_input_nodes
+                beside = [x for x in self._readers(operand, ends) if x not in found]
+                found[node] = replace(led, beside=beside)
+        return found
+
+    def _readers(self, node: fx.Node, ends: Container[fx.Node]) -> list[fx.Node]:
+        return [u for u in node.users if u in self.backward and u not in ends]
+
+    def _reads_forward(self, node: fx.Node) -> bool:
+        """Whether it reads values of the forward or of state: a sum of gradients does not."""
+        row = self._row(node)
+        return bool(row.saved or row.states)
+
+    def _reads_one_gradient(self, node: fx.Node) -> bool:
+        """Whether that is all that it reads, and its result is one tensor of its own."""
+        if node.target is operator.getitem or not isinstance(node.meta.get("val"), Tensor):
+            return False
+        row = self._row(node)
+        alone = row.original is None and not row.saved and not row.states
+        return alone and len(node.all_input_nodes) == len(row.gradients) == 1
+
+    def _root(self, x: fx.Node) -> fx.Node:
+        """The gradient from which nodes that follow others make `x`."""
+        while x in self._led:
+            (x,) = x.all_input_nodes
+        return x
 
     def _row(self, node: fx.Node) -> _Row:
         original = self.originals.get(node)

@@ -407,12 +407,14 @@ class _BlockReader:
     def _piece_of(self, node: fx.Node) -> str:
         """By its module; in the update by the state or the gradient that it reads; otherwise by its position.
 
-        A collective belongs to its operand's piece.
+        A collective belongs to its operand's piece, a gather to that of its first reader.
         """
         if node.meta.get("region") == "update":
             return self._updated.get(node, "last")
         at = node
-        if node.target in collectives.COLLECTIVES and node.all_input_nodes:
+        if node.target is collectives.all_gather and node.users:
+            at = min(node.users, key=self._position.__getitem__)
+        elif node.target in collectives.COLLECTIVES and node.all_input_nodes:
             at = _made(node.all_input_nodes[0])
         name = at.meta.get("module") or node.meta.get("module") or ""
         if self.units.of(name) is None:

@@ -154,9 +154,9 @@ def find_place(
         found.append(search_axis(costing, axis, splits, fixed, bound_nbytes=bound))
         splits = found[-1].splits
     tokens: dict[str, str] = {}
-    # `seq` splits the tokens already; rows of samples and tokens, cut in time, too, would be gathered.
+    # `seq` splits the tokens already.
     seq = layout.axes.get("seq", 1)
-    if splits_tokens and found[-1].axis == "tensor" and seq == 1 and not layout.in_time:
+    if splits_tokens and found[-1].axis == "tensor" and seq == 1:
         found[-1], tokens = with_tokens_split(costing, found[-1], bound_nbytes=bound)
     return _placement(captured, costing, found, tokens)
 
