@@ -10,6 +10,7 @@ from small_programs import APART, SHARED, Builder, lines
 from tutti.graph.ops import collectives
 from tutti.passes import bucket as module
 from tutti.passes.bucket import bucket
+from tutti.passes.target import Target
 
 aten = torch.ops.aten
 HERE = ("data",)
@@ -167,3 +168,39 @@ def test_what_is_random_or_large_is_not_moved_to_the_front() -> None:
     assert first(aten.mul.Tensor, 4) == "mul.Tensor" and first(aten.gt.Scalar, 4) == "gt.Scalar"
     assert first(aten.bernoulli.p, 4) == "mul.Tensor"
     assert first(aten.gt.Scalar, 2**20) == "mul.Tensor"
+
+
+def _cast_gathers(*, updated: bool = False) -> fx.Graph:
+    """Two weights cast, gathered and used in turn; `updated`: the second is overwritten before."""
+    b = Builder()
+    w, v = b.given("w", 400, 400), b.given("v", 400, 400)
+    y = b.given("batch.0", 800, 400, kind="batch")
+    for weight in (w, v):
+        cast = b.call(aten.sigmoid.default, weight)
+        whole = b.call(collectives.all_gather, cast, HERE, 0, 1, shape=(800, 400))
+        y = b.call(aten.mul.Tensor, y, whole)
+        if updated and weight is w:
+            b.call(aten.add_.Tensor, v, v)
+    return b.done([y], [])
+
+
+@pytest.mark.parametrize(("target", "count"), [(APART, 1), (SHARED, 0)])
+def test_casts_of_weights_move_with_their_gathers(
+    target: Target, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that share memory would keep every weight whole at once."""
+    monkeypatch.setattr(module, "SPAN", 1.0)
+    graph = _cast_gathers()
+    assert bucket(graph, target) == count
+    graph.lint()
+    if count:
+        assert lines(graph)[:3] == [
+            "sigmoid(%w)",
+            "sigmoid(%v)",
+            "together(all_gather, [%3, %4], data, [[0, 1], [0, 1]], )",
+        ]
+
+
+def test_a_cast_stays_behind_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SPAN", 1.0)
+    assert bucket(_cast_gathers(updated=True), APART) == 0

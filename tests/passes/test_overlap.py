@@ -73,16 +73,20 @@ def test_what_is_under_way_is_not_overwritten() -> None:
         assert any(line.startswith(f"{name}(") for line in lines(graph)), lines(graph)
 
 
-def test_a_gather_starts_when_the_one_before_is_waited_for() -> None:
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_gather_starts_when_the_one_before_is_waited_for(cast: bool) -> None:
+    """A cast of a weight moves with its gather."""
     b = Builder()
     weights = [b.given(name, 2, 4) for name in "uvw"]
     y = b.given("batch.0", 4, 4, kind="batch")
     for weight in weights:
-        whole = b.call(collectives.all_gather, weight, HERE, 0, 1, shape=(4, 4))
+        part = b.call(aten.sigmoid.default, weight) if cast else weight
+        whole = b.call(collectives.all_gather, part, HERE, 0, 1, shape=(4, 4))
         for _ in range(5):
             y = b.call(aten.mul.Tensor, y, whole)
     graph = b.done([y], [])
     assert overlap(graph, APART) == 2
+    graph.lint()
     names = [n.target.__name__ for n in graph.nodes if n.target in collectives.PLAYED]
     # The first is needed at once; the second starts before it, the third when the second is waited for.
     assert names == ["start", "together", "start", "finish", "finish"]

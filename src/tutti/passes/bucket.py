@@ -5,7 +5,8 @@
                                                     %7 = item(%8, 1)
 
 Each collective costs a meeting of the ranks, whatever its size, so fewer are cheaper. A reduction moves up to
-the position where its operand is ready, a gather down to the first use of its result; neighbors then join. A
+the position where its operand is ready, a gather down to the first use of its result; neighbors then join.
+Between hosts or GPUs, casts of weights to 16 bits move up to their gather. A
 bucket has a limit of bytes and of span in the graph: a larger one would keep values alive while they wait for
 each other.
 
@@ -28,6 +29,7 @@ from torch import Tensor, fx
 from tutti.graph.analysis.aliases import is_function
 from tutti.graph.analysis.order import (
     ancestors_where,
+    casts_of_state,
     descendants_where,
     item,
     positions_of,
@@ -142,13 +144,15 @@ def _buckets(
     most_span: float,
 ) -> list[_Bucket]:
     """The nodes in buckets, each with a valid common position."""
+    casts_move = gathers and most_nbytes < float("inf")
     near: Callable[[fx.Node], int] = (
         (lambda n: used_at(n, order)) if gathers else (lambda n: ready_at(n, order))
     )
     found: list[_Bucket] = []
     for node in sorted(nodes, key=lambda n: (near(n), order[n])):
         nbytes = _nbytes(node, gathers)
-        ready, used = ready_at(node, order), used_at(node, order)
+        casts = _casts(node) if casts_move else []
+        ready, used = ready_at(casts[0] if casts else node, order), used_at(node, order)
         if ready >= used:
             continue  # the next node needs it
         last = found[-1] if found else None
@@ -164,6 +168,11 @@ def _buckets(
     return found
 
 
+def _casts(gather: fx.Node) -> list[fx.Node]:
+    """The casts of a weight before its gather, which move with it."""
+    return casts_of_state(gather.args[0])  # type: ignore[arg-type]
+
+
 def _nbytes(node: fx.Node, gathers: bool) -> float:
     """The bytes that wait in a bucket: a gather's result, a reduction's operand."""
     x: Tensor = node.meta["val"] if gathers else node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -176,6 +185,9 @@ def _join(graph: fx.Graph, one: _Bucket, gathers: bool) -> None:
     lead = nodes[0]
     if gathers:
         anchor = min((user for node in nodes for user in node.users), key=order.__getitem__)
+        late = {x for node in nodes for x in _casts(node) if order[x] > order[anchor]}
+        for x in sorted(late, key=order.__getitem__):
+            anchor.prepend(x)
     else:
         given = [n for n in graph.nodes if n.op == "placeholder"]
         operands = [x for node in nodes for x in node.all_input_nodes]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import fx
 
 from tutti.graph.analysis.cost import flops_of
-from tutti.graph.analysis.order import positions_of, ready_at
+from tutti.graph.analysis.order import casts_of_state, positions_of
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
 from tutti.passes.joined import as_together, is_kind
@@ -73,11 +73,20 @@ def _end_before(graph: fx.Graph, node: fx.Node, later: fx.Node) -> None:
 
 
 def _begin(graph: fx.Graph, node: fx.Node, earlier: fx.Node | None) -> fx.Node:
-    """The node before which the collective may start: itself, or the end of the gather before it."""
+    """The node before which the collective may start: itself, or the end of the gather before it.
+
+    Casts of weights move there with their gather.
+    """
     if earlier is None:
         return node
     order = positions_of(graph)
-    return earlier if ready_at(node, order) < order[earlier] else node
+    late = {x for operand in node.all_input_nodes for x in casts_of_state(operand)}
+    late = {x for x in late if order[x] > order[earlier]}
+    if any(order[x] >= order[earlier] and x not in late for x in node.all_input_nodes):
+        return node
+    for x in sorted(late, key=order.__getitem__):
+        earlier.prepend(x)
+    return earlier
 
 
 def _first_user(graph: fx.Graph, node: fx.Node) -> fx.Node:

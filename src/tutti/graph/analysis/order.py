@@ -7,6 +7,8 @@ from collections.abc import Callable, Container, Iterable
 
 from torch import fx
 
+from tutti.graph.analysis.aliases import is_function, written
+from tutti.graph.analysis.state import is_state
 from tutti.graph.edits.edit import NOTES
 
 
@@ -23,6 +25,18 @@ def ready_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
 def used_at(node: fx.Node, order: dict[fx.Node, int]) -> int:
     """The position of the first user of `node`: the latest place for `node` is right before it."""
     return min((order[user] for user in node.users), default=len(order))
+
+
+def casts_of_state(node: fx.Node) -> list[fx.Node]:
+    """The functions of one state tensor that make an operand, the first one first; they may run at any time.
+
+    Empty if the operand depends on anything else, or if a node overwrites the state.
+    """
+    found: list[fx.Node] = []
+    while is_function(node) and len(node.all_input_nodes) == 1:
+        found.insert(0, node)
+        (node,) = node.all_input_nodes
+    return found if is_state(node) and not any(node in written(u) for u in node.users) else []
 
 
 def item(graph: fx.Graph, after: fx.Node, several: fx.Node, index: int, like: fx.Node) -> fx.Node:
