@@ -245,3 +245,23 @@ def test_evaluation_has_nothing_to_recompute() -> None:
     program = subjects.program("eval", "remat=full")
     graph = optimized(program, Target())
     assert len(graph.nodes) == len(optimized(program, Target(), without={"remat"}).nodes)
+
+
+def look_up(model: nn.Module, optimizer: Any, tokens: Tensor) -> Tensor:
+    loss = model(tokens).square().sum()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(("rows", "times"), [(8, 1), (64, 2)])
+def test_an_embedding_is_not_gathered_for_fewer_rows(rows: int, times: int) -> None:
+    """The backward keeps the rows that a rank looks up, or gathers the 32 rows of the weight again."""
+    model = nn.Sequential(nn.Embedding(32, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = tutti.distribute(look_up, model, optimizer, "data=2 zero=3 remat=full")
+    program = step.program_of((torch.arange(2 * rows) % 32,))
+    graph = ready_to_split(program, Target(), ())
+    gathers = [n for n in graph.nodes if n.target is collectives.all_gather]
+    assert sum(n.meta["val"].shape == (32, 8) for n in gathers) == times

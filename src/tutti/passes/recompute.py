@@ -13,6 +13,8 @@ from collections.abc import Collection
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
+from tutti.graph.analysis.cost import nbytes_of
+from tutti.graph.analysis.order import ancestors
 from tutti.graph.edits.edit import RECOMPUTED, erase_dead
 from tutti.graph.ops import collectives
 from tutti.graph.ops.expert_rows import MOVES_SLOTS
@@ -79,6 +81,20 @@ def sources(graph: fx.Graph, kept: Collection[fx.Node]) -> set[fx.Node]:
             found.add(node)
         elif node not in lasting:
             stack += node.all_input_nodes
+    return found
+
+
+def gathered_again(graph: fx.Graph) -> dict[fx.Node, int]:
+    """By node of the forward, the bytes of weights that only a recomputation of it would gather again."""
+    lasting, twins = state_only(graph), _twins(graph)
+    whole = {n for n in lasting if n.target is collectives.all_gather and n not in twins}
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node not in lasting and is_forward(node):
+            read = [x for x in node.all_input_nodes if x in lasting]
+            weights = ancestors(read, lambda x: x in lasting) & whole
+            if weights:
+                found[node] = sum(map(nbytes_of, weights))
     return found
 
 

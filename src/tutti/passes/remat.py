@@ -21,7 +21,13 @@ from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.storage import StorageBlock, Storages
 from tutti.graph.ops.expert_rows import MOVES_SLOTS
 from tutti.layout.budget import Budget, nbytes_text
-from tutti.passes.recompute import is_forward, is_recomputable, recompute, sources
+from tutti.passes.recompute import (
+    gathered_again,
+    is_forward,
+    is_recomputable,
+    recompute,
+    sources,
+)
 from tutti.passes.remat_segments import kept_blocks
 from tutti.torch_private.fake_tensors import FakeTensorMode
 
@@ -58,6 +64,9 @@ class _Plans:
                 self.values.setdefault(block, []).append(node)
         self.read = {b for b in self.values if is_forward(b.node) and self._is_read(b)}
         self.lasting, last = kept_blocks(graph, self.storages)
+        again = gathered_again(graph)
+        self.lasting |= {b for b in self.values if again.get(b.node, 0) > b.nbytes}
+        last -= self.lasting
         self.everything = self.read | self.lasting | last
         self.order = self._by_worth(self.read - self.lasting - last)
         self.num_before_last = len(self.order)

@@ -60,7 +60,8 @@ class Piece:
     once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
     of the others. inputs: the part of `backward` on which an earlier piece depends. delayed: bytes of a
     micro-batch that the rest reads. read: bytes of weights in the dtypes in which the forward reads them;
-    `read_again` of those that the backward reads, too.
+    `read_again` of those that the backward reads, too, `recomputed` of these and those that a second forward
+    reads.
     """
 
     forward: float = 0.0
@@ -79,6 +80,7 @@ class Piece:
     delayed: float = 0.0
     read: float = 0.0
     read_again: float = 0.0
+    recomputed: float = 0.0
 
     def __add__(self, other: Piece) -> Piece:
         return Piece(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -331,8 +333,13 @@ class _BlockReader:
             is_cast = all(u.target is torch.ops.aten._to_copy.default for u in readers)
             nbytes = nbytes_of(readers[-1] if is_cast else weight)
             self._add(readers[-1], "read", nbytes)
-            if self._late_readers(weight):
+            again = self._late_readers(weight)
+            if again:
                 self._add(readers[-1], "read_again", nbytes)
+            if again or nbytes <= sum(
+                map(nbytes_of, readers)
+            ):  # else the backward keeps the result
+                self._add(readers[-1], "recomputed", nbytes)
 
     def _late_readers(self, weight: fx.Node) -> bool:
         """Whether the backward reads a weight, through views and casts."""

@@ -154,8 +154,8 @@ class _Composition:
         return self._over_data("all_gather", self._read_again(piece) if again else piece.read)
 
     def _read_again(self, piece: Piece) -> float:
-        """Bytes of the weights that the backward reads: with a second forward, of all."""
-        return piece.read if self.layout.remat == "full" else piece.read_again
+        """Bytes of the weights that the backward reads, with those of a second forward."""
+        return piece.recomputed if self.layout.remat == "full" else piece.read_again
 
     def _reduced(self, piece: Piece) -> float:
         kind = "reduce_scatter" if self.layout.zero else "all_reduce"
