@@ -6,9 +6,8 @@
 
 Each collective costs a meeting of the ranks, whatever its size, so fewer are cheaper. A reduction moves up to
 the position where its operand is ready, a gather down to the first use of its result; neighbors then join.
-Between hosts or GPUs, casts of weights to 16 bits move up to their gather. A
-bucket has a limit of bytes and of span in the graph: a larger one would keep values alive while they wait for
-each other.
+Between hosts or GPUs, casts of weights to 16 bits move up to their gather. A bucket has a limit of bytes and
+of span in the graph: a larger one would keep values alive while they wait for each other.
 
     reductions   placed behind the last operand of the bucket    ready: |--a--b-c-|R
     gathers      placed before the first use of the bucket       R|-a--b-c--|   :used

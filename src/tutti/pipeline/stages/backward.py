@@ -128,9 +128,8 @@ class Backward:
     def _led(self) -> dict[fx.Node, _Led]:
         """The nodes that follow others, after these."""
         found: dict[fx.Node, _Led] = {}
-        ends: dict[
-            fx.Node, fx.Node
-        ] = {}  # nothing else of the backward reads them, and what they read
+        # Nodes that nothing else of the backward reads, and their operands.
+        ends: dict[fx.Node, fx.Node] = {}
         for node in filter(self._reads_one_gradient, reversed(self.rest)):
             (operand,) = node.all_input_nodes
             readers = self._readers(node, ends)

@@ -336,9 +336,8 @@ class _BlockReader:
             again = self._late_readers(weight)
             if again:
                 self._add(readers[-1], "read_again", nbytes)
-            if again or nbytes <= sum(
-                map(nbytes_of, readers)
-            ):  # else the backward keeps the result
+            # The backward keeps results that are smaller, such as rows of an embedding.
+            if again or nbytes <= sum(map(nbytes_of, readers)):
                 self._add(readers[-1], "recomputed", nbytes)
 
     def _late_readers(self, weight: fx.Node) -> bool:
