@@ -276,12 +276,18 @@ def gathered_state(axes: tuple[str, ...], placed: bool) -> Values:
     assert (found is whole) if placed else (found is None)
     move = Move("all_gather", axes, ((0, 1),))
     (looked,) = memory.play(move, [own])
-    copy = shared.empty(whole.shape, x.dtype) if placed else torch.empty_like(whole)
-    memory.hold({"w": copy})
-    (into,) = memory.gather_into(move, ["w"], [x])
-    assert into is copy
-    memory.meet(axes)
-    return [looked.clone(), into.clone()]
+    first, other = (
+        shared.empty(whole.shape, x.dtype) if placed else torch.empty_like(whole) for _ in range(2)
+    )
+    found = []
+    for copy, factor in ((first, 1), (first, 2), (other, 1)):  # new values, and the state elsewhere
+        memory.hold({"w": copy})
+        (into,) = memory.gather_into(move, ["w"], [x.mul_(factor)])
+        assert into is copy
+        memory.meet(axes)
+        found.append(into.clone())
+    assert torch.equal(found[1], 2 * found[0]) and torch.equal(found[2], found[1])
+    return [looked.clone(), found[0]]
 
 
 @pytest.mark.parametrize("placed", [True, False], ids=["there", "elsewhere"])

@@ -17,6 +17,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +33,18 @@ from tutti.comm.host.signals import LINE, Signals
 _SPLIT_NBYTES = 2**15
 # Bytes that a rank reduces in an arena before it copies them to the others: still in the cache.
 _GIVEN_NBYTES = 2**18
+
+
+@dataclass(frozen=True)
+class Filling:
+    """The copies of an `all_gather_`: into the parts of other ranks in this rank's tensors, from theirs.
+
+    note: equal on ranks in the same collective.
+    """
+
+    note: int
+    parts: list[Tensor] = field(default_factory=list)
+    sources: list[Tensor] = field(default_factory=list)
 
 
 class SharedGroup:
@@ -235,12 +248,23 @@ class SharedGroup:
 
         This rank may overwrite its own parts after a `claim`.
         """
-        lying = [self._rows(x) for x in wholes]
-        self.signals.meet(self._note("all_gather_", "", wholes))
-        for x, rows in zip(wholes, lying, strict=True):
-            for j, whole in enumerate(rows):
+        self.fill(self.filling(wholes))
+
+    def filling(self, wholes: Sequence[Tensor]) -> Filling:
+        """What `all_gather_` of these tensors copies: the same at every call while none of them moves."""
+        made = Filling(self._note("all_gather_", "", wholes))
+        for x in wholes:
+            for j, whole in enumerate(self._rows(x)):
                 if j != self.position:
-                    x[j].copy_(whole[j])
+                    made.parts.append(x[j])
+                    made.sources.append(whole[j])
+        return made
+
+    def fill(self, filling: Filling) -> None:
+        """An `all_gather_`."""
+        self.signals.meet(filling.note)
+        for part, source in zip(filling.parts, filling.sources, strict=True):
+            part.copy_(source)
         self.signals.arrive()
 
     def claim(self) -> None:
