@@ -123,10 +123,12 @@ def test_who_waits_and_who_computes_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = Disk(tmp_path / "records", monkeypatch)
+    joined = threading.Barrier(3, timeout=30)  # a full disk refuses who joins
 
     def waits(at: list[str]) -> None:
         with client(Sgd(), "step", at, 1) as one:
             one.join()
+            joined.wait()
             push(one)
             with pytest.raises(ServerError, match=NO_SPACE):
                 one.pull(like(Sgd()))
@@ -134,6 +136,7 @@ def test_who_waits_and_who_computes_is_told(
     def computes(at: list[str]) -> None:
         with client(Sgd(), "step", at, 2) as one:
             one.join()
+            joined.wait()
             until = time.monotonic() + 30
             while one._links._failure is None and time.monotonic() < until:
                 time.sleep(0.05)  # its beats ask for it
@@ -143,6 +146,7 @@ def test_who_waits_and_who_computes_is_told(
     def pushes(at: list[str]) -> None:
         with client(Sgd(), "step", at, 0) as one:
             one.join()
+            joined.wait()
             seen = like(Sgd())
             one.pull(seen)
             until = time.monotonic() + 30
