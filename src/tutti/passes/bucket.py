@@ -31,6 +31,7 @@ from tutti.graph.analysis.order import (
     casts_of_state,
     descendants_where,
     item,
+    late_casts,
     positions_of,
     ready_at,
     used_at,
@@ -150,7 +151,8 @@ def _buckets(
     found: list[_Bucket] = []
     for node in sorted(nodes, key=lambda n: (near(n), order[n])):
         nbytes = _nbytes(node, gathers)
-        casts = _casts(node) if casts_move else []
+        # Casts of a weight move with its gather.
+        casts = casts_of_state(node.all_input_nodes[0]) if casts_move else []
         ready, used = ready_at(casts[0] if casts else node, order), used_at(node, order)
         if ready >= used:
             continue  # the next node needs it
@@ -167,11 +169,6 @@ def _buckets(
     return found
 
 
-def _casts(gather: fx.Node) -> list[fx.Node]:
-    """The casts of a weight before its gather, which move with it."""
-    return casts_of_state(gather.args[0])  # type: ignore[arg-type]
-
-
 def _nbytes(node: fx.Node, gathers: bool) -> float:
     """The bytes that wait in a bucket: a gather's result, a reduction's operand."""
     x: Tensor = node.meta["val"] if gathers else node.args[0].meta["val"]  # type: ignore[union-attr]
@@ -184,8 +181,7 @@ def _join(graph: fx.Graph, one: _Bucket, gathers: bool) -> None:
     lead = nodes[0]
     if gathers:
         anchor = min((user for node in nodes for user in node.users), key=order.__getitem__)
-        late = {x for node in nodes for x in _casts(node) if order[x] > order[anchor]}
-        for x in sorted(late, key=order.__getitem__):
+        for x in late_casts([x for node in nodes for x in node.all_input_nodes], anchor, order):
             anchor.prepend(x)
     else:
         given = [n for n in graph.nodes if n.op == "placeholder"]

@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import fx
 
 from tutti.graph.analysis.cost import flops_of
-from tutti.graph.analysis.order import casts_of_state, positions_of
+from tutti.graph.analysis.order import late_casts, positions_of
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
 from tutti.passes.joined import as_together, is_kind
@@ -80,11 +80,10 @@ def _begin(graph: fx.Graph, node: fx.Node, earlier: fx.Node | None) -> fx.Node:
     if earlier is None:
         return node
     order = positions_of(graph)
-    late = {x for operand in node.all_input_nodes for x in casts_of_state(operand)}
-    late = {x for x in late if order[x] > order[earlier]}
+    late = late_casts(node.all_input_nodes, earlier, order)
     if any(order[x] >= order[earlier] and x not in late for x in node.all_input_nodes):
         return node
-    for x in sorted(late, key=order.__getitem__):
+    for x in late:
         earlier.prepend(x)
     return earlier
 

@@ -39,6 +39,14 @@ def casts_of_state(node: fx.Node) -> list[fx.Node]:
     return found if is_state(node) and not any(node in written(u) for u in node.users) else []
 
 
+def late_casts(
+    operands: Iterable[fx.Node], before: fx.Node, order: dict[fx.Node, int]
+) -> list[fx.Node]:
+    """The casts of state that make `operands` and come after `before`, in order."""
+    casts = {x for operand in operands for x in casts_of_state(operand)}
+    return sorted((x for x in casts if order[x] > order[before]), key=order.__getitem__)
+
+
 def item(graph: fx.Graph, after: fx.Node, several: fx.Node, index: int, like: fx.Node) -> fx.Node:
     """Result `index` of a node with several, placed behind `after`, with the notes of `like`."""
     with graph.inserting_after(after):

@@ -82,8 +82,6 @@ class Backward:
         has = {n: self._stages_of(readers, stage) for n, readers in self._uses}
         every = (1 << self.num_stages) - 1
         for row in self._rows:
-            if row.node in self._led:
-                continue
             if row.original is not None:
                 stage[row.node] = stage[row.original]
                 continue
@@ -121,8 +119,13 @@ class Backward:
 
     @cached_property
     def _rows(self) -> list[_Row]:
-        rows = [self._row(node) for node in self.rest]
+        """Of the nodes that follow no other."""
+        rows = [row for node, row in self._every_row.items() if node not in self._led]
         return [replace(row, gradients=[self._root(x) for x in row.gradients]) for row in rows]
+
+    @cached_property
+    def _every_row(self) -> dict[fx.Node, _Row]:
+        return {node: self._row(node) for node in self.rest}
 
     @cached_property
     def _led(self) -> dict[fx.Node, _Led]:
@@ -153,14 +156,14 @@ class Backward:
 
     def _reads_forward(self, node: fx.Node) -> bool:
         """Whether it reads values of the forward or of state: a sum of gradients does not."""
-        row = self._row(node)
+        row = self._every_row[node]
         return bool(row.saved or row.states)
 
     def _reads_one_gradient(self, node: fx.Node) -> bool:
         """Whether that is all that it reads, and its result is one tensor of its own."""
         if node.target is operator.getitem or not isinstance(node.meta.get("val"), Tensor):
             return False
-        row = self._row(node)
+        row = self._every_row[node]
         alone = row.original is None and not row.saved and not row.states
         return alone and len(node.all_input_nodes) == len(row.gradients) == 1
 
