@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from benchmarks.gpt_pieces import GptShape, pieces_of
 from benchmarks.published_iterations import Iteration
+from tutti.costs.collective_seconds import RankGroup, collective_seconds, message_seconds
+from tutti.costs.graph_seconds import work_seconds
+from tutti.hardware.accelerator import Device
+from tutti.hardware.topology import Topology
 from tutti.pipeline.schedule.schedules import schedule
-from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds, message_seconds
-from tutti.planner.costs.graph_seconds import work_seconds
-from tutti.planner.hardware.accelerator import Device
-from tutti.planner.hardware.topology import Topology
 from tutti.planner.simulator import simulate
 
 VOCABULARY = 50257  # of GPT-2

@@ -15,11 +15,11 @@ from torch import fx
 
 from benchmarks.megatron_gpt import PLACE, Gpt, has_fused_softmax, train_step
 from tutti.capture.step import capture, copied
+from tutti.costs.graph_seconds import GraphWork, work_of
 from tutti.graph.analysis.state import is_state
 from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.partition.partition import partition
-from tutti.planner.costs.graph_seconds import GraphWork, work_of
 from tutti.propagate.plan import plan
 
 aten = torch.ops.aten

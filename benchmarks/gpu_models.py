@@ -31,9 +31,9 @@ from benchmarks import machine
 from benchmarks.command_line import chosen, parser
 from benchmarks.gpu import asked, peaks, seconds
 from tutti.execution.cuda_graph import NUM_WARM_UP
+from tutti.hardware.cluster import Cluster
 from tutti.planner.estimates.layout_estimate import traced
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planning.hardware_files import cluster_of
 
 GPUS = {

@@ -22,9 +22,9 @@ from benchmarks.command_line import parser
 from benchmarks.gpt_iteration import ONE_HOST, SEVERAL_HOSTS, Runtime, predict_iteration
 from benchmarks.profile_noise import HOST_SPREAD, noise_regret
 from benchmarks.published_iterations import FIT_EVERY, Iteration, groups_of, read_iterations
-from tutti.planner.hardware.accelerator import Device
-from tutti.planner.hardware.catalog import device, topology
-from tutti.planner.hardware.topology import Topology
+from tutti.hardware.accelerator import Device
+from tutti.hardware.catalog import device, topology
+from tutti.hardware.topology import Topology
 
 DEVICE, TOPOLOGY = "a100-80gb", "hgx-a100-4-hdr"
 LEAST_LAYOUTS = 4

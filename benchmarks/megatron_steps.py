@@ -14,7 +14,7 @@ from dataclasses import replace
 from benchmarks.command_line import parser
 from benchmarks.gpt_iteration import SEVERAL_HOSTS, Prediction, predict_iteration
 from benchmarks.published_iterations import Iteration
-from tutti.planner.hardware.catalog import device, topology
+from tutti.hardware.catalog import device, topology
 from tutti.report.text_table import columns
 
 

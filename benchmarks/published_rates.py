@@ -21,12 +21,12 @@ from benchmarks.command_line import parser
 from benchmarks.gpt_pieces import sum_in_half
 from benchmarks.published_models import PLACES, make_model, train_step
 from benchmarks.published_rows import LeftOut, PublishedRow, read_rows
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.planner.depth.composed import composed
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.planning.step_estimates import StepEstimates
 

@@ -22,6 +22,8 @@ LAYERS = (
     ("torch_private",),  # the private names of PyTorch
     ("layout",),  # mesh, sharding, layout, shards, topology
     ("graph",),  # text form, grammar, virtual ranks
+    ("hardware",),  # devices and links as data
+    ("costs",),  # the time of ops and collectives on them
     ("rules", "capture"),
     ("propagate",),
     ("job",),  # what a user gives: a step, what it trains, its layout
@@ -138,9 +140,8 @@ ROOMS = {
         **{"ranks": ("micro_batches", "schedule", "stages")},
     },
     "planner": {
-        **{"hardware": (), "costs": ("hardware",), "estimates": ("costs", "hardware")},
-        **{"depth": ("costs", "estimates"), "search": ("estimates",), "runs": ()},
-        **{"placement": ("costs", "estimates", "hardware")},
+        **{"estimates": (), "depth": ("estimates",), "search": ("estimates",), "runs": ()},
+        **{"placement": ("estimates",)},
     },
     "report": {"page": ()},
     "rules": {"families": (), "samples": ("families",)},

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from network_hosts import network_hosts, torchrun
 from tests.calibration.two_hosts_calibrate import PEAK
 from tutti.cli.main import app
-from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds
+from tutti.costs.collective_seconds import RankGroup, collective_seconds
 from tutti.planning.hardware_files import cluster_of
 
 SCRIPT = Path(__file__).parent / "two_hosts_calibrate.py"

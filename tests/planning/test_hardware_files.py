@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tutti.errors import PlanError
-from tutti.planner.costs.collective_seconds import (
+from tutti.costs.collective_seconds import (
     RankGroup,
     collective_seconds,
     message_seconds,
 )
-from tutti.planner.hardware import catalog
+from tutti.errors import PlanError
+from tutti.hardware import catalog
 from tutti.planning import hardware_files
 from tutti.planning.hardware_files import Measured, MeasuredHosts
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from small_steps import trained
 from tutti.capture.step import capture
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.layout.layout import PRECISIONS
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planner.search import ranking
 from tutti.planning import candidate_programs, step_estimates
 from tutti.planning.layout_plan import PlanAnswer, PlanQuestion, answer

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import tutti
 from tests.support.ranks import Ranks
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planning.layout_plan import PlanAnswer, PlanQuestion, answer
 from tutti.planning.plan_file import Plan
 from tutti.version import VERSION

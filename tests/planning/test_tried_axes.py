@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planner.search.idle_axes import IdleAxisError
 from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.planning.layout_plan import PlanAnswer, PlanQuestion, answer

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tutti.environment import HARDWARE
 from tutti.errors import PlanError
-from tutti.planner.hardware import catalog
-from tutti.planner.hardware.cluster import Cluster
+from tutti.hardware import catalog
+from tutti.hardware.cluster import Cluster
 
 NAME = "this-machine"
 _BETWEEN = f"{NAME}-between.toml"

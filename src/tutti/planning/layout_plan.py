@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tutti.execution.collector import rarely_collected
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planner.search.layout_choices import Space, partial_layout, words_of
 from tutti.planner.search.ranking import Ranking, ranked
 from tutti.planning.candidate_programs import num_rows, with_rows

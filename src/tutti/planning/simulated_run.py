@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tutti.errors import PlanError
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.estimates.graph_clock import TraceEvent
 from tutti.planner.estimates.layout_estimate import Estimate, traced
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planner.runs.goodput import Reliability
 from tutti.planner.runs.worker_clock import WorkersPlayed, play_workers
 from tutti.planning.candidate_programs import CandidatePrograms, num_rows, with_rows

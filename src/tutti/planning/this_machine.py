@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from tutti.graph.ops.matmul import is_faster
+from tutti.hardware.cluster import Cluster
+from tutti.hardware.figures import Figure
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.hardware.cluster import Cluster
-from tutti.planner.hardware.figures import Figure
 from tutti.planning.hardware_files import NAME, cluster_of
 from tutti.planning.layout_plan import PlanQuestion
 from tutti.planning.timed_kernels import TimedKernels

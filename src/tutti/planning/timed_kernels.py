@@ -3,7 +3,7 @@
 A graph runs on random values: an op finds its operands in the caches, or not, as it would in a step. A rank
 shares the machine's memory with the others, so `num_ranks` processes run the graph at the same time.
 Random numbers are drawn as in a run. Collectives move nothing here: their results are memory that is there
-already. Their own time is that of the links (`planner/costs/collective_seconds.py`).
+already. Their own time is that of the links (`costs/collective_seconds.py`).
 """
 
 from __future__ import annotations

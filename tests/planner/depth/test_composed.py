@@ -14,13 +14,13 @@ from reading_programs import skips_a_loss_that_is_not_finite
 from small_steps import trained
 from tutti.errors import LayoutError, ShardingError
 from tutti.graph.ops.collectives import reduce_scatter
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.block_work import Blocks, Piece
 from tutti.planner.depth.composed import _balanced, composed
 from tutti.planner.estimates.layout_estimate import estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planning.candidate_programs import CandidatePrograms
 from tutti.planning.step_estimates import StepEstimates
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from small_steps import trained
 from tutti.capture.step import capture
 from tutti.errors import ShardingError
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planner.search.ranking import NUM_REFINED, ranked
 from tutti.planning.step_estimates import StepEstimates
 

@@ -16,9 +16,9 @@ from torch import nn
 
 import tutti
 from tutti.capture.step import Captured, capture, copied
+from tutti.costs.graph_seconds import CollectiveCall
 from tutti.layout import Layout
 from tutti.partition.partition import Program, partition
-from tutti.planner.costs.graph_seconds import CollectiveCall
 from tutti.planner.placement import placement
 from tutti.planner.placement.candidate_cost import Costing
 from tutti.planner.placement.counted_programs import NO_NODE, CountedPrograms

@@ -20,6 +20,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, fx
 
+from tutti.costs.collective_seconds import collective_seconds
+from tutti.costs.graph_seconds import collective_call
 from tutti.graph.analysis.aliases import aliased, roots_of
 from tutti.graph.analysis.cost import nbytes_of
 from tutti.graph.analysis.draws import is_draw
@@ -33,8 +35,6 @@ from tutti.passes.pass_table import optimized
 from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
 from tutti.pipeline.stages.convolution_halves import convolutions_in_halves
-from tutti.planner.costs.collective_seconds import collective_seconds
-from tutti.planner.costs.graph_seconds import collective_call
 from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.depth.repeated_layers import ShortUnits

@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
+from tutti.costs.collective_seconds import collective_seconds
 from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
 from tutti.passes.bucket import BUCKET_NBYTES
 from tutti.pipeline.ready import schedule_of
 from tutti.pipeline.stages.balance import balanced
-from tutti.planner.costs.collective_seconds import collective_seconds
 from tutti.planner.depth.block_work import Blocks, Piece
 from tutti.planner.depth.recomputed_segments import RecomputedSegments, segments_of
 from tutti.planner.depth.thinned_layers import thinned

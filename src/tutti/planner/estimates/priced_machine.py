@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from tutti.planner.costs.collective_seconds import message_seconds
-from tutti.planner.costs.draw_seconds import draw_seconds
-from tutti.planner.costs.kernel_seconds import kernel_seconds
-from tutti.planner.costs.kernels import kernels_of
-from tutti.planner.hardware.cluster import Cluster
-from tutti.planner.hardware.topology import Topology
+from tutti.costs.collective_seconds import message_seconds
+from tutti.costs.draw_seconds import draw_seconds
+from tutti.costs.kernel_seconds import kernel_seconds
+from tutti.costs.kernels import kernels_of
+from tutti.hardware.cluster import Cluster
+from tutti.hardware.topology import Topology
 
 # Seconds of the kernels of a graph, each at the node that ends it.
 KernelSeconds = Callable[[fx.Graph], Mapping[fx.Node, float]]

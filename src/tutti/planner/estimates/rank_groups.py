@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 
+from tutti.costs.collective_seconds import RankGroup
 from tutti.layout import Mesh
-from tutti.planner.costs.collective_seconds import RankGroup
 
 
 class RankGroups(Mapping[tuple[str, ...], RankGroup]):

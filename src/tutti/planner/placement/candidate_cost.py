@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from tutti.capture.step import Captured
+from tutti.costs.graph_seconds import CollectiveCall
 from tutti.layout import Layout, Sharding
-from tutti.planner.costs.graph_seconds import CollectiveCall
 from tutti.planner.estimates.graph_clock import OVERLAP_SLOWDOWN
 from tutti.planner.placement.counted_programs import NO_NODE, CountedProgram, CountedPrograms
 from tutti.planner.placement.yardstick import Yardstick, sent_nbytes

@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from tutti.capture.step import copied
+from tutti.costs.graph_seconds import CollectiveCall, work_of
+from tutti.costs.kernels import DeviceKernel
 from tutti.graph.analysis.aliases import aliased
 from tutti.layout import Layout, Sharding
 from tutti.partition.choose import Chooser
 from tutti.partition.partition import Program, partition
-from tutti.planner.costs.graph_seconds import CollectiveCall, work_of
-from tutti.planner.costs.kernels import DeviceKernel
 from tutti.planner.placement.reduced import TIMES, ReducedStep
 from tutti.propagate.batch_dim import Dims
 from tutti.propagate.plan import Place, plan

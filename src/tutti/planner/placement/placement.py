@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tutti.capture.step import Captured
 from tutti.graph.ops.boundary import shard_as_op
+from tutti.hardware.cluster import Cluster
 from tutti.layout import Layout, Sharding
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planner.placement.axis_search import Search, search_axis
 from tutti.planner.placement.candidate_cost import Costing, PlacedCost
 from tutti.planner.placement.counted_programs import CountedPrograms

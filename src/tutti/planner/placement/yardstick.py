@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tutti.costs.collective_seconds import RankGroup, collective_seconds
+from tutti.costs.graph_seconds import CollectiveCall
+from tutti.costs.kernel_seconds import kernel_seconds
+from tutti.costs.kernels import DeviceKernel
+from tutti.hardware.cluster import Cluster
 from tutti.layout import Layout
-from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds
-from tutti.planner.costs.graph_seconds import CollectiveCall
-from tutti.planner.costs.kernel_seconds import kernel_seconds
-from tutti.planner.costs.kernels import DeviceKernel
 from tutti.planner.estimates.rank_groups import RankGroups
-from tutti.planner.hardware.cluster import Cluster
 
 _DEFAULT = "h100"
 

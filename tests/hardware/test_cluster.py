@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tutti.errors import PlanError
-from tutti.planner.hardware.cluster import Cluster
+from tutti.hardware.cluster import Cluster
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from small_steps import trained
+from tutti.costs.draw_seconds import draw_seconds, kernel_nbytes
 from tutti.graph.analysis.draws import is_draw
+from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.planner.costs.draw_seconds import draw_seconds, kernel_nbytes
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.hardware.cluster import Cluster
 from tutti.planning.candidate_programs import CandidatePrograms
 
 KINDS = {

@@ -7,18 +7,18 @@ from itertools import pairwise
 
 import pytest
 
-from tutti.errors import PlanError
-from tutti.planner.costs.collective_seconds import (
+from tutti.costs.collective_seconds import (
     RankGroup,
     collective_seconds,
     message_seconds,
     ring_seconds,
     tree_seconds,
 )
-from tutti.planner.hardware import catalog
-from tutti.planner.hardware.figures import Figure
-from tutti.planner.hardware.link import Link
-from tutti.planner.hardware.topology import Topology
+from tutti.errors import PlanError
+from tutti.hardware import catalog
+from tutti.hardware.figures import Figure
+from tutti.hardware.link import Link
+from tutti.hardware.topology import Topology
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutti.planner.hardware.figures import RATE, SECONDS, SHARE, Figure, FigureTable
+from tutti.hardware.figures import RATE, SECONDS, SHARE, Figure, FigureTable
 
 _KEYS = (
     "name",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tutti.planner.hardware.figures import Bounds, Figure, FigureTable
-from tutti.planner.hardware.link import Link
+from tutti.hardware.figures import Bounds, Figure, FigureTable
+from tutti.hardware.link import Link
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 
 from tutti.errors import PlanError
-from tutti.planner.hardware.accelerator import Device, device_of
-from tutti.planner.hardware.figures import CALIBRATE, read_table
-from tutti.planner.hardware.link import Link, link_of
-from tutti.planner.hardware.topology import Topology, topology_of
+from tutti.hardware.accelerator import Device, device_of
+from tutti.hardware.figures import CALIBRATE, read_table
+from tutti.hardware.link import Link, link_of
+from tutti.hardware.topology import Topology, topology_of
 
 _FOLDER = Path(__file__).parent
 # Data sheets round their figures.

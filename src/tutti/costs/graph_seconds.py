@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from tutti.costs.collective_seconds import RankGroup, collective_seconds
+from tutti.costs.kernel_seconds import kernel_seconds
+from tutti.costs.kernels import DeviceKernel, kernels_of
 from tutti.graph.ops import collectives
-from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds
-from tutti.planner.costs.kernel_seconds import kernel_seconds
-from tutti.planner.costs.kernels import DeviceKernel, kernels_of
-from tutti.planner.hardware.accelerator import Device
-from tutti.planner.hardware.topology import Topology
+from tutti.hardware.accelerator import Device
+from tutti.hardware.topology import Topology
 from tutti.torch_private.pytrees import tree_leaves
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tutti.errors import PlanError
-from tutti.planner.hardware.figures import RATE, SECONDS, SHARE, Bounds, Figure, FigureTable
+from tutti.hardware.figures import RATE, SECONDS, SHARE, Bounds, Figure, FigureTable
 
 # Names of dtypes in the files; fp8 stands for both formats.
 DTYPES = {

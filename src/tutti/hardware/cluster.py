@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 
 from tutti.errors import PlanError
-from tutti.planner.hardware import catalog
-from tutti.planner.hardware.accelerator import Device
-from tutti.planner.hardware.topology import Topology
+from tutti.hardware import catalog
+from tutti.hardware.accelerator import Device
+from tutti.hardware.topology import Topology
 
 _TEXT = re.compile(r"\s*(?:(?P<count>\d+)\s*[x×*]\s+)?(?P<name>\S.*?)\s*$")
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from small_steps import step as usual_step
 from tutti.capture.step import capture, copied
+from tutti.costs.collective_seconds import RankGroup, collective_seconds
+from tutti.costs.graph_seconds import GraphWork, work_of, work_seconds
+from tutti.costs.kernel_seconds import kernel_seconds
+from tutti.costs.kernels import ATTENTION, BATCH_NORM, CONVOLUTION, DeviceKernel
 from tutti.graph.ops.fused_updates import BY_OP
+from tutti.hardware import catalog
+from tutti.hardware.figures import Figure
 from tutti.layout import Layout
 from tutti.partition.partition import partition
-from tutti.planner.costs.collective_seconds import RankGroup, collective_seconds
-from tutti.planner.costs.graph_seconds import GraphWork, work_of, work_seconds
-from tutti.planner.costs.kernel_seconds import kernel_seconds
-from tutti.planner.costs.kernels import ATTENTION, BATCH_NORM, CONVOLUTION, DeviceKernel
-from tutti.planner.hardware import catalog
-from tutti.planner.hardware.figures import Figure
 from tutti.propagate.plan import plan
 
 A100 = catalog.device("a100-80gb")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tutti.errors import PlanError
-from tutti.planner.hardware import catalog
+from tutti.hardware import catalog
 
 FOLDER = Path(catalog.__file__).parent
 FILES = sorted(FOLDER.glob("*/*.toml"))

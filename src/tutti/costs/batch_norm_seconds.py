@@ -9,9 +9,9 @@ A processor runs two blocks at a time. Source: two ResNets on an H200, `benchmar
 
 from __future__ import annotations
 
+from tutti.costs.kernels import DeviceKernel
 from tutti.graph.ops.overloads import arguments_of
-from tutti.planner.costs.kernels import DeviceKernel
-from tutti.planner.hardware.accelerator import Device
+from tutti.hardware.accelerator import Device
 
 _BLOCKS_OF_A_PROCESSOR = 2
 _BACKWARD = 2.35  # as many times as long as the sums of the forward

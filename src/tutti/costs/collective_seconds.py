@@ -19,8 +19,8 @@ import math
 from dataclasses import dataclass
 
 from tutti.errors import PlanError
-from tutti.planner.hardware.link import Link
-from tutti.planner.hardware.topology import Topology
+from tutti.hardware.link import Link
+from tutti.hardware.topology import Topology
 
 # How often the bytes cross a link in a ring of many ranks, by kind.
 _PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}

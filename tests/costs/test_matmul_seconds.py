@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tutti.planner.costs.kernels import MatmulShape
-from tutti.planner.costs.matmul_seconds import matmul_seconds
-from tutti.planner.hardware import catalog
-from tutti.planner.hardware.accelerator import Device
-from tutti.planner.hardware.figures import Figure
+from tutti.costs.kernels import MatmulShape
+from tutti.costs.matmul_seconds import matmul_seconds
+from tutti.hardware import catalog
+from tutti.hardware.accelerator import Device
+from tutti.hardware.figures import Figure
 
 HALF = torch.float16
 

@@ -17,8 +17,8 @@ from functools import lru_cache
 
 import torch
 
-from tutti.planner.costs.kernels import MatmulShape
-from tutti.planner.hardware.accelerator import Device
+from tutti.costs.kernels import MatmulShape
+from tutti.hardware.accelerator import Device
 
 # Parts of k that tiles compute apart, and the shortest worth it.
 _SPLITS = (1, 2, 4, 8)

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from tutti.graph.analysis.draws import is_draw
 from tutti.graph.randomness.draw import drawn
 from tutti.graph.randomness.random import RandomBlock
-from tutti.planner.hardware.accelerator import Device
+from tutti.hardware.accelerator import Device
 from tutti.torch_private.dispatch_modes import TorchDispatchMode
 from tutti.torch_private.pytrees import tree_leaves
 

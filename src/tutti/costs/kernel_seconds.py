@@ -8,10 +8,10 @@ launches nothing op by op (CUDA graphs, XLA) has no such floor.
 
 from __future__ import annotations
 
-from tutti.planner.costs.batch_norm_seconds import batch_norm_seconds
-from tutti.planner.costs.kernels import ATTENTION, BATCH_NORM, CONVOLUTION, DeviceKernel
-from tutti.planner.costs.matmul_seconds import matmul_seconds
-from tutti.planner.hardware.accelerator import Device
+from tutti.costs.batch_norm_seconds import batch_norm_seconds
+from tutti.costs.kernels import ATTENTION, BATCH_NORM, CONVOLUTION, DeviceKernel
+from tutti.costs.matmul_seconds import matmul_seconds
+from tutti.hardware.accelerator import Device
 
 
 def kernel_seconds(kernel: DeviceKernel, device: Device, *, eager: bool = True) -> float:
