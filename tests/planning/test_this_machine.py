@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.planning.test_hardware_files import FOUND
+from tutti.costs.rank_groups import RankGroups
 from tutti.layout import Layout
-from tutti.planner.estimates.rank_groups import RankGroups
 from tutti.planning import hardware_files
 from tutti.planning.kernel_times import GraphTimes, KernelTimes
 from tutti.planning.this_machine import machine_here, question_here, shared_by

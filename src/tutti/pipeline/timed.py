@@ -70,9 +70,10 @@ def timed(
     if halves:
         convolutions_in_halves(graph)
     moments = moments_of(graph, program.layout.micro, program.layout)
+    mesh = program.layout.mesh
     pipe_rank_of = [schedule.rank_of(s) for s in range(schedule.num_stages)]
     known = stages_of_homes(homes or {}, pipe_rank_of)
-    stages = cut(moments, schedule.num_stages, names=cut_at, homes=known)
+    stages = cut(moments, schedule.num_stages, names=cut_at, homes=known, mesh=mesh)
     while sum(add_apart(moments, stages, total) for total in list(moments.sums)):
         pass
     parts = parts_of(moments, stages, halves=halves)

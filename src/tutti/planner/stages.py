@@ -1,7 +1,7 @@
 """The predicted time of the stages of a pipeline, and the messages between pipeline ranks.
 
-    seconds of a part      =  sum over its nodes (`graph.analysis.cost`)
-    seconds of a message   =  its bytes / the rate of the link
+    seconds of a part      =  sum over its nodes      `costs/step_prices.py`
+    seconds of a message   =  by its bytes
 
 Only their ratios count: they show whether stages are balanced, and whether a cut pays.
 """
@@ -15,7 +15,8 @@ from functools import cached_property
 
 from torch import fx
 
-from tutti.graph.analysis.cost import nbytes_of, rates_of, seconds_of
+from tutti.costs.step_prices import StepPrices
+from tutti.graph.analysis.cost import nbytes_of
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
 from tutti.pipeline.schedule.action import COMPUTE
@@ -62,12 +63,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The stages and messages of a step, and its timeline; `bytes_per_second` is the rate of the link."""
+    """The stages and messages of a step, and its timeline, by `prices`."""
 
     made: Timed
     stages: tuple[Stage, ...]
     messages: tuple[Message, ...]
-    bytes_per_second: float
+    prices: StepPrices
 
     @cached_property
     def timeline(self) -> Timeline | None:
@@ -81,7 +82,7 @@ class Forecast:
         for one in self.messages:
             if one.edge is not None:
                 edge = min(one.edge), max(one.edge)
-                transfers[edge] = max(transfers[edge], one.nbytes / self.bytes_per_second)
+                transfers[edge] = max(transfers[edge], self.prices.message(one.nbytes))
         return simulate(schedule, costs, transfer_seconds=transfers, edges=sorted(transfers))
 
     def dear_cuts(self) -> Iterator[str]:
@@ -94,7 +95,7 @@ class Forecast:
                 m for m in self.messages if m.edge and min(m.edge) < after.number <= max(m.edge)
             ]
             nbytes = sum(m.nbytes for m in over)
-            seconds = nbytes / self.bytes_per_second
+            seconds = self.prices.message(nbytes)
             saved = min(before.seconds, after.seconds)
             if seconds > saved:
                 yield (
@@ -106,16 +107,17 @@ class Forecast:
 
 def forecast(made: Timed) -> Forecast:
     """The forecast of a program split in time."""
-    rates = rates_of([list(body.vals.values()) for body in made.bodies])
-    stages = tuple(_stage(made, s) for s in range(made.schedule.num_stages))
-    return Forecast(made, stages, tuple(_messages(made)), rates.link)
+    values = [list(body.vals.values()) for body in made.bodies]
+    prices = StepPrices.of(values, made.programs[0].layout.mesh)
+    stages = tuple(_stage(made, s, prices) for s in range(made.schedule.num_stages))
+    return Forecast(made, stages, tuple(_messages(made)), prices)
 
 
-def _stage(made: Timed, number: int) -> Stage:
+def _stage(made: Timed, number: int, prices: StepPrices) -> Stage:
     pipe_rank = made.schedule.rank_of(number)
     parts = made.bodies[pipe_rank].parts
     seconds = {
-        kind: sum(map(seconds_of, part.graph.nodes))
+        kind: sum(prices.seconds(part.graph).values())
         for (stage, kind), part in parts.items()
         if stage == number
     }

@@ -7,31 +7,53 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from tutti.pipeline.stages.balance import balanced
+from tutti.pipeline.schedule.schedules import schedule
+from tutti.pipeline.stages.balance import balanced, micro_batch_seconds
+from tutti.planner.simulator import simulate
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_other_division_has_a_faster_slowest_stage(seed: int) -> None:
+def test_no_other_division_is_faster(seed: int) -> None:
     source = random.Random(seed)
     number = source.randint(1, 8)
     times = [source.random() for _ in range(number)]
-    sending = [source.choice([0.0, 0.1, 2.0]) for _ in range(number - 1)]
+    moving = [source.choice([0.0, 0.1, 2.0]) for _ in range(number - 1)]
     for count in range(1, number + 1):
-        stages = balanced(times, sending, count)
+        stages = balanced(times, moving, count)
         assert stages == sorted(stages)
         assert set(stages) == set(range(count))
         own = [i for i, (a, b) in enumerate(pairwise(stages), 1) if a < b]
         ways = combinations(range(1, number), count - 1)
-        best = min(slowest(times, sending, cuts) for cuts in ways)
-        assert slowest(times, sending, own) == pytest.approx(best)
+        best = min(seconds(times, moving, cuts) for cuts in ways)
+        assert best <= seconds(times, moving, own) <= best * (1 + 2e-6)
 
 
 def test_no_stage_is_without_work() -> None:
     assert balanced([0.0, 1.0, 1.0, 0.0], [0.0, 9.0, 0.0], 2) == [0, 0, 1, 1]
+    assert balanced([0.0, 0.0, 1.0], [0.0, 0.0], 3) == [0, 1, 2]
 
 
-def slowest(times: list[float], sending: list[float], cuts: list[int] | tuple[int, ...]) -> float:
-    """Of stages that begin at 0 and at each cut."""
+@pytest.mark.parametrize("seed", range(10))
+def test_a_long_1f1b_takes_these_seconds_a_micro_batch(seed: int) -> None:
+    """Forward and backward of stages and messages at random: no fewer seconds, and a few percent more."""
+    source = random.Random(seed)
+    count, few, many = source.randint(2, 5), 64, 192
+    forward = [source.uniform(0.5, 1.0) for _ in range(count)]
+    backward = [source.uniform(1.0, 2.0) for _ in range(count)]
+    moving = [source.choice([0.0, 0.1, 1.0, 3.0]) for _ in range(count - 1)]
+    costs = {(s, k): x for k, xs in (("F", forward), ("B", backward)) for s, x in enumerate(xs)}
+    transfers = {(s, s + 1): x / 2 for s, x in enumerate(moving)}
+    short, long = (
+        simulate(schedule("1f1b", count, n), costs, transfer_seconds=transfers).seconds
+        for n in (few, many)
+    )
+    stages = [f + b for f, b in zip(forward, backward, strict=True)]
+    expected = micro_batch_seconds(stages, moving)
+    assert 0.99 * expected <= (long - short) / (many - few) <= 1.3 * expected
+
+
+def seconds(times: list[float], moving: list[float], cuts: list[int] | tuple[int, ...]) -> float:
+    """Of a micro-batch, with stages that begin at 0 and at each cut."""
     bounds = [0, *cuts, len(times)]
-    ends = [*sending, 0.0]
-    return max(sum(times[a:b]) + ends[b - 1] for a, b in pairwise(bounds))
+    stages = [sum(times[a:b]) for a, b in pairwise(bounds)]
+    return micro_batch_seconds(stages, [moving[b - 1] for b in bounds[1:-1]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import pytest
@@ -15,8 +15,8 @@ from small_steps import trained
 from subjects import program
 from tutti.capture.step import capture
 from tutti.errors import LayoutError
-from tutti.graph.analysis.cost import RATES, nbytes_of, rates_for, seconds_of
-from tutti.layout import Layout
+from tutti.graph.analysis.cost import nbytes_of, rates_for
+from tutti.layout import Layout, Mesh
 from tutti.partition.partition import Program, partition
 from tutti.passes.pass_table import ready_to_split
 from tutti.passes.target import Target
@@ -34,20 +34,6 @@ def moments(made: Program) -> Moments:
 
 def stacked(name: str, layout: str = "micro=4") -> Moments:
     return moments(stacks.subject(name).program(Layout.parse(layout)))
-
-
-def slowest(found: Stages) -> float:
-    """What the slowest stage takes: its nodes, and twice what it sends to later stages."""
-    total = [0.0] * found.num_stages
-    for node, stage in found.stage.items():
-        total[stage] += seconds_of(node)
-    for boundary in range(1, found.num_stages):
-        total[boundary - 1] += sum(
-            2 * nbytes_of(n) / RATES["cpu"].link
-            for n in found.forward
-            if found.stage[n] < boundary and max(_readers(n, found), default=0) >= boundary
-        )
-    return max(total)
 
 
 def _readers(node: fx.Node, found: Stages) -> list[int]:
@@ -73,14 +59,15 @@ classify = trained(lambda model, x, y: nn.functional.cross_entropy(model(x), y))
 
 @pytest.mark.parametrize("num_stages", [2, 8])
 def test_large_logits_stay_in_one_stage(num_stages: int) -> None:
-    """Equal shares of the forward cut between the logits and the loss, far from the best cuts."""
+    """Equal shares of the forward cut between the logits and the loss; between hosts this costs most."""
     model = LargeHead()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    batch = torch.randn(64, 64), torch.randint(0, 20_000, (64,))
+    batch = torch.randn(4096, 64), torch.randint(0, 20_000, (4096,))
     one = capture(classify, model, optimizer, batch)
     with rates_for("cuda"):
-        found = cut(moments(partition(plan(one, Layout.parse("micro=4")))), num_stages)
-    large = [n for n in found.stage if n in found.forward and nbytes_of(n) >= 16 * 20_000 * 4]
+        made = moments(partition(plan(one, Layout.parse("micro=4"))))
+        found = cut(made, num_stages, mesh=Mesh.parse(f"pipe={num_stages} data=8"))
+    large = [n for n in found.stage if n in found.forward and nbytes_of(n) >= 1024 * 20_000 * 4]
     assert large
     assert {found.stage[n] for n in large} == {num_stages - 1}
 
@@ -93,19 +80,38 @@ def test_no_other_cut_is_much_better(name: str, num_stages: int) -> None:
     made = stacked(name)
     cutter = _StageCutter(made, num_stages)
     positions = range(1, len(cutter.forward))
-    costs = {c: slowest(cutter.stages(c)) for c in combinations(positions, num_stages - 1)}
-    chosen = slowest(cut(made, num_stages))
+    costs = {c: cutter.micro_seconds(c) for c in combinations(positions, num_stages - 1)}
+    chosen = cutter.micro_seconds(cutter.balanced())
     assert chosen <= 1.06 * min(costs.values())
     # It is a choice: most cuts are worse by far.
-    assert sorted(costs.values())[len(costs) // 2] > 1.25 * chosen
+    assert sorted(costs.values())[len(costs) // 2] > 1.2 * chosen
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "vit"])
 def test_no_other_cut_of_a_model_in_two_is_much_better(name: str) -> None:
     made = moments(program(name, "micro=4"))
     cutter = _StageCutter(made, 2)
-    best = min(slowest(cutter.stages([c])) for c in range(1, len(cutter.forward)))
-    assert slowest(cut(made, 2)) <= 1.05 * best
+    best = min(cutter.micro_seconds([c]) for c in range(1, len(cutter.forward)))
+    assert cutter.micro_seconds(cutter.balanced()) <= 1.05 * best
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet", "thrice"])
+def test_the_work_of_a_cut_is_that_of_its_program(name: str) -> None:
+    """The seconds of each stage, and of the messages between them: activations there, gradients back."""
+    layout = Layout.parse("pipe=2 micro=4")
+    made = stacks.subject(name).program(layout) if name == "thrice" else program(name, str(layout))
+    cutter = _StageCutter(moments(made), 2)
+    cuts = cutter.balanced()
+    work, (moved,) = cutter._work(cuts), cutter._messages(cutter.stages(cuts).stage, 1)
+    timed = in_time(made)
+    # A weight that several stages read has its gradients added after the micro-batches.
+    assert timed.stages.seconds() == pytest.approx(work, rel=0.05 if name == "thrice" else 1e-6)
+    messages = [timed.bodies[0].messages, timed.bodies[1].messages]
+    both = {key: names for found in messages for key, names in found.items()}
+    assert {(a, b) for a, _, b in both} == {(0, 1), (1, 0)}
+    vals = timed.bodies[0].vals | timed.bodies[1].vals
+    nbytes = sum(vals[n].nbytes for names in both.values() for n in names)
+    assert sum(moved) == nbytes
 
 
 @pytest.mark.parametrize("name", ["stack", "thrice", "penalty"])
@@ -170,14 +176,15 @@ def test_a_later_program_leaves_state_where_it_is(name: str, schedule: str) -> N
         assert at_home.count(False) <= (2 if name == "thrice" else 0)
     if schedule == "1f1b":
         reads = [
-            [timed.stages.stage[n] for n in timed.stages.forward if _reads_state(n)]
+            [timed.stages.stage[n] for n in timed.stages.forward if _reads_home(n, first.owners)]
             for timed in (first, later)
         ]
         assert sorted(reads[0]) == sorted(reads[1])
 
 
-def _reads_state(node: fx.Node) -> bool:
-    return any(x.meta.get("kind") == "parameter" for x in node.all_input_nodes)
+def _reads_home(node: fx.Node, owners: Mapping[str, frozenset[int]]) -> bool:
+    """Whether it reads a parameter that one pipeline rank alone keeps."""
+    return any(len(owners.get(x.meta.get("name", ""), ())) == 1 for x in node.all_input_nodes)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama"])

@@ -18,7 +18,7 @@ from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.depth.block_work import Blocks, Piece
-from tutti.planner.depth.composed import _balanced, composed
+from tutti.planner.depth.composed import composed
 from tutti.planner.estimates.layout_estimate import estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planning.candidate_programs import CandidatePrograms
@@ -256,7 +256,7 @@ def test_tokens_are_split_between_the_blocks(text: str) -> None:
     exact = estimate(program, machine)
     assert made.refined(layout).seconds == pytest.approx(exact.seconds, rel=0.15)
     sent = exact.nbytes["inside"]
-    near = 0.03 if "pipe" in text else 0.01  # a message of the program may be an op earlier
+    near = 0.12 if "pipe" in text else 0.01  # a program may be cut within a layer
     assert made.refined(layout).nbytes["inside"] == pytest.approx(sent, rel=near)
 
 
@@ -368,24 +368,3 @@ def test_operations_of_two_kinds_of_layers_are_counted_apart() -> None:
     assert deep._is_composed
     assert not whole._is_composed
     assert deep.flops() == pytest.approx(whole.flops(), rel=1e-6)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_stages_are_contiguous_full_and_balanced(count: int) -> None:
-    times = [0.5, 1, 1, 1, 1, 1, 3]
-    stages = _balanced(times, count)
-    assert stages == sorted(stages)
-    assert set(stages) == set(range(count))
-    longest = max(
-        sum(t for t, s in zip(times, stages, strict=True) if s == k) for k in range(count)
-    )
-    assert longest == _least_longest(times, count)
-
-
-def _least_longest(times: list[float], count: int) -> float:
-    if count == 1:
-        return sum(times)
-    return min(
-        max(sum(times[:i]), _least_longest(times[i:], count - 1))
-        for i in range(1, len(times) - count + 2)
-    )

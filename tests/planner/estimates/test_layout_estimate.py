@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from tutti.costs.collective_seconds import collective_seconds
+from tutti.costs.rank_groups import RankGroups
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.planner.estimates.graph_clock import COLLECTIVES, COMPUTE, IDLE, SHARED
 from tutti.planner.estimates.layout_estimate import Estimate, estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.estimates.rank_groups import RankGroups
 from tutti.planner.memory import predict
 from tutti.planning.candidate_programs import CandidatePrograms
 

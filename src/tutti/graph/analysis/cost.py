@@ -81,11 +81,16 @@ def rates_for(kind: str) -> Iterator[None]:
         _planned.reset(token)
 
 
-def rates_of(values: Any) -> Rates:
-    """The rates of the device of the first tensor in `values`, nested in any way."""
+def kind_of(values: Any) -> str:
+    """The kind of device, a key of `RATES`, of the first tensor in `values`, nested in any way."""
     first = next((x for x in tree_leaves(values) if isinstance(x, Tensor)), None)
     kind = _planned.get() or (first.device.type if first is not None else "cpu")
-    return RATES.get(kind, RATES["cpu"])
+    return kind if kind in RATES else "cpu"
+
+
+def rates_of(values: Any) -> Rates:
+    """The rates of the device of the first tensor in `values`, nested in any way."""
+    return RATES[kind_of(values)]
 
 
 def seconds_of(node: fx.Node) -> float:

@@ -64,12 +64,11 @@ class Backward:
     def __init__(
         self,
         moments: Moments,
-        num_stages: int,
         forward: Sequence[fx.Node],
         rest: Sequence[fx.Node],
         free: set[fx.Node],
     ) -> None:
-        self.moments, self.num_stages, self.free = moments, num_stages, free
+        self.moments, self.free = moments, free
         self.forward, self.rest = forward, rest
         self.backward, self.in_forward = set(rest), set(forward)
         self.originals = originals(moments.graph)
@@ -80,12 +79,13 @@ class Backward:
         A set of stages is an int with a bit for each: many cuts are tried for one step.
         """
         has = {n: self._stages_of(readers, stage) for n, readers in self._uses}
-        every = (1 << self.num_stages) - 1
+        last = max(stage.values(), default=0)
+        every = (1 << (last + 1)) - 1
         for row in self._rows:
             if row.original is not None:
                 stage[row.node] = stage[row.original]
                 continue
-            limit = min((stage[x] for x in row.gradients), default=self.num_stages - 1)
+            limit = min((stage[x] for x in row.gradients), default=last)
             saved = [has[x] for x in row.saved]
             for states in row.states:
                 allowed = every

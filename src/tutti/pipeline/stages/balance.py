@@ -1,42 +1,115 @@
-"""Contiguous pieces of work in stages, so that the slowest stage is as fast as possible."""
+"""Contiguous pieces of work in stages, so that a micro-batch takes as few seconds as possible.
+
+A micro-batch takes a pipeline rank at least as long as its stage. A stage also waits for what follows: of S
+stages, stage s has S - s micro-batches under way, and each comes back after all later stages and messages:
+
+    seconds of a micro-batch = max over s of  stage s,  (stages s .. S-1 + messages there and back) / (S - s)
+
+So a message delays each micro-batch by about its time there and back, shared by the stages before it.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
-# Seconds of a stage without work, which a division has only if every division has one.
-_NO_WORK = 1e30
+_CLOSE = 1e-6  # the relative distance from the best division at which the search ends
 
 
-def balanced(times: Sequence[float], sending: Sequence[float], count: int) -> list[int]:
+def micro_batch_seconds(stages: Sequence[float], moving: Sequence[float]) -> float:
+    """The seconds of a micro-batch.
+
+    Args:
+        stages: seconds of each stage, forward and backward.
+        moving: seconds of the messages between each stage and the next, there and back.
+    """
+    following, found = 0.0, max(stages)
+    for num, seconds in enumerate(reversed(stages), 1):
+        following += seconds + (moving[-num + 1] if num > 1 else 0.0)
+        found = max(found, following / num)
+    return found
+
+
+def balanced(times: Sequence[float], moving: Sequence[float], count: int) -> list[int]:
     """The stage of each piece; no stage is empty, nor without work if that is possible.
 
-    A stage takes the time of its pieces and that of its messages to the next one. The result is the best
-    one: the slowest of k stages is computed from that of k - 1, for each last piece.
+    The seconds of a micro-batch are least, but for a millionth.
 
     Args:
         times: seconds of each piece, at least as many as stages.
-        sending: seconds of the messages at the end of each piece but the last.
+        moving: seconds of the messages at the end of each piece but the last, there and back.
         count: number of stages.
     """
-    number = len(times)
-    before = np.concatenate([[0.0], np.cumsum(times)])
-    ends = np.concatenate([sending, [0.0]])
-    # By the first piece and the last one of a stage.
-    work = before[1:] - before[:-1, None]
-    alone = work + ends + _NO_WORK * (work <= 0)
-    alone[np.tril_indices(number, -1)] = math.inf
-    slowest, firsts = alone[0], list[np.ndarray]()
-    for _ in range(1, count):  # `slowest`: by the last piece of the newest stage
-        ways = np.maximum(slowest[:-1, None], alone[1:])
-        firsts.append(ways.argmin(axis=0) + 1)
-        slowest = ways.min(axis=0)
-    stages, end = [0] * number, number - 1
-    for stage in range(count - 1, 0, -1):
-        first = int(firsts[stage - 1][end])
-        stages[first : end + 1] = [stage] * (end + 1 - first)
-        end = first - 1
-    return stages
+    for works in (True, False):
+        division = _Division(times, moving, count, works=works)
+        if (found := division.best()) is not None:
+            return found
+    raise AssertionError("fewer pieces than stages")
+
+
+class _Division:
+    """Pieces in `count` stages; with `works` no stage is without work."""
+
+    def __init__(
+        self, times: Sequence[float], moving: Sequence[float], count: int, *, works: bool
+    ) -> None:
+        self.count, self.works = count, works
+        self.number = len(times)
+        self.before = np.concatenate([[0.0], np.cumsum(times)])
+        self.moving = np.concatenate([[0.0], moving])  # by the first piece behind the message
+
+    def best(self) -> list[int] | None:
+        """The best stages; None if there are none."""
+        total = float(self.before[-1])
+        most = total + float(self.moving.sum())
+        if (found := self.within(most * 1.01 + 1e-30)) is None:
+            return None
+        low = high = total / self.count
+        while (tried := self.within(high)) is None and high < most:
+            low, high = high, high * 1.1 + 1e-30
+        found = tried or found
+        while high - low > _CLOSE * high:
+            middle = (low + high) / 2
+            if (tried := self.within(middle)) is None:
+                low = middle
+            else:
+                found, high = tried, middle
+        return found
+
+    def within(self, limit: float) -> list[int] | None:
+        """Stages with the fewest seconds of messages such that a micro-batch takes at most `limit`.
+
+        `least` are the fewest seconds of messages behind each piece if it begins the stage at hand; from the
+        last stage to the first.
+        """
+        number, before = self.number, self.before
+        rest = before[-1] - before[:-1]
+        slack = limit * (1 + 1e-12)
+        least = np.where((rest <= slack) & self._has_work(rest), 0.0, np.inf)
+        last = np.searchsorted(before, before[:-1] + slack, side="right") - 1
+        width = int(np.max(last - np.arange(number)))
+        if width < 1:
+            return None
+        # By the first piece of a stage: the first pieces of the next one.
+        following = np.arange(number)[:, None] + np.arange(1, width + 1)
+        fits = (following <= last[:, None]) & (following < number)
+        following = np.minimum(following, number - 1)
+        fits &= self._has_work(before[following] - before[:-1, None])
+        chosen: list[np.ndarray] = []
+        for num in range(2, self.count + 1):
+            ways = np.where(fits, (least + self.moving)[following], np.inf)
+            at = ways.argmin(axis=1)
+            least = ways[np.arange(number), at]
+            least[rest + least > num * slack] = np.inf
+            chosen.append(following[np.arange(number), at])
+        if not np.isfinite(least[0]):
+            return None
+        firsts = [0]
+        for nexts in reversed(chosen):
+            firsts.append(int(nexts[firsts[-1]]))
+        ends = [*firsts[1:], number]
+        return [s for s, (a, b) in enumerate(zip(firsts, ends, strict=True)) for _ in range(a, b)]
+
+    def _has_work(self, seconds: np.ndarray) -> np.ndarray:
+        return seconds > 0 if self.works else seconds >= 0

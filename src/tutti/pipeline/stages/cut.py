@@ -4,7 +4,8 @@ The forward is a list of nodes, cut at a few positions, regardless of module tre
 nodes of the backward.
 
 Values that depend on inputs alone (masks, positions, dropout) belong to no stage: each stage computes them
-itself. The choice of cuts minimizes the time of the slowest stage, its sends included.
+itself. The choice of cuts minimizes the seconds of a micro-batch (`balance.py`), by the prices of
+`costs/step_prices.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import combinations, pairwise
 
+import torch
 from torch import fx
 
+from tutti.costs.step_prices import StepPrices
 from tutti.errors import LayoutError
-from tutti.graph.analysis.cost import nbytes_of, rates_of, seconds_of
-from tutti.pipeline.micro_batches.moments import Moments
+from tutti.graph.analysis.cost import nbytes_of
+from tutti.layout import Mesh
+from tutti.pipeline.micro_batches.moments import Moments, is_linear
 from tutti.pipeline.stages.backward import Backward, backward_of
-from tutti.pipeline.stages.balance import balanced
+from tutti.pipeline.stages.balance import balanced, micro_batch_seconds
 from tutti.pipeline.stages.recomputed import read_what_is_there
 
 # The cost of a node's forward and backward, relative to its forward.
@@ -40,19 +44,20 @@ TRIED_NODES = 200_000
 class Stages:
     """The stage of each node that runs once a micro-batch and belongs to one.
 
-    `forward` are the nodes of the forward, `free` those without a stage.
+    `forward` are the nodes of the forward, `free` those without a stage. `prices` are seconds of nodes.
     """
 
     num_stages: int
     stage: dict[fx.Node, int] = field(default_factory=dict)
     forward: set[fx.Node] = field(default_factory=set)
     free: set[fx.Node] = field(default_factory=set)
+    prices: Mapping[fx.Node, float] = field(default_factory=dict)
 
     def seconds(self) -> list[float]:
         """The predicted time of each stage for one micro-batch, forward and backward."""
         total = [0.0] * self.num_stages
         for node, stage in self.stage.items():
-            total[stage] += seconds_of(node)
+            total[stage] += self.prices.get(node, 0.0)
         return total
 
 
@@ -62,6 +67,7 @@ def cut(
     *,
     names: Sequence[str] = (),
     homes: Mapping[str, frozenset[int]] | None = None,
+    mesh: Mesh | None = None,
 ) -> Stages:
     """Cut into `num_stages` stages.
 
@@ -70,11 +76,12 @@ def cut(
         names: patterns of module names at which each stage but the first begins. Chosen by cost if empty.
         homes: by name of a state tensor, the stages at the pipeline rank that keeps it, if an earlier
             program has assigned it.
+        mesh: the ranks of collectives and messages.
 
     Raises:
         LayoutError: fewer nodes than stages, or a name that no module has.
     """
-    cutter = _StageCutter(moments, num_stages)
+    cutter = _StageCutter(moments, num_stages, mesh)
     if names:
         cuts = cutter.named(names)
     else:
@@ -85,7 +92,7 @@ def cut(
 
 
 class _StageCutter:
-    def __init__(self, moments: Moments, num_stages: int) -> None:
+    def __init__(self, moments: Moments, num_stages: int, mesh: Mesh | None = None) -> None:
         self.moments, self.num_stages = moments, num_stages
         during = moments.during()
         self.free = {n for n in during if n not in moments.stateful}
@@ -93,16 +100,21 @@ class _StageCutter:
         own = [n for n in during if n not in self.free]
         self.forward = [n for n in own if n not in backward]
         rest = [n for n in own if n in backward]
-        self.backward = Backward(moments, num_stages, self.forward, rest, self.free)
+        self.backward = Backward(moments, self.forward, rest, self.free)
+        inside = {n: set(self.forward) for n in self.forward}
+        inside |= dict.fromkeys(rest, set(rest) - _added_apart(moments))
+        readers = {n: among.intersection(n.users) for n, among in inside.items()}
+        self.readers = {n: used for n, used in readers.items() if used}
         self.position = {n: i for i, n in enumerate(self.forward)}
-        self.seconds = {n: seconds_of(n) for n in own}
+        self.prices = StepPrices.of([n.meta.get("val") for n in own], mesh or Mesh())
+        priced = self.prices.seconds(moments.graph)
+        self.seconds = {n: priced.get(n, 0.0) for n in own}
         # An op and the parts of its tuple stay together: messages are tensors.
         self.parts = [
             (n, n.args[0])
             for n in own
             if n.target is operator.getitem and n.args[0] in self.seconds
         ]
-        self.link = rates_of([n.meta.get("val") for n in own]).link
         costly = sum(1 for n in self.forward if self.seconds[n] > 0)
         if 1 < num_stages > costly:
             if costly:
@@ -115,7 +127,8 @@ class _StageCutter:
 
     def stages(self, cuts: Sequence[int]) -> Stages:
         """Every node's stage if stage k + 1 begins at forward node `cuts[k]`."""
-        found = Stages(self.num_stages, forward=set(self.forward), free=set(self.free))
+        found = Stages(len(cuts) + 1, forward=set(self.forward), free=set(self.free))
+        found.prices = self.seconds
         bounds = [0, *cuts, len(self.forward)]
         for stage, (low, high) in enumerate(pairwise(bounds)):
             found.stage |= dict.fromkeys(self.forward[low:high], stage)
@@ -168,48 +181,92 @@ class _StageCutter:
         return first[1:]
 
     def balanced(self) -> list[int]:
-        """The cuts with the fastest slowest stage."""
+        """The cuts with the fewest seconds of a micro-batch."""
         if self.num_stages == 1:
             return []
-        positions = self._thin_positions()
+        positions = sorted({*self._thin_positions(), *self._even_positions()})
         if len(positions) < self.num_stages - 1:
             positions = list(range(1, len(self.forward)))
         ways = math.comb(len(positions), self.num_stages - 1)
         if ways * len(self.seconds) <= TRIED_NODES:
             every = combinations(positions, self.num_stages - 1)
-            thin = list(min(every, key=self._slowest))
+            starts = [list(min(every, key=self.micro_seconds))]
         else:
-            thin = self._equal_shares(positions)
-        best = min(thin, self._best_of_sums(), key=self._slowest)
-        least = self._slowest(best)
+            crossing = [2 * self._moving(self.crossing[p]) for p in positions]
+            work, forward = self._work(positions), self._work_of_forward(positions)
+            starts = [
+                self._divided(positions, work, crossing),
+                self._divided(positions, forward, crossing),
+                self._divided(positions, work, [0.0] * len(positions)),
+            ]
+        return min((self._moved(positions, start) for start in starts), key=self.micro_seconds)
+
+    def _moved(self, positions: Sequence[int], best: list[int]) -> list[int]:
+        """The best cuts that moves of one cut at a time lead to."""
+        least = self.micro_seconds(best)
         better = True
         while better:
             better = False
             for k in range(len(best)):
                 for other in self._neighbors(positions, best, k):
                     tried = [*best[:k], other, *best[k + 1 :]]
-                    slowest = self._slowest(tried)
-                    if slowest < least * (1 - 1e-9):
-                        best, least, better = tried, slowest, True
+                    seconds = self.micro_seconds(tried)
+                    if seconds < least * (1 - 1e-9):
+                        best, least, better = tried, seconds, True
         return best
 
-    def _neighbors(self, positions: list[int], cuts: list[int], k: int) -> list[int]:
+    def _neighbors(self, positions: Sequence[int], cuts: list[int], k: int) -> Sequence[int]:
         low = cuts[k - 1] if k else 0
         high = cuts[k + 1] if k + 1 < len(cuts) else len(self.forward)
         at = bisect_left(positions, cuts[k])
         return [p for p in positions[max(0, at - 3) : at + 4] if low < p < high and p != cuts[k]]
 
-    def _slowest(self, cuts: Sequence[int]) -> float:
-        found = self.stages(cuts).stage
-        total = [0.0] * self.num_stages
-        for node, stage in found.items():
-            total[stage] += self.seconds[node]
-        if min(total) <= 0:
-            return math.inf  # a stage without work
-        for position in cuts:
-            stage = found[self.forward[position]]
-            total[stage - 1] += 2 * self.crossing[position] / self.link
-        return max(total)
+    def micro_seconds(self, cuts: Sequence[int]) -> float:
+        """The seconds of a micro-batch with stages that begin at `cuts`; infinite for one without work."""
+        stage = self.stages(cuts).stage
+        work = self._sums(stage, len(cuts) + 1)
+        if min(work) <= 0:
+            return math.inf
+        moving = [sum(map(self._moving, both)) for both in self._messages(stage, len(cuts))]
+        return micro_batch_seconds(work, moving)
+
+    def _divided(
+        self, positions: Sequence[int], work: Sequence[float], moving: Sequence[float]
+    ) -> list[int]:
+        """The best cuts at some of these positions, with this work of the pieces between them."""
+        stages = balanced(work, moving, self.num_stages)
+        return [p for p, (a, b) in zip(positions, pairwise(stages), strict=True) if a < b]
+
+    def _work(self, cuts: Sequence[int]) -> list[float]:
+        """The seconds of each stage."""
+        return self._sums(self.stages(cuts).stage, len(cuts) + 1)
+
+    def _work_of_forward(self, cuts: Sequence[int]) -> list[float]:
+        """As `_work`, if the backward of each op is in its stage and takes twice its time."""
+        bounds = [0, *cuts, len(self.forward)]
+        forward = [sum(self.seconds[n] for n in self.forward[a:b]) for a, b in pairwise(bounds)]
+        return [FORWARD_AND_BACKWARD * x for x in forward]
+
+    def _sums(self, stage: Mapping[fx.Node, int], count: int) -> list[float]:
+        work = [0.0] * count
+        for node, at in stage.items():
+            work[at] += self.seconds[node]
+        return work
+
+    def _messages(self, stage: Mapping[fx.Node, int], num_cuts: int) -> list[tuple[int, int]]:
+        """The bytes from each stage to the next, and back; values for other stages have more time."""
+        there, back = [0] * num_cuts, [0] * num_cuts
+        for node, readers in self.readers.items():
+            at = stage[node]
+            to = {stage[u] for u in readers}
+            if at + 1 in to:
+                there[at] += nbytes_of(node)
+            if at - 1 in to:
+                back[at - 1] += nbytes_of(node)
+        return list(zip(there, back, strict=True))
+
+    def _moving(self, nbytes: int) -> float:
+        return self.prices.message(nbytes) if nbytes else 0.0
 
     @cached_property
     def crossing(self) -> list[int]:
@@ -249,34 +306,18 @@ class _StageCutter:
             sofar += self.seconds[node]
         return sorted(best.values())
 
-    def _best_of_sums(self) -> list[int]:
-        """The best cuts if the backward of each op is in its stage and takes twice its time."""
-        positions = self._even_positions()
-        bounds = [0, *positions, len(self.forward)]
-        times = [
-            FORWARD_AND_BACKWARD * sum(self.seconds[n] for n in self.forward[low:high])
-            for low, high in pairwise(bounds)
-        ]
-        sending = [2 * self.crossing[p] / self.link for p in positions]
-        stage = balanced(times, sending, self.num_stages)
-        return [
-            p for p, (one, other) in zip(positions, pairwise(stage), strict=True) if one < other
-        ]
 
-    def _equal_shares(self, positions: list[int]) -> list[int]:
-        """The cuts into equal shares of the forward's cost."""
-        total = sum(self.seconds[n] for n in self.forward)
-        before, sofar = [], 0.0
-        for node in self.forward:
-            before.append(sofar)
-            sofar += self.seconds[node]
-        found: list[int] = []
-        for k in range(1, self.num_stages):
-            left = self.num_stages - 1 - k
-            open_ = [p for p in positions if not found or p > found[-1]]
-            open_ = open_[: len(open_) - left]
-            found.append(min(open_, key=lambda p: abs(before[p] - total * k / self.num_stages)))
-        return found
+def _added_apart(moments: Moments) -> set[fx.Node]:
+    """The additions of gradients that no stage sends (`tied.py`), and the linear ops behind them."""
+    found = set[fx.Node]()
+    open_ = [x for total in moments.sums for x in total.all_input_nodes[:1]]
+    while open_:
+        node = open_.pop()
+        adds = node.target is torch.ops.aten.add.Tensor and len(node.all_input_nodes) == 2
+        if len(node.users) == 1 and (adds or (is_linear(node) and len(node.all_input_nodes) == 1)):
+            found.add(node)
+            open_ += node.all_input_nodes
+    return found
 
 
 def _belongs(node: fx.Node, name: str) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from tutti.costs.collective_seconds import collective_seconds
 from tutti.costs.graph_seconds import collective_call
+from tutti.costs.rank_groups import RankGroups
 from tutti.graph.analysis.aliases import aliased, roots_of
 from tutti.graph.analysis.cost import nbytes_of
 from tutti.graph.analysis.draws import is_draw
@@ -39,7 +40,6 @@ from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.depth.repeated_layers import ShortUnits
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.estimates.rank_groups import RankGroups
 
 # Axes whose collectives belong to a piece; those over `data` belong to the whole step.
 MODEL_AXES = frozenset({"tensor", "seq", "expert"})

@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from tutti.costs.collective_seconds import collective_seconds
+from tutti.costs.rank_groups import RankGroups
 from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
@@ -34,7 +35,6 @@ from tutti.planner.estimates.graph_clock import (
 )
 from tutti.planner.estimates.layout_estimate import Estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.estimates.rank_groups import RankGroups
 from tutti.planner.simulator import Timeline, simulate
 
 
@@ -296,11 +296,9 @@ class _Composition:
             )
         stages: list[list[Piece]] = [[] for _ in range(count)]
         times = tuple(p.forward + p.backward for p in whole)
-        if self.blocks.messages:
-            moving = tuple(2 * self._moving(nbytes) for nbytes in self.blocks.messages)
-            stage_of = _balanced_beside_messages(times, moving, count)
-        else:
-            stage_of = _balanced(times, count)
+        each = self.blocks.messages or (self.blocks.message,) * (len(whole) - 1)
+        moving = tuple(2 * self._moving(nbytes) for nbytes in each)
+        stage_of = _balanced(times, moving, count)
         for piece, stage in zip(whole, stage_of, strict=True):
             stages[stage].append(piece)
         return stages
@@ -434,7 +432,7 @@ class _Composition:
 
 
 _schedule_of = lru_cache(maxsize=256)(schedule_of)
-_balanced_beside_messages = lru_cache(maxsize=1024)(balanced)
+_balanced = lru_cache(maxsize=1024)(balanced)
 
 
 @lru_cache(maxsize=4096)
@@ -454,28 +452,3 @@ def _simulated(
         nbytes=nbytes,
         freed_nbytes=freed_nbytes,
     )
-
-
-def _balanced(times: Sequence[float], count: int) -> list[int]:
-    """The stage of each piece: contiguous, none empty, the longest stage as short as possible."""
-    low, high = max(times, default=0.0), sum(times)
-    for _ in range(50):
-        middle = (low + high) / 2
-        if _filled(times, middle, count)[-1] < count:
-            high = middle
-        else:
-            low = middle
-    return _filled(times, high, count)
-
-
-def _filled(times: Sequence[float], bound: float, count: int) -> list[int]:
-    """Stages filled up to `bound`, leaving a piece for each later stage where possible."""
-    stages, stage, used = list[int](), 0, 0.0
-    for i, x in enumerate(times):
-        left = len(times) - i
-        must = stage + left < count and stages and stages[-1] == stage
-        if stages and (used + x > bound * (1 + 1e-9) or must):
-            stage, used = stage + 1, 0.0
-        used += x
-        stages.append(stage)
-    return stages

@@ -19,12 +19,12 @@ from torch import fx
 
 from tutti.costs.collective_seconds import collective_seconds
 from tutti.costs.graph_seconds import CollectiveCall, collective_call
+from tutti.costs.rank_groups import RankGroups
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import Body, Do, LoopPart, loop
 from tutti.graph.text import op_name
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.estimates.rank_groups import RankGroups
 
 # Of compute beside communication, measured on A100s: Galvatron-2's profile.
 OVERLAP_SLOWDOWN = 1.126

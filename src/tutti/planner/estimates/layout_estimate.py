@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, fx
 
+from tutti.costs.rank_groups import RankGroups
 from tutti.graph.analysis.cost import flops_of, rates_for
 from tutti.graph.ops.collectives import axes_of
 from tutti.graph.ops.loop import Body
@@ -38,7 +39,6 @@ from tutti.planner.estimates.graph_clock import (
     main_loop,
 )
 from tutti.planner.estimates.priced_machine import PricedMachine
-from tutti.planner.estimates.rank_groups import RankGroups
 from tutti.planner.memory import PeakMemory, predict
 from tutti.planner.simulator import Timeline, simulate
 from tutti.torch_private.pytrees import tree_leaves

@@ -15,9 +15,9 @@ from tutti.costs.collective_seconds import RankGroup, collective_seconds
 from tutti.costs.graph_seconds import CollectiveCall
 from tutti.costs.kernel_seconds import kernel_seconds
 from tutti.costs.kernels import DeviceKernel
+from tutti.costs.rank_groups import RankGroups
 from tutti.hardware.cluster import Cluster
 from tutti.layout import Layout
-from tutti.planner.estimates.rank_groups import RankGroups
 
 _DEFAULT = "h100"
 

@@ -6,8 +6,8 @@ from itertools import chain, combinations
 
 import pytest
 
+from tutti.costs.rank_groups import RankGroups
 from tutti.layout import Layout
-from tutti.planner.estimates.rank_groups import RankGroups
 
 
 @pytest.mark.parametrize("host_size", [1, 2, 4, 8])
