@@ -19,6 +19,7 @@ from tutti.capture.forms import flattened, returnable
 from tutti.capture.one_process import communicating_ops, one_process
 from tutti.capture.precision import computing, refuse_other_weights
 from tutti.capture.python.conversions import conversions_read
+from tutti.capture.python.fake_checks import constants_are_not_fake
 from tutti.capture.python.held_values import TableEntry
 from tutti.capture.python.host_random import no_host_randomness
 from tutti.capture.python.host_values import values_unknown
@@ -408,6 +409,7 @@ class _Lifted:
             in_other_forms(),
             on_symbols(),
             values_unknown(),
+            constants_are_not_fake(),
             symbols_stay(self.symbols),
         ):
             table = {**communicating_ops(), **OTHER_FORMS}

@@ -23,7 +23,7 @@ from tutti.passes.accumulate import accumulate
 from tutti.passes.at_once import gathered_once, reduced_then_split
 from tutti.passes.attention_memory import attention_memory
 from tutti.passes.bucket import bucket
-from tutti.passes.common import common
+from tutti.passes.common import common, common_of_inputs
 from tutti.passes.early_sends import early_sends
 from tutti.passes.early_update import early_update
 from tutti.passes.filled_slots import filled_slots
@@ -204,6 +204,8 @@ def ready_to_split(program: Program, target: Target, without: Collection[str]) -
     for one in PASSES:
         if one.before_split and one.name not in without:
             one.apply(graph, Setting(program, target))
+    if "common" not in without:
+        common_of_inputs(graph)
     return graph
 
 

@@ -20,7 +20,7 @@ from tutti.torch_private.tracing import get_proxy_mode, get_proxy_slot
 
 aten = torch.ops.aten
 # Tensors of a size that Python reads, made of few ops: others are read as values of the call.
-_MOST_NODES, _MOST_NUMBERS = 200, 2**16
+_MOST_NODES, _MOST_NUMBERS = 200, 2**23
 _LITERALS = frozenset((aten.lift_fresh.default, aten.lift_fresh_copy.default))
 # Their results have the form of an operand, not its values.
 _OF_FORMS = frozenset(
@@ -101,6 +101,7 @@ def _is_written_past(nodes: list[fx.Node]) -> bool:
 
 def _computed(nodes: list[fx.Node], root: Any) -> Tensor:
     values: dict[fx.Node, Any] = {}
+    last = {x: node for node in nodes for x in node.all_input_nodes}
     for node in nodes:
         if node.op == "get_attr":
             values[node] = getattr(root, str(node.target)).clone()
@@ -113,6 +114,9 @@ def _computed(nodes: list[fx.Node], root: Any) -> Tensor:
         if device is not None:  # "meta" of weights that wait for memory
             named = {**named, "device": "cpu" if torch.device(device).type == "meta" else device}
         values[node] = node.target(*args, **named)  # type: ignore[operator]
+        for x in node.all_input_nodes:
+            if last[x] is node:
+                values.pop(x, None)
     return values[nodes[-1]]
 
 
