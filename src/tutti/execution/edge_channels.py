@@ -44,7 +44,7 @@ class EdgeMessages:
         edge = self._ranks[source], self._ranks[to]
         self.current = waiting("send", edge, sum(x.nbytes for x in xs))
         for x in xs:
-            self._channels[edge].send(x)
+            self._channels[edge].send(x, more=x is not xs[-1])
         self.current = None
 
     def receive(self, source: int, to: int, likes: Sequence[Like]) -> list[Tensor]:

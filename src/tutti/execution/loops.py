@@ -122,7 +122,7 @@ class RowEngine:
             if (sender, made) == (stage, kind) and names[at : at + 1] == (name,):
                 self.ahead[message] += 1
                 with self._moving(Do(kind, stage, micro, SEND, other), [x]) as channel:
-                    channel.send(x)
+                    channel.send(x, more=at + 1 < len(names))
 
     def add(self, total: Tensor, value: Tensor, op: str) -> Tensor:
         return ADD[op](total, value)
@@ -133,8 +133,8 @@ class RowEngine:
     def send(self, do: Do, values: list[Any]) -> None:
         rest = values[self.ahead.pop((do.stage, do.kind, do.other), 0) :]
         with self._moving(do, rest) as channel:
-            for x in rest:
-                channel.send(x)
+            for left, x in zip(reversed(range(len(rest))), rest, strict=True):
+                channel.send(x, more=left > 0)
 
     def receive(self, do: Do, likes: list[Tensor]) -> list[Any]:
         with self._moving(do, likes) as channel:

@@ -79,6 +79,7 @@ def machine_here(
     kernels = timed(min(neighbors, most), threads, in_turns=share > 1)
     if calibrated := cluster.device.probe_seconds:
         cluster = _at_speed(cluster, calibrated.value / kernels.probe_seconds())
+    start = cluster.topology.inside.start.value
     crowded = cluster.topology.inside.crowded_start if share > 1 else None
     if crowded is not None:
         cluster = _starting(cluster, crowded)
@@ -90,6 +91,7 @@ def machine_here(
         call_seconds=call.value if call else 0.0,
         ranks_per_processor=share,
         message_start=share * crowded.value if crowded else 0.0,
+        value_start=start,
         shares_memory=True,
         onednn=is_faster(),
         settled=kernels.settled,

@@ -70,6 +70,25 @@ def test_many_edges_at_once(ranks: Ranks, way: str) -> None:
     ranks.run(many_edges, way, 6)
 
 
+def several_at_once(way: str, numel: int) -> None:
+    """A message of six values, larger than the ring, to a receiver that may sleep until the last."""
+    rank, channels = channels_by(way, [(0, 1), (2, 3)], 4)
+    edge = (0, 1) if rank < 2 else (2, 3)
+    for number in range(12):
+        x = torch.full((numel,), number, dtype=torch.int64)
+        if rank == edge[0]:
+            channels[edge].send(x, more=number % 6 < 5)
+        else:
+            assert torch.equal(channels[edge].recv((numel,), torch.int64), x)
+    channels[edge].flush()
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("numel", [1, 100_000, 300_000])
+def test_more_values_follow(ranks: Ranks, way: str, numel: int) -> None:
+    ranks.run(several_at_once, way, numel)
+
+
 def both_send_first(way: str, num_messages: int, numel: int) -> list[Tensor]:
     rank, channels = channels_by(way, [(0, 1), (1, 0)], 2)
     there, back = channels[rank, 1 - rank], channels[1 - rank, rank]

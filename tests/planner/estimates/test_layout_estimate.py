@@ -93,6 +93,19 @@ def test_a_pipeline_has_the_bubble_of_its_schedule(micro: int) -> None:
     assert made.kinds[IDLE] > 0
 
 
+def test_ranks_that_share_memory_copy_their_messages() -> None:
+    """Each of 8 micro-batches costs the longer of two equal stages a copy there, and one back."""
+    program = programs(rows=16).program(Layout.parse("pipe=2 micro=8"))
+    machine = replace(second_a_matmul("8 x h100"), shares_memory=True)
+    apart, together = (
+        estimate(program, replace(machine, value_start=seconds)).timeline for seconds in (0.0, 0.1)
+    )
+    assert apart is not None and together is not None
+    work = [sum(s.end - s.start for s in row) for row in apart.rows]
+    copied = [sum(s.end - s.start for s in row) for row in together.rows]
+    assert [b - a for a, b in zip(work, copied, strict=True)] == pytest.approx([2 * 8 * 0.1] * 2)
+
+
 def test_micro_batches_repeat_their_part() -> None:
     one, four = estimated("", rows=8), estimated("micro=4", rows=8)
     assert four.seconds == pytest.approx(4 * one.seconds)

@@ -38,8 +38,10 @@ _PAGE = 4096
 class Channel(Protocol):
     """A directed edge; the sender calls `send`, the receiver `recv`, both in the same order."""
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Tensor, *, more: bool = False) -> None:
         """Send `x`; the caller may overwrite it afterwards.
+
+        With `more` another tensor follows, without which the receiver can do nothing: it may sleep on.
 
         Raises:
             CommError: the receiver is gone, or has not come in time.
@@ -106,17 +108,19 @@ class SharedChannel:
         self._notes = [slot[:8].view(torch.int64) for slot in slots]
         self._slots = [slot[LINE:] for slot in slots]
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Tensor, *, more: bool = False) -> None:
         """Send `x`; returns when all of it is in the ring, or taken from it."""
         data = _bytes(x)
         note = _note(x.shape, x.dtype)
 
         def fill(slot: int, low: int, high: int) -> None:
-            # The receiver has taken what this slot held.
-            self._signals.wait(self._signals.count + 1 - NUM_SLOTS)
+            free = self._signals.count + 1 - NUM_SLOTS
+            if self._signals.late(free):
+                self._signals.wake()
+            self._signals.wait(free)  # the receiver has taken what this slot held
             self._slots[slot][: high - low].copy_(data[low:high])
             self._notes[slot].fill_(note)
-            self._signals.arrive()
+            self._signals.arrive(wakes=not more)
 
         with _naming("send", self._group, data.numel()):
             self._each_slot(data.numel(), fill)
@@ -171,7 +175,7 @@ class DistributedChannel:
         self._group, self._device, self._capacity = Group.of(handle, edge, rank), device, capacity
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Tensor, *, more: bool = False) -> None:
         """Send `x`; returns when no more than `capacity` bytes are still in flight."""
         data = _bytes(x)
         _, to = self._group.ranks

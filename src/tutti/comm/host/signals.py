@@ -113,8 +113,11 @@ class Signals:
         self._note = 0
         self.count = 0
 
-    def arrive(self) -> int:
-        """Increment this rank's counter; a rank that sees the new count sees all earlier writes."""
+    def arrive(self, *, wakes: bool = True) -> int:
+        """Increment this rank's counter; a rank that sees the new count sees all earlier writes.
+
+        Without `wakes` ranks that share this one's processor sleep on, until `wake` or a later count.
+        """
         if os.getpid() != self._pid:  # it would count for its parent
             raise RuntimeError("a process that a rank has forked cannot join in its collectives")
         self.count = (self.count + 1) & _MASK
@@ -122,10 +125,15 @@ class Signals:
         _fence()
         words[own + _COUNTER] = self.count
         full_fence()
-        if words[own + _SLEEPERS]:
-            words[own + _SLEEPERS] = 0
-            self._futex(self.position, _WAKE, 2**31 - 1, None)
+        if wakes or self._spin:
+            self.wake()
         return self.count
+
+    def wake(self) -> None:
+        """Wake the ranks that sleep until this rank's counter changes."""
+        if self._words[self._own + _SLEEPERS]:
+            self._words[self._own + _SLEEPERS] = 0
+            self._futex(self.position, _WAKE, 2**31 - 1, None)
 
     def wait(self, count: int, positions: Sequence[int] | None = None) -> None:
         """Return when the ranks at `positions` (all others by default) have arrived at `count`.

@@ -252,16 +252,19 @@ class _ProgramEstimate:
             for kind in ("F", "I", "W", "B"):  # a part without work is in no body
                 costs.setdefault((stage, kind), 0.0)
         transfers: dict[tuple[int, int], float] = {}
-        for body in made.bodies:
-            for (source, _, to), names in body.messages.items():
-                edge = min(source, to), max(source, to)
-                apart = schedule.rank_of(source) != schedule.rank_of(to)
-                seconds = (
-                    self.clocks[0].message(sum(body.vals[n].nbytes for n in names))
-                    if apart
-                    else 0.0
-                )
-                transfers[edge] = max(transfers.get(edge, 0.0), seconds)
+        messages = {
+            key: [body.vals[n].nbytes for n in names]
+            for body in made.bodies
+            for key, names in body.messages.items()
+        }
+        for (source, kind, to), sizes in messages.items():
+            edge = min(source, to), max(source, to)
+            apart = schedule.rank_of(source) != schedule.rank_of(to)
+            seconds = self.clocks[0].message(sum(sizes)) if apart else 0.0
+            transfers[edge] = max(transfers.get(edge, 0.0), seconds)
+            if apart:  # both ranks copy the values, if they share memory
+                for stage in (source, to):
+                    costs[stage, kind] += self.machine.message_work(sizes)
         return simulate(schedule, costs, transfer_seconds=transfers, edges=sorted(transfers))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -26,6 +26,7 @@ class PricedMachine:
     launch_seconds: of the host, for each collective. call_seconds: of a call of the step, beside its ops.
     ranks_per_processor: ranks that compute in turns on one; more than 1 on a machine with too few of them.
     message_start: seconds before the first byte of a message, beside the link's own.
+    value_start: of ranks that share memory, seconds to begin the copy of a value into it, or out of it.
     shares_memory: ranks of one host exchange through shared memory, so the passes write that program.
     onednn: matmuls run by oneDNN's kernels.
     settled: the seconds of kernels once more, when all graphs that are compared have been timed.
@@ -37,6 +38,7 @@ class PricedMachine:
     call_seconds: float = 0.0
     ranks_per_processor: float = 1.0
     message_start: float = 0.0
+    value_start: float = 0.0
     shares_memory: bool = False
     onednn: bool = False
     settled: KernelSeconds | None = None
@@ -47,9 +49,18 @@ class PricedMachine:
         return self.cluster.topology
 
     def message(self, nbytes: float, *, across_hosts: bool) -> float:
-        """Seconds of a message to the next pipeline rank."""
+        """Seconds of a message to the next pipeline rank, beside its `message_work`."""
+        nbytes = 0.0 if self.shares_memory and not across_hosts else nbytes
         seconds = message_seconds(nbytes, self.topology, across_hosts=across_hosts)
         return self.message_start + seconds
+
+    def message_work(self, nbytes: Sequence[float]) -> float:
+        """Seconds in which the sender of values of these sizes copies them into shared memory, and its
+        receiver out of it; 0 for ranks that share none."""
+        if not self.shares_memory:
+            return 0.0
+        moving = message_seconds(sum(nbytes), self.topology, across_hosts=False)
+        return len(nbytes) * self.value_start + moving
 
     def slower(self, factor: float) -> PricedMachine:
         """The same with kernels that take `factor` times as long."""
