@@ -60,13 +60,15 @@ def made() -> Timed:
 
 
 class Wire:
-    """A channel that notes what goes through it."""
+    """A channel that notes what goes through it, and whether more follows."""
 
     def __init__(self, events: list[Any]) -> None:
         self.events = events
+        self.more: list[bool] = []
 
-    def send(self, x: Tensor) -> None:
+    def send(self, x: Tensor, *, more: bool = False) -> None:
         self.events.append(x.clone())
+        self.more.append(more)
 
     def recv(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.ones(shape, dtype=dtype)
@@ -92,6 +94,8 @@ def sent_by(made: Timed, body: Body) -> list[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops, "RowEngine", Noting)
         played(body)(given, lambda stream: 0)
+    # Two messages of two values: the receiver wakes at the last.
+    assert wires[0, 1].more == [True, False] * 2
     return events
 
 
