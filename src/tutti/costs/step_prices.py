@@ -9,7 +9,7 @@ All ranks must cut alike, on any device. So nothing is measured here, and the ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from torch import fx
@@ -53,7 +53,7 @@ class StepPrices:
         if self.cluster is None:
             return {n: seconds for n in graph.nodes if (seconds := seconds_of(n)) > 0}
         device, topology = self.cluster.device, self.cluster.topology
-        groups = RankGroups(self.mesh, topology.host_size)
+        groups = self._groups
         found = {k.nodes[-1]: self._kernel(k) for k in kernels_of(graph, fused=False)}
         found |= draw_seconds(graph, device)
         for node in graph.nodes:
@@ -74,9 +74,13 @@ class StepPrices:
         """Seconds of a message to the next pipeline rank."""
         if self.cluster is None:
             return nbytes / self.rates.link
-        topology = self.cluster.topology
-        crosses = RankGroups(self.mesh, topology.host_size).crosses_hosts("pipe")
-        return message_seconds(nbytes, topology, across_hosts=crosses)
+        crosses = self._groups.crosses_hosts("pipe")
+        return message_seconds(nbytes, self.cluster.topology, across_hosts=crosses)
+
+    @cached_property
+    def _groups(self) -> RankGroups:
+        assert self.cluster is not None
+        return RankGroups(self.mesh, self.cluster.topology.host_size)
 
 
 @cache

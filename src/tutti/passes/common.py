@@ -52,7 +52,8 @@ def common(graph: fx.Graph, merges: Callable[[fx.Node], bool] = lambda _: True) 
     for node in list(graph.nodes):
         if not _is_made_once(node) or not merges(node):
             continue
-        known = first.setdefault(_key(node), node)
+        key = _key(node)
+        known = first.setdefault(key, node)
         if known is node:
             continue
         if (
@@ -65,7 +66,7 @@ def common(graph: fx.Graph, merges: Callable[[fx.Node], bool] = lambda _: True) 
             graph.erase_node(node)
             count += 1
         else:
-            first[_key(node)] = node
+            first[key] = node
     return count
 
 

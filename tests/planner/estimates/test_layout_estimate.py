@@ -106,6 +106,13 @@ def test_ranks_that_share_memory_copy_their_messages() -> None:
     assert [b - a for a, b in zip(work, copied, strict=True)] == pytest.approx([2 * 8 * 0.1] * 2)
 
 
+def test_ranks_of_two_hosts_copy_nothing_into_shared_memory() -> None:
+    program = programs(rows=16).program(Layout.parse("pipe=2 data=8 micro=2"))
+    machine = replace(second_a_matmul("16 x h100"), shares_memory=True)
+    seconds = [estimate(program, replace(machine, value_start=x)).seconds for x in (0.0, 0.1)]
+    assert seconds[0] == seconds[1]
+
+
 def test_micro_batches_repeat_their_part() -> None:
     one, four = estimated("", rows=8), estimated("micro=4", rows=8)
     assert four.seconds == pytest.approx(4 * one.seconds)

@@ -63,12 +63,11 @@ class _Division:
         """The best stages; None if there are none."""
         total = float(self.before[-1])
         most = total + float(self.moving.sum())
-        if (found := self.within(most * 1.01 + 1e-30)) is None:
-            return None
         low = high = total / self.count
-        while (tried := self.within(high)) is None and high < most:
+        while (found := self.within(high)) is None:
+            if high > most:
+                return None
             low, high = high, high * 1.1 + 1e-30
-        found = tried or found
         while high - low > _CLOSE * high:
             middle = (low + high) / 2
             if (tried := self.within(middle)) is None:

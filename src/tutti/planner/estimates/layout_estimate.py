@@ -257,6 +257,7 @@ class _ProgramEstimate:
             for body in made.bodies
             for key, names in body.messages.items()
         }
+        crosses = self.clocks[0].groups.crosses_hosts("pipe")
         for (source, kind, to), sizes in messages.items():
             edge = min(source, to), max(source, to)
             apart = schedule.rank_of(source) != schedule.rank_of(to)
@@ -264,7 +265,7 @@ class _ProgramEstimate:
             transfers[edge] = max(transfers.get(edge, 0.0), seconds)
             if apart:  # both ranks copy the values, if they share memory
                 for stage in (source, to):
-                    costs[stage, kind] += self.machine.message_work(sizes)
+                    costs[stage, kind] += self.machine.message_work(sizes, across_hosts=crosses)
         return simulate(schedule, costs, transfer_seconds=transfers, edges=sorted(transfers))
 
 

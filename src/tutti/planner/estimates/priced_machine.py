@@ -54,10 +54,10 @@ class PricedMachine:
         seconds = message_seconds(nbytes, self.topology, across_hosts=across_hosts)
         return self.message_start + seconds
 
-    def message_work(self, nbytes: Sequence[float]) -> float:
+    def message_work(self, nbytes: Sequence[float], *, across_hosts: bool) -> float:
         """Seconds in which the sender of values of these sizes copies them into shared memory, and its
         receiver out of it; 0 for ranks that share none."""
-        if not self.shares_memory:
+        if not self.shares_memory or across_hosts:
             return 0.0
         moving = message_seconds(sum(nbytes), self.topology, across_hosts=False)
         return len(nbytes) * self.value_start + moving
