@@ -132,17 +132,22 @@ class Garbage:
 def step(i): return i
 def deep(n): return deep(n - 1) if n else [Garbage() for _ in range(3)]
 
+ended = threading.Event()
+
 def watch():
-    while True:
+    while not ended.is_set():
         stack = main_stack(threading.main_thread().ident)
         collective(stack), user_line(stack)
 
-threading.Thread(target=watch, daemon=True).start()
+watcher = threading.Thread(target=watch, daemon=True)
+watcher.start()
 sys.setswitchinterval(1e-5)
 gc.set_threshold(50)
 until = time.monotonic() + 3
 while time.monotonic() < until:
     deep(5), deep(30), deep(80)
+ended.set()
+watcher.join()  # while it reads, nothing is collected
 print("alive", gc.isenabled())
 """
 
