@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from tutti.graph.analysis.cost import rates_for
 from tutti.graph.ops.loop import Body, Do, LoopPart, Sum, loop
 from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.graph.text import text
@@ -95,6 +96,35 @@ def test_one_micro_batch_has_nothing_to_add_to() -> None:
         ("weight", "bias"),
     )
     assert accumulate(made).parts[0, "B"].adding is None
+
+
+def _cast() -> LoopPart:
+    """g and x in 16 bits to the gradient of a weight in 32."""
+    graph = fx.Graph()
+    g, x = graph.placeholder("g"), graph.placeholder("x")
+    g.meta["val"], x.meta["val"] = torch.empty(4, 2).bfloat16(), torch.empty(2, 3).bfloat16()
+    half = graph.call_function(aten.mm.default, (g, x))
+    half.meta["val"] = torch.empty(4, 3).bfloat16()
+    wide = graph.call_function(aten._to_copy.default, (half,), {"dtype": torch.float32})
+    wide.meta["val"] = torch.empty(4, 3)
+    graph.output(([], [wide]))
+    return LoopPart(graph, ("g", "x"), (), ("weight",))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_a_sum_on_a_gpu_reads_the_narrow_gradient(kind: str) -> None:
+    row = tuple(Do("B", 0, k) for k in range(NUM_MICRO))
+    plain = Body(
+        NUM_MICRO, {(0, "B"): _cast()}, row, ("g", "x"), (Sum("weight", "sum"),), ("weight",)
+    )
+    with rates_for(kind):
+        added = accumulate(plain)
+    found = ops(added.parts[0, "B"].adding or fx.Graph())
+    casts = ["_to_copy"] if kind == "cpu" else []
+    assert found == ["input"] * 3 + ["mm", *casts, "add_.Tensor"]
+    g, x = torch.randn(4, 2).bfloat16(), torch.randn(2, 3).bfloat16()
+    before, after = played(plain, g, x)[0], played(added, g, x)[0]
+    assert after.dtype == torch.float32 and torch.equal(before, after)
 
 
 @pytest.mark.parametrize("padding", [-1, 2])

@@ -91,6 +91,19 @@ def test_readers_of_a_gathered_view_come_first() -> None:
     assert kinds == [collectives.all_gather, aten.mul.Tensor, aten.sub.Tensor]
 
 
+def test_a_value_of_state_alone_waits_for_its_first_reader() -> None:
+    """Right after the last reader of its weight, it would take memory until the gradient is there."""
+    b = Builder()
+    w, x = b.given("w", 4), b.given("x", 4)
+    read = _call(b, "forward", aten.mul.Tensor, w, x)
+    grad = _call(b, "backward", aten.exp.default, _call(b, "backward", aten.sin.default, read))
+    decayed = _call(b, "update", aten.mul.Tensor, w, 0.9)
+    graph = b.done([], [_call(b, "update", aten.sub.Tensor, decayed, grad)])
+    early_update(graph, APART)
+    kinds = [n.target for n in graph.nodes if n.op == "call_function"]
+    assert kinds[-2:] == [aten.mul.Tensor, aten.sub.Tensor]
+
+
 def test_a_graph_that_overwrites_stays() -> None:
     graph = _backward()
     for node in graph.nodes:

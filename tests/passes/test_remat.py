@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import runs
@@ -21,7 +21,9 @@ from captured_once import captured_once
 from ranks import Ranks
 from tutti.errors import LayoutError
 from tutti.execution.measure import peak_nbytes
+from tutti.graph.analysis.state import is_state
 from tutti.graph.analysis.storage import Storages
+from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
 from tutti.graph.text import text
 from tutti.layout import Layout
@@ -160,6 +162,30 @@ def test_a_share_counts_what_is_kept_and_not_the_weights_that_it_looks_at() -> N
         crossing, last = kept_blocks(plain, storages)
         assert not any(storages.is_given(b) for b in crossing | last)
         assert len(graph.nodes) > len(plain.nodes)
+
+
+def _casts_of_weights(graph: fx.Graph) -> int:
+    casts = (n for n in graph.nodes if n.target is torch.ops.aten._to_copy.default)
+    return sum(is_state(n.all_input_nodes[0]) for n in casts)
+
+
+@pytest.mark.parametrize("layout", ["micro=4", "pipe=2 micro=4", "micro=4 pipe=2 zero=1 data=2"])
+@pytest.mark.parametrize("word", ["full", "0.5"])
+def test_micro_batches_share_the_casts_of_weights(layout: str, word: str) -> None:
+    """A second cast before them would stay beside the first."""
+    program = subjects.program("gpt", f"{layout} precision=bf16 remat={word}")
+    graph = ready_to_split(program, _target(program), ())
+    plain = ready_to_split(program, _target(program), ("remat",))
+    assert _casts_of_weights(graph) == _casts_of_weights(plain) > 0
+    assert any(RECOMPUTED in n.meta for n in graph.nodes)  # values of the batch
+
+
+def test_each_micro_batch_gathers_a_weight_for_its_backward() -> None:
+    program = subjects.program("gpt", "data=2 zero=3 micro=4 remat=full")
+    graph = ready_to_split(program, _target(program), ())
+    gathers = [n for n in graph.nodes if n.target is collectives.all_gather]
+    regions = [n.meta["region"] for n in gathers if is_state(n.args[0])]  # type: ignore[arg-type]
+    assert regions.count("backward") >= regions.count("forward") / 2 > 0
 
 
 @cache

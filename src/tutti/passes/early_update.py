@@ -79,9 +79,10 @@ def _positions(
 ) -> dict[fx.Node, int]:
     """The position behind which to put each of `movable`.
 
-    A node that needs only inputs goes right before its first reader.
+    A node that needs only inputs goes right before its first reader: earlier, it would only take memory.
     """
     at: dict[fx.Node, int] = {}
+    ready: set[fx.Node] = set()  # of movable ones, those that need only inputs
     read_at: dict[fx.Node, list[int]] = {}  # positions of an input's readers that stay
     for node in graph.nodes:
         if node in movable:
@@ -92,9 +93,12 @@ def _positions(
                     read_at[x] = [order[r] for r in _readers(x) if r not in movable]
             reads = [p for x in given for p in read_at[x]]
             at[node] = max((p for p in (*made, *reads) if p < order[node]), default=-1)
+            if all(x.op == "placeholder" or x in ready for x in node.all_input_nodes):
+                ready.add(node)
     for node in reversed(graph.nodes):
-        if at.get(node, 0) < 0:
-            at[node] = min((at.get(u, order[u] - 1) for u in node.users), default=order[node])
+        if node in ready:
+            first = min((at.get(u, order[u] - 1) for u in node.users), default=order[node])
+            at[node] = max(at[node], first)
     return at
 
 

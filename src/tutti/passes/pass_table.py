@@ -35,6 +35,7 @@ from tutti.passes.linear import linear
 from tutti.passes.onednn import onednn
 from tutti.passes.overlap import overlap
 from tutti.passes.own_results import own_results
+from tutti.passes.recompute import computed_once
 from tutti.passes.remat import remat
 from tutti.passes.rows import rows
 from tutti.passes.shared_buffers import leave_buffers, place_buffers, shared_buffers
@@ -113,8 +114,8 @@ def _remat(graph: fx.Graph, setting: Setting) -> None:
                 one.on_program(candidate, setting)
         return peak_with_given(candidate, mode)
 
-    mode = setting.program.captured.mode
-    remat(graph, mode, Budget.parse(setting.program.layout.remat), peak)
+    mode, layout = setting.program.captured.mode, setting.program.layout
+    remat(graph, mode, Budget.parse(layout.remat), peak, computed_once(graph, layout))
 
 
 def _over_what_dies(graph: fx.Graph, setting: Setting) -> None:

@@ -14,10 +14,12 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from tutti.graph.analysis.cost import nbytes_of
+from tutti.graph.analysis.draws import is_draw
 from tutti.graph.analysis.order import ancestors
 from tutti.graph.edits.edit import RECOMPUTED, erase_dead
 from tutti.graph.ops import collectives
 from tutti.graph.ops.expert_rows import MOVES_SLOTS
+from tutti.layout import Layout
 from tutti.torch_private.pytrees import tree_leaves
 
 # Collectives whose results stay: to move bytes twice costs more than the memory is worth. A gathered value is
@@ -48,6 +50,24 @@ def state_only(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "placeholder" and node.meta.get("kind") in ("batch", "number"):
             continue
         if node.op != "output" and all(x in found for x in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def computed_once(graph: fx.Graph, layout: Layout) -> set[fx.Node]:
+    """The values of state and constants alone that a step in micro-batches computes before them, and keeps.
+
+    Without stages each micro-batch gathers a weight that ranks keep in parts, so what follows a gather is
+    none of them.
+    """
+    found: set[fx.Node] = set()
+    if not layout.in_time:
+        return found
+    stages = layout.axes.get("pipe", 1) > 1
+    for node in sorted(state_only(graph)):
+        in_each = node.target is collectives.all_gather and not stages
+        known = all(x in found or x.op != "call_function" for x in node.all_input_nodes)
+        if node.op == "call_function" and known and not in_each and not is_draw(node):
             found.add(node)
     return found
 

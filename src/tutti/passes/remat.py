@@ -10,7 +10,7 @@ numbers are a function of seed, step and position.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -39,24 +39,31 @@ _NUM_PLANS = 32
 
 
 def remat(
-    graph: fx.Graph, mode: FakeTensorMode, budget: Budget | None, peak: Callable[[fx.Graph], int]
+    graph: fx.Graph,
+    mode: FakeTensorMode,
+    budget: Budget | None,
+    peak: Callable[[fx.Graph], int],
+    once: Collection[fx.Node] = (),
 ) -> int:
     """Rewrite `graph` so that it fits `budget`; returns the number of nodes added.
 
-    `peak` predicts a rank's peak of bytes in a run of a graph. Raises `LayoutError`, with the least possible
-    budget, if `budget` is too small even for full recomputation.
+    `peak` predicts a rank's peak of bytes in a run of a graph. `once`: values that all micro-batches share,
+    so there is nothing to save. Raises `LayoutError`, with the least possible budget, if `budget` is too
+    small even for full recomputation.
     """
     backward = any(n.meta.get("region") == "backward" for n in graph.nodes)
     if budget is None or not backward:
         return 0
-    plans = _Plans(graph, mode)
+    plans = _Plans(graph, mode, once)
     return recompute(graph, plans.kept(plans.fewest(budget, peak)))
 
 
 class _Plans:
     """Plan k drops the first k of `order` from the values that the backward reads."""
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+    def __init__(
+        self, graph: fx.Graph, mode: FakeTensorMode, once: Collection[fx.Node] = ()
+    ) -> None:
         self.graph, self.storages = graph, Storages(graph, mode)
         self.values: dict[StorageBlock, list[fx.Node]] = {}
         for node, blocks in self.storages.of.items():
@@ -66,6 +73,8 @@ class _Plans:
         self.lasting, last = kept_blocks(graph, self.storages)
         again = gathered_again(graph)
         self.lasting |= {b for b in self.values if again.get(b.node, 0) > b.nbytes}
+        self.shared = {b for b in self.values if b.node in once}
+        self.lasting |= self.shared
         last -= self.lasting
         self.everything = self.read | self.lasting | last
         self.order = self._by_worth(self.read - self.lasting - last)
@@ -135,10 +144,11 @@ class _Plans:
         return copy
 
     def _left(self, num_dropped: int) -> int:
-        """Bytes that the forward leaves for the backward under a plan; views of state count none."""
+        """Bytes that the forward of a micro-batch leaves for the backward under a plan; views of state count
+        none."""
         left = sources(self.graph, self.kept(num_dropped))
         blocks = {b for x in left for b in self.storages.of[x]}
-        return sum(b.nbytes for b in blocks if not self.storages.is_given(b))
+        return sum(b.nbytes for b in blocks - self.shared if not self.storages.is_given(b))
 
 
 def _first(plans: Sequence[int], size: Callable[[int], float], budget: Budget, limit: float) -> int:

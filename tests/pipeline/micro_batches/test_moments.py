@@ -10,6 +10,7 @@ from torch import fx
 import stacks
 from small_programs import Builder, lines
 from subjects import program
+from tutti.graph.analysis.state import is_state
 from tutti.graph.ops import collectives
 from tutti.layout import Layout
 from tutti.passes.pass_table import ready_to_split
@@ -50,10 +51,24 @@ def test_moments_follow_each_other(name: str, layout: str) -> None:
             assert made.when[node] == AFTER and times == {DURING}
         elif node.op != "output":
             order = (BEFORE, DURING, AFTER)
-            assert made.when[node] in (max(times, key=order.index, default=BEFORE), DURING)
+            waits = made.when[node] == AFTER and all(made.when[u] == AFTER for u in node.users)
+            assert waits or made.when[node] in (
+                max(times, key=order.index, default=BEFORE),
+                DURING,
+            )
             assert not (AFTER in times and DURING in times)
     assert {BEFORE, DURING, AFTER} == set(made.when.values())
     assert len({n.args for n in made.sums}) == len(made.sums)
+
+
+@pytest.mark.parametrize("layout", ["data=2 zero=1 micro=7", "data=2 zero=1 pipe=2 micro=7"])
+def test_parts_of_weights_for_the_update_wait_for_it(layout: str) -> None:
+    """They would take memory during the micro-batches."""
+    made = moments("stack", layout)
+    shards = [n for n in made.graph.nodes if n.target is collectives.shard]
+    parts = [n for n in shards if is_state(n.all_input_nodes[0])]
+    assert len(parts) >= 2 * stacks.DEPTH
+    assert all(made.when[n] == AFTER for n in parts)
 
 
 @pytest.mark.parametrize("layout", ["data=2 micro=7", "data=2 zero=2 micro=7"])

@@ -236,7 +236,18 @@ class _Sorter:
             if is_state(node) or any(x in made.stateful for x in inputs):
                 made.stateful.add(node)
             made.when[node] = self._when(node)
+        for node in reversed(made.graph.nodes):
+            if self._may_wait(node):
+                made.when[node] = AFTER
         return made
+
+    def _may_wait(self, node: fx.Node) -> bool:
+        """Whether only the update or the caller reads a value of state alone, which would stay during the
+        micro-batches."""
+        made = self.moments
+        early = made.when[node] == BEFORE and node.op == "call_function"
+        read_late = all(made.when[u] == AFTER for u in node.users)
+        return early and read_late and not sums_over_time(node)
 
     def _when(self, node: fx.Node) -> str:
         made, inputs = self.moments, node.all_input_nodes
