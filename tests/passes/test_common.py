@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -10,7 +11,7 @@ from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.players.virtual_ranks import VirtualRanks
 from tutti.layout import Mesh
 from tutti.passes import common as module
-from tutti.passes.common import common, common_of_inputs
+from tutti.passes.common import common, common_before_split
 
 aten = torch.ops.aten
 
@@ -82,13 +83,15 @@ def test_a_large_value_that_is_still_there_is_made_once() -> None:
     assert len(_masked(2)) == 3
 
 
-def test_before_a_split_in_time_only_what_depends_on_no_state() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_before_a_split_in_time_only_what_all_micro_batches_share(shared: bool) -> None:
     b = Builder()
     x, w = b.given("x", 3, kind="batch"), b.given("w", 3, kind="parameter")
     found = [b.call(aten.mul.Tensor, given, 2.0) for given in (x, w, x, w)]
     graph = b.done(found, [])
-    assert common_of_inputs(graph) == 1
-    assert lines(graph) == ["mul.Tensor(%x, 2.0)", "mul.Tensor(%w, 2.0)", "mul.Tensor(%w, 2.0)"]
+    assert common_before_split(graph, found[1::2] if shared else []) == 1 + shared
+    ofs = ["mul.Tensor(%x, 2.0)", "mul.Tensor(%w, 2.0)", "mul.Tensor(%w, 2.0)"]
+    assert lines(graph) == ofs[: 3 - shared]
 
 
 def test_a_value_of_several_modules_belongs_to_the_one_around_them() -> None:

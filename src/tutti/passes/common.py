@@ -9,14 +9,15 @@
 Rules expand an op for the forward and for the backward separately, so both may compute the same index. A
 merged value takes memory in between, so of large values the pass merges those alone whose first one is still
 there: the masks of all layers, which the backward reads. Views take no memory. It keeps the recomputation of
-`remat`. It runs before any in-place op. Before a batch is split in time it merges what depends on inputs
-alone (masks, positions), which belongs to no stage.
+`remat`. It runs before any in-place op. Before a batch is split in time it merges values that depend on
+inputs alone (masks, positions), which belong to no stage, and those that all micro-batches share (casts of
+weights).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from itertools import takewhile
 from typing import Any
 
@@ -35,13 +36,14 @@ MOST_NBYTES = 1 << 20
 _CALLS = frozenset({operator.getitem, collectives.positions})
 
 
-def common_of_inputs(graph: fx.Graph) -> int:
-    """As `common`, for values that depend on no state."""
+def common_before_split(graph: fx.Graph, once: Collection[fx.Node]) -> int:
+    """As `common`, for values that depend on no state, and for those of state that all micro-batches share:
+    casts of a weight for the forward and the backward."""
     of_state = set[fx.Node]()
     for node in graph.nodes:
         if is_state(node) or not of_state.isdisjoint(node.all_input_nodes):
             of_state.add(node)
-    return common(graph, lambda node: node not in of_state)
+    return common(graph, lambda node: node not in of_state or node in once)
 
 
 def common(graph: fx.Graph, merges: Callable[[fx.Node], bool] = lambda _: True) -> int:

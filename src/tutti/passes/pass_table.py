@@ -23,7 +23,7 @@ from tutti.passes.accumulate import accumulate
 from tutti.passes.at_once import gathered_once, reduced_then_split
 from tutti.passes.attention_memory import attention_memory
 from tutti.passes.bucket import bucket
-from tutti.passes.common import common, common_of_inputs
+from tutti.passes.common import common, common_before_split
 from tutti.passes.early_sends import early_sends
 from tutti.passes.early_update import early_update
 from tutti.passes.filled_slots import filled_slots
@@ -115,7 +115,9 @@ def _remat(graph: fx.Graph, setting: Setting) -> None:
         return peak_with_given(candidate, mode)
 
     mode, layout = setting.program.captured.mode, setting.program.layout
-    remat(graph, mode, Budget.parse(layout.remat), peak, computed_once(graph, layout))
+    stages = layout.axes.get("pipe", 1) > 1
+    once = computed_once(graph, gathers=stages) if layout.in_time else ()
+    remat(graph, mode, Budget.parse(layout.remat), peak, once)
 
 
 def _over_what_dies(graph: fx.Graph, setting: Setting) -> None:
@@ -206,7 +208,7 @@ def ready_to_split(program: Program, target: Target, without: Collection[str]) -
         if one.before_split and one.name not in without:
             one.apply(graph, Setting(program, target))
     if "common" not in without:
-        common_of_inputs(graph)
+        common_before_split(graph, computed_once(graph, gathers=False))
     return graph
 
 

@@ -19,7 +19,6 @@ from tutti.graph.analysis.order import ancestors
 from tutti.graph.edits.edit import RECOMPUTED, erase_dead
 from tutti.graph.ops import collectives
 from tutti.graph.ops.expert_rows import MOVES_SLOTS
-from tutti.layout import Layout
 from tutti.torch_private.pytrees import tree_leaves
 
 # Collectives whose results stay: to move bytes twice costs more than the memory is worth. A gathered value is
@@ -54,18 +53,15 @@ def state_only(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def computed_once(graph: fx.Graph, layout: Layout) -> set[fx.Node]:
-    """The values of state and constants alone that a step in micro-batches computes before them, and keeps.
+def computed_once(graph: fx.Graph, *, gathers: bool) -> set[fx.Node]:
+    """The values of state and constants alone, which a step in micro-batches computes before them, and keeps.
 
-    Without stages each micro-batch gathers a weight that ranks keep in parts, so what follows a gather is
-    none of them.
+    With `gathers` those that follow a gather, too: without stages each micro-batch gathers a weight that
+    ranks keep in parts.
     """
     found: set[fx.Node] = set()
-    if not layout.in_time:
-        return found
-    stages = layout.axes.get("pipe", 1) > 1
     for node in sorted(state_only(graph)):
-        in_each = node.target is collectives.all_gather and not stages
+        in_each = node.target is collectives.all_gather and not gathers
         known = all(x in found or x.op != "call_function" for x in node.all_input_nodes)
         if node.op == "call_function" and known and not in_each and not is_draw(node):
             found.add(node)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 import stacks
+import subjects
 from tutti.graph.ops import collectives
+from tutti.graph.ops.loop import loop
 from tutti.layout import Layout
 from tutti.pipeline.ranks.pipe_ranks import Transfer, bundles
 from tutti.pipeline.ready import in_time
@@ -99,3 +102,15 @@ def test_state_lives_where_it_is_read_and_slots_beside_it() -> None:
             assert made.owners[entry.name] == made.owners[entry.owner]
     updated = [set(one.captured.updated) for one in made.programs]
     assert all(a.isdisjoint(b) for i, a in enumerate(updated) for b in updated[:i])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_tied_weight_crosses_once_as_the_last_stage_reads_it(dtype: str, remat: str) -> None:
+    layout = f"pipe=2 micro=4 precision={dtype} remat={remat}"
+    (program, _) = in_time(subjects.program("gpt_tied", layout)).programs
+    before = itertools.takewhile(lambda n: n.target is not loop, program.graph.nodes)
+    sent = [x for n in before if n.target is collectives.send for x in n.args[0]]  # type: ignore[union-attr]
+    assert [str(x.meta["val"].dtype) for x in sent] == [
+        "torch.float32" if dtype == "fp32" else "torch.bfloat16"
+    ]

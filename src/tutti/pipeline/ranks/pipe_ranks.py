@@ -1,11 +1,12 @@
 """The pipeline ranks of all nodes outside of the micro-batches.
 
 A *pipeline rank* is a coordinate along `pipe`. The pipeline rank of the first stage that reads state keeps
-it. Nodes before the loop run on every pipeline rank that needs them. After the loop each node runs where its
-operands are: the update of a weight at its pipeline rank; a node that couples several of them (the norm of
-all gradients) at all of them, from a few small tensors that they exchange; a large value from several (the
-gradient of a tied weight) at one. Python's numbers (`.item()` of a norm) are not sent: each pipeline rank
-reads its own from such a tensor.
+it. Nodes before the loop run on every pipeline rank that needs them; one with fewer bytes than its operands
+(the cast of a tied weight to 16 bits) runs where these are, and crosses in their place. After the loop each
+node runs where its operands are: the update of a weight at its pipeline rank; a node that couples several of
+them (the norm of all gradients) at all of them, from a few small tensors that they exchange; a large value
+from several (the gradient of a tied weight) at one. Python's numbers (`.item()` of a norm) are not sent: each
+pipeline rank reads its own from such a tensor.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
+from tutti.graph.analysis.cost import nbytes_of
 from tutti.graph.analysis.state import is_state
 from tutti.pipeline.micro_batches.moments import AFTER, BEFORE, Moments
 from tutti.pipeline.stages.stage_parts import early_part
@@ -94,7 +96,8 @@ def plan_pipe_ranks(
             need(pipe_rank, node, plan.loop_at)
     for node in reversed(plan.order):
         here = plan.position(node)
-        own = frozenset(can[node]) if _is_bound(node, moments) else frozenset(range(num_pipe_ranks))
+        bound = _is_bound(node, moments) or _is_narrow(node, can)
+        own = frozenset(can[node]) if bound else frozenset(range(num_pipe_ranks))
         for pipe_rank in [p for p in range(num_pipe_ranks) if node in needs[p] and p not in own]:
             source = min(own)
             made = plan.loop_at if node in made_at else here
@@ -111,6 +114,13 @@ def plan_pipe_ranks(
 def _is_bound(node: fx.Node, moments: Moments) -> bool:
     """Whether a node belongs to certain pipeline ranks: state, and nodes after the loop."""
     return is_state(node) or moments.when[node] == AFTER
+
+
+def _is_narrow(node: fx.Node, can: dict[fx.Node, frozenset[int]]) -> bool:
+    """Whether a node has fewer bytes than its operands: then it crosses in their place, such as the cast of a
+    tied weight to 16 bits."""
+    operands = node.all_input_nodes
+    return bool(operands) and nbytes_of(node) < sum(nbytes_of(x) for x in operands if x in can)
 
 
 def _operands(node: fx.Node, moments: Moments) -> list[fx.Node]:
