@@ -9,7 +9,7 @@ from torch import fx
 from small_programs import APART, SHARED, Builder, lines
 from tutti.graph.ops import collectives
 from tutti.passes import bucket as module
-from tutti.passes.bucket import bucket
+from tutti.passes.bucket import bucket, num_buckets
 from tutti.passes.target import Target
 
 aten = torch.ops.aten
@@ -204,3 +204,17 @@ def test_casts_of_weights_move_with_their_gathers(
 def test_a_cast_stays_behind_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SPAN", 1.0)
     assert bucket(_cast_gathers(updated=True), APART) == 0
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "count"),
+    [
+        ([30.0, 30.0], 2.0),
+        ([0.01, 30.0, 0.01, 30.0, 0.01], 2.0),  # small ones join others
+        ([10.0, 10.0, 10.0], 1.4),  # the last one is not full
+        ([0.01], 0.0004),
+        ([], 0.0),
+    ],
+)
+def test_the_number_of_buckets(megabytes: list[float], count: float) -> None:
+    assert num_buckets(int(1e6 * size) for size in megabytes) == pytest.approx(count, rel=0.01)

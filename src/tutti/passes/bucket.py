@@ -82,6 +82,20 @@ def bucket(graph: fx.Graph, target: Target) -> int:
     return joined
 
 
+def num_buckets(sizes: Iterable[int]) -> float:
+    """The number of buckets of tensors of so many bytes, in this order; the last one counts by the part of it
+    that is full. Small tensors join others."""
+    count, full = 0.0, 0.0
+    for nbytes in sizes:
+        if nbytes <= SMALL_NBYTES:
+            full += nbytes
+            continue
+        if full > SMALL_NBYTES and full + nbytes > BUCKET_NBYTES:
+            count, full = count + 1, 0.0
+        full += nbytes
+    return count + min(1.0, full / BUCKET_NBYTES)
+
+
 def _first_of_all(graph: fx.Graph) -> frozenset[fx.Node]:
     """Move the ancestors of small reductions of the batch alone to the front; returns these reductions."""
     found: set[fx.Node] = set()

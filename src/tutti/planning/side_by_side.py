@@ -19,7 +19,7 @@ import torch
 
 from tutti.errors import LayoutError, ScheduleError, ShardingError
 from tutti.layout import Layout
-from tutti.planner.depth.block_work import MODEL_AXES
+from tutti.planner.depth.step_pieces import MODEL_AXES
 from tutti.planner.estimates.layout_estimate import Estimate
 
 # A second process does not pay for fewer layouts. Each takes milliseconds if composed.

@@ -24,10 +24,11 @@ from tutti.job import Job
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
 from tutti.pipeline.ready import refuse_coupled
-from tutti.planner.depth.block_work import MODEL_AXES, Blocks, blocks_of
+from tutti.planner.depth.block_work import blocks_of
 from tutti.planner.depth.composed import composed
 from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.depth.repeated_layers import Run, ShortUnits, runs_of, shortened
+from tutti.planner.depth.step_pieces import MODEL_AXES, Blocks
 from tutti.planner.estimates.layout_estimate import (
     Estimate,
     dtype_of_nodes,
@@ -36,6 +37,7 @@ from tutti.planner.estimates.layout_estimate import (
 )
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planner.placement.placement import AXES_FOUND
+from tutti.planner.placement.reduced import mark_depth
 from tutti.planner.search.ranking import (
     Refinement,
     close_to_best,
@@ -86,6 +88,7 @@ class StepEstimates:
         self._blocks: dict[tuple[Layout, bool], Blocks] = {}
         self._units: dict[str, ShortUnits | ModuleUnits] = {}
         self._ahead: dict[Layout, Outcome] = {}
+        self._marked: set[str] = set()  # precisions
         # Of a composed step, by precision, and whether there are a pipeline and micro-batches.
         self._refusals: dict[tuple[str, bool, bool], TuttiError | None] = {}
         # Placements of least memory, of the layouts that need them.
@@ -310,7 +313,11 @@ class StepEstimates:
 
     def _captured_short(self, precision: str) -> Captured:
         with shortened(self.job.model, self.job.optimizer, self._repeats):
-            return self._short_programs.captured(precision)
+            captured = self._short_programs.captured(precision)
+        if self.runs and precision not in self._marked:
+            self._marked.add(precision)
+            mark_depth(captured, ShortUnits(self.runs, self._repeats).stands_for)
+        return captured
 
     def flops(self) -> float:
         """Of a step on the whole batch; see `flops_of_nodes`."""

@@ -17,8 +17,8 @@ from tutti.graph.ops.collectives import reduce_scatter
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
-from tutti.planner.depth.block_work import Blocks, Piece
 from tutti.planner.depth.composed import composed
+from tutti.planner.depth.step_pieces import Blocks, Piece
 from tutti.planner.estimates.layout_estimate import estimate
 from tutti.planner.estimates.priced_machine import PricedMachine
 from tutti.planning.candidate_programs import CandidatePrograms
@@ -115,6 +115,53 @@ def test_time_and_memory_are_near_those_of_the_whole_program(
         assert near.peak_nbytes == pytest.approx(exact.peak_nbytes, rel=0.12)
 
 
+@pytest.fixture(scope="module")
+def between_hosts() -> StepEstimates:
+    """A step whose links take as long as its work, with a tied weight."""
+    with torch.device("meta"):
+        model = Deep(DEPTH)
+        model.head.weight = model.embed.weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = Job.of(train_step, model, optimizer, Layout(precision="bf16"), place=PLACE)
+    batch = (torch.zeros(256, 512, dtype=torch.long),)
+    machine = PricedMachine.of(Cluster.parse("64 x h100"))
+    return StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
+
+
+@pytest.fixture(scope="module")
+def whole_between_hosts(between_hosts: StepEstimates) -> CandidatePrograms:
+    return CandidatePrograms(between_hosts.job, between_hosts.batch, on_processors=False)
+
+
+@pytest.mark.parametrize(
+    ("layout", "time", "memory"),
+    [
+        ("data=64", 0.03, 0.02),
+        ("data=64 zero=1", 0.05, 0.03),
+        ("data=64 zero=2 micro=4", 0.05, 0.03),
+        ("data=64 zero=3", 0.12, 0.06),
+        ("data=64 zero=3 remat=full", 0.12, 0.22),
+        ("data=64 micro=4 remat=full", 0.05, 0.05),
+        ("data=16 pipe=4 zero=1 micro=8", 0.08, 0.15),
+        ("data=16 pipe=4 zero=1 micro=8 remat=full", 0.08, 0.15),
+        ("data=16 pipe=4 zero=2 micro=8", 0.1, 0.15),
+    ],
+)
+def test_links_hide_as_little_as_in_the_whole_program(
+    layout: str,
+    time: float,
+    memory: float,
+    between_hosts: StepEstimates,
+    whole_between_hosts: CandidatePrograms,
+) -> None:
+    """Sums run beside the backward alone, gathers beside one piece, each bucket with its latency."""
+    parsed = Layout.parse(f"{layout} precision=bf16")
+    near = between_hosts(parsed)
+    exact = estimate(whole_between_hosts.program(parsed), between_hosts.machine(parsed))
+    assert near.seconds == pytest.approx(exact.seconds, rel=time)
+    assert near.peak_nbytes == pytest.approx(exact.peak_nbytes, rel=memory)
+
+
 @pytest.mark.parametrize("schedule", ["", "gpipe", "interleaved(2)", "zb", "zbv"])
 @pytest.mark.parametrize("micro", [4, 16])
 def test_closed_forms_are_near_the_clock(
@@ -153,10 +200,18 @@ def test_weights_are_gathered_as_the_forward_reads_them(
 def test_gathers_before_the_first_layer_are_waited_for(estimates: StepEstimates) -> None:
     """Each micro-batch waits for the embedding's weights and for the sum of their gradients."""
     layer = Piece(
-        forward=1.0, backward=2.0, parameters=4.0, gradients=4.0, read=4.0, read_again=4.0
+        forward=1.0,
+        backward=2.0,
+        parameters=4.0,
+        gradients=4.0,
+        read=4.0,
+        read_again=4.0,
+        num_sums=1.0,
+        num_gathers=1.0,
+        num_again=1.0,
     )
     embedding = replace(layer, forward=0.0, backward=0.0, gradients=1e9, read=1e9, read_again=0.0)
-    blocks = Blocks(embedding, ((layer, 8),), Piece(), 0.0, 0.0, 1.0)
+    blocks = Blocks(embedding, ((layer, 8),), Piece(), 1.0)
     layout = Layout.parse("data=8 zero=3 micro=4")
     found = composed(blocks, layout, estimates.machine(layout))
     alone = composed(replace(blocks, first=Piece()), layout, estimates.machine(layout))
@@ -170,7 +225,7 @@ def test_closed_forms_know_a_last_stage_with_large_logits(
 ) -> None:
     layer = Piece(forward=1.0, backward=2.0, inputs=1.0, kept=1e9, delayed=1e9)
     logits = Piece(forward=0.5, backward=1.0, inputs=0.5, kept=2e10, delayed=4e10)
-    blocks = Blocks(Piece(kept=1e6), ((layer, 7),), logits, 0.0, 0.0, 1e6)
+    blocks = Blocks(Piece(kept=1e6), ((layer, 7),), logits, 1e6)
     layout = replace(Layout.parse("pipe=4 micro=8"), schedule=schedule)
     machine = estimates.machine(layout)
     played, closed = (composed(blocks, layout, machine, played=x) for x in (True, False))

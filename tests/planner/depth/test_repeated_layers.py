@@ -90,3 +90,11 @@ def test_units_of_several_runs_in_one_container() -> None:
     found = [units.of(f"layers.{i}.linear.weight") for i in range(6)]
     assert found == [None, (0, 0), (0, 1), (1, 0), (1, 1), None]
     assert units.of("head.weight") is None
+
+
+def test_the_last_unit_stands_for_those_left_out() -> None:
+    runs = runs_of(Stack("caaaaabbbbb"))
+    units = ShortUnits(runs, dict.fromkeys(runs, 2))
+    found = [units.stands_for(f"layers.{i}.linear.weight") for i in range(6)]
+    assert found == [1, 1, 4, 1, 4, 1]
+    assert sum(found[:5]) == 11

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
@@ -29,7 +30,7 @@ from tutti.planner.placement.placement import (
     found_seeds,
     programs_of,
 )
-from tutti.planner.placement.reduced import reduced
+from tutti.planner.placement.reduced import TIMES, mark_depth, reduced
 from tutti.planner.placement.yardstick import Yardstick
 from tutti.propagate.plan import plan
 from tutti.report.collective_records import records
@@ -241,6 +242,25 @@ def test_equal_layers_count_once() -> None:
     covered = [n for n, kind in many.kinds.items() if kind == "parameter" and "linear1" in n]
     made = plan(copied(many), layout, found=other.place)
     assert all(made.compute[n].axes == {"tensor"} for n in covered)
+
+
+@pytest.mark.parametrize("keeps_all", [False, True])
+def test_two_layers_that_stand_for_eight_count_as_eight(keeps_all: bool) -> None:
+    """So a plan that composes a deep model of a short one finds the deep one's placement."""
+
+    def counted(captured: Captured) -> Counter[str]:
+        nodes = reduced(captured, keeps_all=keeps_all).captured.graph.nodes
+        found: Counter[str] = Counter()
+        for node in nodes:
+            if node.op == "call_function":
+                found[str(node.target)] += node.meta[TIMES]
+        return found
+
+    short, whole = newly_captured(2), deep(8)
+    assert counted(short) != counted(whole)
+    # Layers 1 and 2 of the sequence, behind the embedding.
+    mark_depth(short, lambda name: 7 if name.startswith("2.") or name == "2" else 1)
+    assert counted(short) == counted(whole)
 
 
 def test_members_stand_for_every_parameter() -> None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import operator
 import statistics
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cached_property
 
 import torch
@@ -32,6 +32,7 @@ from tutti.graph.analysis.storage import Storages
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
 from tutti.partition.partition import Program
+from tutti.passes.bucket import num_buckets
 from tutti.passes.pass_table import optimized
 from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
@@ -39,90 +40,20 @@ from tutti.pipeline.stages.convolution_halves import convolutions_in_halves
 from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.depth.repeated_layers import ShortUnits
+from tutti.planner.depth.step_pieces import MODEL_AXES, Blocks, Piece, TiedWeight
 from tutti.planner.estimates.priced_machine import PricedMachine
 
-# Axes whose collectives belong to a piece; those over `data` belong to the whole step.
-MODEL_AXES = frozenset({"tensor", "seq", "expert"})
 # Passes that join ops of several layers, which would belong to no piece.
 _JOINS = ("foreach", "bucket", "early_update", "fused_update", "overlap")
 # Sums of the gradients of a tied weight.
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one piece needs of a rank, under `zero=0`.
-
-    forward, backward: seconds of a micro-batch, collectives over the model's axes included; `exchange` is
-    their part of collectives. update: seconds. kept: bytes of a micro-batch from forward to backward.
-    cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
-    state; slots with buffers. gradients: bytes that the update reads. sent: bytes over the model's axes.
-    once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
-    of the others. inputs: the part of `backward` on which an earlier piece depends. delayed: bytes of a
-    micro-batch that the rest reads. read: bytes of weights in the dtypes in which the forward reads them;
-    `read_again` of those that the backward reads, too, `recomputed` of these and those that a second forward
-    reads.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    exchange: float = 0.0
-    update: float = 0.0
-    kept: float = 0.0
-    cast: float = 0.0
-    parameters: float = 0.0
-    slots: float = 0.0
-    gradients: float = 0.0
-    sent: float = 0.0
-    once: float = 0.0
-    moved_again: float = 0.0
-    inputs: float = 0.0
-    delayed: float = 0.0
-    read: float = 0.0
-    read_again: float = 0.0
-    recomputed: float = 0.0
-
-    def __add__(self, other: Piece) -> Piece:
-        return Piece(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    def times(self, factor: float) -> Piece:
-        """Each number times `factor`."""
-        return Piece(*(factor * getattr(self, f.name) for f in fields(self)))
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The pieces of a step.
-
-    first, last: pieces. layers: (piece of one layer, number of layers) for each run, in order.
-    transient: bytes above those kept, within a forward or a backward; `within_layers` those in layers alone.
-    message: bytes of a value between two layers.
-    messages: bytes of all values at the end of each piece but the last, if layers differ.
-    gradient: bytes of the largest gradient of a weight. batch: bytes of all samples, of which each rank has a
-    copy. drops: of each run, what a layer may recompute (`dropped_values.py`).
-    """
-
-    first: Piece
-    layers: tuple[tuple[Piece, int], ...]
-    last: Piece
-    transient: float
-    within_layers: float
-    message: float
-    drops: tuple[tuple[Drop, ...], ...] = ()
-    messages: tuple[float, ...] = ()
-    gradient: float = 0.0
-    batch: float = 0.0
-
-    @property
-    def num_layers(self) -> int:
-        """Of all runs."""
-        return sum(count for _, count in self.layers)
-
-    def sequence(self) -> Iterator[Piece]:
-        """The piece of every layer, in order."""
-        for piece, count in self.layers:
-            for _ in range(count):
-                yield piece
+# The number of buckets of these bytes.
+_COUNTS = {
+    "gradients": "num_sums",
+    "read": "num_gathers",
+    "read_again": "num_again",
+    "recomputed": "num_recomputed",
+}
 
 
 def blocks_of(program: Program, machine: PricedMachine, units: ShortUnits | ModuleUnits) -> Blocks:
@@ -141,26 +72,31 @@ class _BlockReader:
         convolutions_in_halves(self.graph)
         self.sums: dict[tuple[str, str], float] = {}
         self.values: dict[str, dict[fx.Node, float]] = {}
+        self.exchanged: dict[fx.Node, float] = {}
         self.gradients: set[fx.Node] = set()
+        self.moved: dict[tuple[str, str], list[tuple[int, int]]] = {}
 
     def read(self) -> Blocks:
         self._times()
         self._kept()
+        self._again()
         self._delayed()
         self._state()
+        self._buckets()
+        self._most()
         last, layers = self._piece("last"), []
         for i, (count, unit, num_layers) in enumerate(self.units.runs):
             units = [self._piece(f"run {i}.{k}") for k in range(count)]
             layers.append((units[0].times(1 / unit), num_layers))
             for unit in units[1:]:  # the last of all layers recomputes nothing, and keeps more
-                last += unit + units[0].times(-1)
+                more = last + unit + units[0].times(-1)
+                last = replace(more, within=last.within, passing=last.passing)
         ends = self._piece("first"), tuple(layers), last
         drops = tuple(self._drops(i, unit) for i, (_, unit, _) in enumerate(self.units.runs))
-        transients = self._transients(last.kept)
         messages = self._messages() if self.units.fills_gaps else ()
         message = statistics.median(messages) if messages else self._message()
         largest = max(map(nbytes_of, self.gradients), default=0)
-        return Blocks(*ends, *transients, message, drops, messages, largest, self._batch())
+        return Blocks(*ends, message, drops, messages, largest, self._batch(), self._tied())
 
     def _piece(self, name: str) -> Piece:
         found = {f.name: self.sums.get((name, f.name), 0.0) for f in fields(Piece)}
@@ -179,14 +115,19 @@ class _BlockReader:
     def _kernels(self) -> Mapping[fx.Node, float]:
         return self.machine.kernels(self.graph)
 
-    def _times(self) -> None:
-        kernels = self._kernels
+    @property
+    def _memory_rate(self) -> float:
         device = self.machine.cluster.device
-        memory = device.bandwidth.value * device.memory_efficiency.value
+        return device.bandwidth.value * device.memory_efficiency.value
+
+    def _times(self) -> None:
+        kernels, memory = self._kernels, self._memory_rate
         for node in self.graph.nodes:
             region = node.meta.get("region")
             if node in kernels and region in ("forward", "backward"):
                 self._spend(node, region, kernels[node])
+                if region == "forward" and node not in self._of_batch:
+                    self._add(node, "casting", kernels[node])
             elif node in kernels and region == "update":
                 self._add(node, "update", _moved_nbytes(node) / memory)
             elif region is not None:
@@ -205,8 +146,11 @@ class _BlockReader:
         if region == "update":  # of a gradient
             self._add(node, "update", seconds)
             return
+        self.exchanged[node] = seconds
         self._spend(node, region, seconds)
         self._add(node, "exchange", seconds)
+        if region == "forward":
+            self._add(node, "ahead", seconds)
         if region == "forward" and is_recomputable(node):
             self._add(node, "moved_again", seconds)
         elif region == "forward":
@@ -232,6 +176,31 @@ class _BlockReader:
             self._add(root, "kept" if root in of_batch else "cast", nbytes_of(root))
             if root in of_batch:
                 self.values.setdefault(self._piece_of(root), {})[root] = nbytes_of(root)
+
+    def _again(self) -> None:
+        """Seconds of the forward that a recomputation of each piece takes."""
+        for piece, values in self.values.items():
+            inside = self._forward_of[piece]
+            stack = list(values.keys() - self._leaving(inside))
+            found = set[fx.Node]()
+            while stack:
+                node = stack.pop()
+                made = node in inside and node in self._of_batch and is_recomputable(node)
+                if made and node not in found:
+                    found.add(node)
+                    stack += node.all_input_nodes
+            spent = (self._kernels.get(n, self.exchanged.get(n, 0.0)) for n in found)
+            self.sums[piece, "again"] = sum(spent)
+
+    def _leaving(self, inside: set[fx.Node]) -> set[fx.Node]:
+        """The values of these nodes of the forward that other nodes of it read."""
+        roots = self._roots
+        return {
+            roots.get(n) or n
+            for n in inside
+            for u in n.users
+            if u.meta.get("region") == "forward" and u not in inside
+        }
 
     def _delayed(self) -> None:
         """Bytes of a micro-batch that gradients of weights read, and an earlier part has made."""
@@ -266,13 +235,7 @@ class _BlockReader:
         """What a layer of a run may recompute: of its first unit, but for what later units read."""
         name = f"run {run}.0"
         inside = self._forward_of.get(name, set())
-        roots = self._roots
-        lasting = {
-            roots.get(n) or n
-            for n in inside
-            for u in n.users
-            if u.meta.get("region") == "forward" and u not in inside and not self.units.fills_gaps
-        }
+        lasting = set() if self.units.fills_gaps else self._leaving(inside)
         values = {v: x for v, x in self.values.get(name, {}).items() if v not in lasting}
         made = drops_of(values, self._kernels, inside)
         return tuple(Drop(d.nbytes / unit, d.seconds / unit) for d in made)
@@ -324,7 +287,22 @@ class _BlockReader:
             is_new = root not in self.gradients
             if node.meta.get("region") == "backward" and into_update and is_new:
                 self.gradients.add(root)
-                self._add(root, "gradients", _moved_to_update(node))
+                self._add_moved(node, "gradients", _moved_to_update(node))
+                # A read of the sum, or a kernel of its own.
+                passes = 1 if self._is_added(root) else 3
+                self._add(node, "adding", passes * nbytes_of(node) / self._memory_rate)
+
+    def _add_moved(self, node: fx.Node, what: str, nbytes: int) -> None:
+        """Bytes of a weight or a gradient that a collective over `data` moves."""
+        self._add(node, what, nbytes)
+        key = self._piece_of(node), what
+        self.moved.setdefault(key, []).append((self._position[node], nbytes))
+
+    def _buckets(self) -> None:
+        """Count the buckets of each piece, its tensors in the order of the graph."""
+        for (piece, what), found in self.moved.items():
+            count = num_buckets(nbytes for _, nbytes in sorted(found))
+            self.sums[piece, _COUNTS[what]] = count
 
     def _read(self, weight: fx.Node) -> None:
         """Bytes of a weight as the forward reads it: of its casts, if nothing else reads it."""
@@ -332,24 +310,27 @@ class _BlockReader:
         if readers:
             is_cast = all(u.target is torch.ops.aten._to_copy.default for u in readers)
             nbytes = nbytes_of(readers[-1] if is_cast else weight)
-            self._add(readers[-1], "read", nbytes)
-            again = self._late_readers(weight)
+            self._add_moved(readers[0], "read", nbytes)
+            again = self._read_late(weight)
             if again:
-                self._add(readers[-1], "read_again", nbytes)
+                self._add_moved(readers[-1], "read_again", again)
             # The backward keeps results that are smaller, such as rows of an embedding.
             if again or nbytes <= sum(map(nbytes_of, readers)):
-                self._add(readers[-1], "recomputed", nbytes)
+                self._add_moved(readers[-1], "recomputed", again or nbytes)
 
-    def _late_readers(self, weight: fx.Node) -> bool:
-        """Whether the backward reads a weight, through views and casts."""
-        stack = [weight]
+    def _read_late(self, weight: fx.Node) -> int:
+        """Bytes of a weight, or of a cast of it, that the backward reads, through views, too."""
+        stack, found = [(weight, nbytes_of(weight))], 0
         while stack:
-            for user in stack.pop().users:
+            node, nbytes = stack.pop()
+            for user in node.users:
                 if user.meta.get("region") == "backward":
-                    return True
-                if user.target is torch.ops.aten._to_copy.default or aliased(user) is not None:
-                    stack.append(user)
-        return False
+                    found = max(found, nbytes)
+                elif user.target is torch.ops.aten._to_copy.default:
+                    stack.append((user, nbytes_of(user)))
+                elif aliased(user) is not None:
+                    stack.append((user, nbytes))
+        return found
 
     def _copied(self, node: fx.Node, name: str) -> str:
         """Of a copy outside of all layers: the name of the weight that it casts, or whose gradient it is."""
@@ -446,23 +427,64 @@ class _BlockReader:
         unit = self.units.of(name)
         return otherwise if unit is None else f"run {unit[0]}.{unit[1]}"
 
-    def _transients(self, last_kept: float) -> tuple[float, float]:
-        """The most bytes above those that the forward leaves and earlier gradients of weights: anywhere, and
-        in layers, whose backward begins without those that the last piece had kept."""
-        graph, peak, inside = self.graph, 0.0, 0.0
-        left = sum(x for (_, what), x in self.sums.items() if what in ("kept", "cast"))
-        for node, nbytes in held(graph, Storages(graph, self.program.captured.mode)):
+    def _most(self) -> None:
+        """The most bytes within each piece, above those that it and earlier pieces keep."""
+        order = [
+            "first",
+            *(f"run {i}.{k}" for i, run in enumerate(self.units.runs) for k in range(run[0])),
+        ]
+        kept, left = dict[str, float](), 0.0
+        for name in [*order, "last"]:
+            left += self.sums.get((name, "kept"), 0.0) + self.sums.get((name, "cast"), 0.0)
+            kept[name] = left
+        piece, made, before = "", 0.0, 0.0
+        for node, nbytes in held(self.graph, Storages(self.graph, self.program.captured.mode)):
             region = node.meta.get("region")
-            if region in ("forward", "backward"):
-                peak = max(peak, nbytes - left)
-            if region == "backward" and self.units.of(node.meta.get("module") or "") is not None:
-                inside = max(inside, nbytes + last_kept - left)
-            left += nbytes_of(node) if node in self.gradients else 0.0
-        return peak, inside
+            if region not in ("forward", "backward"):
+                continue
+            if self._piece_of(node) != piece:
+                piece, before = self._piece_of(node), made
+            own = nbytes_of(node) if node in self.gradients else 0.0
+            above = nbytes - kept[piece]
+            self._raise(piece, "within", above - before)
+            self._raise(piece, "passing", above - made - (own if self._is_added(node) else 0.0))
+            made += own
+
+    def _raise(self, piece: str, what: str, nbytes: float) -> None:
+        self.sums[piece, what] = max(nbytes, self.sums.get((piece, what), 0.0))
+
+    def _is_added(self, gradient: fx.Node) -> bool:
+        """Whether the sum over micro-batches reads the operands of a gradient's op, as `passes.accumulate`
+        writes it."""
+        wide = gradient.target is torch.ops.aten._to_copy.default and not self.machine.shares_memory
+        return wide or gradient.target in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
 
     def _batch(self) -> float:
         given = [n for n in self.graph.nodes if n.op == "placeholder" and not is_state(n)]
         return sum(map(nbytes_of, given))
+
+    def _tied(self) -> tuple[TiedWeight, ...]:
+        """Weights that operations of two pieces read in the forward, neither of them a repeated layer."""
+        number = {"first": 0, "last": 1 + sum(count for _, _, count in self.units.runs)}
+        if self.units.fills_gaps:
+            number |= {f"run {i}.0": 1 + i for i in range(len(self.units.runs))}
+        found = []
+        for node in self.graph.nodes:
+            if node.op != "placeholder" or not is_state(node):
+                continue
+            readers = [u for u in node.users if u.meta.get("region") == "forward"]
+            pieces = {self._piece_of(u): u for u in readers}
+            if len(pieces) > 1 and pieces.keys() <= number.keys():
+                first, last = (pick(pieces, key=number.__getitem__) for pick in (min, max))
+                ends, nbytes = (number[first], number[last]), nbytes_of(node)
+                read = min(nbytes, nbytes_of(pieces[last]))
+                found.append(TiedWeight(*ends, nbytes, read, self._nbytes_of_gradient(node)))
+        return tuple(found)
+
+    def _nbytes_of_gradient(self, weight: fx.Node) -> float:
+        """Bytes of a weight's gradient; 0 without one."""
+        updated = any(u.meta.get("region") == "update" for u in weight.users)
+        return float(nbytes_of(weight)) if updated else 0.0
 
     def _messages(self) -> tuple[float, ...]:
         """Bytes at the end of each piece: of values of the batch and of weights that a later piece reads.

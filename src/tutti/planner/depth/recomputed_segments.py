@@ -20,12 +20,17 @@ class RecomputedSegments:
     """Segments of a row of pieces.
 
     crossing: bytes across all cuts. above: the most bytes above those, while a segment is recomputed.
-    last: the first piece of the last segment, which recomputes nothing.
+    begins: the first piece of each segment but the first.
     """
 
     crossing: float
     above: float
-    last: int
+    begins: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """The first piece of the last segment, which recomputes nothing."""
+        return self.begins[-1] if self.begins else 0
 
 
 @lru_cache(maxsize=4096)
@@ -67,4 +72,4 @@ def _made(
     for begin, end in pairwise([0, *cuts, len(inside)]):
         most = max(most, kept + sum(inside[begin:end]))
         kept += across[end - 1] if end < len(inside) else 0.0
-    return RecomputedSegments(kept, most - kept, cuts[-1] if cuts else 0)
+    return RecomputedSegments(kept, most - kept, tuple(cuts))

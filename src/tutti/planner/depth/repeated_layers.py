@@ -71,6 +71,16 @@ class ShortUnits:
                 return i, (int(number) - begin) // run.unit
         return None
 
+    def stands_for(self, name: str) -> int:
+        """How many units of the model a module or a parameter of the short one stands for: the last unit of a
+        run for all that are left out, too."""
+        found = self.of(name)
+        if found is None:
+            return 1
+        run, number = found
+        count, unit, num_layers = self.runs[run]
+        return num_layers // unit - count + 1 if number == count - 1 else 1
+
 
 def runs_of(model: nn.Module) -> tuple[Run, ...]:
     """The runs of a model, in the order of its containers; none inside of another."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from tutti.planner.depth.block_work import Blocks, Piece
 from tutti.planner.depth.dropped_values import Drop
+from tutti.planner.depth.step_pieces import Blocks, Piece
 
 
 def thinned(blocks: Blocks, share: float, *, gathers: bool) -> Blocks:
@@ -16,7 +16,8 @@ def thinned(blocks: Blocks, share: float, *, gathers: bool) -> Blocks:
     Args:
         blocks: nothing recomputed.
         share: 0 to 1, of all bytes that the forward leaves.
-        gathers: the backward gathers weights again, so none are among these bytes.
+        gathers: the backward gathers weights again, or all micro-batches share their casts: none of them are
+            among these bytes.
     """
     ends = blocks.first.kept + blocks.last.kept
     layers = sum(piece.kept * n for piece, n in blocks.layers)
@@ -28,10 +29,7 @@ def thinned(blocks: Blocks, share: float, *, gathers: bool) -> Blocks:
         (_without(piece, part * piece.kept, drops), n)
         for (piece, n), drops in zip(blocks.layers, blocks.drops, strict=True)
     ]
-    gone = max(
-        (p.kept - q.kept for (p, _), (q, _) in zip(blocks.layers, made, strict=True)), default=0.0
-    )
-    return replace(blocks, layers=tuple(made), within_layers=blocks.within_layers + gone)
+    return replace(blocks, layers=tuple(made))
 
 
 def _without(piece: Piece, nbytes: float, drops: Sequence[Drop]) -> Piece:
@@ -39,5 +37,9 @@ def _without(piece: Piece, nbytes: float, drops: Sequence[Drop]) -> Piece:
     for done, drop in zip(accumulate(d.nbytes for d in drops), drops, strict=True):
         part = min(1.0, max(0.0, (nbytes - done + drop.nbytes) / max(1.0, drop.nbytes)))
         again = piece.backward + part * drop.seconds
-        piece = replace(piece, kept=piece.kept - part * drop.nbytes, backward=again)
+        gone = part * drop.nbytes
+        within, passing = piece.within + gone, piece.passing + gone
+        piece = replace(
+            piece, kept=piece.kept - gone, backward=again, within=within, passing=passing
+        )
     return piece

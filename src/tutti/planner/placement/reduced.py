@@ -9,7 +9,7 @@ parameter is minus its gradient, so that gradients still enter the update.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,6 +22,8 @@ from tutti.planner.placement.op_runs import Stretch, doubled, runs_of, signature
 aten = torch.ops.aten
 # The note of a node: how many nodes of the whole step it stands for.
 TIMES = "times"
+# The note of a node of a captured step, if its layers stand for more of a deeper model: how many.
+STANDS_FOR = "stands_for"
 # A class of equal nodes, or of parameters with equal first users.
 Kind = tuple[object, ...]
 
@@ -91,10 +93,24 @@ class _Positions:
 
     def times(self, node: fx.Node) -> int:
         """How many nodes a node that stays stands for."""
+        own = stands_for(node)
         if node not in self.layer:
-            return 1
+            return own
         count = self._of(node).count
-        return max(1, count - 1) if self.layer[node] == count - 1 else 1
+        return own * max(1, count - 1) if self.layer[node] == count - 1 else own
+
+
+def mark_depth(captured: Captured, times: Callable[[str], int]) -> None:
+    """Note for how many nodes of a deeper model each node stands, by its module or the name of a state."""
+    for node in captured.graph.nodes:
+        node.meta[STANDS_FOR] = times(node.meta.get("module") or "")
+    for name, node in captured.placeholders.items():
+        node.meta[STANDS_FOR] = times(name)
+
+
+def stands_for(node: fx.Node) -> int:
+    """How many nodes of a deeper model a node of a captured step stands for."""
+    return int(node.meta.get(STANDS_FOR, 1))
 
 
 def reduced(captured: Captured, *, wide: bool = False, keeps_all: bool = False) -> ReducedStep:
@@ -118,7 +134,7 @@ def _with_updates(captured: Captured, at: _Positions) -> ReducedStep:
     """The whole step: a forward reads what an update has made, as the second epoch of PPO does."""
     whole = copied(captured)
     for node in whole.graph.nodes:
-        node.meta[TIMES] = 1
+        node.meta[TIMES] = stands_for(node)
     names = [n for n, kind in captured.kinds.items() if kind == "parameter"]
     kinds = {n: at.kind[captured.placeholders[n]] for n in names}
     return ReducedStep(whole, kinds, {n: (n,) for n in names})
@@ -160,7 +176,7 @@ class _Writer:
 
     def _copy(self, node: fx.Node) -> None:
         made = self.graph.node_copy(node, lambda x: self.mapped[self._likeness(x, node)])
-        times = 1 if self.keeps_all else self.at.times(node)
+        times = stands_for(node) if self.keeps_all else self.at.times(node)
         made.meta = {**node.meta, TIMES: times}
         self.mapped[node] = made
 

@@ -1,0 +1,131 @@
+"""The memory of a layout for a deep model, from its pieces in stages.
+
+held in a backward  =  state, batch
+                    +  micro-batches under way, sums of earlier ones, weights in the dtype of the forward
+                    +  the piece: its temporary values, its gathered weights, its segment made again
+"""
+
+from __future__ import annotations
+
+import math
+
+from tutti.passes.bucket import BUCKET_NBYTES
+from tutti.pipeline.micro_batches.moments import GRADIENTS_FROM
+from tutti.planner.depth.staged_pieces import StagedPieces
+from tutti.planner.simulator import Timeline
+
+
+class StagedMemory:
+    """The peaks of pipeline ranks; `timeline` of the schedule, if it was played on a clock."""
+
+    def __init__(self, staged: StagedPieces, timeline: Timeline | None) -> None:
+        self.staged, self.timeline = staged, timeline
+        self.layout, self.blocks, self.machine = staged.layout, staged.blocks, staged.machine
+        self.data, self.pipe = staged.data, staged.pipe
+
+    def _live(self, rank: int) -> float:
+        """Micro-batches that a rank holds at most, of all its stages, which are not interleaved."""
+        micro, name = self.layout.micro, self.layout.schedule
+        if name == "gpipe":
+            return micro
+        return min(micro, self.pipe if name == "zbv" else self.pipe - rank)
+
+    def _kept_in_turns(self, rank: int) -> float:
+        """Bytes of the most micro-batches that a rank holds if its stages are interleaved.
+
+        It begins with `pipe` forwards of each stage in turn, before its first backward.
+        """
+        count, kept = self.staged.chunks, 0.0
+        left = 2 * (self.pipe - rank - 1) + (count - 1) * self.pipe + 1
+        left = min(left, self.layout.micro * count)
+        for i in range(math.ceil(left / self.pipe)):
+            turn = min(self.pipe, left - i * self.pipe)
+            kept += turn * self.staged.stage_pieces[rank + i % count * self.pipe].kept
+        return kept
+
+    def _kept(self, rank: int) -> float:
+        """Bytes of the most micro-batches that a rank holds."""
+        if self.pipe == 1:
+            return self.staged.rank_pieces[0].kept
+        if self.timeline is not None:
+            return self.timeline.peak_nbytes[rank]
+        if self.staged.interleaves:
+            return self._kept_in_turns(rank)
+        live, piece = self._live(rank), self.staged.rank_pieces[rank]
+        if not self.staged.halves or not rank:
+            return live * piece.kept
+        # Micro-batches whose gradients of weights are late.
+        late = min(rank, self.layout.micro - live) if self.layout.schedule == "zb" else 0
+        return live * piece.kept + late * piece.delayed + max(0.0, piece.delayed - piece.kept)
+
+    def peak(self, rank: int) -> float:
+        piece, zero, data, micro = (
+            self.staged.rank_pieces[rank],
+            self.layout.zero,
+            self.data,
+            self.layout.micro,
+        )
+        parameters = piece.parameters / (data if zero == 3 else 1)
+        state = self.blocks.batch + parameters + piece.slots / (data if zero else 1)
+        splits = zero >= GRADIENTS_FROM or (zero == 1 and micro == 1)
+        gradients = piece.gradients / (data if splits else 1)
+        gradients += sum(back for later, _, back in self.staged.tied if later == rank)
+        summed = gradients if self.layout.in_time else 0.0
+        stages = [
+            stage for stage in range(len(self.staged.cut)) if self.staged.rank_of(stage) == rank
+        ]
+        moved = max(BUCKET_NBYTES, self.blocks.gradient) if data > 1 else 0.0
+        cast = piece.cast if self.staged.shares_casts else 0.0
+        above = max(self._above(stage, splits) for stage in stages)
+        ends = gradients + moved
+        if zero in (1, 2) and data > 1 and not self.machine.shares_memory:
+            ends = max(ends, piece.gradients)  # new weights beside the old ones
+        return state + max(cast + self._kept(rank) + summed + above, ends)
+
+    def _casts(self, stage: int) -> list[float]:
+        """Bytes of weights in the dtype of the forward in the backward of each piece."""
+        pieces, begins = self.staged.cut[stage], self.staged.segment_begins(stage)
+        if self.layout.in_time or self.layout.zero == 3 or self.staged.drops_casts:
+            return [0.0] * len(pieces)
+        found = [0.0]
+        for i, piece in enumerate(pieces, self.staged.begins[stage]):
+            again = self.staged.segments is not None and i in begins
+            found.append(piece.cast + (0.0 if again else found[-1]))
+        return found[1:]
+
+    def _above(self, stage: int, splits: bool) -> float:
+        """The most bytes in a backward of a stage above the state, the sums of earlier micro-batches and the
+        values that the forwards leave: in that of a piece, gradients of later ones are there."""
+        pieces, in_time = self.staged.cut[stage], self.layout.in_time
+        held, left, read = (
+            self.staged.held(stage),
+            self.staged.left(stage),
+            self._whole_weights(stage),
+        )
+        casts = self._casts(stage)
+        gradients, most = 0.0, 0.0
+        rows = zip(pieces, held, casts, read, strict=True)
+        for p, kept, cast, gathered in reversed(list(rows)):
+            within = p.passing if in_time else p.within
+            if splits:  # one bucket is on its way while another is made
+                within = min(p.within, p.passing + 2 * p.gradients / max(1.0, p.num_sums))
+            most = max(most, kept - left + cast + gradients + within + gathered)
+            if not in_time:
+                gradients += p.gradients / (self.data if splits else 1)
+        return most
+
+    def _whole_weights(self, stage: int) -> list[float]:
+        """Bytes of gathered weights in the backward of each piece: a bucket in use and the next one on its
+        way; all of a stage, which a pipeline gathers once."""
+        pieces = self.staged.cut[stage]
+        if self.layout.zero < 3:
+            return [0.0] * len(pieces)
+        if self.pipe > 1:
+            return [sum(p.read for p in pieces)] * len(pieces)
+        buckets = [p.read / p.num_gathers if p.num_gathers else 0.0 for p in pieces]
+        again = [one if p.num_gathers > 1 else 0.0 for p, one in zip(pieces, buckets, strict=True)]
+        near = zip(buckets, again, [0.0, *buckets[:-1]], [*buckets[1:], 0.0], strict=True)
+        found = [one + max(others) for one, *others in near]
+        for tied in self.blocks.tied:  # gathered for the first, and still there
+            found[tied.last] += tied.nbytes
+        return found

@@ -1,0 +1,296 @@
+"""The pieces of a model in the stages of a layout.
+
+    pieces      first | layer layer layer layer | last
+    stages      |------ 0 ------|------- 1 --------|        balanced by their time and their messages
+    segments    |---------|-----------|-----------|         of `remat=full`: the backward makes each again
+
+The times and the bytes of a stage are those of its pieces with what the layout adds: recomputation, sums over
+micro-batches, gathers of weights and sums of gradients over `data`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from tutti.costs.collective_seconds import collective_seconds
+from tutti.costs.rank_groups import RankGroups
+from tutti.errors import LayoutError
+from tutti.layout import Layout
+from tutti.layout.budget import Budget
+from tutti.pipeline.micro_batches.moments import GRADIENTS_FROM
+from tutti.pipeline.stages.balance import balanced
+from tutti.planner.depth.piece_clock import PieceWork, played
+from tutti.planner.depth.recomputed_segments import RecomputedSegments, segments_of
+from tutti.planner.depth.step_pieces import Blocks, Piece
+from tutti.planner.depth.thinned_layers import thinned
+from tutti.planner.estimates.priced_machine import PricedMachine
+
+
+class StagedPieces:
+    """The pieces of `blocks` under a layout.
+
+    cut: of each stage. begins: the number of the first piece of each. stage_pieces, rank_pieces: the sum of
+    each stage and of each pipeline rank.
+    """
+
+    def __init__(self, blocks: Blocks, layout: Layout, machine: PricedMachine) -> None:
+        self.layout, self.machine = layout, machine
+        budget = Budget.parse(layout.remat)
+        share = budget.share if budget else None
+        self.groups = RankGroups(layout.mesh, machine.topology.host_size)
+        self.data = layout.axes.get("data", 1)
+        self.pipe = layout.axes.get("pipe", 1)
+        # Weights in the dtype of the forward: micro-batches share them; a budget drops them first.
+        self.shares_casts = layout.in_time and layout.zero < 3
+        self.drops_casts = share is not None
+        gathers = layout.zero == 3 or layout.in_time
+        thin = blocks if share is None else thinned(blocks, share, gathers=gathers)
+        self.blocks = replace(
+            thin,
+            first=self._fitted(thin.first),
+            layers=tuple((self._fitted(piece), n) for piece, n in thin.layers),
+            last=self._fitted(thin.last),
+        )
+
+    def _fitted(self, piece: Piece) -> Piece:
+        """A piece with casts of weights, and sums over micro-batches, as the layout has them.
+
+        Casts of parts of weights come before their gathers. Micro-batches share casts, which are then no part
+        of `forward`.
+        """
+        zero, split = self.layout.zero, self.data
+        casting = piece.casting / (split if zero == 3 else 1)
+        each = 0.0 if self.layout.in_time else casting
+        adding = 0.0
+        if self.layout.micro > 1:
+            adding = piece.adding / (split if zero >= GRADIENTS_FROM else 1)
+        return replace(
+            piece,
+            forward=piece.forward - piece.casting + each,
+            backward=piece.backward + adding,
+            casting=casting,
+        )
+
+    def backwards(self, stage: int) -> list[PieceWork]:
+        """The backward of each piece of a stage, from the last to the first, with sums after each if each
+        micro-batch has them."""
+        sums = self.layout.zero >= 2 or self.layout.micro == 1
+        made = []
+        for piece in reversed(self._recomputing(stage)):
+            moved = piece.exchange - piece.ahead
+            gather = self.gathered(piece, again=True) if self.pipe == 1 else 0.0
+            total = self.reduced(piece) if sums else 0.0
+            made.append(PieceWork(piece.backward - moved, moved, gather, total))
+        return made
+
+    @property
+    def one_link(self) -> bool:
+        """Whether the collectives of the model's axes take the link of those over `data`."""
+        axes = tuple(a for a in ("expert", "seq", "tensor") if a in self.layout.axes)
+        return (self.groups[axes].num_hosts == 1) == (self.groups[("data",)].num_hosts == 1)
+
+    def gathered(self, piece: Piece, *, again: bool = False) -> float:
+        """Seconds to gather the weights of a piece over `data`, in the dtypes of the forward."""
+        if self.layout.zero < 3:
+            return 0.0
+        if not again:
+            return self.over_data("all_gather", piece.read, piece.num_gathers)
+        count = piece.num_recomputed if self.layout.remat == "full" else piece.num_again
+        return self.over_data("all_gather", self.read_again(piece), count)
+
+    def read_again(self, piece: Piece) -> float:
+        """Bytes of the weights that the backward reads, with those of a second forward."""
+        return piece.recomputed if self.layout.remat == "full" else piece.read_again
+
+    def reduced(self, piece: Piece) -> float:
+        """Seconds to sum the gradients of a piece over `data`."""
+        kind = "reduce_scatter" if self.layout.zero else "all_reduce"
+        return self.over_data(kind, piece.gradients, piece.num_sums)
+
+    def over_data(self, kind: str, nbytes: float, count: float) -> float:
+        """Seconds of collectives over `data`: so many bytes in so many buckets."""
+        if self.data == 1 or not nbytes:
+            return 0.0
+        each = nbytes / count
+        return count * collective_seconds(kind, each, self.groups[("data",)], self.machine.topology)
+
+    def _recomputing(self, stage: int) -> list[Piece]:
+        """The pieces of a stage; with `remat=full` the backward of all but the last segment has a forward."""
+        pieces, segments = self.cut[stage], self.segments
+        if segments is None:
+            return pieces
+        ends = {at - 1 for at in (*self.begins, *segments.begins)}
+        return [
+            self._recomputed(p, ends=i in ends) if i < segments.last else p
+            for i, p in enumerate(pieces, self.begins[stage])
+        ]
+
+    def _recomputed(self, piece: Piece, *, ends: bool) -> Piece:
+        """A piece whose backward begins with a forward, but for the collectives whose results are kept.
+
+        The last piece of a segment does not make again what later segments read.
+        """
+        casting = 0.0 if self.layout.in_time else piece.casting
+        whole = piece.forward - (piece.ahead - piece.moved_again)
+        again = min(whole, piece.again + casting) if ends else whole
+        return replace(
+            piece,
+            backward=piece.backward + again,
+            inputs=piece.inputs + again,
+            exchange=piece.exchange + min(again, piece.moved_again),
+        )
+
+    def _stage_piece(self, stage: int) -> Piece:
+        """A stage; its backward waits for the sums of gradients that each micro-batch has."""
+        whole = sum(self._recomputing(stage), Piece())
+        if self.layout.zero >= 2 and self.pipe > 1:
+            times = played(self.backwards(stage), lags=False, one_link=self.one_link)
+            more = max(0.0, times.seconds - whole.backward)
+            backward, exchange = whole.backward + more, whole.exchange + times.waits
+            whole = replace(whole, backward=backward, exchange=exchange)
+        return replace(whole, kept=self.left(stage))
+
+    def left(self, stage: int) -> float:
+        """Bytes that the forward of a micro-batch leaves."""
+        held = self.held(stage)
+        if self.segments is None:
+            return held[-1]
+        begins = range(self.begins[stage], self.begins[stage] + len(held))
+        again = [i for i in begins if i < self.segments.last]
+        begin = max((i for i in again if i in self.segment_begins(stage)), default=0)
+        gone = sum(self._inside[i] for i in begins if begin <= i)
+        return max(0.0, held[-1] - (gone if len(again) == len(held) else 0.0))
+
+    def segment_begins(self, stage: int) -> tuple[int, ...]:
+        """The first pieces of segments, of the stage's own first one, too."""
+        return (self.begins[stage], *(self.segments.begins if self.segments else ()))
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The first piece of each stage."""
+        return list(accumulate(map(len, self.cut[:-1]), initial=0))
+
+    @cached_property
+    def _inside(self) -> tuple[float, ...]:
+        """Bytes of each piece that only its backward reads."""
+        return tuple(max(0.0, p.kept - p.once) for stage in self.cut for p in stage)
+
+    @cached_property
+    def segments(self) -> RecomputedSegments | None:
+        """Of the whole model; None if nothing is recomputed."""
+        if self.layout.remat != "full":
+            return None
+        across = tuple(self.crossing(i) for i in range(len(self._inside) - 1))
+        return segments_of(self._inside, across)
+
+    def crossing(self, piece: int) -> float:
+        """Bytes from a piece to later ones."""
+        return self.blocks.messages[piece] if self.blocks.messages else self.blocks.message
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a pipeline rank."""
+        name, _, chunks = self.layout.schedule.rstrip(")").partition("(")
+        return int(chunks or 2) if name == "interleaved" else 2 if name == "zbv" else 1
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether a rank takes its stages in turns."""
+        return self.layout.schedule.startswith("interleaved")
+
+    @property
+    def halves(self) -> bool:
+        """Whether the backward has gradients of weights apart."""
+        return self.layout.schedule in ("zb", "zbv")
+
+    def rank_of(self, stage: int) -> int:
+        if self.layout.schedule == "zbv":  # there and back
+            return min(stage, 2 * self.pipe - 1 - stage)
+        return stage % self.pipe
+
+    @cached_property
+    def stage_pieces(self) -> list[Piece]:
+        """The pieces of each stage: contiguous layers, balanced by their time."""
+        return [self._stage_piece(stage) for stage in range(len(self.cut))]
+
+    @cached_property
+    def cut(self) -> list[list[Piece]]:
+        whole = [self.blocks.first, *self.blocks.sequence(), self.blocks.last]
+        count = self.pipe * self.chunks
+        if count > len(whole):
+            raise LayoutError(
+                f"{count} stages for {len(whole)} pieces of the model",
+                why="each stage has a layer, or what is before or behind the layers",
+                fix=f"pipe={len(whole) // self.chunks} or fewer",
+            )
+        stages: list[list[Piece]] = [[] for _ in range(count)]
+        times = tuple(p.forward + p.backward for p in whole)
+        each = self.blocks.messages or (self.blocks.message,) * (len(whole) - 1)
+        moving = tuple(2 * self.moving(nbytes) for nbytes in each)
+        stage_of = _balanced(times, moving, count)
+        for piece, stage in zip(whole, stage_of, strict=True):
+            stages[stage].append(piece)
+        return stages
+
+    @cached_property
+    def messages(self) -> list[float]:
+        """Bytes from each stage but the last to the next."""
+        return [self.crossing(end - 1) for end in accumulate(map(len, self.cut[:-1]))]
+
+    @property
+    def moved(self) -> tuple[float, ...]:
+        """Seconds of these messages; there and back on one rank takes none."""
+        return tuple(
+            self.moving(nbytes) if self.rank_of(i) != self.rank_of(i + 1) else 0.0
+            for i, nbytes in enumerate(self.messages)
+        )
+
+    def moving(self, nbytes: float) -> float:
+        """Seconds of a message between stages."""
+        return self.machine.message(nbytes, across_hosts=self.groups.crosses_hosts("pipe"))
+
+    @cached_property
+    def tied(self) -> list[tuple[int, float, float]]:
+        """Of each weight that two pipeline ranks read: the later one, bytes to it, and bytes of its gradient
+        back."""
+        rank_of_piece = [
+            self.rank_of(i) for i, pieces in enumerate(self.cut) for _ in range(len(pieces))
+        ]
+        zero, found = self.layout.zero, []
+        for one in self.blocks.tied:
+            later = rank_of_piece[one.last]
+            if later != rank_of_piece[one.first]:
+                read = one.read / (self.data if zero == 3 else 1)
+                back = one.gradient / (self.data if zero >= GRADIENTS_FROM else 1)
+                found.append((later, read, back))
+        return found
+
+    @cached_property
+    def rank_pieces(self) -> list[Piece]:
+        if self.pipe == 1:
+            return self.stage_pieces
+        ranks = [Piece() for _ in range(self.pipe)]
+        for stage, piece in enumerate(self.stage_pieces):
+            ranks[self.rank_of(stage)] += piece
+        return ranks
+
+    def held(self, stage: int) -> list[float]:
+        """Bytes of values of a micro-batch from its forward in the backward of each piece: later ones are
+        gone, and those of its segment are made again."""
+        pieces, begins = self.cut[stage], self.segment_begins(stage)
+        whole = list(accumulate(max(0.0, p.kept) for p in pieces))
+        if self.segments is None:
+            return whole
+        found, kept, inside = [], 0.0, 0.0
+        for i, (piece, most) in enumerate(zip(pieces, whole, strict=True), self.begins[stage]):
+            if i in begins:
+                kept, inside = kept + (self.crossing(i - 1) if i else 0.0), 0.0
+            kept += piece.once
+            inside += self._inside[i]
+            found.append(min(most, kept + inside))
+        return found
+
+
+_balanced = lru_cache(maxsize=1024)(balanced)

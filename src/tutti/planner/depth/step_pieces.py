@@ -1,0 +1,129 @@
+"""The pieces of a step: numbers that add up to the times and the bytes of any layout.
+
+first     everything before the units                  embeddings
+layers    one unit of each run of repeated layers; or every module of a model whose layers do not repeat
+last      everything behind them                       norm, logits, loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from tutti.planner.depth.dropped_values import Drop
+
+# Axes whose collectives belong to a piece; those over `data` belong to the whole step.
+MODEL_AXES = frozenset({"tensor", "seq", "expert"})
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one piece needs of a rank, under `zero=0`.
+
+    forward, backward: seconds of a micro-batch, collectives over the model's axes included; `exchange` is
+    their part of collectives, `ahead` that of the forward. casting: seconds of the forward on weights alone.
+    adding: seconds to add gradients to the sums of earlier micro-batches. update: seconds.
+    kept: bytes of a micro-batch from forward to backward. delayed: those that gradients of weights read.
+    cast: bytes of weights in the dtype of the forward, for all micro-batches. parameters, slots: bytes of
+    state; slots with buffers. gradients: bytes that the update reads. sent: bytes over the model's axes.
+    once: bytes of results of collectives in the forward, which no backward recomputes. moved_again: seconds
+    of the others in the forward. inputs: the part of `backward` on which an earlier piece depends.
+    read: bytes of weights in the dtypes in which the forward reads them; `read_again` of those that the
+    backward reads, too, `recomputed` of these and those that a second forward reads. num_sums, num_gathers,
+    num_again, num_recomputed: buckets of `gradients` and of these bytes; a part of one that other pieces
+    share. within: the most bytes above those that it and earlier pieces keep, and above gradients of later
+    ones; `passing` without its own gradients, each of which is summed and gone.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    exchange: float = 0.0
+    ahead: float = 0.0
+    casting: float = 0.0
+    adding: float = 0.0
+    update: float = 0.0
+    kept: float = 0.0
+    cast: float = 0.0
+    parameters: float = 0.0
+    slots: float = 0.0
+    gradients: float = 0.0
+    sent: float = 0.0
+    once: float = 0.0
+    moved_again: float = 0.0
+    again: float = 0.0
+    inputs: float = 0.0
+    delayed: float = 0.0
+    read: float = 0.0
+    read_again: float = 0.0
+    recomputed: float = 0.0
+    num_sums: float = 0.0
+    num_gathers: float = 0.0
+    num_again: float = 0.0
+    num_recomputed: float = 0.0
+    within: float = 0.0
+    passing: float = 0.0
+
+    def __add__(self, other: Piece) -> Piece:
+        """Both; they do not work at the same time."""
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return replace(
+            Piece(**sums), **{n: max(getattr(self, n), getattr(other, n)) for n in _MOST}
+        )
+
+    def times(self, factor: float) -> Piece:
+        """Each number times `factor`."""
+        scaled = {f.name: factor * getattr(self, f.name) for f in fields(self)}
+        return replace(Piece(**scaled), **{n: getattr(self, n) for n in _MOST})
+
+
+# Fields of a piece that are not sums.
+_MOST = ("within", "passing")
+
+
+@dataclass(frozen=True)
+class TiedWeight:
+    """A weight that two pieces read, by their numbers in the order of the forward.
+
+    nbytes: of the weight. read: bytes that the later one reads, in its dtype. gradient: bytes of its
+    gradient.
+    """
+
+    first: int
+    last: int
+    nbytes: float
+    read: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The pieces of a step.
+
+    first, last: pieces. layers: (piece of one layer, number of layers) for each run, in order.
+    message: bytes of a value between two layers.
+    messages: bytes of all values at the end of each piece but the last, if layers differ.
+    gradient: bytes of the largest gradient of a weight. batch: bytes of all samples, of which each rank has a
+    copy. drops: of each run, what a layer may recompute (`dropped_values.py`). tied: weights of two pieces,
+    not of repeated layers.
+    """
+
+    first: Piece
+    layers: tuple[tuple[Piece, int], ...]
+    last: Piece
+    message: float
+    drops: tuple[tuple[Drop, ...], ...] = ()
+    messages: tuple[float, ...] = ()
+    gradient: float = 0.0
+    batch: float = 0.0
+    tied: tuple[TiedWeight, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Of all runs."""
+        return sum(count for _, count in self.layers)
+
+    def sequence(self) -> Iterator[Piece]:
+        """The piece of every layer, in order."""
+        for piece, count in self.layers:
+            for _ in range(count):
+                yield piece
