@@ -124,7 +124,7 @@ def predict_row(row: PublishedRow) -> Compared:
     rate = row.batch * row.sequence / made.seconds / row.devices
     fits = made.peak_nbytes <= cluster.device.capacity.value
     state = sum(
-        n * (p.parameters + p.slots + p.gradients + p.cast) for p, n in blocks.layers
+        p.parameters + p.slots + p.gradients + p.cast for p in blocks.sequence()
     ) / layout.axes.get("pipe", 1)
     return Compared(row, rate, made.peak_nbytes / GIB, fits, state / GIB)
 

@@ -190,7 +190,7 @@ def test_weights_are_gathered_as_the_forward_reads_them(
 ) -> None:
     for made, share in ((estimates, 1.0), (mixed, 0.5)):
         blocks = made.blocks(Layout())
-        ((layer, _),) = blocks.layers
+        (((layer,), _),) = blocks.layers
         assert layer.read == layer.read_again == share * layer.parameters
         ends = blocks.first + blocks.last
         assert ends.read == share * ends.parameters
@@ -211,7 +211,7 @@ def test_gathers_before_the_first_layer_are_waited_for(estimates: StepEstimates)
         num_again=1.0,
     )
     embedding = replace(layer, forward=0.0, backward=0.0, gradients=1e9, read=1e9, read_again=0.0)
-    blocks = Blocks(embedding, ((layer, 8),), Piece(), 1.0)
+    blocks = Blocks(embedding, (((layer,), 8),), Piece(), 1.0)
     layout = Layout.parse("data=8 zero=3 micro=4")
     found = composed(blocks, layout, estimates.machine(layout))
     alone = composed(replace(blocks, first=Piece()), layout, estimates.machine(layout))
@@ -225,7 +225,7 @@ def test_closed_forms_know_a_last_stage_with_large_logits(
 ) -> None:
     layer = Piece(forward=1.0, backward=2.0, inputs=1.0, kept=1e9, delayed=1e9)
     logits = Piece(forward=0.5, backward=1.0, inputs=0.5, kept=2e10, delayed=4e10)
-    blocks = Blocks(Piece(kept=1e6), ((layer, 7),), logits, 1e6)
+    blocks = Blocks(Piece(kept=1e6), (((layer,), 7),), logits, 1e6)
     layout = replace(Layout.parse("pipe=4 micro=8"), schedule=schedule)
     machine = estimates.machine(layout)
     played, closed = (composed(blocks, layout, machine, played=x) for x in (True, False))
@@ -266,7 +266,7 @@ def mixed() -> StepEstimates:
 
 def test_casts_gradients_and_updates_belong_to_their_layers(mixed: StepEstimates) -> None:
     blocks = mixed._blocks_of(Layout(), mixed.machine(Layout()))
-    ((layer, _),) = blocks.layers
+    (((layer,), _),) = blocks.layers
     ends = blocks.first, blocks.last
     assert layer.gradients == layer.parameters == 2 * layer.cast
     assert sum(p.gradients for p in ends) == sum(p.parameters for p in ends)
@@ -280,7 +280,7 @@ def test_casts_gradients_and_updates_belong_to_their_layers(mixed: StepEstimates
 def test_a_sum_of_the_embeddings_is_not_one_of_each_layer(mixed: StepEstimates) -> None:
     layout = Layout.parse("tensor=2")
     blocks = mixed._blocks_of(layout, mixed.machine(layout))
-    ((layer, _),) = blocks.layers
+    (((layer,), _),) = blocks.layers
     value = 4 * ROWS * TOKENS * WIDTH  # sums are in float32
     assert layer.sent == pytest.approx(
         2 * value
@@ -324,7 +324,7 @@ def test_masks_of_dropout_belong_to_a_micro_batch() -> None:
     batch = (torch.zeros(ROWS, TOKENS, dtype=torch.long),)
     machine = PricedMachine.of(Cluster.parse("8 x h100"))
     made = StepEstimates(job, batch, lambda _: machine, num_layouts=100_000)
-    ((layer, _),) = made._blocks_of(Layout(), machine).layers
+    (((layer,), _),) = made._blocks_of(Layout(), machine).layers
     assert layer.cast == 0  # weights stay in float32: nothing is kept for all micro-batches
 
 
@@ -386,8 +386,8 @@ def test_a_pipeline_of_one_micro_batch_couples_no_samples() -> None:
 
 def test_layers_count(estimates: StepEstimates) -> None:
     blocks = estimates._blocks_of(Layout(), estimates.machine(Layout()))
-    assert blocks.num_layers == DEPTH
-    ((layer, _),) = blocks.layers
+    assert len(list(blocks.sequence())) == DEPTH
+    (((layer,), _),) = blocks.layers
     assert layer.parameters == 4 * (8 * WIDTH * WIDTH + 2 * WIDTH)
     assert blocks.first.parameters == blocks.last.parameters == 4 * 1024 * WIDTH
     assert layer.slots == pytest.approx(2 * layer.parameters, rel=1e-3)

@@ -125,11 +125,11 @@ def test_time_and_memory_are_near_those_of_the_whole_program(
 
 def test_all_state_and_work_belongs_to_a_piece(near: StepEstimates, exact: StepEstimates) -> None:
     blocks = near.blocks(Layout())
-    pieces = [blocks.first, *(piece for piece, _ in blocks.layers), blocks.last]
+    pieces = [blocks.first, *blocks.sequence(), blocks.last]
     parameters = sum(p.nbytes for p in near.job.model.parameters())
     assert sum(p.parameters for p in pieces) == parameters
     assert sum(p.gradients for p in pieces) == parameters
-    inner = blocks.layers[len(blocks.layers) // 2][0]
+    (inner,) = blocks.layers[len(blocks.layers) // 2][0]
     assert inner.forward > 0
     assert inner.backward > inner.forward
     assert near.flops() == exact.flops()

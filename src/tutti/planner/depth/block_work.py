@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor, fx
@@ -41,6 +42,7 @@ from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.depth.repeated_layers import ShortUnits
 from tutti.planner.depth.step_pieces import MODEL_AXES, Blocks, Piece, TiedWeight
+from tutti.planner.depth.unit_parts import UnitParts
 from tutti.planner.estimates.priced_machine import PricedMachine
 
 # Passes that join ops of several layers, which would belong to no piece.
@@ -74,6 +76,7 @@ class _BlockReader:
         self.values: dict[str, dict[fx.Node, float]] = {}
         self.exchanged: dict[fx.Node, float] = {}
         self.gradients: set[fx.Node] = set()
+        self.pieces: dict[fx.Node, str] = {}
         self.moved: dict[tuple[str, str], list[tuple[int, int]]] = {}
 
     def read(self) -> Blocks:
@@ -84,19 +87,59 @@ class _BlockReader:
         self._state()
         self._buckets()
         self._most()
-        last, layers = self._piece("last"), []
+        last, layers, drops = self._piece("last"), [], []
         for i, (count, unit, num_layers) in enumerate(self.units.runs):
-            units = [self._piece(f"run {i}.{k}") for k in range(count)]
-            layers.append((units[0].times(1 / unit), num_layers))
-            for unit in units[1:]:  # the last of all layers recomputes nothing, and keeps more
-                more = last + unit + units[0].times(-1)
-                last = replace(more, within=last.within, passing=last.passing)
+            names = [self._names(i, k) for k in range(count)]
+            # Layers of a unit in one part count as equal.
+            size = unit if len(names[0]) == 1 else 1
+            first = [self._piece(name) for name in names[0]]
+            layers.append((tuple(p.times(1 / size) for p in first), num_layers * size // unit))
+            drops.append(tuple(self._drops(name, size) for name in names[0]))
+            for others in names[1:]:  # the last of all layers recomputes nothing, and keeps more
+                for piece, name in zip(first, others, strict=True):
+                    more = last + self._piece(name) + piece.times(-1)
+                    last = replace(more, within=last.within, passing=last.passing)
         ends = self._piece("first"), tuple(layers), last
-        drops = tuple(self._drops(i, unit) for i, (_, unit, _) in enumerate(self.units.runs))
+        num_pieces = sum(len(pieces) * count for pieces, count in layers)
         messages = self._messages() if self.units.fills_gaps else ()
         message = statistics.median(messages) if messages else self._message()
         largest = max(map(nbytes_of, self.gradients), default=0)
-        return Blocks(*ends, message, drops, messages, largest, self._batch(), self._tied())
+        return Blocks(
+            *ends, message, tuple(drops), messages, largest, self._batch(), self._tied(num_pieces)
+        )
+
+    def _names(self, run: int, unit: int) -> list[str]:
+        """Of the pieces of a unit."""
+        count = 1 if self._parts is None else self._parts.count(run)
+        return [f"run {run}.{unit}.{part}" for part in range(count)]
+
+    @cached_property
+    def _parts(self) -> UnitParts | None:
+        """The parts of repeated layers; None without any."""
+        if isinstance(self.units, ModuleUnits):
+            return None
+        regions = ("forward", "backward")
+        nodes = [n for n in self.graph.nodes if n.meta.get("region") in regions]
+        return UnitParts(nodes, self.units, self._bytes_behind)
+
+    def _bytes_behind(self, node: fx.Node) -> float:
+        """Bytes of values of the batch and of weights that cross right behind a node of the forward."""
+        return self._crossing[self._position[node]]
+
+    @cached_property
+    def _crossing(self) -> list[float]:
+        """By position, the bytes that cross behind it, in the forward."""
+        roots, last = self._roots, dict[fx.Node, int]()
+        for node in self.graph.nodes:
+            if node.meta.get("region") == "forward" and node.op == "call_function":
+                for x in node.all_input_nodes:
+                    last[roots.get(x) or x] = self._position[node]
+        steps = [0.0] * (len(self._position) + 1)
+        for root, end in last.items():
+            if root in self._of_batch and root in self._of_weights:
+                steps[self._position[root]] += nbytes_of(root)
+                steps[end] -= nbytes_of(root)
+        return list(accumulate(steps))
 
     def _piece(self, name: str) -> Piece:
         found = {f.name: self.sums.get((name, f.name), 0.0) for f in fields(Piece)}
@@ -231,9 +274,8 @@ class _BlockReader:
                     found.add(node)
         return found
 
-    def _drops(self, run: int, unit: int) -> tuple[Drop, ...]:
-        """What a layer of a run may recompute: of its first unit, but for what later units read."""
-        name = f"run {run}.0"
+    def _drops(self, name: str, unit: int) -> tuple[Drop, ...]:
+        """What a piece of `unit` layers may recompute, but for what later ones read."""
         inside = self._forward_of.get(name, set())
         lasting = set() if self.units.fills_gaps else self._leaving(inside)
         values = {v: x for v, x in self.values.get(name, {}).items() if v not in lasting}
@@ -376,7 +418,7 @@ class _BlockReader:
         for node in self.graph.nodes:
             region, name = node.meta.get("region"), node.meta.get("module") or ""
             if region in found and self.units.of(name) is not None:
-                found[region].append((self._position[node], self._piece_of_name(name, "")))
+                found[region].append((self._position[node], self._piece_of_name(name, "", node)))
         return found
 
     def _outside(self, position: int) -> str:
@@ -392,6 +434,12 @@ class _BlockReader:
         return nodes[bisect_right(nodes, position, key=lambda found: found[0]) - 1][1]
 
     def _piece_of(self, node: fx.Node) -> str:
+        """The piece of a node, asked for many times."""
+        if node not in self.pieces:
+            self.pieces[node] = self._new_piece_of(node)
+        return self.pieces[node]
+
+    def _new_piece_of(self, node: fx.Node) -> str:
         """By its module; in the update by the state or the gradient that it reads; otherwise by its position.
 
         A collective belongs to its operand's piece, a gather to that of its first reader.
@@ -406,7 +454,7 @@ class _BlockReader:
         name = at.meta.get("module") or node.meta.get("module") or ""
         if self.units.of(name) is None:
             name = self._copied(node, name)
-        return self._piece_of_name(name, self._outside(self._position[at]))
+        return self._piece_of_name(name, self._outside(self._position[at]), at)
 
     @cached_property
     def _updated(self) -> dict[fx.Node, str]:
@@ -423,16 +471,19 @@ class _BlockReader:
                 found[node] = _joint([(x, found[x]) for x in node.all_input_nodes if x in found])
         return found
 
-    def _piece_of_name(self, name: str, otherwise: str) -> str:
+    def _piece_of_name(self, name: str, otherwise: str, node: fx.Node | None = None) -> str:
         unit = self.units.of(name)
-        return otherwise if unit is None else f"run {unit[0]}.{unit[1]}"
+        if unit is None:
+            return otherwise
+        part = 0
+        if self._parts is not None:
+            part = self._parts.of_name(name) if node is None else self._parts.of(node, name)
+        return f"run {unit[0]}.{unit[1]}.{part}"
 
     def _most(self) -> None:
         """The most bytes within each piece, above those that it and earlier pieces keep."""
-        order = [
-            "first",
-            *(f"run {i}.{k}" for i, run in enumerate(self.units.runs) for k in range(run[0])),
-        ]
+        units = [(i, k) for i, run in enumerate(self.units.runs) for k in range(run[0])]
+        order = ["first", *(name for unit in units for name in self._names(*unit))]
         kept, left = dict[str, float](), 0.0
         for name in [*order, "last"]:
             left += self.sums.get((name, "kept"), 0.0) + self.sums.get((name, "cast"), 0.0)
@@ -463,11 +514,11 @@ class _BlockReader:
         given = [n for n in self.graph.nodes if n.op == "placeholder" and not is_state(n)]
         return sum(map(nbytes_of, given))
 
-    def _tied(self) -> tuple[TiedWeight, ...]:
+    def _tied(self, num_pieces: int) -> tuple[TiedWeight, ...]:
         """Weights that operations of two pieces read in the forward, neither of them a repeated layer."""
-        number = {"first": 0, "last": 1 + sum(count for _, _, count in self.units.runs)}
+        number = {"first": 0, "last": 1 + num_pieces}
         if self.units.fills_gaps:
-            number |= {f"run {i}.0": 1 + i for i in range(len(self.units.runs))}
+            number |= {f"run {i}.0.0": 1 + i for i in range(len(self.units.runs))}
         found = []
         for node in self.graph.nodes:
             if node.op != "placeholder" or not is_state(node):
@@ -491,7 +542,7 @@ class _BlockReader:
 
         Each stage of a pipeline has the batch, and computes by itself what depends on the batch alone.
         """
-        names = ["first", *(f"run {i}.0" for i in range(len(self.units.runs))), "last"]
+        names = ["first", *(f"run {i}.0.0" for i in range(len(self.units.runs))), "last"]
         number = {name: i for i, name in enumerate(names)}
         roots, ends = self._roots, dict[fx.Node, int]()
         begins: dict[fx.Node, int] = {}

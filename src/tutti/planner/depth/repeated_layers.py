@@ -71,6 +71,15 @@ class ShortUnits:
                 return i, (int(number) - begin) // run.unit
         return None
 
+    def child(self, name: str) -> tuple[int, str] | None:
+        """The layer in its unit, and the child of it with this name; None for a layer itself."""
+        found = self.of(name)
+        if found is None:
+            return None
+        run, begin, _ = self._numbers[found[0]]
+        number, _, rest = name[len(run.path) + bool(run.path) :].partition(".")
+        return ((int(number) - begin) % run.unit, rest.partition(".")[0]) if rest else None
+
     def stands_for(self, name: str) -> int:
         """How many units of the model a module or a parameter of the short one stands for: the last unit of a
         run for all that are left out, too."""

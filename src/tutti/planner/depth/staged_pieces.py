@@ -23,7 +23,7 @@ from tutti.pipeline.micro_batches.moments import GRADIENTS_FROM
 from tutti.pipeline.stages.balance import balanced
 from tutti.planner.depth.piece_clock import PieceWork, played
 from tutti.planner.depth.recomputed_segments import RecomputedSegments, segments_of
-from tutti.planner.depth.step_pieces import Blocks, Piece
+from tutti.planner.depth.step_pieces import Blocks, Piece, total
 from tutti.planner.depth.thinned_layers import thinned
 from tutti.planner.estimates.priced_machine import PricedMachine
 
@@ -40,6 +40,7 @@ class StagedPieces:
         budget = Budget.parse(layout.remat)
         share = budget.share if budget else None
         self.groups = RankGroups(layout.mesh, machine.topology.host_size)
+        self._over_data: dict[tuple[str, float, float], float] = {}
         self.data = layout.axes.get("data", 1)
         self.pipe = layout.axes.get("pipe", 1)
         # Weights in the dtype of the forward: micro-batches share them; a budget drops them first.
@@ -50,7 +51,7 @@ class StagedPieces:
         self.blocks = replace(
             thin,
             first=self._fitted(thin.first),
-            layers=tuple((self._fitted(piece), n) for piece, n in thin.layers),
+            layers=tuple((tuple(map(self._fitted, pieces)), n) for pieces, n in thin.layers),
             last=self._fitted(thin.last),
         )
 
@@ -113,8 +114,12 @@ class StagedPieces:
         """Seconds of collectives over `data`: so many bytes in so many buckets."""
         if self.data == 1 or not nbytes:
             return 0.0
-        each = nbytes / count
-        return count * collective_seconds(kind, each, self.groups[("data",)], self.machine.topology)
+        known = kind, nbytes, count
+        if known not in self._over_data:
+            group, each = self.groups[("data",)], nbytes / count
+            seconds = collective_seconds(kind, each, group, self.machine.topology)
+            self._over_data[known] = count * seconds
+        return self._over_data[known]
 
     def _recomputing(self, stage: int) -> list[Piece]:
         """The pieces of a stage; with `remat=full` the backward of all but the last segment has a forward."""
@@ -122,10 +127,13 @@ class StagedPieces:
         if segments is None:
             return pieces
         ends = {at - 1 for at in (*self.begins, *segments.begins)}
-        return [
-            self._recomputed(p, ends=i in ends) if i < segments.last else p
-            for i, p in enumerate(pieces, self.begins[stage])
-        ]
+        made, known = list[Piece](), dict[tuple[int, bool], Piece]()  # equal layers are one object
+        for i, piece in enumerate(pieces, self.begins[stage]):
+            key = id(piece), i in ends
+            if i < segments.last and key not in known:
+                known[key] = self._recomputed(piece, ends=i in ends)
+            made.append(known[key] if i < segments.last else piece)
+        return made
 
     def _recomputed(self, piece: Piece, *, ends: bool) -> Piece:
         """A piece whose backward begins with a forward, but for the collectives whose results are kept.
@@ -144,7 +152,7 @@ class StagedPieces:
 
     def _stage_piece(self, stage: int) -> Piece:
         """A stage; its backward waits for the sums of gradients that each micro-batch has."""
-        whole = sum(self._recomputing(stage), Piece())
+        whole = total(self._recomputing(stage))
         if self.layout.zero >= 2 and self.pipe > 1:
             times = played(self.backwards(stage), lags=False, one_link=self.one_link)
             more = max(0.0, times.seconds - whole.backward)

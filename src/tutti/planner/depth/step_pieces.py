@@ -7,8 +7,9 @@ last      everything behind them                       norm, logits, loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from operator import attrgetter
 
 from tutti.planner.depth.dropped_values import Drop
 
@@ -65,19 +66,24 @@ class Piece:
 
     def __add__(self, other: Piece) -> Piece:
         """Both; they do not work at the same time."""
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return replace(
-            Piece(**sums), **{n: max(getattr(self, n), getattr(other, n)) for n in _MOST}
-        )
+        return total((self, other))
 
     def times(self, factor: float) -> Piece:
         """Each number times `factor`."""
-        scaled = {f.name: factor * getattr(self, f.name) for f in fields(self)}
-        return replace(Piece(**scaled), **{n: getattr(self, n) for n in _MOST})
+        *sums, within, passing = _numbers(self)
+        return Piece(*[*(factor * x for x in sums), within, passing])
 
 
-# Fields of a piece that are not sums.
-_MOST = ("within", "passing")
+_numbers = attrgetter(*(f.name for f in fields(Piece)))
+
+
+def total(pieces: Iterable[Piece]) -> Piece:
+    """All of these pieces, which work one after the other: of `within` and `passing` it has the most."""
+    columns = list(zip(*map(_numbers, pieces), strict=True))
+    if not columns:
+        return Piece()
+    *sums, within, passing = columns
+    return Piece(*[*map(sum, sums), max(within), max(passing)])
 
 
 @dataclass(frozen=True)
@@ -99,31 +105,26 @@ class TiedWeight:
 class Blocks:
     """The pieces of a step.
 
-    first, last: pieces. layers: (piece of one layer, number of layers) for each run, in order.
-    message: bytes of a value between two layers.
+    first, last: pieces. layers: (the pieces of one layer, number of layers) for each run, in order.
+    message: bytes of a value between two layers, or two pieces of one.
     messages: bytes of all values at the end of each piece but the last, if layers differ.
     gradient: bytes of the largest gradient of a weight. batch: bytes of all samples, of which each rank has a
-    copy. drops: of each run, what a layer may recompute (`dropped_values.py`). tied: weights of two pieces,
-    not of repeated layers.
+    copy. drops: of each run, what each piece may recompute (`dropped_values.py`). tied: weights of two
+    pieces, not of repeated layers.
     """
 
     first: Piece
-    layers: tuple[tuple[Piece, int], ...]
+    layers: tuple[tuple[tuple[Piece, ...], int], ...]
     last: Piece
     message: float
-    drops: tuple[tuple[Drop, ...], ...] = ()
+    drops: tuple[tuple[tuple[Drop, ...], ...], ...] = ()
     messages: tuple[float, ...] = ()
     gradient: float = 0.0
     batch: float = 0.0
     tied: tuple[TiedWeight, ...] = ()
 
-    @property
-    def num_layers(self) -> int:
-        """Of all runs."""
-        return sum(count for _, count in self.layers)
-
     def sequence(self) -> Iterator[Piece]:
-        """The piece of every layer, in order."""
-        for piece, count in self.layers:
+        """The pieces of all layers, in order."""
+        for pieces, count in self.layers:
             for _ in range(count):
-                yield piece
+                yield from pieces

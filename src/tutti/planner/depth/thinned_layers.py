@@ -20,14 +20,14 @@ def thinned(blocks: Blocks, share: float, *, gathers: bool) -> Blocks:
             among these bytes.
     """
     ends = blocks.first.kept + blocks.last.kept
-    layers = sum(piece.kept * n for piece, n in blocks.layers)
-    cast = sum(piece.cast * n for piece, n in blocks.layers) + blocks.first.cast + blocks.last.cast
+    layers = sum(piece.kept for piece in blocks.sequence())
+    cast = sum(piece.cast for piece in (blocks.first, *blocks.sequence(), blocks.last))
     cast = 0.0 if gathers else cast
     dropped = (1 - share) * (ends + layers + cast) - cast  # weights first: they cost least
     part = min(1.0, max(0.0, dropped / max(1.0, layers)))
     made = [
-        (_without(piece, part * piece.kept, drops), n)
-        for (piece, n), drops in zip(blocks.layers, blocks.drops, strict=True)
+        (tuple(_without(p, part * p.kept, d) for p, d in zip(pieces, drops, strict=True)), n)
+        for (pieces, n), drops in zip(blocks.layers, blocks.drops, strict=True)
     ]
     return replace(blocks, layers=tuple(made))
 
