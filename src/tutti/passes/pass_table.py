@@ -115,9 +115,11 @@ def _remat(graph: fx.Graph, setting: Setting) -> None:
         return peak_with_given(candidate, mode)
 
     mode, layout = setting.program.captured.mode, setting.program.layout
+    if (budget := Budget.parse(layout.remat)) is None:
+        return
     stages = layout.axes.get("pipe", 1) > 1
     once = computed_once(graph, gathers=stages) if layout.in_time else ()
-    remat(graph, mode, Budget.parse(layout.remat), peak, once)
+    remat(graph, mode, budget, peak, once)
 
 
 def _over_what_dies(graph: fx.Graph, setting: Setting) -> None:

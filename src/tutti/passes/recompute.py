@@ -59,11 +59,12 @@ def computed_once(graph: fx.Graph, *, gathers: bool) -> set[fx.Node]:
     With `gathers` those that follow a gather, too: without stages each micro-batch gathers a weight that
     ranks keep in parts.
     """
-    found: set[fx.Node] = set()
-    for node in sorted(state_only(graph)):
+    lasting, found = state_only(graph), set[fx.Node]()
+    for node in graph.nodes:
         in_each = node.target is collectives.all_gather and not gathers
         known = all(x in found or x.op != "call_function" for x in node.all_input_nodes)
-        if node.op == "call_function" and known and not in_each and not is_draw(node):
+        computed = node.op == "call_function" and node in lasting and not is_draw(node)
+        if computed and known and not in_each:
             found.add(node)
     return found
 

@@ -41,7 +41,7 @@ _NUM_PLANS = 32
 def remat(
     graph: fx.Graph,
     mode: FakeTensorMode,
-    budget: Budget | None,
+    budget: Budget,
     peak: Callable[[fx.Graph], int],
     once: Collection[fx.Node] = (),
 ) -> int:
@@ -52,7 +52,7 @@ def remat(
     small even for full recomputation.
     """
     backward = any(n.meta.get("region") == "backward" for n in graph.nodes)
-    if budget is None or not backward:
+    if not backward:
         return 0
     plans = _Plans(graph, mode, once)
     return recompute(graph, plans.kept(plans.fewest(budget, peak)))

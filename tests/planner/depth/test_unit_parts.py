@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from small_steps import step
 from tutti.hardware.cluster import Cluster
 from tutti.job import Job
 from tutti.layout import Layout
@@ -61,19 +60,11 @@ class SharedDropout(InTurn):
         return x + self.act(self.second(x))
 
 
-def train_step(model: Any, optimizer: Any, x: Tensor) -> Tensor:
-    loss = F.mse_loss(model(x), x)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    return loss
-
-
 @cache
 def blocks(kind: type[InTurn]) -> Blocks:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(kind() for _ in range(DEPTH)))
-        job = Job.of(train_step, model, torch.optim.SGD(model.parameters(), 0.1), Layout())
+        job = Job.of(step, model, torch.optim.SGD(model.parameters(), 0.1), Layout())
     machine = PricedMachine.of(Cluster.parse("8 x h100"))
     made = StepEstimates(job, (torch.zeros(8, WIDTH),), lambda _: machine, num_layouts=10**6)
     return made.blocks(Layout())

@@ -76,8 +76,8 @@ class _Composition:
             times = self._alone()
             computing, hidden = micro * times.kernels, micro * times.hidden
             exposed = micro * times.waits
-            if self.layout.zero < 2 and micro > 1:
-                exposed += self.staged.reduced(busiest)
+            if micro > 1:
+                exposed += self._summed(busiest)
             seconds = computing + kinds[COLLECTIVES] + exposed
             kinds[COLLECTIVES] += exposed  # type: ignore[assignment]
         else:
@@ -134,7 +134,7 @@ class _Composition:
         )
 
     def _summed(self, piece: Piece) -> float:
-        """Seconds of sums of gradients after the last micro-batch of a pipeline."""
+        """Seconds of sums of gradients after the last micro-batch."""
         return self.staged.reduced(piece) if self.layout.zero < 2 else 0.0
 
     def _renewed(self, piece: Piece) -> float:

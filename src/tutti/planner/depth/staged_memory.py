@@ -59,12 +59,9 @@ class StagedMemory:
         return live * piece.kept + late * piece.delayed + max(0.0, piece.delayed - piece.kept)
 
     def peak(self, rank: int) -> float:
-        piece, zero, data, micro = (
-            self.staged.rank_pieces[rank],
-            self.layout.zero,
-            self.data,
-            self.layout.micro,
-        )
+        """The peak of a pipeline rank, in bytes."""
+        zero, data, micro = self.layout.zero, self.data, self.layout.micro
+        piece = self.staged.rank_pieces[rank]
         parameters = piece.parameters / (data if zero == 3 else 1)
         state = self.blocks.batch + parameters + piece.slots / (data if zero else 1)
         splits = zero >= GRADIENTS_FROM or (zero == 1 and micro == 1)
@@ -97,14 +94,9 @@ class StagedMemory:
         """The most bytes in a backward of a stage above the state, the sums of earlier micro-batches and the
         values that the forwards leave: in that of a piece, gradients of later ones are there."""
         pieces, in_time = self.staged.cut[stage], self.layout.in_time
-        held, left, read = (
-            self.staged.held(stage),
-            self.staged.left(stage),
-            self._whole_weights(stage),
-        )
-        casts = self._casts(stage)
-        gradients, most = 0.0, 0.0
-        rows = zip(pieces, held, casts, read, strict=True)
+        left, gradients, most = self.staged.left(stage), 0.0, 0.0
+        held, casts = self.staged.held(stage), self._casts(stage)
+        rows = zip(pieces, held, casts, self._whole_weights(stage), strict=True)
         for p, kept, cast, gathered in reversed(list(rows)):
             within = p.passing if in_time else p.within
             if splits:  # one bucket is on its way while another is made

@@ -162,14 +162,11 @@ class StagedPieces:
 
     def left(self, stage: int) -> float:
         """Bytes that the forward of a micro-batch leaves."""
-        held = self.held(stage)
-        if self.segments is None:
+        held, end = self.held(stage), self.begins[stage] + len(self.cut[stage])
+        if self.segments is None or end > self.segments.last:
             return held[-1]
-        begins = range(self.begins[stage], self.begins[stage] + len(held))
-        again = [i for i in begins if i < self.segments.last]
-        begin = max((i for i in again if i in self.segment_begins(stage)), default=0)
-        gone = sum(self._inside[i] for i in begins if begin <= i)
-        return max(0.0, held[-1] - (gone if len(again) == len(held) else 0.0))
+        begin = max(i for i in self.segment_begins(stage) if i < end)
+        return max(0.0, held[-1] - sum(self._inside[begin:end]))
 
     def segment_begins(self, stage: int) -> tuple[int, ...]:
         """The first pieces of segments, of the stage's own first one, too."""
@@ -214,6 +211,7 @@ class StagedPieces:
         return self.layout.schedule in ("zb", "zbv")
 
     def rank_of(self, stage: int) -> int:
+        """The pipeline rank of a stage."""
         if self.layout.schedule == "zbv":  # there and back
             return min(stage, 2 * self.pipe - 1 - stage)
         return stage % self.pipe
