@@ -28,7 +28,7 @@ def train(model, optimizer, x):
     return loss
 
 step = tutti.distribute(train, model, torch.optim.SGD(model.parameters(), 0.01))
-x = torch.randn(32768, 64)
+x = torch.randn(131072, 64)  # glibc may keep blocks of up to 32 MiB by itself
 touched = []
 for _ in range(10):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
