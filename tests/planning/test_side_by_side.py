@@ -18,6 +18,7 @@ from tutti.planning.side_by_side import (
     LEAST_COMPOSED,
     LEAST_LAYOUTS,
     OtherProcess,
+    SharedGroups,
     divided,
     outcome_of,
 )
@@ -37,17 +38,41 @@ def outcome(layout: Layout) -> Any:
     return outcome_of(layout, estimate, {})
 
 
-def test_parts_of_a_deep_model_have_whole_kinds_and_half_of_the_pieces() -> None:
-    own, rest = divided(LAYOUTS, 2, composed=True)
-    kinds = [{x.axes.get("tensor", 1) for x in part} for part in (own, rest)]
-    assert kinds[0].isdisjoint(kinds[1])
-    assert sorted(own + rest, key=str) == sorted(LAYOUTS, key=str)
-    assert 0.25 < len(rest) / len(LAYOUTS) < 0.75
+def test_groups_of_a_deep_model_are_kinds_and_the_longest_come_first() -> None:
+    shared = SharedGroups(LAYOUTS)
+    kinds = [{x.axes.get("tensor", 1) for x in group} for group in shared.groups]
+    assert sorted(map(len, kinds)) == [1] * len(kinds)
+    assert len(set[Any]().union(*kinds)) == len(kinds)
+    assert kinds[-1] == {1}  # no search for a placement
+    taken = list(shared.taken())
+    assert taken == list(chain.from_iterable(shared.groups))
+    assert sorted(taken, key=str) == sorted(LAYOUTS, key=str)
+    assert list(shared.taken()) == []
+
+
+def test_processes_take_groups_until_none_is_left() -> None:
+    shared = SharedGroups(LAYOUTS)
+    others = [OtherProcess(shared.taken(), outcome) for _ in range(3)]
+    taken = list(shared.taken())
+    found = [list(other.outcomes) for other in others]
+    assert sorted(chain(taken, *found), key=str) == sorted(LAYOUTS, key=str)
+    for part in (taken, *found):
+        rest = iter(part)
+        for group in shared.groups:
+            if group[0] in part:
+                assert [next(rest) for _ in group] == group
+
+
+def test_groups_of_a_process_that_dies_are_missing_and_no_others() -> None:
+    shared = SharedGroups(LAYOUTS)
+    other = OtherProcess(shared.taken(), lambda _: os._exit(1))
+    assert other.outcomes == {}
+    assert list(shared.taken()) == list(chain.from_iterable(shared.groups[1:]))
 
 
 @pytest.mark.parametrize("number", [2, 5, 16])
 def test_parts_of_another_share_no_program(number: int) -> None:
-    parts = divided(LAYOUTS, number, composed=False)
+    parts = divided(LAYOUTS, number)
     assert sorted(chain.from_iterable(parts), key=str) == sorted(LAYOUTS, key=str)
     programs = [{(*x.axes.items(), x.micro) for x in part} for part in parts]
     assert sum(map(len, programs)) == len(set[Any]().union(*programs))
@@ -57,7 +82,7 @@ def test_parts_of_another_share_no_program(number: int) -> None:
 
 
 def test_a_few_layouts_are_fewer_parts() -> None:
-    assert divided(LAYOUTS[:1], 4, composed=True) == [LAYOUTS[:1]]
+    assert divided(LAYOUTS[:1], 4) == [LAYOUTS[:1]]
 
 
 def test_another_process_finds_the_same() -> None:

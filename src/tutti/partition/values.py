@@ -46,6 +46,8 @@ class Values:
         self.spread, self.local, self.mesh = spread, local, local.mesh
         self.scalars, self.made = scalars, made
         self.versions: dict[fx.Node, list[_Version]] = {}
+        # By the rule of a view, a sharding, and whether it is that of the view. A rule has the sizes.
+        self._of_views: dict[tuple[Rule, Sharding, bool], Sharding | None] = {}
 
     def keep(self, node: fx.Node, sharding: Sharding, local: fx.Node) -> None:
         """Make `local` the first version of `node`."""
@@ -120,9 +122,17 @@ class Values:
     def _viewed(self, x: fx.Node, sharding: Sharding, *, of_base: bool = False) -> Sharding | None:
         """The sharding of the view `x` of its base with this one, or the base's from that of `x`; None if
         it has splits that the view cannot keep."""
-        rule, base = self.spread.rule(x), operands_of(x)[0]
+        rule = self.spread.rule(x)
         assert rule is not None
-        sides = [(rule.operands[0], base), (rule.results[0], x)]
+        key = rule, sharding, of_base
+        if key not in self._of_views:
+            self._of_views[key] = self._new_viewed(x, rule, sharding, of_base)
+        return self._of_views[key]
+
+    def _new_viewed(
+        self, x: fx.Node, rule: Rule, sharding: Sharding, of_base: bool
+    ) -> Sharding | None:
+        sides = [(rule.operands[0], operands_of(x)[0]), (rule.results[0], x)]
         (term, value), (other_term, other) = sides[::-1] if of_base else sides
         assigned = read(rule, [(term, sharding)], self.mesh)
         if self._projected(rule, term, assigned, value).dims != sharding.dims:

@@ -143,18 +143,19 @@ def answer(
 
     def ranking_of(layouts: list[Layout]) -> Ranking:
         done = iter(range(len(layouts)))
-        with rarely_collected():
-            return ranked(
-                *estimates.of_many(layouts),
-                capacity,
-                refined=estimates.refinement,
-                seen=lambda _: seen(next(done), len(layouts)),
-            )
+        return ranked(
+            *estimates.of_many(layouts),
+            capacity,
+            refined=estimates.refinement,
+            seen=lambda _: seen(next(done), len(layouts)),
+        )
 
-    ranking, not_tried = ranking_of(layouts), tried.not_tried
-    wanted = _wanted_later(ranking)
-    more = _beyond(layouts, replace(space, **wanted))
-    ranking = ranking.merged(ranking_of(more))
+    not_tried = tried.not_tried
+    with rarely_collected():
+        ranking = ranking_of(layouts)
+        wanted = _wanted_later(ranking)
+        more = _beyond(layouts, replace(space, **wanted))
+        ranking = ranking.merged(ranking_of(more))
     for word in (word for word, is_wanted in wanted.items() if not is_wanted):
         if left := _beyond(layouts, replace(space, **{word: True})):
             not_tried += (f"{len(left)} layouts {_LATER[word]}",)

@@ -1,7 +1,9 @@
 """Estimates of many layouts in several processes, one for each processor; each takes whole groups.
 
-Layouts of a group share work. Of a deep model those with the same model axes share placements and pieces. Of
-any other model those that differ in `schedule` and `remat` only share a program.
+Layouts of a group share work. Of a deep model those with the same model axes share placements and pieces, and
+a process that has ended its group takes the next one. Of any other model those that differ in `schedule` and
+`remat` only share a program, and each process has a part of the groups: kinds of several groups would have
+their placement from whichever process came first.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from multiprocessing.connection import Connection
@@ -21,10 +23,14 @@ from tutti.errors import LayoutError, ScheduleError, ShardingError
 from tutti.layout import Layout
 from tutti.planner.depth.step_pieces import MODEL_AXES
 from tutti.planner.estimates.layout_estimate import Estimate
+from tutti.planner.placement.placement import AXES_FOUND
 
 # A second process does not pay for fewer layouts. Each takes milliseconds if composed.
 LEAST_COMPOSED, LEAST_LAYOUTS = 200, 24
 _MOST_PROCESSES = 16
+# Of a deep model: programs that a search for a placement writes for each axis that it splits weights over.
+_PROGRAMS_OF_SEARCH = 15
+_WIDTH = 2  # bytes of a group's number: a pipe holds 32,768 of them
 # An estimate and its placement of least memory, if it has one; or why the step does not allow the layout.
 Outcome = tuple[Estimate, Mapping[str, str] | None] | LayoutError | ShardingError | ScheduleError
 
@@ -42,25 +48,46 @@ def most_processes() -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_PROCESSES)
 
 
-def divided(layouts: Sequence[Layout], number: int, *, composed: bool) -> list[list[Layout]]:
-    """At most so many parts of about equal work, each of whole groups, and each in the old order."""
-    group, piece = (_kind, _piece) if composed else (_sizes, lambda one: one)
-    work: dict[Any, set[Any]] = {}
+class SharedGroups:
+    """Groups of layouts of a deep model, each with the same model axes, for several processes.
+
+    Each process takes the next group when it has ended one, the group with most work first. Processes that
+    are forked after the construction share the groups; one that dies keeps those that it has taken.
+    """
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        found: dict[Any, list[Layout]] = {}
+        for one in layouts:
+            found.setdefault(_kind(one), []).append(one)
+        self.groups = sorted(found.values(), key=_work, reverse=True)
+        reading, writing = (
+            os.pipe()
+        )  # a read takes a number whole, and no process can die with a lock
+        self._numbers = os.fdopen(reading, "rb", buffering=0)
+        with os.fdopen(writing, "wb", buffering=0) as numbers:
+            for number in range(len(self.groups)):
+                numbers.write(number.to_bytes(_WIDTH))
+
+    def taken(self) -> Iterator[Layout]:
+        """The layouts of the groups that the calling process takes, in the order given."""
+        while number := self._numbers.read(_WIDTH):
+            yield from self.groups[int.from_bytes(number)]
+
+
+def _work(group: Sequence[Layout]) -> int:
+    """Programs to write for a group of a deep model: its pieces, and those of a search for each axis."""
+    searched = sum(axis in AXES_FOUND for axis, _ in _kind(group[0]))
+    return len(set(map(_piece, group))) + _PROGRAMS_OF_SEARCH * searched
+
+
+def divided(layouts: Sequence[Layout], number: int) -> list[list[Layout]]:
+    """At most so many parts of about equal work for a model that is not deep, each in the old order."""
+    work: dict[Any, set[Layout]] = {}
     for one in layouts:
-        work.setdefault(group(one), set()).add(piece(one))
-    goes = (_by_work if composed else _in_turn)({k: len(x) for k, x in work.items()}, number)
-    parts = [[one for one in layouts if goes[group(one)] == i] for i in range(number)]
+        work.setdefault(_sizes(one), set()).add(one)
+    goes = _in_turn({k: len(x) for k, x in work.items()}, number)
+    parts = [[one for one in layouts if goes[_sizes(one)] == i] for i in range(number)]
     return [part for part in parts if part]
-
-
-def _by_work(work: Mapping[Any, int], number: int) -> dict[Any, int]:
-    """The part of each group: the largest first, to the part with the least."""
-    total = [0] * number
-    goes: dict[Any, int] = {}
-    for key in sorted(work, key=lambda key: -work[key]):
-        goes[key] = min(range(number), key=total.__getitem__)
-        total[goes[key]] += work[key]
-    return goes
 
 
 def _in_turn(work: Mapping[Any, int], number: int) -> dict[Any, int]:
@@ -90,7 +117,7 @@ class OtherProcess:
     """A process that estimates some layouts by a copy of this one's estimates.
 
     Args:
-        layouts: to estimate.
+        layouts: to estimate; the process asks for them one by one.
         outcome: of a layout.
         pieces: what it has made on the way, for later estimates; it must be readable by another process.
     """
@@ -103,7 +130,7 @@ class OtherProcess:
     ) -> None:
         context = multiprocessing.get_context("fork")
         self._receiving, sending = context.Pipe(duplex=False)
-        args = (list(layouts), outcome, pieces, sending)
+        args = (layouts, outcome, pieces, sending)
         self._process = context.Process(target=_run, args=args, daemon=True)
         self._process.start()
         sending.close()

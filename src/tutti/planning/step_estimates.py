@@ -9,7 +9,7 @@ programs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
@@ -48,6 +48,7 @@ from tutti.planning.candidate_programs import CandidatePrograms, num_rows, refus
 from tutti.planning.side_by_side import (
     OtherProcess,
     Outcome,
+    SharedGroups,
     divided,
     most_processes,
     num_processes,
@@ -118,7 +119,7 @@ class StepEstimates:
 
     def of_many(
         self, layouts: Sequence[Layout]
-    ) -> tuple[Sequence[Layout], Callable[[Layout], Estimate]]:
+    ) -> tuple[Iterable[Layout], Callable[[Layout], Estimate]]:
         """The layouts in the order in which to ask for their estimates, and the function to ask.
 
         Several processes share the work, unless the step runs on processors: kernels timed here would disturb
@@ -133,7 +134,11 @@ class StepEstimates:
         for precision in dict.fromkeys(layout.precision for layout in layouts):
             with suppress(LayoutError):
                 captured(precision)
-        own, *parts = divided(layouts, number, composed=composed)
+        if composed:
+            shared = SharedGroups(layouts)
+            own, *parts = (shared.taken() for _ in range(min(number, len(shared.groups))))
+        else:
+            own, *parts = divided(layouts, number)
         before = set(self._blocks)
 
         def new_blocks() -> dict[Any, Blocks]:
@@ -143,7 +148,7 @@ class StepEstimates:
             return outcome_of(layout, self, self.found)
 
         others = [OtherProcess(part, outcome, new_blocks) for part in parts]
-        theirs = dict.fromkeys(layout for part in parts for layout in part)
+        theirs = dict.fromkeys(layouts)  # until this process takes them
 
         @cache
         def joined() -> Mapping[Layout, Outcome]:
@@ -163,7 +168,13 @@ class StepEstimates:
                 self.found[layout] = dict(known[1])
             return known[0]
 
-        return [*own, *theirs], estimate
+        def in_order() -> Iterator[Layout]:
+            for layout in own:
+                theirs.pop(layout, None)
+                yield layout
+            yield from theirs
+
+        return in_order(), estimate
 
     def refined(self, layout: Layout) -> Estimate:
         """The estimate of a deep model with the pipeline's schedule on a clock; of another one from its
@@ -181,7 +192,7 @@ class StepEstimates:
 
     def _refine_ahead(self, layouts: Sequence[Layout]) -> None:
         """Refine layouts in several processes; each writes the programs of its part."""
-        own, *parts = divided(layouts, most_processes(), composed=False)
+        own, *parts = divided(layouts, most_processes())
 
         def outcome(layout: Layout) -> Outcome:
             return outcome_of(layout, self.refined, self.found)

@@ -48,14 +48,15 @@ def call_of(node: fx.Node) -> object:
 
     def key(x: Any) -> object:
         if isinstance(x, fx.Node):
-            return (numbers.setdefault(x, len(numbers)), _type_of(x.meta["val"]))
+            return numbers.setdefault(x, len(numbers)), _type_of(x.meta["val"])
         if isinstance(x, list | tuple):
             return tuple(map(key, x))
         if isinstance(x, dict):
             return tuple((k, key(y)) for k, y in x.items())
         return (type(x), x)  # 1, 1.0 and True are equal
 
-    return node.target, key(node.args), key(node.kwargs), _type_of(node.meta["val"])
+    named = key(node.kwargs) if node.kwargs else ()
+    return node.target, key(node.args), named, _type_of(node.meta["val"])
 
 
 def _type_of(val: Any) -> object:

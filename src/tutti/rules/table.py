@@ -63,10 +63,9 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 def is_tensor_call(node: fx.Node) -> bool:
     """Whether a node computes tensors, from tensors or nothing (not scalars, not an unpacking)."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
     val = node.meta.get("val")
-    values = val if isinstance(val, list | tuple) else [val]
-    return (
-        node.op == "call_function"
-        and node.target is not operator.getitem
-        and any(isinstance(v, Tensor) for v in values)
-    )
+    if isinstance(val, list | tuple):
+        return any(isinstance(v, Tensor) for v in val)
+    return isinstance(val, Tensor)
