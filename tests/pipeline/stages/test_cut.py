@@ -80,8 +80,8 @@ def test_no_other_cut_is_much_better(name: str, num_stages: int) -> None:
     made = stacked(name)
     cutter = _StageCutter(made, num_stages)
     positions = range(1, len(cutter.forward))
-    costs = {c: cutter.micro_seconds(c) for c in combinations(positions, num_stages - 1)}
-    chosen = cutter.micro_seconds(cutter.balanced())
+    costs = {c: cutter.cost(c) for c in combinations(positions, num_stages - 1)}
+    chosen = cutter.cost(cutter.balanced())
     assert chosen <= 1.06 * min(costs.values())
     # It is a choice: most cuts are worse by far.
     assert sorted(costs.values())[len(costs) // 2] > 1.2 * chosen
@@ -91,8 +91,8 @@ def test_no_other_cut_is_much_better(name: str, num_stages: int) -> None:
 def test_no_other_cut_of_a_model_in_two_is_much_better(name: str) -> None:
     made = moments(program(name, "micro=4"))
     cutter = _StageCutter(made, 2)
-    best = min(cutter.micro_seconds([c]) for c in range(1, len(cutter.forward)))
-    assert cutter.micro_seconds(cutter.balanced()) <= 1.05 * best
+    best = min(cutter.cost([c]) for c in range(1, len(cutter.forward)))
+    assert cutter.cost(cutter.balanced()) <= 1.05 * best
 
 
 @pytest.mark.parametrize("name", ["gpt", "unet", "thrice"])

@@ -6,6 +6,9 @@ stages, stage s has S - s micro-batches under way, and each comes back after all
     seconds of a micro-batch = max over s of  stage s,  (stages s .. S-1 + messages there and back) / (S - s)
 
 So a message delays each micro-batch by about its time there and back, shared by the stages before it.
+
+Where one stage is the longest anyway, such as one with the logits, many divisions of the others take as long.
+Among these even stages are best: an uneven one holds more weights and activations than need be.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 
 _CLOSE = 1e-6  # the relative distance from the best division at which the search ends
+# The share of the seconds that stages as uneven as one with all work beside an empty one are worth.
+_UNEVEN = 3e-3
+# Divisions slower by this are looked at for even stages, too.
+_SLOWER = 1e-3
 
 
 def micro_batch_seconds(stages: Sequence[float], moving: Sequence[float]) -> float:
@@ -31,10 +38,17 @@ def micro_batch_seconds(stages: Sequence[float], moving: Sequence[float]) -> flo
     return found
 
 
+def division_cost(stages: Sequence[float], moving: Sequence[float]) -> float:
+    """The seconds of a micro-batch, and a little more for uneven stages; arguments as above."""
+    total = sum(stages)
+    squares = len(stages) * sum(x * x for x in stages) / total**2 if total else 1.0
+    return micro_batch_seconds(stages, moving) * (1 + _UNEVEN * (squares - 1))
+
+
 def balanced(times: Sequence[float], moving: Sequence[float], count: int) -> list[int]:
     """The stage of each piece; no stage is empty, nor without work if that is possible.
 
-    The seconds of a micro-batch are least, but for a millionth.
+    The seconds of a micro-batch are least, but for a thousandth where that makes stages more even.
 
     Args:
         times: seconds of each piece, at least as many as stages.
@@ -74,34 +88,45 @@ class _Division:
                 low = middle
             else:
                 found, high = tried, middle
-        return found
+        even = (self.within(high * slower, even=True) for slower in (1.0, 1.0 + _SLOWER))
+        return min((found, *filter(None, even)), key=self._cost)
 
-    def within(self, limit: float) -> list[int] | None:
-        """Stages with the fewest seconds of messages such that a micro-batch takes at most `limit`.
+    def _cost(self, stage_of: Sequence[int]) -> float:
+        firsts = np.flatnonzero(np.diff(stage_of, prepend=-1))
+        stages = np.diff(self.before[[*firsts, self.number]])
+        return division_cost(stages.tolist(), self.moving[firsts[1:]].tolist())
 
-        `least` are the fewest seconds of messages behind each piece if it begins the stage at hand; from the
-        last stage to the first.
+    def within(self, limit: float, *, even: bool = False) -> list[int] | None:
+        """Stages with the fewest seconds of messages such that a micro-batch takes at most `limit`; with
+        `even` those with the least sum of squares.
+
+        From the last stage to the first, if a piece begins the stage at hand: `least` is what counts of it
+        and of later stages, and `sent` are the seconds of messages behind it. With `even` fewer messages
+        could allow stages that these do not.
         """
         number, before = self.number, self.before
         rest = before[-1] - before[:-1]
         slack = limit * (1 + 1e-12)
-        least = np.where((rest <= slack) & self._has_work(rest), 0.0, np.inf)
+        sent = np.where((rest <= slack) & self._has_work(rest), 0.0, np.inf)
+        least = sent + rest**2 if even else sent
         last = np.searchsorted(before, before[:-1] + slack, side="right") - 1
         width = int(np.max(last - np.arange(number)))
         if width < 1:
             return None
-        # By the first piece of a stage: the first pieces of the next one.
+        # By the first piece of a stage: the first pieces of the next one, and what to add.
         following = np.arange(number)[:, None] + np.arange(1, width + 1)
         fits = (following <= last[:, None]) & (following < number)
         following = np.minimum(following, number - 1)
-        fits &= self._has_work(before[following] - before[:-1, None])
+        seconds = before[following] - before[:-1, None]
+        fits &= self._has_work(seconds)
+        added = seconds**2 if even else self.moving[following]
         chosen: list[np.ndarray] = []
         for num in range(2, self.count + 1):
-            ways = np.where(fits, (least + self.moving)[following], np.inf)
-            at = ways.argmin(axis=1)
-            least = ways[np.arange(number), at]
-            least[rest + least > num * slack] = np.inf
-            chosen.append(following[np.arange(number), at])
+            ways = np.where(fits, least[following] + added, np.inf)
+            nexts = following[np.arange(number), ways.argmin(axis=1)]
+            sent = (sent + self.moving)[nexts]
+            least = np.where(rest + sent > num * slack, np.inf, ways.min(axis=1))
+            chosen.append(nexts)
         if not np.isfinite(least[0]):
             return None
         firsts = [0]

@@ -29,7 +29,7 @@ from tutti.graph.analysis.cost import nbytes_of
 from tutti.layout import Mesh
 from tutti.pipeline.micro_batches.moments import Moments, is_linear
 from tutti.pipeline.stages.backward import Backward, backward_of
-from tutti.pipeline.stages.balance import balanced, micro_batch_seconds
+from tutti.pipeline.stages.balance import balanced, division_cost
 from tutti.pipeline.stages.recomputed import read_what_is_there
 
 # The cost of a node's forward and backward, relative to its forward.
@@ -181,7 +181,7 @@ class _StageCutter:
         return first[1:]
 
     def balanced(self) -> list[int]:
-        """The cuts with the fewest seconds of a micro-batch."""
+        """The cuts with the fewest seconds of a micro-batch, and even stages among equal ones."""
         if self.num_stages == 1:
             return []
         positions = sorted({*self._thin_positions(), *self._even_positions()})
@@ -190,7 +190,7 @@ class _StageCutter:
         ways = math.comb(len(positions), self.num_stages - 1)
         if ways * len(self.seconds) <= TRIED_NODES:
             every = combinations(positions, self.num_stages - 1)
-            starts = [list(min(every, key=self.micro_seconds))]
+            starts = [list(min(every, key=self.cost))]
         else:
             crossing = [2 * self._moving(self.crossing[p]) for p in positions]
             work, forward = self._work(positions), self._work_of_forward(positions)
@@ -199,20 +199,20 @@ class _StageCutter:
                 self._divided(positions, forward, crossing),
                 self._divided(positions, work, [0.0] * len(positions)),
             ]
-        return min((self._moved(positions, start) for start in starts), key=self.micro_seconds)
+        return min((self._moved(positions, start) for start in starts), key=self.cost)
 
     def _moved(self, positions: Sequence[int], best: list[int]) -> list[int]:
         """The best cuts that moves of one cut at a time lead to."""
-        least = self.micro_seconds(best)
+        least = self.cost(best)
         better = True
         while better:
             better = False
             for k in range(len(best)):
                 for other in self._neighbors(positions, best, k):
                     tried = [*best[:k], other, *best[k + 1 :]]
-                    seconds = self.micro_seconds(tried)
-                    if seconds < least * (1 - 1e-9):
-                        best, least, better = tried, seconds, True
+                    cost = self.cost(tried)
+                    if cost < least * (1 - 1e-9):
+                        best, least, better = tried, cost, True
         return best
 
     def _neighbors(self, positions: Sequence[int], cuts: list[int], k: int) -> Sequence[int]:
@@ -221,14 +221,14 @@ class _StageCutter:
         at = bisect_left(positions, cuts[k])
         return [p for p in positions[max(0, at - 3) : at + 4] if low < p < high and p != cuts[k]]
 
-    def micro_seconds(self, cuts: Sequence[int]) -> float:
-        """The seconds of a micro-batch with stages that begin at `cuts`; infinite for one without work."""
+    def cost(self, cuts: Sequence[int]) -> float:
+        """`division_cost` of stages that begin at `cuts`; infinite for one without work."""
         stage = self.stages(cuts).stage
         work = self._sums(stage, len(cuts) + 1)
         if min(work) <= 0:
             return math.inf
         moving = [sum(map(self._moving, both)) for both in self._messages(stage, len(cuts))]
-        return micro_batch_seconds(work, moving)
+        return division_cost(work, moving)
 
     def _divided(
         self, positions: Sequence[int], work: Sequence[float], moving: Sequence[float]
