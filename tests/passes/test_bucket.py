@@ -8,12 +8,14 @@ from torch import fx
 
 from small_programs import APART, SHARED, Builder, lines
 from tutti.graph.ops import collectives
+from tutti.layout import Mesh
 from tutti.passes import bucket as module
-from tutti.passes.bucket import bucket, num_buckets
+from tutti.passes.bucket import bucket, bucket_shares
 from tutti.passes.target import Target
 
 aten = torch.ops.aten
 HERE = ("data",)
+MESH = Mesh.parse("data=2")
 
 
 def _reductions(*, chained: bool = False) -> fx.Graph:
@@ -37,7 +39,7 @@ def test_reductions_before_and_after() -> None:
         "reduce_scatter(%3, data, 0, 1, sum)",
         "add.Tensor(%2, %4)",
     ]
-    assert bucket(graph, APART) == 1
+    assert bucket(graph, APART, MESH) == 1
     graph.lint()
     assert lines(graph) == [
         "mul.Tensor(%batch.0, 2.0)",
@@ -51,7 +53,7 @@ def test_reductions_before_and_after() -> None:
 
 def test_what_needs_another_s_result_stays_behind_it() -> None:
     graph = _reductions(chained=True)
-    assert bucket(graph, APART) == 0
+    assert bucket(graph, APART, MESH) == 0
     graph.lint()
 
 
@@ -73,7 +75,7 @@ def _gathers(*shape: int) -> fx.Graph:
 
 def test_gathers_come_late_and_not_too_many_at_once() -> None:
     graph = _gathers(400, 400)  # 1.28 MB each when whole
-    assert bucket(graph, APART) == 0  # the second is needed much later
+    assert bucket(graph, APART, MESH) == 0  # the second is needed much later
     names = [
         n.target for n in graph.nodes if n.target is collectives.all_gather or n.args[1:] == (3.0,)
     ]
@@ -82,16 +84,20 @@ def test_gathers_come_late_and_not_too_many_at_once() -> None:
 
 def test_gathers_that_cost_no_memory_are_one() -> None:
     graph = _gathers(400, 400)
-    assert bucket(graph, SHARED) == 1
+    assert bucket(graph, SHARED, MESH) == 1
 
 
-@pytest.mark.parametrize(("limit", "count"), [(25e6, 1), (1e6, 0)])
+@pytest.mark.parametrize(
+    ("few", "many", "ranks", "count"),
+    [(25e6, 1e6, 8, 1), (1e6, 25e6, 8, 0), (25e6, 1e6, 16, 0), (1e6, 25e6, 16, 1)],
+)
 def test_a_bucket_holds_so_many_bytes(
-    limit: float, count: int, monkeypatch: pytest.MonkeyPatch
+    few: float, many: float, ranks: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "BUCKET_NBYTES", limit)
+    monkeypatch.setattr(module, "BUCKET_NBYTES", few)
+    monkeypatch.setattr(module, "LARGE_BUCKET_NBYTES", many)
     monkeypatch.setattr(module, "SPAN", 1.0)
-    assert bucket(_gathers(400, 400), APART) == count
+    assert bucket(_gathers(400, 400), APART, Mesh.parse(f"data={ranks} tensor=2")) == count
 
 
 def _loss(*, clipped: bool = False) -> fx.Graph:
@@ -126,7 +132,7 @@ def test_a_count_is_reduced_first_and_a_loss_last() -> None:
         "all_reduce(%11, data, sum)",
         "sub.Tensor(%w, %12)",
     ]
-    assert bucket(graph, SHARED) == 1
+    assert bucket(graph, SHARED, MESH) == 1
     graph.lint()
     assert lines(graph) == [
         "ne.Scalar(%batch.1, -100)",
@@ -146,7 +152,7 @@ def test_a_count_is_reduced_first_and_a_loss_last() -> None:
 
 def test_a_loss_that_the_update_needs_is_not_kept_waiting() -> None:
     graph = _loss(clipped=True)
-    assert bucket(graph, SHARED) == 0
+    assert bucket(graph, SHARED, MESH) == 0
     graph.lint()
     reductions = [n for n in graph.nodes if n.target is collectives.all_reduce]
     assert len(reductions) == 3 and lines(graph)[0].startswith("ne")
@@ -162,7 +168,7 @@ def test_what_is_random_or_large_is_not_moved_to_the_front() -> None:
             collectives.all_reduce, b.call(aten.sum.default, drawn, shape=(1,)), HERE, "sum"
         )
         graph = b.done([b.call(aten.add.Tensor, start, total)], [])
-        bucket(graph, SHARED)
+        bucket(graph, SHARED, MESH)
         return lines(graph)[0].partition("(")[0]
 
     assert first(aten.mul.Tensor, 4) == "mul.Tensor" and first(aten.gt.Scalar, 4) == "gt.Scalar"
@@ -191,7 +197,7 @@ def test_casts_of_weights_move_with_their_gathers(
     """Ranks that share memory would keep every weight whole at once."""
     monkeypatch.setattr(module, "SPAN", 1.0)
     graph = _cast_gathers()
-    assert bucket(graph, target) == count
+    assert bucket(graph, target, MESH) == count
     graph.lint()
     if count:
         assert lines(graph)[:3] == [
@@ -203,7 +209,7 @@ def test_casts_of_weights_move_with_their_gathers(
 
 def test_a_cast_stays_behind_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SPAN", 1.0)
-    assert bucket(_cast_gathers(updated=True), APART) == 0
+    assert bucket(_cast_gathers(updated=True), APART, MESH) == 0
 
 
 @pytest.mark.parametrize(
@@ -217,4 +223,11 @@ def test_a_cast_stays_behind_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_number_of_buckets(megabytes: list[float], count: float) -> None:
-    assert num_buckets(int(1e6 * size) for size in megabytes) == pytest.approx(count, rel=0.01)
+    sizes = [int(1e6 * size) for size in megabytes]
+    assert sum(bucket_shares(sizes, 25e6)) == pytest.approx(count, rel=0.01)
+
+
+def test_tensors_share_a_bucket_by_their_bytes() -> None:
+    sizes = [int(1e6 * size) for size in (20, 60, 40, 10, 30)]
+    assert bucket_shares(sizes, 100e6) == pytest.approx([0.25, 0.75, 0.4, 0.1, 0.3])
+    assert bucket_shares([*sizes, 200_000_000], 100e6)[2:] == pytest.approx([0.5, 0.125, 0.375, 1])

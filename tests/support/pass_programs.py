@@ -47,7 +47,9 @@ class Small:
             row.apply(self.graph, self.setting)
 
 
-def _setting(*updated: str, layout: str = "", near: bool = True, onednn: bool = False) -> Setting:
+def _setting(
+    *updated: str, layout: str = "data=2", near: bool = True, onednn: bool = False
+) -> Setting:
     captured = SimpleNamespace(updated=list(updated), mode=FakeTensorMode())
     program: Any = SimpleNamespace(captured=captured, layout=Layout.parse(layout))
     shared = frozenset({HERE}) if near else frozenset[tuple[str, ...]]()

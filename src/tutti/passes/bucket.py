@@ -7,7 +7,8 @@
 Each collective costs a meeting of the ranks, whatever its size, so fewer are cheaper. A reduction moves up to
 the position where its operand is ready, a gather down to the first use of its result; neighbors then join.
 Between hosts or GPUs, casts of weights to 16 bits move up to their gather. A bucket has a limit of bytes and
-of span in the graph: a larger one would keep values alive while they wait for each other.
+of span in the graph: a larger one would keep values alive while they wait for each other. The limit is higher
+among many ranks, where each collective has the latency of many steps.
 
     reductions   placed behind the last operand of the bucket    ready: |--a--b-c-|R
     gathers      placed before the first use of the bucket       R|-a--b-c--|   :used
@@ -38,10 +39,12 @@ from tutti.graph.analysis.order import (
 )
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
+from tutti.layout import Mesh
 from tutti.passes.target import Target
 
-# The most bytes of a bucket, unless one tensor alone is larger.
-BUCKET_NBYTES = 25e6
+# The most bytes of a bucket, unless one tensor alone is larger: among few ranks, and among more.
+BUCKET_NBYTES, LARGE_BUCKET_NBYTES = 25e6, 300e6
+FEW_RANKS = 8
 # The fraction of the graph that it may span; a tensor below SMALL waits without limit.
 SPAN = 0.25
 SMALL_NBYTES = 2**16
@@ -66,7 +69,12 @@ class _Bucket:
     used: int
 
 
-def bucket(graph: fx.Graph, target: Target) -> int:
+def bucket_nbytes(num_ranks: int) -> float:
+    """The most bytes of a bucket among so many ranks."""
+    return BUCKET_NBYTES if num_ranks <= FEW_RANKS else LARGE_BUCKET_NBYTES
+
+
+def bucket(graph: fx.Graph, target: Target, mesh: Mesh) -> int:
     """Join collectives of `graph`; returns the number of nodes merged into another."""
     joined = 0
     first = _first_of_all(graph)
@@ -75,25 +83,33 @@ def bucket(graph: fx.Graph, target: Target) -> int:
         order = positions_of(graph)
         gathers = kind is collectives.all_gather
         free = gathers and axes in target.shared
-        limits = (float("inf"), float("inf")) if free else (BUCKET_NBYTES, SPAN * len(order))
+        limits = bucket_nbytes(mesh.size(axes)), SPAN * len(order)
+        if free:
+            limits = float("inf"), float("inf")
         for one in _buckets(nodes, order, gathers, *limits):
             _join(graph, one, gathers)
             joined += len(one.nodes) - 1
     return joined
 
 
-def num_buckets(sizes: Iterable[int]) -> float:
-    """The number of buckets of tensors of so many bytes, in this order; the last one counts by the part of it
-    that is full. Small tensors join others."""
-    count, full = 0.0, 0.0
+def bucket_shares(sizes: Iterable[int], most_nbytes: float) -> list[float]:
+    """The part of a bucket that each of these tensors takes, in this order.
+
+    A bucket has no room for the first tensor behind it. The last one may have, so it counts as far as it is
+    full. Small tensors join others.
+
+    Args:
+        sizes: bytes.
+        most_nbytes: of a bucket.
+    """
+    shares, own, full = list[float](), list[int](), 0
     for nbytes in sizes:
-        if nbytes <= SMALL_NBYTES:
-            full += nbytes
-            continue
-        if full > SMALL_NBYTES and full + nbytes > BUCKET_NBYTES:
-            count, full = count + 1, 0.0
+        if min(nbytes, full) > SMALL_NBYTES and full + nbytes > most_nbytes:
+            shares += [x / full for x in own]
+            own, full = [], 0
+        own.append(nbytes)
         full += nbytes
-    return count + min(1.0, full / BUCKET_NBYTES)
+    return shares + [x / max(full, most_nbytes) for x in own]
 
 
 def _first_of_all(graph: fx.Graph) -> frozenset[fx.Node]:

@@ -132,6 +132,10 @@ def _buffers_of_part(graph: fx.Graph, setting: Setting) -> None:
     shared_buffers(graph, setting.target, kinds)
 
 
+def _bucket(graph: fx.Graph, setting: Setting) -> None:
+    bucket(graph, setting.target, setting.program.layout.mesh)
+
+
 def _sent_early(body: Body) -> Body:
     early_sends(body)
     return body
@@ -157,7 +161,7 @@ PASSES = (
     Pass("simplify", _alone(simplify), _alone(simplify)),
     Pass("common", _alone(common), _alone(common)),
     Pass("foreach", _alone(foreach)),
-    Pass("bucket", _aimed(bucket), _aimed(bucket)),
+    Pass("bucket", _bucket, _bucket),
     Pass("early_update", _aimed(early_update)),
     Pass("fused_update", _alone(fused_update)),
     Pass(

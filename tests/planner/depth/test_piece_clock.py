@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,29 @@ def test_a_sum_that_may_not_lag_waits_for_the_one_before_the_last() -> None:
     late, soon = (played(work, lags=x, one_link=False) for x in (True, False))
     assert soon.seconds > late.seconds
     assert late.waits == 0.0
+
+
+def test_a_sum_waits_for_the_rest_of_its_bucket() -> None:
+    """Two pieces fill a bucket: the link begins after the second, the last one ends the row."""
+    work = [PieceWork(1.0, total=3.0, num_sums=0.5)] * 4
+    found = played(work, lags=True, one_link=False)
+    assert found.seconds == pytest.approx(2.0 + 12.0)
+    alone = played([PieceWork(1.0, total=3.0, num_sums=0.5)], lags=True, one_link=False)
+    assert alone.seconds == pytest.approx(4.0)
+
+
+def test_a_bucket_of_several_pieces_is_gathered_ahead() -> None:
+    """The third piece's long gather begins beside the first if the second's leaves room in the bucket."""
+    kernels = [PieceWork(4.0, gather=x, num_gathers=0.4) for x in (1.0, 1.0, 6.0)]
+    alone = [replace(one, num_gathers=1.0) for one in kernels]
+    ahead, later = (played(x, lags=True, one_link=False) for x in (kernels, alone))
+    assert ahead.waits == pytest.approx(1.0)
+    assert later.waits > 2.0
+
+
+def test_a_piece_of_several_buckets_waits_for_the_first_alone() -> None:
+    found = played([PieceWork(4.0, gather=4.0, num_gathers=4.0)], lags=True, one_link=False)
+    assert found.waits == pytest.approx(1.0)
 
 
 def test_other_collectives_on_the_same_link_wait_for_it() -> None:

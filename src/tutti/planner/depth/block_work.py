@@ -33,7 +33,7 @@ from tutti.graph.analysis.storage import Storages
 from tutti.graph.edits.edit import RECOMPUTED
 from tutti.graph.ops import collectives
 from tutti.partition.partition import Program
-from tutti.passes.bucket import num_buckets
+from tutti.passes.bucket import BUCKET_NBYTES, LARGE_BUCKET_NBYTES, bucket_shares
 from tutti.passes.pass_table import optimized
 from tutti.passes.recompute import is_recomputable
 from tutti.passes.target import Target
@@ -41,7 +41,7 @@ from tutti.pipeline.stages.convolution_halves import convolutions_in_halves
 from tutti.planner.depth.dropped_values import Drop, drops_of
 from tutti.planner.depth.module_units import ModuleUnits
 from tutti.planner.depth.repeated_layers import ShortUnits
-from tutti.planner.depth.step_pieces import MODEL_AXES, Blocks, Piece, TiedWeight
+from tutti.planner.depth.step_pieces import MODEL_AXES, Blocks, Layers, Piece, TiedWeight
 from tutti.planner.depth.unit_parts import UnitParts
 from tutti.planner.estimates.priced_machine import PricedMachine
 
@@ -85,28 +85,38 @@ class _BlockReader:
         self._again()
         self._delayed()
         self._state()
-        self._buckets()
         self._most()
-        last, layers, drops = self._piece("last"), [], []
-        for i, (count, unit, num_layers) in enumerate(self.units.runs):
-            names = [self._names(i, k) for k in range(count)]
-            # Layers of a unit in one part count as equal.
-            size = unit if len(names[0]) == 1 else 1
-            first = [self._piece(name) for name in names[0]]
-            layers.append((tuple(p.times(1 / size) for p in first), num_layers * size // unit))
-            drops.append(tuple(self._drops(name, size) for name in names[0]))
-            for others in names[1:]:  # the last of all layers recomputes nothing, and keeps more
-                for piece, name in zip(first, others, strict=True):
-                    more = last + self._piece(name) + piece.times(-1)
-                    last = replace(more, within=last.within, passing=last.passing)
-        ends = self._piece("first"), tuple(layers), last
+        drops = [
+            tuple(self._drops(name, self._size(run)) for name in self._names(run, 0))
+            for run in range(len(self.units.runs))
+        ]
+        first, layers, last = self._pieces(BUCKET_NBYTES)
         num_pieces = sum(len(pieces) * count for pieces, count in layers)
         messages = self._messages() if self.units.fills_gaps else ()
         message = statistics.median(messages) if messages else self._message()
         largest = max(map(nbytes_of, self.gradients), default=0)
-        return Blocks(
-            *ends, message, tuple(drops), messages, largest, self._batch(), self._tied(num_pieces)
-        )
+        rest = tuple(drops), messages, largest, self._batch(), self._tied(num_pieces)
+        many = self._pieces(LARGE_BUCKET_NBYTES)
+        return Blocks(first, layers, last, message, *rest, among_many=many)
+
+    def _pieces(self, most_nbytes: float) -> tuple[Piece, Layers, Piece]:
+        """The first pieces, those of layers and the last, with buckets of at most so many bytes."""
+        self._buckets(most_nbytes)
+        last, layers = self._piece("last"), []
+        for i, (count, unit, num_layers) in enumerate(self.units.runs):
+            names, size = [self._names(i, k) for k in range(count)], self._size(i)
+            first = [self._piece(name) for name in names[0]]
+            layers.append((tuple(p.times(1 / size) for p in first), num_layers * size // unit))
+            for others in names[1:]:  # the last of all layers recomputes nothing, and keeps more
+                for piece, name in zip(first, others, strict=True):
+                    more = last + self._piece(name) + piece.times(-1)
+                    last = replace(more, within=last.within, passing=last.passing)
+        return self._piece("first"), tuple(layers), last
+
+    def _size(self, run: int) -> int:
+        """How many layers a piece of a run has: those of a unit in one part count as equal."""
+        _, unit, _ = self.units.runs[run]
+        return unit if len(self._names(run, 0)) == 1 else 1
 
     def _names(self, run: int, unit: int) -> list[str]:
         """Of the pieces of a unit."""
@@ -340,11 +350,30 @@ class _BlockReader:
         key = self._piece_of(node), what
         self.moved.setdefault(key, []).append((self._position[node], nbytes))
 
-    def _buckets(self) -> None:
-        """Count the buckets of each piece, its tensors in the order of the graph."""
-        for (piece, what), found in self.moved.items():
-            count = num_buckets(nbytes for _, nbytes in sorted(found))
-            self.sums[piece, _COUNTS[what]] = count
+    def _buckets(self, most_nbytes: float) -> None:
+        """Count the buckets of each piece, a mean over equal ones: the tensors of all layers fill them in
+        order."""
+        for what, count in _COUNTS.items():
+            found = self._in_order(what)
+            shares = bucket_shares((nbytes for nbytes, _ in found), most_nbytes)
+            own: dict[str, float] = {}
+            for (_, piece), share in zip(found, shares, strict=True):
+                own[piece] = own.get(piece, 0.0) + share
+            for i, (units, unit, num_layers) in enumerate(self.units.runs):
+                for name, *equal in zip(*(self._names(i, k) for k in range(units)), strict=True):
+                    mean = own.get(name, 0.0) * unit / num_layers
+                    own |= dict.fromkeys((name, *equal), mean)
+            self.sums |= {(piece, count): number for piece, number in own.items()}
+
+    def _in_order(self, what: str) -> list[tuple[int, str]]:
+        """The bytes that a collective moves of each tensor, with its piece, of all layers of the model."""
+        rows: list[list[tuple[int, int, str]]] = []
+        once = ["first"], ["last"]
+        runs = [(self._names(i, 0), n // unit) for i, (_, unit, n) in enumerate(self.units.runs)]
+        for names, times in [*((x, 1) for x in once), *runs]:
+            row = sorted((*x, name) for name in names for x in self.moved.get((name, what), ()))
+            rows += [row] * (times if row else 0)
+        return [(nbytes, name) for row in sorted(rows) for _, nbytes, name in row]
 
     def _read(self, weight: fx.Node) -> None:
         """Bytes of a weight as the forward reads it: of its casts, if nothing else reads it."""

@@ -128,7 +128,10 @@ class _Composition:
     def _alone(self) -> PieceTimes:
         """A micro-batch without a pipeline: its forward and its backward."""
         pieces, backwards = self.staged.cut[0], self.staged.backwards(0)
-        work = [PieceWork(p.forward - p.ahead, p.ahead, self.staged.gathered(p)) for p in pieces]
+        work = [
+            PieceWork(p.forward - p.ahead, p.ahead, self.staged.gathered(p), 0.0, p.num_gathers)
+            for p in pieces
+        ]
         return played(
             [*work, *backwards], lags=self.layout.zero == 0, one_link=self.staged.one_link
         )

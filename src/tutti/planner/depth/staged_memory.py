@@ -8,10 +8,13 @@ held in a backward  =  state, batch
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-from tutti.passes.bucket import BUCKET_NBYTES
+from tutti.passes.bucket import bucket_nbytes
 from tutti.pipeline.micro_batches.moments import GRADIENTS_FROM
+from tutti.planner.depth.piece_clock import FULL
 from tutti.planner.depth.staged_pieces import StagedPieces
+from tutti.planner.depth.step_pieces import Piece
 from tutti.planner.simulator import Timeline
 
 
@@ -71,7 +74,7 @@ class StagedMemory:
         stages = [
             stage for stage in range(len(self.staged.cut)) if self.staged.rank_of(stage) == rank
         ]
-        moved = max(BUCKET_NBYTES, self.blocks.gradient) if data > 1 else 0.0
+        moved = max(bucket_nbytes(data), self.blocks.gradient) if data > 1 else 0.0
         cast = piece.cast if self.staged.shares_casts else 0.0
         above = max(self._above(stage, splits) for stage in stages)
         ends = gradients + moved
@@ -106,6 +109,16 @@ class StagedMemory:
                 gradients += p.gradients / (self.data if splits else 1)
         return most
 
+    def _ahead(self, pieces: Sequence[Piece], piece: int) -> float:
+        """Bytes of a bucket of weights that the backward gathers next, of one or several pieces."""
+        nbytes = share = 0.0
+        for p in reversed(pieces[:piece]):
+            if share >= FULL:
+                break
+            nbytes += p.read / max(1.0, p.num_gathers)
+            share += p.num_gathers
+        return nbytes
+
     def _whole_weights(self, stage: int) -> list[float]:
         """Bytes of gathered weights in the backward of each piece: a bucket in use and the next one on its
         way; all of a stage, which a pipeline gathers once."""
@@ -114,10 +127,12 @@ class StagedMemory:
             return [0.0] * len(pieces)
         if self.pipe > 1:
             return [sum(p.read for p in pieces)] * len(pieces)
-        buckets = [p.read / p.num_gathers if p.num_gathers else 0.0 for p in pieces]
-        again = [one if p.num_gathers > 1 else 0.0 for p, one in zip(pieces, buckets, strict=True)]
-        near = zip(buckets, again, [0.0, *buckets[:-1]], [*buckets[1:], 0.0], strict=True)
-        found = [one + max(others) for one, *others in near]
+        one = [p.read / max(1.0, p.num_gathers) for p in pieces]  # in use: no more than a bucket
+        found = [
+            one[i]
+            + max(one[i] if p.num_gathers > 1 else 0.0, self._ahead(pieces, i), *one[i + 1 : i + 2])
+            for i, p in enumerate(pieces)
+        ]
         for tied in self.blocks.tied:  # gathered for the first, and still there
             found[tied.last] += tied.nbytes
         return found

@@ -19,6 +19,7 @@ from tutti.costs.rank_groups import RankGroups
 from tutti.errors import LayoutError
 from tutti.layout import Layout
 from tutti.layout.budget import Budget
+from tutti.passes.bucket import bucket_nbytes
 from tutti.pipeline.micro_batches.moments import GRADIENTS_FROM
 from tutti.pipeline.stages.balance import balanced
 from tutti.planner.depth.piece_clock import PieceWork, played
@@ -47,6 +48,7 @@ class StagedPieces:
         self.shares_casts = layout.in_time and layout.zero < 3
         self.drops_casts = share is not None
         gathers = layout.zero == 3 or layout.in_time
+        blocks = blocks.among(self.data)
         thin = blocks if share is None else thinned(blocks, share, gathers=gathers)
         self.blocks = replace(
             thin,
@@ -83,7 +85,10 @@ class StagedPieces:
             moved = piece.exchange - piece.ahead
             gather = self.gathered(piece, again=True) if self.pipe == 1 else 0.0
             total = self.reduced(piece) if sums else 0.0
-            made.append(PieceWork(piece.backward - moved, moved, gather, total))
+            # A bucket spans a part of a graph: that of a stage is short.
+            sums_of = max(1.0, piece.num_sums) if self.pipe > 1 else piece.num_sums
+            numbers = self.num_again(piece), sums_of
+            made.append(PieceWork(piece.backward - moved, moved, gather, total, *numbers))
         return made
 
     @property
@@ -98,12 +103,15 @@ class StagedPieces:
             return 0.0
         if not again:
             return self.over_data("all_gather", piece.read, piece.num_gathers)
-        count = piece.num_recomputed if self.layout.remat == "full" else piece.num_again
-        return self.over_data("all_gather", self.read_again(piece), count)
+        return self.over_data("all_gather", self.read_again(piece), self.num_again(piece))
 
     def read_again(self, piece: Piece) -> float:
         """Bytes of the weights that the backward reads, with those of a second forward."""
         return piece.recomputed if self.layout.remat == "full" else piece.read_again
+
+    def num_again(self, piece: Piece) -> float:
+        """The buckets of these bytes."""
+        return piece.num_recomputed if self.layout.remat == "full" else piece.num_again
 
     def reduced(self, piece: Piece) -> float:
         """Seconds to sum the gradients of a piece over `data`."""
@@ -111,9 +119,10 @@ class StagedPieces:
         return self.over_data(kind, piece.gradients, piece.num_sums)
 
     def over_data(self, kind: str, nbytes: float, count: float) -> float:
-        """Seconds of collectives over `data`: so many bytes in so many buckets."""
-        if self.data == 1 or not nbytes:
+        """Seconds of collectives over `data`: so many bytes in so many buckets, or as many as they fill."""
+        if self.data == 1 or nbytes <= 0:
             return 0.0
+        count = max(count, nbytes / bucket_nbytes(self.data))
         known = kind, nbytes, count
         if known not in self._over_data:
             group, each = self.groups[("data",)], nbytes / count

@@ -8,9 +8,10 @@ last      everything behind them                       norm, logits, loss
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
+from tutti.passes.bucket import FEW_RANKS
 from tutti.planner.depth.dropped_values import Drop
 
 # Axes whose collectives belong to a piece; those over `data` belong to the whole step.
@@ -101,6 +102,10 @@ class TiedWeight:
     gradient: float
 
 
+# Of each run of layers, the pieces of one, and the number of layers.
+Layers = tuple[tuple[tuple[Piece, ...], int], ...]
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The pieces of a step.
@@ -110,11 +115,12 @@ class Blocks:
     messages: bytes of all values at the end of each piece but the last, if layers differ.
     gradient: bytes of the largest gradient of a weight. batch: bytes of all samples, of which each rank has a
     copy. drops: of each run, what each piece may recompute (`dropped_values.py`). tied: weights of two
-    pieces, not of repeated layers.
+    pieces, not of repeated layers. among_many: first, layers and last
+    with the buckets of many ranks.
     """
 
     first: Piece
-    layers: tuple[tuple[tuple[Piece, ...], int], ...]
+    layers: Layers
     last: Piece
     message: float
     drops: tuple[tuple[tuple[Drop, ...], ...], ...] = ()
@@ -122,6 +128,14 @@ class Blocks:
     gradient: float = 0.0
     batch: float = 0.0
     tied: tuple[TiedWeight, ...] = ()
+    among_many: tuple[Piece, Layers, Piece] | None = None
+
+    def among(self, num_ranks: int) -> Blocks:
+        """The pieces with the buckets of so many ranks of `data`."""
+        if self.among_many is None or num_ranks <= FEW_RANKS:
+            return self
+        first, layers, last = self.among_many
+        return replace(self, first=first, layers=layers, last=last)
 
     def sequence(self) -> Iterator[Piece]:
         """The pieces of all layers, in order."""
