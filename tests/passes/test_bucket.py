@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from small_programs import APART, SHARED, Builder, lines
+from tutti.graph.analysis.cost import rates_for
 from tutti.graph.ops import collectives
 from tutti.layout import Mesh
 from tutti.passes import bucket as module
@@ -88,16 +89,23 @@ def test_gathers_that_cost_no_memory_are_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("few", "many", "ranks", "count"),
-    [(25e6, 1e6, 8, 1), (1e6, 25e6, 8, 0), (25e6, 1e6, 16, 0), (1e6, 25e6, 16, 1)],
+    ("few", "many", "ranks", "device", "count"),
+    [
+        (25e6, 1e6, 8, "cuda", 1),
+        (1e6, 25e6, 8, "cuda", 0),
+        (25e6, 1e6, 16, "cuda", 0),
+        (1e6, 25e6, 16, "cuda", 1),
+        (1e6, 25e6, 16, "cpu", 0),
+    ],
 )
 def test_a_bucket_holds_so_many_bytes(
-    few: float, many: float, ranks: int, count: int, monkeypatch: pytest.MonkeyPatch
+    few: float, many: float, ranks: int, device: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BUCKET_NBYTES", few)
     monkeypatch.setattr(module, "LARGE_BUCKET_NBYTES", many)
     monkeypatch.setattr(module, "SPAN", 1.0)
-    assert bucket(_gathers(400, 400), APART, Mesh.parse(f"data={ranks} tensor=2")) == count
+    with rates_for(device):
+        assert bucket(_gathers(400, 400), APART, Mesh.parse(f"data={ranks} tensor=2")) == count
 
 
 def _loss(*, clipped: bool = False) -> fx.Graph:

@@ -8,7 +8,7 @@ Each collective costs a meeting of the ranks, whatever its size, so fewer are ch
 the position where its operand is ready, a gather down to the first use of its result; neighbors then join.
 Between hosts or GPUs, casts of weights to 16 bits move up to their gather. A bucket has a limit of bytes and
 of span in the graph: a larger one would keep values alive while they wait for each other. The limit is higher
-among many ranks, where each collective has the latency of many steps.
+among many GPUs, where each collective has the latency of many steps.
 
     reductions   placed behind the last operand of the bucket    ready: |--a--b-c-|R
     gathers      placed before the first use of the bucket       R|-a--b-c--|   :used
@@ -27,6 +27,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from tutti.graph.analysis.aliases import is_function
+from tutti.graph.analysis.cost import kind_of
 from tutti.graph.analysis.order import (
     ancestors_where,
     casts_of_state,
@@ -42,7 +43,7 @@ from tutti.graph.ops import collectives
 from tutti.layout import Mesh
 from tutti.passes.target import Target
 
-# The most bytes of a bucket, unless one tensor alone is larger: among few ranks, and among more.
+# The most bytes of a bucket, unless one tensor alone is larger: as a rule, and among more GPUs than few.
 BUCKET_NBYTES, LARGE_BUCKET_NBYTES = 25e6, 300e6
 FEW_RANKS = 8
 # The fraction of the graph that it may span; a tensor below SMALL waits without limit.
@@ -69,9 +70,9 @@ class _Bucket:
     used: int
 
 
-def bucket_nbytes(num_ranks: int) -> float:
-    """The most bytes of a bucket among so many ranks."""
-    return BUCKET_NBYTES if num_ranks <= FEW_RANKS else LARGE_BUCKET_NBYTES
+def bucket_nbytes(num_ranks: int, *, on_gpus: bool) -> float:
+    """The most bytes of a bucket among so many ranks; processors copy small ones within their caches."""
+    return LARGE_BUCKET_NBYTES if on_gpus and num_ranks > FEW_RANKS else BUCKET_NBYTES
 
 
 def bucket(graph: fx.Graph, target: Target, mesh: Mesh) -> int:
@@ -83,7 +84,8 @@ def bucket(graph: fx.Graph, target: Target, mesh: Mesh) -> int:
         order = positions_of(graph)
         gathers = kind is collectives.all_gather
         free = gathers and axes in target.shared
-        limits = bucket_nbytes(mesh.size(axes)), SPAN * len(order)
+        on_gpus = kind_of([node.meta["val"] for node in nodes]) == "cuda"
+        limits = bucket_nbytes(mesh.size(axes), on_gpus=on_gpus), SPAN * len(order)
         if free:
             limits = float("inf"), float("inf")
         for one in _buckets(nodes, order, gathers, *limits):

@@ -129,7 +129,13 @@ class _Composition:
         """A micro-batch without a pipeline: its forward and its backward."""
         pieces, backwards = self.staged.cut[0], self.staged.backwards(0)
         work = [
-            PieceWork(p.forward - p.ahead, p.ahead, self.staged.gathered(p), 0.0, p.num_gathers)
+            PieceWork(
+                p.forward - p.ahead,
+                p.ahead,
+                self.staged.gathered(p),
+                0.0,
+                self.staged.num_gathers(p),
+            )
             for p in pieces
         ]
         return played(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tutti.passes.bucket import bucket_nbytes
 from tutti.pipeline.micro_batches.moments import GRADIENTS_FROM
 from tutti.planner.depth.piece_clock import FULL
 from tutti.planner.depth.staged_pieces import StagedPieces
@@ -74,7 +73,7 @@ class StagedMemory:
         stages = [
             stage for stage in range(len(self.staged.cut)) if self.staged.rank_of(stage) == rank
         ]
-        moved = max(bucket_nbytes(data), self.blocks.gradient) if data > 1 else 0.0
+        moved = max(self.staged.bucket_nbytes, self.blocks.gradient) if data > 1 else 0.0
         cast = piece.cast if self.staged.shares_casts else 0.0
         above = max(self._above(stage, splits) for stage in stages)
         ends = gradients + moved

@@ -33,7 +33,7 @@ class StagedPieces:
     """The pieces of `blocks` under a layout.
 
     cut: of each stage. begins: the number of the first piece of each. stage_pieces, rank_pieces: the sum of
-    each stage and of each pipeline rank.
+    each stage and of each pipeline rank. bucket_nbytes: the most bytes of a bucket over `data`.
     """
 
     def __init__(self, blocks: Blocks, layout: Layout, machine: PricedMachine) -> None:
@@ -48,7 +48,8 @@ class StagedPieces:
         self.shares_casts = layout.in_time and layout.zero < 3
         self.drops_casts = share is not None
         gathers = layout.zero == 3 or layout.in_time
-        blocks = blocks.among(self.data)
+        self.bucket_nbytes = bucket_nbytes(self.data, on_gpus=not machine.shares_memory)
+        blocks = blocks.filling(self.bucket_nbytes)
         thin = blocks if share is None else thinned(blocks, share, gathers=gathers)
         self.blocks = replace(
             thin,
@@ -85,9 +86,7 @@ class StagedPieces:
             moved = piece.exchange - piece.ahead
             gather = self.gathered(piece, again=True) if self.pipe == 1 else 0.0
             total = self.reduced(piece) if sums else 0.0
-            # A bucket spans a part of a graph: that of a stage is short.
-            sums_of = max(1.0, piece.num_sums) if self.pipe > 1 else piece.num_sums
-            numbers = self.num_again(piece), sums_of
+            numbers = self.num_again(piece), self._num_sums(piece)
             made.append(PieceWork(piece.backward - moved, moved, gather, total, *numbers))
         return made
 
@@ -111,7 +110,18 @@ class StagedPieces:
 
     def num_again(self, piece: Piece) -> float:
         """The buckets of these bytes."""
-        return piece.num_recomputed if self.layout.remat == "full" else piece.num_again
+        count = piece.num_recomputed if self.layout.remat == "full" else piece.num_again
+        return self._filled(self.read_again(piece), count)
+
+    def num_gathers(self, piece: Piece) -> float:
+        """The buckets of the weights of the forward."""
+        return self._filled(piece.read, piece.num_gathers)
+
+    def _num_sums(self, piece: Piece) -> float:
+        """The buckets of gradients in a backward: one spans a part of the graph, and that of a stage is
+        short."""
+        count = self._filled(piece.gradients, piece.num_sums)
+        return count if self.pipe == 1 else max(1.0, count)
 
     def reduced(self, piece: Piece) -> float:
         """Seconds to sum the gradients of a piece over `data`."""
@@ -119,16 +129,20 @@ class StagedPieces:
         return self.over_data(kind, piece.gradients, piece.num_sums)
 
     def over_data(self, kind: str, nbytes: float, count: float) -> float:
-        """Seconds of collectives over `data`: so many bytes in so many buckets, or as many as they fill."""
+        """Seconds of collectives over `data`: so many bytes in so many buckets."""
         if self.data == 1 or nbytes <= 0:
             return 0.0
-        count = max(count, nbytes / bucket_nbytes(self.data))
+        count = self._filled(nbytes, count)
         known = kind, nbytes, count
         if known not in self._over_data:
             group, each = self.groups[("data",)], nbytes / count
             seconds = collective_seconds(kind, each, group, self.machine.topology)
             self._over_data[known] = count * seconds
         return self._over_data[known]
+
+    def _filled(self, nbytes: float, count: float) -> float:
+        """A number of buckets, but no fewer than these bytes fill."""
+        return max(count, nbytes / self.bucket_nbytes)
 
     def _recomputing(self, stage: int) -> list[Piece]:
         """The pieces of a stage; with `remat=full` the backward of all but the last segment has a forward."""

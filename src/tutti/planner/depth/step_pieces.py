@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 
-from tutti.passes.bucket import FEW_RANKS
+from tutti.passes.bucket import LARGE_BUCKET_NBYTES
 from tutti.planner.depth.dropped_values import Drop
 
 # Axes whose collectives belong to a piece; those over `data` belong to the whole step.
@@ -130,9 +130,9 @@ class Blocks:
     tied: tuple[TiedWeight, ...] = ()
     among_many: tuple[Piece, Layers, Piece] | None = None
 
-    def among(self, num_ranks: int) -> Blocks:
-        """The pieces with the buckets of so many ranks of `data`."""
-        if self.among_many is None or num_ranks <= FEW_RANKS:
+    def filling(self, most_nbytes: float) -> Blocks:
+        """The pieces with buckets of at most so many bytes."""
+        if self.among_many is None or most_nbytes < LARGE_BUCKET_NBYTES:
             return self
         first, layers, last = self.among_many
         return replace(self, first=first, layers=layers, last=last)
