@@ -60,9 +60,8 @@ class SharedGroups:
         for one in layouts:
             found.setdefault(_kind(one), []).append(one)
         self.groups = sorted(found.values(), key=_work, reverse=True)
-        reading, writing = (
-            os.pipe()
-        )  # a read takes a number whole, and no process can die with a lock
+        # A read takes a number whole, and no process can die with a lock.
+        reading, writing = os.pipe()
         self._numbers = os.fdopen(reading, "rb", buffering=0)
         with os.fdopen(writing, "wb", buffering=0) as numbers:
             for number in range(len(self.groups)):

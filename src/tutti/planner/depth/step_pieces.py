@@ -115,8 +115,8 @@ class Blocks:
     messages: bytes of all values at the end of each piece but the last, if layers differ.
     gradient: bytes of the largest gradient of a weight. batch: bytes of all samples, of which each rank has a
     copy. drops: of each run, what each piece may recompute (`dropped_values.py`). tied: weights of two
-    pieces, not of repeated layers. among_many: first, layers and last
-    with the buckets of many ranks.
+    pieces, not of repeated layers. among_many: `first`, `layers` and `last` with the large buckets that many
+    GPUs have.
     """
 
     first: Piece
