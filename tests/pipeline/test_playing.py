@@ -10,14 +10,19 @@ import pytest
 from torch import fx
 
 import stacks
-from tutti.graph.ops.loop import GATHER, RECEIVE, REDUCE, SEND, Body, Do, LoopPart, Sum
+from tutti.graph.ops.loop import GATHER, RECEIVE, REDUCE, Body, Do, LoopPart, Sum, loop
 from tutti.graph.players.playing import Row, play
 from tutti.layout import Layout
+from tutti.partition.partition import Program
+from tutti.passes import early_reductions as early
 from tutti.passes.accumulate import accumulate
+from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 
 LAYOUTS = (
     "micro=7",
+    "data=2 micro=4",
+    "data=2 pipe=2 micro=4 zero=1 schedule=interleaved",
     "pipe=2 micro=4",
     "pipe=4 micro=7 schedule=zb",
     "pipe=2 micro=4 schedule=zbv",
@@ -46,7 +51,7 @@ class Told:
 
     def __init__(self, body: Body) -> None:
         self.body = body
-        self.kinds = {id(p): key for key, p in body.parts.items()}
+        self.kinds = {id(p): key for key, p in body.every_part()}
         self.living: WeakSet[Value] = WeakSet()
         self.given = {name: self.value(name, "before") for name in body.given}
         self.calls: list[Call] = []
@@ -57,22 +62,24 @@ class Told:
         stage, kind = self.kinds[id(part)]
         do = Do(kind, stage, micro)
         added = part.summed[: part.num_added] if adding else ()
-        assert [x.name for x in inputs] == [*part.inputs, *added]
+        assert [x.name for x in inputs] == [*part.inputs, *part.totals, *added]
+        count = self.body.num_micro
+        ended = len(part.inputs) + len(part.totals)
         for x in inputs[: len(part.inputs)]:
-            if kind == REDUCE:
-                assert x.of == ("sum", self.body.num_micro)
-            elif x.name in self.given:
+            if x.name in self.given:
                 assert x.of == ("before",)
             else:
                 assert x.of in (self.body.scope_of(do, x.name), *self.handed(do, x.name))
-        for x in inputs[len(part.inputs) :]:
+        for x in inputs[len(part.inputs) : ended]:
+            assert x.of in (("sum", count), ("sum", count - 1))
+            assert kind != REDUCE or x.of == ("sum", count)
+        for x in inputs[ended:]:
             x.of = ("sum", x.of[1] + 1)
         x = None
         inputs.clear()
         self.calls.append(Call(do, len(self.living)))
-        if kind == REDUCE:
-            return [self.value(n, "sum", self.body.num_micro) for n in part.outputs], []
         outputs = [self.value(n, *self.body.scope_of(do, n)) for n in part.outputs]
+        outputs += [self.value(n, "sum", count) for n in part.reduced]
         return outputs, [self.value(n, "sum", 1) for n in part.summed[len(added) :]]
 
     def handed(self, do: Do, name: str) -> list[tuple[int, int]]:
@@ -107,10 +114,22 @@ class Told:
         return [self.value(n, do.stage, do.micro) for n in names]
 
 
+@pytest.fixture(autouse=True)
+def reduces_small_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "SMALL_NBYTES", 0)
+
+
 def bodies(name: str, layout: str) -> list[Body]:
-    """What each pipeline rank does, with and without parts that add to the totals themselves."""
-    made = in_time(stacks.subject(name).program(Layout.parse(layout))).bodies
-    return [*made, *map(accumulate, made)]
+    """What each pipeline rank does, with and without parts that add to the totals themselves, and that reduce
+    them over ranks."""
+    timed = in_time(stacks.subject(name).program(Layout.parse(layout)))
+    return [*timed.bodies, *map(accumulate, timed.bodies), *map(_reducing, timed.programs)]
+
+
+def _reducing(program: Program) -> Body:
+    early.early_reductions(program.graph, Target())
+    loops = [n.args[0] for n in program.graph.nodes if n.target is loop]
+    return max(loops, key=lambda body: len(body.row))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -132,13 +151,12 @@ def needed(body: Body) -> list[tuple[int, str, int]]:
     """How many values there must be while each part runs, its own inputs gone."""
     live: defaultdict[Any, dict[str, object]] = defaultdict(dict)
     totals, ops, found = dict[str, int](), {s.name: s.op for s in body.sums}, []
-    for do, dying in zip(body.row, body.last_reads, strict=True):
+    for do, part, dying in zip(body.row, body.played, body.last_reads, strict=True):
         if do.way == RECEIVE:
             names = body.messages[do.other, do.kind, do.stage]
             live[do.stage, do.micro] |= {n: object() for n in names}
             continue
-        part = None if do.way == SEND else body.parts[do.stage, do.kind]
-        if part is not None and not part.outputs and not part.summed:
+        if part is not None and part.is_empty:
             continue
         near = [] if part is None else body.near[do.stage, do.kind]
         handed = {n for _, names in near for n in names}
@@ -146,13 +164,10 @@ def needed(body: Body) -> list[tuple[int, str, int]]:
             live[body.scope_of(do, name)].pop(name, None)
         if part is None:
             continue
-        if do.kind == REDUCE:
-            totals = {n: k for n, k in totals.items() if n not in part.inputs}
+        totals = {n: k for n, k in totals.items() if n not in part.totals}
         values = {v for names in live.values() for v in names.values()}
         found.append((do.stage, do.kind, len(values) + sum(totals.values()) + len(body.given)))
-        if do.kind == REDUCE:
-            totals |= dict.fromkeys(part.outputs, 1)
-            continue
+        totals |= dict.fromkeys(part.reduced, 1)
         for name in part.outputs:
             live[body.scope_of(do, name)][name] = object()
         for name in part.summed:

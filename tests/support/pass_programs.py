@@ -262,14 +262,25 @@ def _sent() -> fx.Graph:
     return _with_loop(body, 512, 512)
 
 
-def _summed() -> fx.Graph:
+def _summed(n: int = 4) -> fx.Graph:
     """A part that makes a gradient for each of two micro-batches."""
     b = Builder()
-    g, x = b.given("g", 4, 4, kind="batch"), b.given("x", 4, 4, kind="batch")
-    graph: Any = b.done([], [b.call(aten.mm.default, g, x)])
+    g, x = b.given("g", n, n, kind="batch"), b.given("x", n, n, kind="batch")
+    graph: Any = b.done([], [_in("backward", b.call(aten.mm.default, g, x))])
     parts = {(0, "B"): LoopPart(graph, ("g", "x"), (), ("w",))}
     row = tuple(Do("B", 0, k) for k in range(2))
-    return _with_loop(Body(2, parts, row, ("g", "x"), (Sum("w", "sum"),), ("w",)), 4, 4)
+    return _with_loop(Body(2, parts, row, ("g", "x"), (Sum("w", "sum"),), ("w",)), n, n)
+
+
+def _summed_over_ranks() -> fx.Graph:
+    """The sum of the gradients of two micro-batches, of which each rank updates a part."""
+    graph = _summed(256)
+    (item,) = (n for n in graph.nodes if n.target is operator.getitem)
+    with graph.inserting_after(item):
+        part = graph.call_function(collectives.reduce_scatter, (item, HERE, 0, 1, "sum"))
+    part.meta = {"val": torch.empty(128, 256)}
+    item.replace_all_uses_with(part, delete_user_cb=lambda user: user is not part)
+    return graph
 
 
 def attention() -> fx.Graph:
@@ -348,6 +359,7 @@ PROGRAMS: dict[str, tuple[Callable[[], fx.Graph], Callable[[], Setting]]] = {
     "rows": (_batched, _setting),
     "simplify": (_by_one, _setting),
     "common": (_twice, _setting),
+    "early_reductions": (_summed_over_ranks, lambda: _setting(near=False)),
     "foreach": (_counts, lambda: _setting("a", "b")),
     "bucket": (_reductions, _setting),
     "early_update": (_backward, lambda: _setting("w", "v")),

@@ -58,7 +58,7 @@ class Loops:
     def __call__(self, body: Body) -> Callable[[list[Any], Key], list[Any]]:
         functions = {
             (id(part), adding): self._written(key, graph)
-            for key, part in body.parts.items()
+            for key, part in body.every_part()
             for adding, graph in ((False, part.graph), (True, part.adding))
             if graph is not None
         }
@@ -97,7 +97,7 @@ class RowEngine:
         self.current: Wait | None = None
         self.line = ""
         self.rank_of, self.channels = rank_of, channels
-        self.keys = {id(part): key for key, part in body.parts.items()}
+        self.keys = {id(part): key for key, part in body.every_part()}
         # The number of a message's values sent early, while its part ran.
         self.ahead: Counter[Message] = Counter()
 

@@ -121,6 +121,8 @@ def text(graph: fx.Graph) -> str:
             blocks.append([f"# the row of {_loop_text(body)}: {' '.join(map(str, body.row))}"])
             for (stage, kind), part in body.parts.items():
                 blocks.append([f"# part {stage}{kind}", *map(str, lines(part.graph))])
+            for (stage, kind), part in body.last.items():
+                blocks.append([f"# the last part {stage}{kind}", *map(str, lines(part.graph))])
     return "\n".join(line for block in blocks for line in block)
 
 

@@ -5,7 +5,7 @@
     return [%3, %4]                %4 = conv(%3, %w)
                                    return [%3, %4]
 
-Only if the rest of the part takes longer than the receiver needs to get ready.
+Only if the rest of the part takes longer than the receiver needs to get ready, or waits for a reduction.
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ def early_sends(body: Body) -> int:
     for (stage, kind, other), names in body.messages.items():
         if stage in body.stages and other not in body.stages:
             sent.setdefault((stage, kind), set()).update(names)
-    return sum(_post(body.parts[key], names) for key, names in sent.items() if key in body.parts)
+    return sum(_post(part, sent[key]) for key, part in body.every_part() if key in sent)
 
 
 def _post(part: LoopPart, names: set[str]) -> int:
     both: Any = part.graph.output_node().args[0]
-    made = dict(zip(part.outputs, both[0], strict=True))
+    made = dict(zip(part.outputs, both[0], strict=False))
     follows = _seconds_behind(part.graph)
     chosen = [
         (name, x)
         for name, x in made.items()
-        if name in names and x.op == "call_function" and follows[x] >= LEAST_SECONDS
+        if name in names
+        and x.op == "call_function"
+        and (part.reduced or follows[x] >= LEAST_SECONDS)
     ]
     for name, x in chosen:
         with part.graph.inserting_after(x):

@@ -6,8 +6,9 @@
                                                             %20 = adamw([%w], [item(%19, 0)], ...)
 
 A reduction starts where its operands are ready and ends right before the first use of its result. A
-reduce-scatter ends at the start of the next one at the latest, so whole gradients do not wait for the update:
-one bucket of them is in progress while the backward makes another. A gather starts right before the end of
+reduce-scatter, and an all-reduce whose results leave the graph, ends at the start of the next one at the
+latest, so whole gradients do not wait for the update: one bucket of them is in progress while the backward
+makes another. A gather starts right before the end of
 the previous one, so that one is in progress while another is in use: at most two are alive at a time.
 
 Ranks of one host that share memory have nothing to overlap: their own cores move the bytes.
@@ -32,26 +33,27 @@ def overlap(graph: fx.Graph, target: Target) -> int:
     """Rewrite `graph`; returns the number of collectives that now run beside other work."""
     count = 0
     last_gather: dict[tuple[str, ...], fx.Node] = {}
-    last_scatter: dict[tuple[str, ...], fx.Node] = {}
+    last_freeing: dict[tuple[str, ...], fx.Node] = {}
     for node in list(graph.nodes):
         if not is_kind(node, "all_gather", "reduce_scatter", "all_reduce"):
             continue
         axes = collectives.axes_of(node)
         if axes in target.shared or not node.users:
             continue
-        gathers, scatters = is_kind(node, "all_gather"), is_kind(node, "reduce_scatter")
+        gathers = is_kind(node, "all_gather")
         node = as_together(graph, node)
         begin = _begin(graph, node, last_gather.get(axes) if gathers else None)
         first_user = _first_user(graph, node)
+        frees = is_kind(node, "reduce_scatter") or (not gathers and first_user.op == "output")
         if _pays(begin, first_user):
             node = _split(graph, node, begin, first_user)
             count += 1
         if gathers:
             last_gather[axes] = node
-        if scatters:
-            if axes in last_scatter:
-                _end_before(graph, last_scatter[axes], _started(node))
-            last_scatter[axes] = node
+        if frees:
+            if axes in last_freeing:
+                _end_before(graph, last_freeing[axes], _started(node))
+            last_freeing[axes] = node
     return count
 
 

@@ -24,6 +24,7 @@ from tutti.passes.at_once import gathered_once, reduced_then_split
 from tutti.passes.attention_memory import attention_memory
 from tutti.passes.bucket import bucket
 from tutti.passes.common import common, common_before_split
+from tutti.passes.early_reductions import early_reductions
 from tutti.passes.early_sends import early_sends
 from tutti.passes.early_update import early_update
 from tutti.passes.filled_slots import filled_slots
@@ -92,7 +93,7 @@ class Pass:
             self.on_program(graph, setting)
         only_read = replace(setting.target, donated=frozenset())
         for node in _loops(graph):
-            for (_, kind), part in _body(node).parts.items():
+            for (_, kind), part in _body(node).every_part():
                 if self.on_part is not None:
                     self.on_part(part.graph, Setting(setting.program, only_read, kind))
             if self.on_loop is not None:
@@ -160,6 +161,7 @@ PASSES = (
     Pass("rows", _alone(rows), _alone(rows)),
     Pass("simplify", _alone(simplify), _alone(simplify)),
     Pass("common", _alone(common), _alone(common)),
+    Pass("early_reductions", _aimed(early_reductions)),
     Pass("foreach", _alone(foreach)),
     Pass("bucket", _bucket, _bucket),
     Pass("early_update", _aimed(early_update)),

@@ -18,7 +18,7 @@ from torch import fx
 
 from tutti.graph.analysis.part_memory import HeldMemory, PartMemory
 from tutti.graph.analysis.storage import StorageBlock
-from tutti.graph.ops.loop import RECEIVE, REDUCE, SEND, Body, Do, LoopPart
+from tutti.graph.ops.loop import RECEIVE, SEND, Body, Do, LoopPart
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class RowWalk:
 
     def __init__(self, body: Body, memory_of: Callable[[LoopPart, bool], PartMemory]) -> None:
         self.body, self._memory_of = body, memory_of
-        self.parts = {key: memory_of(part, False) for key, part in body.parts.items()}
-        self.adding: dict[tuple[int, str], PartMemory] = {}
+        self.known: dict[tuple[int, bool], PartMemory] = {}  # by the part's id, and whether it adds
         self.live: defaultdict[tuple[int, int], dict[str, tuple[HeldMemory, ...]]] = defaultdict(
             dict
         )
@@ -54,17 +53,16 @@ class RowWalk:
 
     def peak(self) -> Peak | None:
         """The peak over all entries; None for an empty row."""
-        for do, dying in zip(self.body.row, self.body.last_reads, strict=True):
+        body = self.body
+        for do, part, dying in zip(body.row, body.played, body.last_reads, strict=True):
             if do.way == RECEIVE:
                 self._receive(do)
             elif do.way == SEND:
-                for name in self.body.messages.get((do.stage, do.kind, do.other), ()):
+                for name in body.messages.get((do.stage, do.kind, do.other), ()):
                     if name in dying:
                         self._drop(self._live(do, name).pop(name))
-            elif do.kind == REDUCE:
-                self._reduce(do)
-            else:
-                self._part(do, dying)
+            elif part is not None and not part.is_empty:
+                self._part(do, part, dying)
         return self.best
 
     def _receive(self, do: Do) -> None:
@@ -75,20 +73,23 @@ class RowWalk:
                 self._keep(self.live[do.stage, do.micro], name, (piece,))
 
     def _reader(self, stage: int, name: str) -> fx.Node | None:
-        found = (m.inputs.get(name) for (s, _), m in self.parts.items() if s == stage)
+        parts = (part for (s, _), part in self.body.parts.items() if s == stage)
+        found = (self._plain(part).inputs.get(name) for part in parts)
         return next((x for x in found if x is not None), None)
 
-    def _part(self, do: Do, dying: frozenset[str]) -> None:
-        memory = self._memory(do)
-        if memory is None:
-            return
+    def _part(self, do: Do, part: LoopPart, dying: frozenset[str]) -> None:
+        memory = self._memory(part)
         handed = {n for _, names in self.body.near[do.stage, do.kind] for n in names}
         held = [n for n in memory.inputs if n in self._live(do, n)]
         known = {n: self._live(do, n)[n] for n in held}
         taken = {n: self._live(do, n).pop(n) for n in held if n in dying - handed}
-        results, sums = self._results(do, memory, known, taken)
+        totals = {n: self.totals.pop(n) for n in part.totals}
+        known, taken = known | totals, taken | totals
+        results, sums, reduced = self._results(do, memory, known, taken)
         for name, pieces in results.items():
             self._keep(self._live(do, name), name, pieces)
+        for name, pieces in reduced.items():
+            self._keep(self.totals, name, pieces)
         for name, pieces in sums.items():
             if self.ops[name] == "join":
                 self._keep(self.totals, f"{name} {do.micro}", pieces)
@@ -102,27 +103,21 @@ class RowWalk:
         for name in handed & dying:
             self._drop(self._live(do, name).pop(name))
 
-    def _memory(self, do: Do) -> PartMemory | None:
-        """The memory of the part; None for a part without results."""
-        key = do.stage, do.kind
-        part = self.body.parts[key]
-        if not part.outputs and not part.summed:
-            return None
+    def _memory(self, part: LoopPart) -> PartMemory:
+        """The memory of a part, which adds to its totals if there are all."""
         added = part.summed[: part.num_added]
         if part.adding is None or not all(n in self.totals for n in added):
-            return self.parts[key]
-        if key not in self.adding:
-            self.adding[key] = self._memory_of(part, True)
-        return self.adding[key]
+            return self._plain(part)
+        return self._of(part, adding=True)
 
-    def _reduce(self, do: Do) -> None:
-        memory = self.parts[do.stage, do.kind]
-        taken = {n: self.totals.pop(n) for n in memory.inputs}
-        results, _ = self._results(do, memory, taken, taken)
-        for name, pieces in results.items():
-            self._keep(self.totals, name, pieces)
-        for pieces in taken.values():
-            self._drop(pieces)
+    def _plain(self, part: LoopPart) -> PartMemory:
+        return self._of(part, adding=False)
+
+    def _of(self, part: LoopPart, *, adding: bool) -> PartMemory:
+        key = id(part), adding
+        if key not in self.known:
+            self.known[key] = self._memory_of(part, adding)
+        return self.known[key]
 
     def _live(self, do: Do, name: str) -> dict[str, tuple[HeldMemory, ...]]:
         """The pieces by name in the scope of `name`: the micro-batch of `do`, or its stage as a whole."""
@@ -134,16 +129,19 @@ class RowWalk:
         memory: PartMemory,
         known: dict[str, tuple[HeldMemory, ...]],
         taken: dict[str, tuple[HeldMemory, ...]],
-    ) -> tuple[dict[str, tuple[HeldMemory, ...]], dict[str, tuple[HeldMemory, ...]]]:
-        """The pieces of a part's outputs and sums; this part is the last reader of `taken`."""
+    ) -> tuple[dict[str, tuple[HeldMemory, ...]], ...]:
+        """The pieces of a part's outputs, of its sums and of the totals that it makes; this part is the last
+        reader of `taken`."""
         self._note(do, memory, self._given_back(memory, taken, known))
-        summed = memory.outputs if do.kind == REDUCE else memory.summed
         made: dict[StorageBlock, HeldMemory] = {}
-
-        def pieces(values: dict[str, fx.Node]) -> dict[str, tuple[HeldMemory, ...]]:
-            return {n: self._pieces(memory, x, known, made, n in summed) for n, x in values.items()}
-
-        return pieces(memory.outputs), pieces(memory.summed)
+        return tuple(
+            {n: self._pieces(memory, x, known, made, summed) for n, x in values.items()}
+            for values, summed in (
+                (memory.outputs, False),
+                (memory.summed, True),
+                (memory.reduced, True),
+            )
+        )
 
     def _given_back(
         self,
@@ -154,7 +152,7 @@ class RowWalk:
         """The pieces of inputs that nothing else holds and no result aliases."""
         ends = {
             b
-            for x in (*memory.outputs.values(), *memory.summed.values())
+            for x in (*memory.outputs.values(), *memory.summed.values(), *memory.reduced.values())
             for b in memory.storages.of[x]
         }
         names: defaultdict[HeldMemory, set[str]] = defaultdict(set)
@@ -179,7 +177,7 @@ class RowWalk:
         node: fx.Node,
         known: dict[str, tuple[HeldMemory, ...]],
         made: dict[StorageBlock, HeldMemory],
-        summed: bool = False,
+        summed: bool,
     ) -> tuple[HeldMemory, ...]:
         """The pieces of a result of a part: new memory, or that of an input."""
         found: dict[HeldMemory, None] = {}
@@ -200,8 +198,8 @@ class RowWalk:
         if self.best is not None and self.now + more <= self.best.nbytes:
             return
         made, gone, borrowed = memory.held_at(node, given_back)
-        summed = memory.outputs if do.kind == REDUCE else memory.summed
-        sums = {b for x in summed.values() for b in memory.storages.of[x]}
+        summed = (*memory.summed.values(), *memory.reduced.values())
+        sums = {b for x in summed for b in memory.storages.of[x]}
         pieces = [p for p in self.refs if p not in gone]
         pieces += [HeldMemory(b.node, b.nbytes, b in sums) for b in made]
         self.best = Peak(self.now + more, node, do, tuple(pieces), borrowed)

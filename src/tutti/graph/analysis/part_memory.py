@@ -30,7 +30,8 @@ LastHolders = Callable[[fx.Graph, Storages], dict[fx.Node, list[StorageBlock]]]
 class PartMemory:
     """The memory that one part allocates and frees, node by node.
 
-    `adding`: whether the part adds to existing totals.
+    `adding`: whether the part adds to existing totals. `inputs`, `outputs`, `summed`, `reduced`: the nodes of
+    these values, by name; totals count as inputs.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class PartMemory:
         self._freed = last_holders(graph, self.storages)
         num_added = part.num_added if adding else 0
         inputs = [n for n in graph.nodes if n.op == "placeholder"]
-        names = (*part.inputs, *part.summed[:num_added])
+        names = (*part.inputs, *part.totals, *part.summed[:num_added])
         self.inputs = dict(zip(names, inputs, strict=True))
         outputs, summed = graph.output_node().args[0]  # type: ignore[misc]
-        self.outputs: dict[str, fx.Node] = dict(zip(part.outputs, outputs, strict=True))  # type: ignore[arg-type]
+        count = len(part.outputs)
+        self.outputs: dict[str, fx.Node] = dict(zip(part.outputs, outputs[:count], strict=True))  # type: ignore[arg-type,index]
         self.summed: dict[str, fx.Node] = dict(zip(part.summed[num_added:], summed, strict=True))  # type: ignore[arg-type]
+        self.reduced: dict[str, fx.Node] = dict(zip(part.reduced, outputs[count:], strict=True))  # type: ignore[arg-type,index]
         self._known: dict[frozenset[frozenset[str]], tuple[int, fx.Node]] = {}
 
     @cached_property

@@ -56,6 +56,9 @@ class LoopPart:
 
     `adding` replaces `graph` for later micro-batches: behind its inputs it takes the totals so far of the
     first `num_added` of `summed`, adds to them in place, and returns `(outputs, the other summed)`.
+
+    A part that ends sums takes `totals` behind its inputs, gives them up, and returns `reduced`, new totals
+    or their reductions over ranks, behind its outputs.
     """
 
     graph: fx.Graph
@@ -64,6 +67,13 @@ class LoopPart:
     summed: tuple[str, ...] = ()
     adding: fx.Graph | None = None
     num_added: int = 0
+    totals: tuple[str, ...] = ()
+    reduced: tuple[str, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the part makes nothing."""
+        return not self.outputs and not self.summed and not self.reduced
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,7 @@ class Body:
     results: the names of the node's results, in order: sums, and their reductions over ranks.
     messages: the names of the values sent, by (sending stage, kind, receiving stage).
     vals: a fake value of each message's tensors; sources: the user's line that made each.
+    last: parts that replace those of the same key in their last entry of the row.
     """
 
     num_micro: int
@@ -99,13 +110,30 @@ class Body:
     messages: dict[tuple[int, str, int], tuple[str, ...]] = field(default_factory=dict)
     vals: dict[str, Tensor] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    last: dict[tuple[int, str], LoopPart] = field(default_factory=dict)
+
+    def every_part(self) -> Iterator[tuple[tuple[int, str], LoopPart]]:
+        """Each part with its key, those for last entries behind the others."""
+        yield from self.parts.items()
+        yield from self.last.items()
 
     def graphs(self) -> Iterator[fx.Graph]:
         """The graph of every part."""
-        for part in self.parts.values():
+        for _, part in self.every_part():
             yield part.graph
             if part.adding is not None:
                 yield part.adding
+
+    @cached_property
+    def played(self) -> list[LoopPart | None]:
+        """The part of each entry of the row; None for a message."""
+        ends = {(do.stage, do.kind): i for i, do in enumerate(self.row) if not do.way}
+        found: list[LoopPart | None] = []
+        for i, do in enumerate(self.row):
+            key = do.stage, do.kind
+            last = self.last.get(key) if ends.get(key) == i else None
+            found.append(None if do.way else last or self.parts[key])
+        return found
 
     def with_graphs(self, change: Callable[[str, fx.Graph], fx.Graph]) -> Body:
         """This body with the graphs of every part replaced, by the part's kind and the graph."""
@@ -114,10 +142,13 @@ class Body:
             adding = None if part.adding is None else change(kind, part.adding)
             return replace(part, graph=change(kind, part.graph), adding=adding)
 
-        return replace(self, parts={k: changed(k[1], p) for k, p in self.parts.items()})
+        both = (
+            {k: changed(k[1], p) for k, p in parts.items()} for parts in (self.parts, self.last)
+        )
+        return replace(self, **dict(zip(("parts", "last"), both, strict=True)))
 
     def with_parts(self, change: Callable[[LoopPart], LoopPart]) -> Body:
-        """This body with every part replaced."""
+        """This body with every part replaced, but for those of last entries."""
         return replace(self, parts={k: change(p) for k, p in self.parts.items()})
 
     def source_of(self, stage: int, kind: str, other: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tutti.graph.ops.loop import RECEIVE, REDUCE, SEND, Body, Do, LoopPart
+from tutti.graph.ops.loop import RECEIVE, SEND, Body, Do, LoopPart
 
 # The scopes of values common to all micro-batches, and of sums over them.
 _COMMON, _TOTAL = "common", "total"
@@ -57,15 +57,13 @@ class Row:
         self._sums = {s.name: s for s in body.sums}
         self.given = [self._slot(_COMMON, name) for name in body.given]
         self.entries: list[_Entry] = []
-        for do, dying in zip(body.row, body.last_reads, strict=True):
+        for do, part, dying in zip(body.row, body.played, body.last_reads, strict=True):
             if do.way == RECEIVE:
                 self.entries.append(self._received(body, do))
             elif do.way == SEND:
                 self.entries.append(self._sent(body, do, dying))
-            elif do.kind == REDUCE:
-                self.entries.append(self._reduced(body, do))
-            else:
-                self.entries += self._part(body, do, dying)
+            elif part is not None and not part.is_empty:
+                self.entries.append(self._part(body, part, do, dying))
         self.results = [self._slot(_TOTAL, name) for name in body.results]
         found = (self._sums.get(name) for name in body.results)
         self.joins = [s if s is not None and s.op == "join" else None for s in found]
@@ -95,17 +93,7 @@ class Row:
         gone = [self._left(body.scope_of(do, n), n) for n in names if n in dying]
         return _Sent(do, slots, gone)
 
-    def _reduced(self, body: Body, do: Do) -> _Called:
-        part = body.parts[do.stage, do.kind]
-        inputs = [self._left(_TOTAL, n) for n in part.inputs]
-        outputs = [self._slot(_TOTAL, n) for n in part.outputs]
-        return _Called(part, 0, False, inputs, inputs, outputs)
-
-    def _part(self, body: Body, do: Do, dying: frozenset[str]) -> list[_Called]:
-        """The entry of a part; empty for a part without results."""
-        part = body.parts[do.stage, do.kind]
-        if not part.outputs and not part.summed:
-            return []
+    def _part(self, body: Body, part: LoopPart, do: Do, dying: frozenset[str]) -> _Called:
         near = body.near[do.stage, do.kind]
         handed = {n for _, names in near for n in names}
         inputs, gone, taken = [], [], dying - handed
@@ -120,7 +108,10 @@ class Row:
         adding = part.adding is not None and all((_TOTAL, n) in self._slots for n in added)
         if adding:
             inputs += [self._slots[_TOTAL, n] for n in added]
+        totals = [self._left(_TOTAL, n) for n in part.totals]
+        inputs, gone = inputs + totals, gone + totals
         outputs = [self._slot(body.scope_of(do, n), n) for n in part.outputs]
+        outputs += [self._slot(_TOTAL, n) for n in part.reduced]
         sums = []
         for name in part.summed[part.num_added if adding else 0 :]:
             first = (_TOTAL, name) not in self._slots
@@ -131,7 +122,7 @@ class Row:
             for n in names
         ]
         after = [self._left(body.scope_of(do, n), n) for n in handed & dying]
-        return [_Called(part, do.micro, adding, inputs, gone, outputs, sums, copies, after)]
+        return _Called(part, do.micro, adding, inputs, gone, outputs, sums, copies, after)
 
 
 class _Entry(Protocol):

@@ -129,7 +129,10 @@ class _StagePartsWriter:
         self.made.results[stage] = [t for t in totals if t not in chains] + ends
         if mine:
             nodes = [n for t in mine for n in chains[t]]
-            self.made.parts[stage, REDUCE] = _part(nodes, [], mine, ends, [])
+            part = _part(nodes, [], mine, ends, [])
+            self.made.parts[stage, REDUCE] = LoopPart(
+                part.graph, (), (), totals=part.inputs, reduced=part.outputs
+            )
             self.made.given[stage, REDUCE] = []
 
     def _kinds(self) -> dict[fx.Node, str]:

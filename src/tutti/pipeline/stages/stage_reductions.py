@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from tutti.graph.analysis.order import sole_readers
 from tutti.graph.ops import collectives
 from tutti.pipeline.micro_batches.moments import AFTER, Moments
 from tutti.pipeline.micro_batches.over_time import sums_over_time
@@ -25,15 +26,9 @@ def _is_added(total: fx.Node) -> bool:
 
 
 def _chain(total: fx.Node, moments: Moments) -> list[fx.Node]:
-    chain, node = list[fx.Node](), total
-    while len(node.users) == 1:
-        user = next(iter(node.users))
-        if user.op != "call_function" or user.all_input_nodes != [node]:
-            break
-        if moments.when[user] != AFTER or sums_over_time(user):
-            break
-        chain.append(user)
-        node = user
+    chain = sole_readers(total, lambda n: n.target in collectives.COLLECTIVES)
+    early = (i for i, n in enumerate(chain) if moments.when[n] != AFTER or sums_over_time(n))
+    chain = chain[: next(early, len(chain))]
     while chain and chain[-1].target not in collectives.COLLECTIVES:
         chain.pop()
     return chain

@@ -73,17 +73,22 @@ class _Composition:
         computing = micro * (busiest.forward + busiest.backward - busiest.exchange)
         kinds[COLLECTIVES] += micro * busiest.exchange  # type: ignore[assignment]
         if self.pipe == 1:
-            times = self._alone()
-            computing, hidden = micro * times.kernels, micro * times.hidden
-            exposed = micro * times.waits
-            if micro > 1:
-                exposed += self._summed(busiest)
+            times = last = self._alone()
+            exposed = 0.0
+            if micro > 1 and self.staged.sums_beside:
+                last = self._alone(last=True)
+            elif micro > 1:
+                exposed = self.staged.summed_late(0)
+            computing = (micro - 1) * times.kernels + last.kernels
+            hidden = (micro - 1) * times.hidden + last.hidden
+            exposed += (micro - 1) * times.waits + last.waits
             seconds = computing + kinds[COLLECTIVES] + exposed
             kinds[COLLECTIVES] += exposed  # type: ignore[assignment]
         else:
             seconds = timeline.seconds if timeline else self._closed_form
             kinds[IDLE] += max(0.0, seconds - computing - kinds[COLLECTIVES])  # type: ignore[assignment]
-            exposed = max(self.staged.gathered(p) + self._summed(p) for p in ranks)
+            late = map(self.staged.summed_late, range(self.pipe))
+            exposed = max(self.staged.gathered(p) + x for p, x in zip(ranks, late, strict=True))
             seconds += exposed
             kinds[COLLECTIVES] += exposed  # type: ignore[assignment]
             crossing = self._crossing_weights
@@ -119,15 +124,16 @@ class _Composition:
         return sum(
             self.layout.micro * (p.forward + p.backward)
             + self.staged.gathered(p)
-            + self._summed(p)
+            + self.staged.summed_late(rank)
             + p.update / share
             + self._renewed(p)
-            for p in self.staged.rank_pieces
+            for rank, p in enumerate(self.staged.rank_pieces)
         ) / len(self.staged.rank_pieces)
 
-    def _alone(self) -> PieceTimes:
-        """A micro-batch without a pipeline: its forward and its backward."""
-        pieces, backwards = self.staged.cut[0], self.staged.backwards(0)
+    def _alone(self, *, last: bool = False) -> PieceTimes:
+        """A micro-batch without a pipeline, or the `last` one, which reduces the sums of all: its forward and
+        its backward."""
+        pieces, backwards = self.staged.cut[0], self.staged.backwards(0, last=last)
         work = [
             PieceWork(
                 p.forward - p.ahead,
@@ -138,13 +144,8 @@ class _Composition:
             )
             for p in pieces
         ]
-        return played(
-            [*work, *backwards], lags=self.layout.zero == 0, one_link=self.staged.one_link
-        )
-
-    def _summed(self, piece: Piece) -> float:
-        """Seconds of sums of gradients after the last micro-batch."""
-        return self.staged.reduced(piece) if self.layout.zero < 2 else 0.0
+        lags = self.layout.zero == 0 and not last
+        return played([*work, *backwards], lags=lags, one_link=self.staged.one_link)
 
     def _renewed(self, piece: Piece) -> float:
         """Seconds to gather the weights that each rank has updated a part of."""

@@ -77,18 +77,41 @@ class StagedPieces:
             casting=casting,
         )
 
-    def backwards(self, stage: int) -> list[PieceWork]:
+    def backwards(self, stage: int, *, last: bool = False) -> list[PieceWork]:
         """The backward of each piece of a stage, from the last to the first, with sums after each if each
-        micro-batch has them."""
-        sums = self.layout.zero >= 2 or self.layout.micro == 1
+        micro-batch has them, or the `last` one."""
+        sums = last or self.layout.zero >= GRADIENTS_FROM or self.layout.micro == 1
+        late = last and self.halves  # the other half is behind the stages before this one
         made = []
         for piece in reversed(self._recomputing(stage)):
             moved = piece.exchange - piece.ahead
             gather = self.gathered(piece, again=True) if self.pipe == 1 else 0.0
             total = self.reduced(piece) if sums else 0.0
             numbers = self.num_again(piece), self._num_sums(piece)
-            made.append(PieceWork(piece.backward - moved, moved, gather, total, *numbers))
+            work = piece.backward - (piece.inputs if late else moved)
+            made.append(PieceWork(max(0.0, work), 0.0 if late else moved, gather, total, *numbers))
         return made
+
+    @property
+    def sums_beside(self) -> bool:
+        """Whether the last micro-batch reduces the sums of all: not in memory that ranks share."""
+        shared = self.machine.shares_memory and self.groups[("data",)].num_hosts == 1
+        return self.layout.in_time and self.layout.zero < GRADIENTS_FROM and not shared
+
+    def summed_late(self, rank: int) -> float:
+        """Seconds that the sums of gradients over all micro-batches add to a pipeline rank's backwards."""
+        stages = [s for s in range(len(self.cut)) if self.rank_of(s) == rank]
+        if self.layout.zero >= GRADIENTS_FROM or self.data == 1:
+            return 0.0
+        if not self.sums_beside:
+            return self.reduced(self.rank_pieces[rank])
+        more = 0.0
+        for stage in stages:
+            last, one_link = self.backwards(stage, last=True), self.one_link
+            plain = [replace(work, total=0.0) for work in last]
+            both = (played(x, lags=False, one_link=one_link).seconds for x in (last, plain))
+            more += next(both) - next(both)
+        return more
 
     @property
     def one_link(self) -> bool:

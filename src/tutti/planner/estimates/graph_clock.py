@@ -22,7 +22,7 @@ from tutti.costs.graph_seconds import CollectiveCall, collective_call
 from tutti.costs.rank_groups import RankGroups
 from tutti.graph.edits.edit import source_of
 from tutti.graph.ops import collectives
-from tutti.graph.ops.loop import Body, Do, LoopPart, loop
+from tutti.graph.ops.loop import REDUCE, Body, LoopPart, loop
 from tutti.graph.text import op_name
 from tutti.planner.estimates.priced_machine import PricedMachine
 
@@ -116,15 +116,21 @@ class GraphClock:
 
     def in_loop(self, body: Body) -> Playback:
         """The row of a rank on its own: a step in micro-batches without a pipeline."""
-        total, known = Playback(), self.parts(body)
-        for do in body.row:
-            if not do.way:
-                total.add(known[_key(do)])
+        total = Playback()
+        for part in body.played:
+            if part is not None:
+                total.add(self.whole(_graph(part)))
         return total
 
     def parts(self, body: Body) -> dict[tuple[int, str], Playback]:
-        """Each part of a body, once; one that adds to sums counts as adding."""
-        return {key: self.whole(_graph(part)) for key, part in body.parts.items()}
+        """Each part of a body, once; one that adds to sums counts as adding.
+
+        The reductions of a stage in its last backward are the time that they add to it.
+        """
+        found = {key: self.whole(_graph(part)) for key, part in body.parts.items()}
+        for key, part in body.last.items():
+            found[key[0], REDUCE] = _more(found[key], self.whole(_graph(part)))
+        return found
 
     def seconds_of(self, call: CollectiveCall) -> float:
         """Of one collective."""
@@ -228,8 +234,16 @@ def _graph(part: LoopPart) -> fx.Graph:
     return part.graph if part.adding is None else part.adding
 
 
-def _key(do: Do) -> tuple[int, str]:
-    return do.stage, do.kind
+def _more(before: Playback, last: Playback) -> Playback:
+    """What `last`, a part with reductions, takes more than `before`, the same part without; its collectives
+    begin beside that part."""
+    return Playback(
+        max(0.0, last.seconds - before.seconds),
+        last.kinds - before.kinds,
+        max(0.0, last.hidden_seconds - before.hidden_seconds),
+        last.nbytes - before.nbytes,
+        [e.later(-before.seconds) for e in last.events if e.stream != "device"],
+    )
 
 
 def body_of(node: fx.Node) -> Body:
