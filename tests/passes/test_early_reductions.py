@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import stacks
+from ranks import Ranks
+from runs import train
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import REDUCE, Body, loop
 from tutti.layout import Layout
@@ -20,7 +22,9 @@ from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 from tutti.verification.verdict import Subject
+from ways import GLOO, TWO_LEVELS, by
 
+STEPS = 3
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
@@ -157,3 +161,31 @@ def test_what_the_pass_counts(subject: Subject) -> None:
     (one,) = in_time(subject.program(Layout.parse("data=2 micro=4"))).programs
     assert early_reductions(one.graph, Target()) == 9
     assert early_reductions(one.graph, Target(shared=frozenset({("data",)}))) == 0
+
+
+def _on_rank(way: str, layout: str) -> tuple[list[float], dict[str, Tensor]]:
+    with pytest.MonkeyPatch.context() as patch, by(way):
+        patch.setattr(module, "SMALL_NBYTES", 0)
+        return train("gpt", layout, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("way", "layout", "n"),
+    [
+        (GLOO, "data=2 micro=2", 2),
+        (GLOO, "data=2 zero=1 micro=2 remat=full", 2),
+        (GLOO, "data=2 pipe=2 micro=4 schedule=interleaved", 4),
+        (GLOO, "data=2 pipe=2 zero=1 micro=4 schedule=zb", 4),
+        (TWO_LEVELS, "data=4 micro=2", 4),
+    ],
+)
+def test_real_ranks_train_as_one_device(ranks: Ranks, way: str, layout: str, n: int) -> None:
+    one = ranks.after(train, "gpt", "", STEPS)
+    losses, state = one.result
+    held = set[str]()
+    for found, own in one.run(_on_rank, way, layout, n=n):
+        assert found == pytest.approx(losses, rel=1e-5)
+        for name, x in own.items():  # of its pipeline rank
+            torch.testing.assert_close(x, state[name], rtol=1e-5, atol=1e-7)
+        held |= own.keys()
+    assert held == state.keys()
