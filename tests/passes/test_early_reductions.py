@@ -146,6 +146,7 @@ def test_each_stage_reduces_in_its_last_backward(subject: Subject, schedule: str
 def test_the_same_step(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums, maxima and joined results over micro-batches, and weights of several stages."""
     monkeypatch.setattr(module, "SMALL_NBYTES", 0)
+    monkeypatch.setenv("TUTTI_SHARED_MEMORY", "off")
     found = stacks.verdict(name, layout)
     assert found.ok, str(found)
 

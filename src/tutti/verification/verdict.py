@@ -16,6 +16,7 @@ from tutti.capture.python.read_values import Seen
 from tutti.capture.state.first_form import make_slots
 from tutti.capture.state.left_modes import modes_kept
 from tutti.capture.step import Captured, capture, copied
+from tutti.environment import SHARED_MEMORY
 from tutti.execution.execute import axes_used
 from tutti.graph.edits.promote import Promoted, promoted
 from tutti.graph.ops.loop import graphs_of
@@ -322,8 +323,11 @@ def rounding_of(parts: Errors, captured: Errors, same: bool) -> dict[str, Any]:
 
 
 def _target(program: Program) -> Target:
-    """The target with shared memory between all ranks, in which steps may overwrite all state."""
-    graphs = graphs_of(program.graph)
+    """The target of a run on one host, in which steps may overwrite all state.
+
+    All ranks share memory, unless the environment turns that off: then collectives overlap, as between hosts.
+    """
+    graphs = graphs_of(program.graph) if SHARED_MEMORY.read() != "off" else ()
     shared = {axes for graph in graphs for axes in axes_used(graph)}
     donated = frozenset(program.captured.updated)
     return Target(donated=donated, shared=frozenset(shared), onednn=is_faster())
