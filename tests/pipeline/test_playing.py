@@ -16,6 +16,7 @@ from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.passes import early_reductions as early
 from tutti.passes.accumulate import accumulate
+from tutti.passes.pass_table import optimized
 from tutti.passes.target import Target
 from tutti.pipeline.ready import in_time
 
@@ -127,8 +128,9 @@ def bodies(name: str, layout: str) -> list[Body]:
 
 
 def _reducing(program: Program) -> Body:
-    early.early_reductions(program.graph, Target())
-    loops = [n.args[0] for n in program.graph.nodes if n.target is loop]
+    """The body after all passes, for ranks that share no memory."""
+    graph = optimized(program, Target())
+    loops: list[Any] = [n.args[0] for n in graph.nodes if n.target is loop]
     return max(loops, key=lambda body: len(body.row))
 
 

@@ -283,6 +283,29 @@ def _summed_over_ranks() -> fx.Graph:
     return graph
 
 
+def _of_two_stages() -> fx.Graph:
+    """The backwards of two stages of a rank, whose last ones have a reduction each."""
+    parts, last = {}, {}
+    for stage in (2, 0):
+        b = Builder()
+        plain: Any = b.done([], [b.call(aten.neg.default, b.given("g", 4, 4, kind="batch"))])
+        parts[stage, "B"] = LoopPart(plain, ("g",), (), (f"w{stage}",))
+        b = Builder()
+        g, before = b.given("g", 4, 4, kind="batch"), b.given(f"total_w{stage}", 4, 4)
+        total = b.call(aten.add_.Tensor, before, b.call(aten.neg.default, g))
+        args: Any = ("reduce_scatter", [total], HERE, [[0, 1]], "sum")
+        made = b.graph.call_function(collectives.together, args)
+        made.meta = {"val": [torch.empty(2, 4)]}
+        done: Any = b.done([b.call(operator.getitem, made, 0, shape=(2, 4))], [])
+        names = {"totals": (f"w{stage}",), "reduced": (f"reduced_w{stage}",)}
+        last[stage, "B"] = LoopPart(done, ("g",), (), **names)
+    row = Do("B", 2, 0), Do("B", 2, 1), Do("B", 0, 0), Do("B", 0, 1)
+    sums = tuple(Sum(f"w{stage}", "sum") for stage in (2, 0))
+    return _with_loop(
+        Body(2, parts, row, ("g",), sums, ("reduced_w2", "reduced_w0"), last=last), 2, 4
+    )
+
+
 def attention() -> fx.Graph:
     """The backward of a GPU's attention, with a result that the forward here has not made."""
     graph, mode = fx.Graph(), FakeTensorMode()
@@ -369,6 +392,7 @@ PROGRAMS: dict[str, tuple[Callable[[], fx.Graph], Callable[[], Setting]]] = {
     "shared_buffers": (lambda: _scattered(2**16), _setting),
     "in_buffer": (_in_buffers, _setting),
     "overlap": (_late, lambda: _setting(near=False)),
+    "late_ends": (_of_two_stages, _setting),
     "in_place": (_decayed, lambda: _setting("w")),
     "linear": (_layer, _setting),
     "onednn": (_large, lambda: _setting(onednn=True)),

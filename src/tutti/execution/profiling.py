@@ -250,7 +250,8 @@ def _note(node: fx.Node, at: dict[fx.Node, int]) -> OpNote:
         return OpNote(op_name(node), category, shown, hidden=node.target is operator.getitem)
     if node.target is collectives.finish:
         began: Any = node.args[0]
-        return OpNote(f"wait for {began.args[0]}", "collective", shown, at.get(began))
+        kind = began.args[0] if began.target is collectives.start else "another stage"
+        return OpNote(f"wait for {kind}", "collective", shown, at.get(began))
     if axes := collectives.axes_of(node):
         shown["axes"] = "+".join(axes)
     shown["nbytes"] = _nbytes(node)

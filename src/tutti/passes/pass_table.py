@@ -32,6 +32,7 @@ from tutti.passes.foreach import foreach
 from tutti.passes.fused_update import fused_update
 from tutti.passes.in_buffer import in_buffer
 from tutti.passes.in_place import in_place
+from tutti.passes.late_ends import late_ends
 from tutti.passes.linear import linear
 from tutti.passes.onednn import onednn
 from tutti.passes.overlap import overlap
@@ -175,6 +176,7 @@ PASSES = (
     Pass("shared_buffers", _aimed(shared_buffers), _buffers_of_part),
     Pass("in_buffer", _alone(in_buffer)),
     Pass("overlap", _aimed(overlap), _aimed(overlap)),
+    Pass("late_ends", on_loop=late_ends),
     Pass("in_place", _over_what_dies, _over_what_dies),
     Pass("linear", _alone(linear), _alone(linear)),
     Pass("onednn", _aimed(onednn), _aimed(onednn)),

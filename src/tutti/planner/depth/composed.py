@@ -87,7 +87,7 @@ class _Composition:
         else:
             seconds = timeline.seconds if timeline else self._closed_form
             kinds[IDLE] += max(0.0, seconds - computing - kinds[COLLECTIVES])  # type: ignore[assignment]
-            late = map(self.staged.summed_late, range(self.pipe))
+            late = (self.staged.summed_late(rank, timeline) for rank in range(self.pipe))
             exposed = max(self.staged.gathered(p) + x for p, x in zip(ranks, late, strict=True))
             seconds += exposed
             kinds[COLLECTIVES] += exposed  # type: ignore[assignment]

@@ -44,22 +44,26 @@ class PieceTimes:
     """Seconds of a row of pieces.
 
     seconds: of all. kernels: with the slowdown beside a collective. waits: for gathers and sums. hidden: of
-    gathers and sums beside kernels.
+    gathers and sums beside kernels. left: of sums behind the end, if nothing waits for them there.
     """
 
     seconds: float
     kernels: float
     waits: float
     hidden: float
+    left: float = 0.0
 
 
-def played(pieces: Sequence[PieceWork], *, lags: bool, one_link: bool) -> PieceTimes:
+def played(
+    pieces: Sequence[PieceWork], *, lags: bool, one_link: bool, stays: bool = False
+) -> PieceTimes:
     """The times of pieces.
 
     Args:
         pieces: in the order of the work.
         lags: a sum may end after the next one could begin: whole gradients wait for the end.
         one_link: the collectives over other axes take the same link.
+        stays: the end does not wait for sums.
     """
     pieces = [part for piece in pieces for part in piece.parts()]
     now = free = last_sum = kernels = waits = hidden = filling = full = ahead = 0.0
@@ -94,5 +98,7 @@ def played(pieces: Sequence[PieceWork], *, lags: bool, one_link: bool) -> PieceT
                 now = max(now, last_sum)
             free = last_sum = max(now, free) + filling
             filling = full = 0.0
-    waits += max(0.0, free - now)
-    return PieceTimes(max(now, free), kernels, waits, hidden)
+    left = max(0.0, free - now)
+    if stays:
+        return PieceTimes(now, kernels, waits, hidden, left)
+    return PieceTimes(now + left, kernels, waits + left, hidden)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from tutti.costs.collective_seconds import collective_seconds
 from tutti.costs.rank_groups import RankGroups
@@ -27,6 +27,7 @@ from tutti.planner.depth.recomputed_segments import RecomputedSegments, segments
 from tutti.planner.depth.step_pieces import Blocks, Piece, total
 from tutti.planner.depth.thinned_layers import thinned
 from tutti.planner.estimates.priced_machine import PricedMachine
+from tutti.planner.simulator import Timeline
 
 
 class StagedPieces:
@@ -98,20 +99,42 @@ class StagedPieces:
         shared = self.machine.shares_memory and self.groups[("data",)].num_hosts == 1
         return self.layout.in_time and self.layout.zero < GRADIENTS_FROM and not shared
 
-    def summed_late(self, rank: int) -> float:
-        """Seconds that the sums of gradients over all micro-batches add to a pipeline rank's backwards."""
-        stages = [s for s in range(len(self.cut)) if self.rank_of(s) == rank]
+    def summed_late(self, rank: int, timeline: Timeline | None = None) -> float:
+        """Seconds that the sums of gradients over all micro-batches add to a pipeline rank's backwards.
+
+        Those of a stage run beside the backwards of others until the next stage's last one. Without a
+        timeline that is one round of the other micro-batches later.
+        """
         if self.layout.zero >= GRADIENTS_FROM or self.data == 1:
             return 0.0
         if not self.sums_beside:
             return self.reduced(self.rank_pieces[rank])
-        more = 0.0
-        for stage in stages:
-            last, one_link = self.backwards(stage, last=True), self.one_link
-            plain = [replace(work, total=0.0) for work in last]
-            both = (played(x, lags=False, one_link=one_link).seconds for x in (last, plain))
-            more += next(both) - next(both)
+        stages = [s for s in reversed(range(len(self.cut))) if self.rank_of(s) == rank]
+        more = left = 0.0
+        for stage, later in pairwise([*stages, None]):
+            assert stage is not None
+            last, one_link, stays = (
+                self.backwards(stage, last=True),
+                self.one_link,
+                later is not None,
+            )
+            times = played(last, lags=stays, one_link=one_link, stays=stays)
+            plain = played(
+                [replace(work, total=0.0) for work in last], lags=False, one_link=one_link
+            )
+            more += times.seconds - plain.seconds + left
+            if later is not None:
+                left = max(0.0, times.left - self._between(stage, later, timeline))
         return more
+
+    def _between(self, stage: int, later: int, timeline: Timeline | None) -> float:
+        """Seconds between the last backwards of two stages of a rank."""
+        if timeline is None:
+            rounds = min(self.pipe, self.layout.micro) - 1
+            return rounds * self.stage_pieces[later].backward
+        row = timeline.rows[self.rank_of(stage)]
+        ends = {s.action.stage: s for s in row if s.action.kind in ("B", "W")}
+        return max(0.0, ends[later].start - ends[stage].end)
 
     @property
     def one_link(self) -> bool:

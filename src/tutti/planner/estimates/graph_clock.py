@@ -61,7 +61,8 @@ class Playback:
     """What a graph takes: `seconds` in all and by kind, and bytes by link.
 
     hidden_seconds: of collectives beside kernels. nbytes: sent by each rank, `inside` its host and `between`.
-    events: in order, if the clock records them.
+    events: in order, if the clock records them. open_seconds: of collectives that another graph ends, behind
+    the end of this one.
     """
 
     seconds: float = 0.0
@@ -69,6 +70,7 @@ class Playback:
     hidden_seconds: float = 0.0
     nbytes: Counter[str] = field(default_factory=Counter)
     events: list[TraceEvent] = field(default_factory=list)
+    open_seconds: float = 0.0
 
     def add(self, other: Playback) -> None:
         """`other` after this one."""
@@ -168,8 +170,12 @@ class _Streams:
             self._collective(call)
 
     def ended(self) -> Playback:
-        """The whole, when the last collective has ended, too."""
-        self._wait(max(self.free.values(), default=0.0), COLLECTIVES)
+        """The whole, when the last collective has ended, too, unless another graph ends it."""
+        end = max(self.free.values(), default=0.0)
+        if any(all(u.op == "output" for u in node.users) for node in self.ends):
+            self.total.open_seconds = max(0.0, end - self.now)
+        else:
+            self._wait(end, COLLECTIVES)
         self.total.seconds = self.now
         return self.total
 
@@ -243,6 +249,7 @@ def _more(before: Playback, last: Playback) -> Playback:
         max(0.0, last.hidden_seconds - before.hidden_seconds),
         last.nbytes - before.nbytes,
         [e.later(-before.seconds) for e in last.events if e.stream != "device"],
+        last.open_seconds,
     )
 
 

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -21,7 +23,7 @@ from torch import Tensor, fx
 from tutti.costs.rank_groups import RankGroups
 from tutti.graph.analysis.cost import flops_of, rates_for
 from tutti.graph.ops.collectives import axes_of
-from tutti.graph.ops.loop import Body
+from tutti.graph.ops.loop import REDUCE, Body
 from tutti.layout import Layout
 from tutti.partition.partition import Program
 from tutti.passes.pass_table import optimized
@@ -266,7 +268,30 @@ class _ProgramEstimate:
             if apart:  # both ranks copy the values, if they share memory
                 for stage in (source, to):
                     costs[stage, kind] += self.machine.message_work(sizes, across_hosts=crosses)
-        return simulate(schedule, costs, transfer_seconds=transfers, edges=sorted(transfers))
+        given: dict[str, Any] = {"transfer_seconds": transfers, "edges": sorted(transfers)}
+        timeline = simulate(schedule, costs, **given)
+        waits = _waits(timeline, parts)
+        if not any(waits.values()):
+            return timeline
+        return simulate(
+            schedule, costs | {k: costs.get(k, 0.0) + x for k, x in waits.items()}, **given
+        )
+
+
+def _waits(
+    timeline: Timeline, parts: list[dict[tuple[int, str], Playback]]
+) -> dict[tuple[int, str], float]:
+    """The seconds for which a stage's last backward waits for the reductions of the stage before it on its
+    rank, by the reductions of the stage (`late_ends`)."""
+    found = {}
+    for spans, known in zip(timeline.rows, parts, strict=True):
+        free = 0.0
+        for before, span in pairwise(spans):
+            if span.action.kind == REDUCE:
+                key = span.action.stage, REDUCE
+                found[key] = max(0.0, free - before.start)
+                free = span.end + known[key].open_seconds if key in known else 0.0
+    return found
 
 
 def _sent_nbytes(made: Timed, body: Body, pipe_rank: int) -> int:
