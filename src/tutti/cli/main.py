@@ -14,6 +14,7 @@ from tutti.cli.explain import explain
 from tutti.cli.plan_layouts import plan
 from tutti.cli.report import report
 from tutti.cli.run import run
+from tutti.cli.script_options import ScriptCommand
 from tutti.cli.serve import serve
 from tutti.cli.simulate import simulate
 from tutti.cli.verify import verify
@@ -43,7 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _command in (run, serve, verify, explain, plan, simulate):
-    app.command(context_settings=_SCRIPT_TAKES_THE_REST)(_command)
+    app.command(cls=ScriptCommand, context_settings=_SCRIPT_TAKES_THE_REST)(_command)
 for _command in (checkpoints, calibrate, report):
     app.command()(_command)
 
