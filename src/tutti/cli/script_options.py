@@ -36,8 +36,8 @@ class ScriptCommand(TyperCommand):
         """Run, after a hint at options behind the script."""
         for option in self._behind(ctx):
             print(
-                f"tutti: {option} stands behind the script, which takes it; an option of tutti "
-                f"{ctx.info_name} stands before the script",
+                f"tutti: {option} stands behind the script, which takes it; for tutti "
+                f"{ctx.info_name} put it before the script",
                 file=sys.stderr,
             )
         return super().invoke(ctx)

@@ -25,8 +25,8 @@ Call = tuple[Any, tuple[Any, ...]]
 
 
 def accumulate(body: Body) -> Body:
-    """Give each part of `body` that sums a second graph, for later micro-batches."""
-    ops = {s.name: s.op for s in body.sums}
+    """Give each part of `body` that sums a second graph, for later micro-batches; parts for the last one add
+    already, and now with the ops that make the terms."""
     if body.num_micro == 1:
         return body
     for part in body.last.values():
@@ -34,12 +34,11 @@ def accumulate(body: Body) -> Body:
         for node in list(part.graph.nodes):
             if node.target is aten.add_.Tensor and node.args[0] in totals:
                 _fuse(node)
-    return body.with_parts(lambda part: _with_adding(part, ops))
+    return body.with_parts(lambda part: _with_adding(part, len(body.sums_of(part))))
 
 
-def _with_adding(part: LoopPart, ops: dict[str, str]) -> LoopPart:
-    """The part with its sums first in `summed`; joins and maxima follow."""
-    count = next((i for i, n in enumerate(part.summed) if ops[n] != "sum"), len(part.summed))
+def _with_adding(part: LoopPart, count: int) -> LoopPart:
+    """The part with a graph that adds to the first `count` totals."""
     if not count:
         return part
     graph = fx.Graph()
@@ -48,22 +47,27 @@ def _with_adding(part: LoopPart, ops: dict[str, str]) -> LoopPart:
     both: Any = output.args[0]
     outputs, summed = both
     output.args = ((outputs, summed[count:]),)
-    totals = _placeholders(graph, part.summed[:count], summed)
-    for total, made in zip(totals, summed[:count], strict=True):
-        _add_to(graph, total, made)
+    for name, made in zip(part.summed[:count], summed, strict=False):
+        _fuse(added_to(total_like(graph, name, made), made))
     graph.lint()
     return replace(part, adding=graph, num_added=count)
 
 
-def _placeholders(graph: fx.Graph, names: tuple[str, ...], like: list[fx.Node]) -> list[fx.Node]:
+def total_like(graph: fx.Graph, name: str, made: fx.Node) -> fx.Node:
+    """A new last input of a part: the total `name` of values like `made`."""
     first = next(n for n in graph.nodes if n.op != "placeholder")
-    found = []
-    for name, made in zip(names, like, strict=False):
-        with graph.inserting_before(first):
-            total = graph.placeholder(f"total_{name}")
-        total.meta = {k: made.meta[k] for k in ("val", "sharding") if k in made.meta}
-        found.append(total)
-    return found
+    with graph.inserting_before(first):
+        total = graph.placeholder(f"total_{name}")
+    total.meta = {k: made.meta[k] for k in ("val", "sharding") if k in made.meta}
+    return total
+
+
+def added_to(total: fx.Node, made: fx.Node) -> fx.Node:
+    """The sum of both, in the memory of `total`, as soon as `made` is there."""
+    with made.graph.inserting_after(made):
+        added = made.graph.call_function(aten.add_.Tensor, (total, made))
+    added.meta = total.meta | {k: made.meta[k] for k in NOTES if k in made.meta}
+    return added
 
 
 def _widens(made: fx.Node) -> bool:
@@ -75,15 +79,6 @@ def _widens(made: fx.Node) -> bool:
     floats = x.is_floating_point() and val.is_floating_point()
     wider = torch.promote_types(x.dtype, val.dtype) == val.dtype
     return bool(floats and wider and x.device == val.device and kind_of(x) == "cuda")
-
-
-def _add_to(graph: fx.Graph, total: fx.Node, made: fx.Node) -> None:
-    """Add `made` to `total` at once; with its own op, if nothing else reads it."""
-    with graph.inserting_after(made):
-        added = graph.call_function(aten.add_.Tensor, (total, made))
-    added.meta = {k: total.meta[k] for k in ("val", "sharding") if k in total.meta}
-    added.meta |= {k: made.meta[k] for k in NOTES if k in made.meta}
-    _fuse(added)
 
 
 def _fuse(added: fx.Node) -> None:

@@ -16,21 +16,20 @@ Between hosts or GPUs only: ranks that share memory have nothing to overlap.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from tutti.graph.analysis.order import sole_readers
 from tutti.graph.edits.edit import NOTES
 from tutti.graph.ops import collectives
 from tutti.graph.ops.loop import REDUCE, SEND, Body, LoopPart, loop
+from tutti.passes.accumulate import added_to, total_like
 from tutti.passes.bucket import SMALL_NBYTES
 from tutti.passes.target import Target
 
-aten = torch.ops.aten
 Key = tuple[int, str]
 # The nodes behind a sum that reduce it over ranks, by the sum's name.
 Chains = Mapping[str, list[fx.Node]]
@@ -64,7 +63,7 @@ def _behind(node: fx.Node, target: Target) -> int:
     part, found = body.parts[0, "B"], dict[str, tuple[int, fx.Node]]()
     for i, name in enumerate(body.results):
         items = [u for u in node.users if u.target is operator.getitem and u.args[1] == i]
-        if len(items) == 1 and name in _sums_of(part, body):
+        if len(items) == 1 and name in body.sums_of(part):
             found[name] = i, items[0]
     every = {
         name: sole_readers(item, lambda n: _apart(n, target)) for name, (_, item) in found.items()
@@ -100,9 +99,8 @@ def _in_stages(body: Body, target: Target) -> tuple[Body, int]:
         if not all(_apart(n, target) for n in moves):
             continue
         both: Any = reducing.graph.output_node().args[0]
-        given = dict(zip(reducing.graph.nodes, reducing.totals, strict=False))
-        chains = dict(_chains(given))
-        assert len(chains) == len(both[0]), f"{len(chains)} of {len(both[0])} sums"
+        given = zip(reducing.totals, reducing.graph.nodes, strict=False)
+        chains = {name: sole_readers(x) for name, x in given}
         names = dict(zip(both[0], reducing.reduced, strict=True))
         ends = {name: names[chain[-1]] for name, chain in chains.items()}
         part = _ended(body.parts[key], body, chains, ends)
@@ -111,15 +109,6 @@ def _in_stages(body: Body, target: Target) -> tuple[Body, int]:
         body = replace(body, parts=parts, row=row, last={**body.last, key: part})
         count += len(chains)
     return body, count
-
-
-def _chains(given: Mapping[fx.Node, str]) -> Iterator[tuple[str, list[fx.Node]]]:
-    for x, name in given.items():
-        chain, node = list[fx.Node](), x
-        while (user := next(iter(node.users))).op != "output":
-            chain.append(user)
-            node = user
-        yield name, chain
 
 
 def _last_backward(body: Body, stage: int) -> Key | None:
@@ -131,12 +120,6 @@ def _last_backward(body: Body, stage: int) -> Key | None:
         return None
     totals = body.parts[stage, REDUCE].totals
     return (stage, do.kind) if _gradients(body.parts[stage, do.kind]) & set(totals) else None
-
-
-def _sums_of(part: LoopPart, body: Body) -> set[str]:
-    """The names of the sums of a part, which come before its joins and maxima."""
-    ops = {s.name: s.op for s in body.sums}
-    return {n for n in part.summed if ops[n] == "sum"}
 
 
 def _gradients(part: LoopPart) -> set[str]:
@@ -164,25 +147,15 @@ def _ended(part: LoopPart, body: Body, chains: Chains, ends: Mapping[str, str]) 
     output = graph.output_node()
     both: Any = output.args[0]
     outputs, summed = both
-    own = part.summed[: len(_sums_of(part, body))]
+    own = body.sums_of(part)
     complete = dict(zip(own, summed, strict=False))
     totals = [n for n in chains if n not in complete]
-    totals += own if body.num_micro > 1 else ()
-    first = next(n for n in graph.nodes if n.op != "placeholder")
     for name in totals:
-        made = complete.get(name)
-        with graph.inserting_before(first):
-            total = graph.placeholder(f"total_{name}")
-        like = chains[name][0].all_input_nodes[0] if made is None else made
-        total.meta = {k: like.meta[k] for k in ("val", "sharding") if k in like.meta}
-        if made is not None:
-            with graph.inserting_after(made):
-                added = graph.call_function(aten.add_.Tensor, (total, made))
-            notes = {k: made.meta[k] for k in NOTES if k in made.meta}
-            complete[name] = added
-            added.meta = total.meta | notes
-        else:
-            complete[name] = total
+        complete[name] = total_like(graph, name, chains[name][0].all_input_nodes[0])
+    if body.num_micro > 1:
+        totals += own
+        for name in own:
+            complete[name] = added_to(total_like(graph, name, complete[name]), complete[name])
     reduced = {ends.get(n, n): _copied(graph, x, chains.get(n, [])) for n, x in complete.items()}
     output.args = (([*outputs, *reduced.values()], summed[len(own) :]),)
     graph.lint()

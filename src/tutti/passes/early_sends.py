@@ -34,7 +34,7 @@ def early_sends(body: Body) -> int:
 
 def _post(part: LoopPart, names: set[str]) -> int:
     both: Any = part.graph.output_node().args[0]
-    made = dict(zip(part.outputs, both[0], strict=False))
+    made = dict(zip(part.outputs, both[0][: len(part.outputs)], strict=True))
     follows = _seconds_behind(part.graph)
     chosen = [
         (name, x)

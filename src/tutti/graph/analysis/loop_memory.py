@@ -74,7 +74,7 @@ class RowWalk:
 
     def _reader(self, stage: int, name: str) -> fx.Node | None:
         parts = (part for (s, _), part in self.body.parts.items() if s == stage)
-        found = (self._plain(part).inputs.get(name) for part in parts)
+        found = (self._of(part).inputs.get(name) for part in parts)
         return next((x for x in found if x is not None), None)
 
     def _part(self, do: Do, part: LoopPart, dying: frozenset[str]) -> None:
@@ -107,13 +107,10 @@ class RowWalk:
         """The memory of a part, which adds to its totals if there are all."""
         added = part.summed[: part.num_added]
         if part.adding is None or not all(n in self.totals for n in added):
-            return self._plain(part)
+            return self._of(part)
         return self._of(part, adding=True)
 
-    def _plain(self, part: LoopPart) -> PartMemory:
-        return self._of(part, adding=False)
-
-    def _of(self, part: LoopPart, *, adding: bool) -> PartMemory:
+    def _of(self, part: LoopPart, *, adding: bool = False) -> PartMemory:
         key = id(part), adding
         if key not in self.known:
             self.known[key] = self._memory_of(part, adding)

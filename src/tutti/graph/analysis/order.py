@@ -55,13 +55,17 @@ def item(graph: fx.Graph, after: fx.Node, several: fx.Node, index: int, like: fx
     return node
 
 
-def sole_readers(x: fx.Node, ends: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The nodes behind `x` that depend on it alone, each the only reader of the one before, in order, up to
-    the last one for which `ends` holds."""
+def sole_readers(
+    x: fx.Node,
+    ends: Callable[[fx.Node], bool] = lambda node: True,
+    inside: Callable[[fx.Node], bool] = lambda node: True,
+) -> list[fx.Node]:
+    """The nodes behind `x` that depend on it alone, each the only reader of the one before, in order, as long
+    as `inside` holds, up to the last one for which `ends` holds."""
     chain, node = list[fx.Node](), x
     while len(node.users) == 1:
         user = next(iter(node.users))
-        if user.op != "call_function" or user.all_input_nodes != [node]:
+        if user.op != "call_function" or user.all_input_nodes != [node] or not inside(user):
             break
         chain.append(user)
         node = user

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, fx
@@ -135,6 +136,11 @@ class Body:
             found.append(None if do.way else last or self.parts[key])
         return found
 
+    def sums_of(self, part: LoopPart) -> tuple[str, ...]:
+        """The names of the sums of a part, which come before its joins and maxima."""
+        ops = {s.name: s.op for s in self.sums}
+        return tuple(takewhile(lambda name: ops[name] == "sum", part.summed))
+
     def with_graphs(self, change: Callable[[str, fx.Graph], fx.Graph]) -> Body:
         """This body with the graphs of every part replaced, by the part's kind and the graph."""
 
@@ -142,10 +148,8 @@ class Body:
             adding = None if part.adding is None else change(kind, part.adding)
             return replace(part, graph=change(kind, part.graph), adding=adding)
 
-        both = (
-            {k: changed(k[1], p) for k, p in parts.items()} for parts in (self.parts, self.last)
-        )
-        return replace(self, **dict(zip(("parts", "last"), both, strict=True)))
+        parts = {k: changed(k[1], p) for k, p in self.parts.items()}
+        return replace(self, parts=parts, last={k: changed(k[1], p) for k, p in self.last.items()})
 
     def with_parts(self, change: Callable[[LoopPart], LoopPart]) -> Body:
         """This body with every part replaced, but for those of last entries."""

@@ -26,9 +26,8 @@ def _is_added(total: fx.Node) -> bool:
 
 
 def _chain(total: fx.Node, moments: Moments) -> list[fx.Node]:
-    chain = sole_readers(total, lambda n: n.target in collectives.COLLECTIVES)
-    early = (i for i, n in enumerate(chain) if moments.when[n] != AFTER or sums_over_time(n))
-    chain = chain[: next(early, len(chain))]
-    while chain and chain[-1].target not in collectives.COLLECTIVES:
-        chain.pop()
-    return chain
+    return sole_readers(
+        total,
+        ends=lambda n: n.target in collectives.COLLECTIVES,
+        inside=lambda n: moments.when[n] == AFTER and not sums_over_time(n),
+    )

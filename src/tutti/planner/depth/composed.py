@@ -70,6 +70,7 @@ class _Composition:
         ranks = self.staged.rank_pieces
         busiest = max(ranks, key=lambda p: p.forward + p.backward)
         micro = self.layout.micro
+        late: list[float] = []
         computing = micro * (busiest.forward + busiest.backward - busiest.exchange)
         kinds[COLLECTIVES] += micro * busiest.exchange  # type: ignore[assignment]
         if self.pipe == 1:
@@ -87,7 +88,7 @@ class _Composition:
         else:
             seconds = timeline.seconds if timeline else self._closed_form
             kinds[IDLE] += max(0.0, seconds - computing - kinds[COLLECTIVES])  # type: ignore[assignment]
-            late = (self.staged.summed_late(rank, timeline) for rank in range(self.pipe))
+            late = [self.staged.summed_late(rank, timeline) for rank in range(self.pipe)]
             exposed = max(self.staged.gathered(p) + x for p, x in zip(ranks, late, strict=True))
             seconds += exposed
             kinds[COLLECTIVES] += exposed  # type: ignore[assignment]
@@ -104,7 +105,7 @@ class _Composition:
         if timeline is not None:
             shared = timeline.shared_seconds(share) + share * (alone - timeline.seconds)
         else:  # all work must find room on the processors
-            shared = max(alone, share * (alone if self.pipe == 1 else self._busy))
+            shared = max(alone, share * (alone if self.pipe == 1 else self._busy(late)))
         kinds[SHARED] += shared - alone  # type: ignore[assignment]
         memory = StagedMemory(self.staged, timeline)
         return Estimate(
@@ -117,17 +118,16 @@ class _Composition:
             timeline=timeline,
         )
 
-    @property
-    def _busy(self) -> float:
-        """Seconds that a rank of the pipeline works, in the mean."""
+    def _busy(self, late: list[float]) -> float:
+        """Seconds that a rank of the pipeline works, in the mean; `late`: of the sums of each rank."""
         share = self.data if self.layout.zero else 1
         return sum(
             self.layout.micro * (p.forward + p.backward)
             + self.staged.gathered(p)
-            + self.staged.summed_late(rank)
+            + summed
             + p.update / share
             + self._renewed(p)
-            for rank, p in enumerate(self.staged.rank_pieces)
+            for p, summed in zip(self.staged.rank_pieces, late, strict=True)
         ) / len(self.staged.rank_pieces)
 
     def _alone(self, *, last: bool = False) -> PieceTimes:

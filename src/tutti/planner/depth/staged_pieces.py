@@ -113,16 +113,9 @@ class StagedPieces:
         more = left = 0.0
         for stage, later in pairwise([*stages, None]):
             assert stage is not None
-            last, one_link, stays = (
-                self.backwards(stage, last=True),
-                self.one_link,
-                later is not None,
-            )
-            times = played(last, lags=stays, one_link=one_link, stays=stays)
-            plain = played(
-                [replace(work, total=0.0) for work in last], lags=False, one_link=one_link
-            )
-            more += times.seconds - plain.seconds + left
+            last, stays = self.backwards(stage, last=True), later is not None
+            times = played(last, lags=stays, one_link=self.one_link, stays=stays)
+            more += times.seconds - sum(work.kernels + work.exchange for work in last) + left
             if later is not None:
                 left = max(0.0, times.left - self._between(stage, later, timeline))
         return more
