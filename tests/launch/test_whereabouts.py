@@ -8,6 +8,7 @@ import sys
 import threading
 from types import FrameType
 
+import pytest
 import torch
 
 from tutti.comm.collectives.failure import Wait
@@ -100,15 +101,27 @@ def test_the_ranks_that_have_not_come_are_told_from_the_counters() -> None:
     assert late_in(memory) == (6,)
 
 
-def test_a_plain_collective_is_a_wait_while_nothing_is_computed() -> None:
+def inside_torch(name: str) -> Stack:
+    """The stack within a function of torch.distributed."""
     names = {"inside": inside, "sys": sys}
-    code = "def barrier():\n    return inside(sys._getframe())\n"
+    code = f"def {name}():\n    return inside(sys._getframe())\n"
     exec(compile(code, "torch/distributed/distributed_c10d.py", "exec"), names)
-    stack = names["barrier"]()  # type: ignore[operator]
+    return names[name]()  # type: ignore[operator, no-any-return]
+
+
+def test_a_plain_collective_is_a_wait_while_nothing_is_computed() -> None:
+    stack = inside_torch("barrier")
     first, same, later = (wait(stack, cpu) for cpu in (1.0, 1.0, 1.1))
     assert first is not None and same is not None and later is not None
-    assert first.what == "barrier"
+    assert first.what == collective(stack) == "barrier"
     assert first.same(same) and not first.same(later)
+
+
+@pytest.mark.parametrize("name", ["get_rank", "get_world_size", "is_initialized", "WORLD"])
+def test_a_call_that_no_other_rank_answers_is_no_wait(name: str) -> None:
+    stack = inside_torch(name)
+    assert wait(stack) is None
+    assert collective(stack) == ""
 
 
 def test_lines_are_those_of_the_script_outermost_first() -> None:

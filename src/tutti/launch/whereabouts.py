@@ -26,6 +26,8 @@ _WAITING = tuple(
     )
 )
 _C10D = "distributed_c10d.py"
+# How the names of the functions of torch.distributed begin that ask this process only.
+_QUERIES = ("get_", "is_", "_get_", "_is_", "__", "WORLD")
 # Generated code may carry a table from its own lines to the user's: `{45: "train.py:12"}` (user_lines.LINES).
 LINES = "__tutti_lines__"
 
@@ -77,7 +79,7 @@ def wait(stack: Stack, cpu_seconds: float = 0.0) -> Waiting | None:
 
 def _plain_wait(stack: Stack, cpu_seconds: float) -> Waiting | None:
     """A call of torch.distributed outside of tutti, such as those before the first step."""
-    inner = [frame for frame, _ in stack if frame.f_code.co_filename.endswith(_C10D)]
+    inner = _plain_calls(stack)
     if not inner:
         return None
     what = inner[-1].f_code.co_name
@@ -85,6 +87,12 @@ def _plain_wait(stack: Stack, cpu_seconds: float) -> Waiting | None:
     polls = what == "init_process_group"  # a file, and so computes while it waits
     computed = 0 if polls else round(cpu_seconds * 1000)
     return Waiting((frames, computed), what, user_line(stack), _missing(stack))
+
+
+def _plain_calls(stack: Stack) -> list[FrameType]:
+    """The frames of torch.distributed, innermost first; none if they ask this process only (`get_rank`)."""
+    inner = [frame for frame, _ in stack if frame.f_code.co_filename.endswith(_C10D)]
+    return [] if inner and inner[-1].f_code.co_name.startswith(_QUERIES) else inner
 
 
 def _members(owner: Any, current: Any) -> tuple[int, ...]:
@@ -191,10 +199,8 @@ def collective(stack: list[tuple[FrameType, int]]) -> str:
             current = getattr(_variables(frame).get("self"), "current", None)
             if current is not None:
                 return str(current)
-    for frame, _ in reversed(stack):
-        if frame.f_code.co_filename.endswith(_C10D):
-            return frame.f_code.co_name
-    return ""
+    calls = _plain_calls(stack)
+    return calls[-1].f_code.co_name if calls else ""
 
 
 def _outward(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
