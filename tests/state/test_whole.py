@@ -153,6 +153,48 @@ def test_weights_between_steps_are_those_of_one_device(
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
+class Scaled(nn.Module):
+    """Layers that all read one buffer, as those of language models read the angles of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return x
+
+
+def with_a_buffer_of_all_stages(layout: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = Scaled().double()
+
+    def squares(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step = tutti.distribute(squares, model, torch.optim.SGD(model.parameters(), lr=0.1), layout)
+    x = torch.linspace(-1, 1, 32).double().reshape(8, 4)
+    losses = [step(x)]
+    with step.whole():
+        losses.append(model(x).square().mean().detach())
+        model.scale.mul_(2.0)
+    return [*losses, step(x), *step.model_state().values()]
+
+
+@pytest.mark.parametrize("layout", ["pipe=2", "pipe=2 micro=2", "data=2 zero=3"])
+def test_a_buffer_that_several_stages_keep(ranks: Ranks, layout: str) -> None:
+    expected = with_a_buffer_of_all_stages("")
+    for found in ranks.run(with_a_buffer_of_all_stages, layout, n=2):
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+
+
 def kept(layout: str) -> tuple[bool, set[str], int, int]:
     """Whether parameters are the user's own; their kinds; the bytes of a block, and of all weights."""
     step, model, optimizer, batches = make(layout)

@@ -26,7 +26,7 @@ from tutti.comm.collectives.payload import digest
 from tutti.errors import LayoutError, TuttiError
 from tutti.state.replacing import put_in_place
 from tutti.state.residence import Residence, WholeBlock, is_here, known_residence
-from tutti.state.shards import StateShard, cut
+from tutti.state.shards import StateShard, cut, origin_of
 from tutti.torch_private.dtensors import local_part
 from tutti.torch_private.module_tables import share_tensor_hooks
 from tutti.user_lines import quoted, user_line
@@ -204,12 +204,17 @@ def gathered(x: Tensor, home: Residence, *, only: int | None = None) -> Tensor |
 
 
 def _from_its_pipe_rank(x: DTensor, full: Tensor | None, home: Residence) -> Tensor:
-    """Broadcast the tensor of one pipeline rank to all pipeline ranks."""
-    group, source = group_of(home), int(x.device_mesh.mesh.flatten()[0])
+    """Broadcast the tensor of one pipeline rank to all.
+
+    Several may keep it, such as a buffer that several stages read; the first one sends.
+    """
+    origin, mesh = origin_of(x), x.device_mesh
+    if origin is not None and (owners := home.owners.get(origin.name)):
+        mesh = home.device_mesh(home.device, min(owners))
     if full is None:
         full = torch.empty(x.shape, dtype=x.dtype, device=local_part(x).device)
     full = full.contiguous()
-    dist.broadcast(full, source, group=group.handle)
+    dist.broadcast(full, int(mesh.mesh.flatten()[0]), group=group_of(home).handle)
     return full
 
 
