@@ -31,6 +31,14 @@ def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 MOST_TRACES = {"radam": 2, "asgd": 2, "layerwise": 3, "estimating": 2}
 
 
+# Programs that no layout with `micro` or `pipe` plays, whatever they read.
+NOT_IN_TIME = {
+    "averaged_inside": "reads the result of an update|needs all its samples at once",
+    "begins_with_its_first_batch": "needs all its samples at once",
+    "scales_by_what_it_reads": "needs all its samples at once",
+}
+
+
 @pytest.mark.parametrize(("name", "layout"), in_turn(READING, [["tensor=2"], ["data=2 zero=3"]]))
 def test_one_device_is_eager_and_a_layout_is_verified(name: str, layout: str) -> None:
     made: list[tutti.Step] = []
@@ -77,9 +85,42 @@ def test_two_ranks_are_eager(ranks: Ranks, name: str, layout: str) -> None:
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("layout", ["pipe=2 micro=2", "replica=2 sync=average(every=2)"])
-def test_where_ranks_would_not_all_know_it_is_refused(layout: str) -> None:
+IN_TIME = [name for name in READING if name not in NOT_IN_TIME]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    in_turn(IN_TIME, [["micro=2", "data=2 pipe=2 micro=2"], ["pipe=2", "data=2 micro=2 zero=2"]]),
+)
+def test_micro_batches_and_stages_are_verified(name: str, layout: str) -> None:
+    found = tutti.verify(*READING[name](), (programs.batch(0),), layout)
+    assert found.ok, str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    in_turn(
+        [name for name in ON_RANKS if name not in NOT_IN_TIME],
+        [["pipe=2 micro=2"], ["data=2 micro=2"], ["pipe=2 micro=4 schedule=zb"], ["pipe=2"]],
+    ),
+)
+def test_micro_batches_and_stages_on_two_ranks_are_eager(
+    ranks: Ranks, name: str, layout: str
+) -> None:
+    expected = programs.values(name, programs.eager)
+    for found in ranks.run(on_ranks, name, layout, n=2):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", NOT_IN_TIME)
+def test_what_needs_all_samples_at_once_is_refused(name: str) -> None:
+    with pytest.raises(tutti.ShardingError, match=NOT_IN_TIME[name]):
+        tutti.verify(*READING[name](), (programs.batch(0),), "micro=2")
+
+
+def test_replicas_that_would_go_different_ways_are_refused() -> None:
     step, model, optimizer = READING["radam"]()
+    layout = "replica=2 sync=average(every=2)"
     with pytest.raises(tutti.CaptureError, match="branches on a value of a tensor") as caught:
         tutti.verify(step, model, optimizer, (programs.batch(0),), layout)
     assert "a layout without" in caught.value.fix

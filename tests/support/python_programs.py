@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
+import tutti
+
 Made = tuple[Callable[..., Any], nn.Module, Any, Callable[[int], None]]
 
 calls = 0
@@ -552,8 +554,8 @@ def values(name: str, play: Callable[..., Callable[..., Any]]) -> list[Any]:
     for k in range(NUM_CALLS):
         losses.append(float(called(batch(k))))
         between(k)
-    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return [*losses, *(w.detach().clone() for w in weights)]
+    with tutti.whole(model):
+        return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
 def eager(step: Any, model: nn.Module, optimizer: Any) -> Callable[..., Any]:

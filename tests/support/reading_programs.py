@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 
+import tutti
 from python_programs import mlp, plain, update
 
 Made = tuple[Callable[..., Any], nn.Module, Any]
@@ -235,8 +236,8 @@ def values(name: str, play: Callable[..., Callable[..., Any]]) -> list[Tensor]:
     called = play(step, model, optimizer)
     returned = [x for k in range(NUM_CALLS) for x in tree_leaves(called(batch(k)))]
     losses = [torch.as_tensor(x).detach().clone() for x in returned]
-    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return [*losses, *(w.detach().clone() for w in weights)]
+    with tutti.whole(model):
+        return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
 def eager(step: Any, model: nn.Module, optimizer: Any) -> Callable[..., Any]:

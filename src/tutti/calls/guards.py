@@ -17,7 +17,6 @@ from tutti.capture.python.read_values import Seen
 from tutti.capture.python.symbols import SYMBOLS
 from tutti.capture.step import Captured
 from tutti.errors import CaptureError
-from tutti.graph.edits.edit import source_of
 from tutti.layout import Layout
 from tutti.torch_private.autograd_engine import are_unwritten, version_of
 from tutti.torch_private.symbolic import PythonPrinter, expression_of
@@ -109,26 +108,13 @@ def no_way(captured: Captured, values: Seen) -> CaptureError:
 
 
 def refuse_other_layouts(captured: Captured, layout: Layout) -> None:
-    """Raise `CaptureError` if some ranks would lack the values that the step reads, or the state outside of
-    the model that it changes."""
-    updates = zip(captured.updated, captured.output[1], strict=True)
-    changed = [(name, new) for name, new in updates if name in captured.outside]
-    if "pipe" in layout.mesh and changed:
-        name, new = changed[0]
-        raise CaptureError(
-            f'the step changes "{name}", which is no state of the model, in a pipeline',
-            at=quoted(source_of(new)),
-            why="one stage would change it, and the others would not see it",
-            fix="register it as a buffer of the model, or a layout without pipe",
-        )
-    if not captured.reads:
-        return
-    if layout.in_time:
-        axis = "pipe" if "pipe" in layout.mesh else "micro"
-        captured.reads.refuse(f"with {axis} in the layout", f"a layout without {axis}")
+    """Raise `CaptureError` if the ranks could go different ways by the values that the step reads: those of a
+    replica are its own."""
     if layout.num_replicas > 1:
-        fix = "a layout without replica (data=N), where all ranks take the same step"
-        captured.reads.refuse("and replicas would go different ways", fix)
+        captured.reads.refuse(
+            "and replicas would go different ways",
+            "a layout without replica (data=N), where all ranks take the same step",
+        )
 
 
 def _symbols(captured: Captured) -> dict[Any, str]:

@@ -44,7 +44,7 @@ from tutti.planner.search.ranking import (
     first_fitting,
     first_pipelines,
 )
-from tutti.planning.candidate_programs import CandidatePrograms, num_rows, refuse_layout
+from tutti.planning.candidate_programs import CandidatePrograms, num_rows
 from tutti.planning.side_by_side import (
     OtherProcess,
     Outcome,
@@ -90,8 +90,8 @@ class StepEstimates:
         self._units: dict[str, ShortUnits | ModuleUnits] = {}
         self._ahead: dict[Layout, Outcome] = {}
         self._marked: set[str] = set()  # precisions
-        # Of a composed step, by precision, and whether there are a pipeline and micro-batches.
-        self._refusals: dict[tuple[str, bool, bool], TuttiError | None] = {}
+        # Of a composed step, by precision, and whether there are micro-batches.
+        self._refusals: dict[tuple[str, bool], TuttiError | None] = {}
         # Placements of least memory, of the layouts that need them.
         self.found: dict[Layout, dict[str, str]] = {}
         self._on_processors = machine(job.layout).shares_memory
@@ -306,17 +306,16 @@ class StepEstimates:
         """Raise what the step raises under micro-batches, or in a pipeline: its pieces have neither."""
         if not layout.in_time:
             return
-        key = layout.precision, "pipe" in layout.axes, layout.micro > 1
+        key = layout.precision, layout.micro > 1
         if key not in self._refusals:
             self._refusals[key] = self._refusal(layout)
         if (found := self._refusals[key]) is not None:
             raise found
 
     def _refusal(self, layout: Layout) -> TuttiError | None:
-        captured = self._captured_short(layout.precision)
+        self._captured_short(layout.precision)
         alone = Layout(micro=layout.micro, precision=layout.precision)
         try:
-            refuse_layout(captured, layout)
             refuse_coupled(self._short_programs.program(alone))
         except (LayoutError, ShardingError) as error:
             return error

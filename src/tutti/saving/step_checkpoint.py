@@ -30,7 +30,14 @@ from tutti.remote_paths import is_of_one_process, is_remote
 from tutti.saving import model_file, replica_checkpoint, saved_values, weight_files
 from tutti.saving.local_part import part_of
 from tutti.saving.state_share import StateShare
-from tutti.state.residence import adopt, is_here, local_of, refuse_open, set_local
+from tutti.state.residence import (
+    adopt,
+    is_here,
+    known_residence,
+    local_of,
+    refuse_open,
+    set_local,
+)
 from tutti.state.shards import plain_dtensor, unguarded
 
 COUNT = "num_steps"
@@ -70,6 +77,7 @@ def _kept(state: list[StateTensor]) -> dict[str, Tensor]:
 def load_state_dict(running: Running, state: Mapping[str, Any]) -> None:
     """Take over this rank's state, after a check of all names and shapes."""
     every = _state(running, state)
+    _refuse_unplaced(running, every, state)
     mine = _kept(every)
     python = {n: x for n, x in state.items() if n.startswith(saved_values.PREFIX)}
     found = {n: tuple(v.shape) for n, v in state.items() if n != COUNT and n not in python}
@@ -82,6 +90,19 @@ def load_state_dict(running: Running, state: Mapping[str, Any]) -> None:
     if COUNT in state:
         running.num_steps = int(state[COUNT])
     _restart(running)
+
+
+def _refuse_unplaced(running: Running, every: list[StateTensor], state: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for the tensors of one pipeline rank before the first call."""
+    home = known_residence(running.job.model)
+    lacks = [s.name for s in every if s.name not in state]
+    if lacks and "pipe" in running.job.layout.mesh and (home is None or not home.owners):
+        raise CheckpointError(
+            f"the state given lacks {len(lacks)} tensors, such as {lacks[0]}",
+            why="in a pipeline state_dict() holds the tensors of one rank, and the first call of a "
+            "step assigns tensors to ranks",
+            fix="call the step first; or step.save(path) and step.load(path), which need no call",
+        )
 
 
 def _restart(running: Running) -> None:

@@ -28,7 +28,8 @@ def owners_of(
     pipe_rank_of: list[int],
     homes: Mapping[str, frozenset[int]],
 ) -> dict[str, frozenset[int]]:
-    """The first stage that reads state keeps it; every reader keeps constant state."""
+    """The first stage that reads state keeps it; every reader keeps constant state, and every rank the state
+    outside of the model, which the user's Python may read."""
     everywhere = frozenset(pipe_rank_of)
     readers: dict[str, set[int]] = {}
     for (stage, _), given in parts.given.items():
@@ -38,7 +39,9 @@ def owners_of(
     captured, found = program.captured, dict[str, frozenset[int]]()
     for entry in captured.state:
         stages = readers.get(entry.name, set())
-        if entry.name in homes:
+        if entry.name in captured.outside:
+            found[entry.name] = everywhere
+        elif entry.name in homes:
             found[entry.name] = homes[entry.name]
         elif entry.name not in captured.updated:
             found[entry.name] = frozenset(pipe_rank_of[s] for s in stages) or everywhere
