@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
+import small_steps
 import tutti
 from captured_once import captured_once
 from ranks import Ranks
@@ -171,18 +172,12 @@ def with_a_buffer_of_all_stages(layout: str) -> list[Tensor]:
     torch.manual_seed(0)
     model = Scaled().double()
 
-    def squares(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    step = tutti.distribute(squares, model, torch.optim.SGD(model.parameters(), lr=0.1), layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = tutti.distribute(small_steps.step, model, optimizer, layout)
     x = torch.linspace(-1, 1, 32).double().reshape(8, 4)
     losses = [step(x)]
     with step.whole():
-        losses.append(model(x).square().mean().detach())
+        losses.append(small_steps.squares(model, x).detach())
         model.scale.mul_(2.0)
     return [*losses, step(x), *step.model_state().values()]
 
