@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import small_steps
 import tutti
 from execution import pipelines
 from ranks import Ranks
@@ -137,3 +138,34 @@ def test_ranks_that_cut_otherwise_are_told_before_the_first_step(ranks: Ranks) -
             r"ranks would run different.*\n.*rank 0: pipeline rank 0 .*\n.*rank 1: pipeline rank 0 ",
             text,
         ), text
+
+
+class ManyHeads(nn.Module):
+    """Twelve values cross from the first half to the second, and as many gradients back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.heads = nn.ModuleList(nn.Linear(6, 4) for _ in range(12))
+        self.tails = nn.ModuleList(nn.Linear(4, 1) for _ in range(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [head(self.first(x)).tanh() for head in self.heads]
+        return torch.cat([tail(h) for tail, h in zip(self.tails, found, strict=True)], 1)
+
+
+def losses_of_many_heads(layout: str) -> list[float]:
+    torch.manual_seed(0)
+    model = ManyHeads().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    cut = ("tails.0",) if "pipe" in layout else ()
+    step = tutti.distribute(small_steps.step, model, optimizer, layout, cut=cut)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    return [step(x).item() for _ in range(3)]
+
+
+@pytest.mark.parametrize("layout", ["pipe=2 micro=4", "pipe=2 micro=4 schedule=zb"])
+def test_a_message_of_more_values_than_a_channel_has_slots(ranks: Ranks, layout: str) -> None:
+    expected = losses_of_many_heads("")
+    for found in ranks.run(losses_of_many_heads, layout, n=2):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -17,6 +17,7 @@ from tutti.comm.collectives.groups import Groups
 from tutti.graph.ops import collectives
 from tutti.graph.players.player import Like
 from tutti.layout import Mesh
+from tutti.pipeline.ranks.edge_sizes import EdgeSize, size_of_edges
 from tutti.pipeline.timed import Timed
 
 Edge = tuple[int, int]
@@ -60,17 +61,19 @@ class EdgeMessages:
 def edges_of(made: Timed, mesh: Mesh, groups: Groups, device: torch.device) -> dict[Edge, Channel]:
     """The channels that begin or end at this rank; all ranks call this together.
 
-    A channel holds as many messages of one micro-batch as it has slots, so that a rank ahead of the others
-    does not wait at once.
+    A channel holds so much that a rank ahead of the others does not wait at once, and that no ranks
+    wait in a circle.
     """
-    largest = max((x.nbytes for body in made.bodies for x in body.vals.values()), default=0)
-    capacity = max(DEFAULT_CAPACITY, largest * NUM_SLOTS)
+    least = EdgeSize(DEFAULT_CAPACITY, NUM_SLOTS)
+    size = size_of_edges(made.bodies, made.schedule.rank_of, least)
     edges = [
         (mesh.rank({**rest, "pipe": a}), mesh.rank({**rest, "pipe": b}))
         for a, b in sorted(_pairs(made))
         for rest in _others(mesh)
     ]
-    return make_channels(edges, groups, device=device, capacity=capacity)
+    return make_channels(
+        edges, groups, device=device, capacity=size.capacity, num_slots=size.num_slots
+    )
 
 
 def in_common(made: Timed) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ranks import Ranks
-from tutti.comm.collectives.channel import DistributedChannel, SharedChannel
+from tutti.comm.collectives.channel import NUM_SLOTS, DistributedChannel, SharedChannel
 from tutti.comm.collectives.channels import make_channels
 from tutti.comm.collectives.groups import Groups
 from tutti.errors import CommError
@@ -24,10 +24,12 @@ ALL_EDGES = [(i, j) for i, j in itertools.product(range(4), repeat=2) if i != j]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64)
 
 
-def channels_by(way: str, edges: list[tuple[int, int]], n: int = 4) -> tuple[int, dict[Any, Any]]:
+def channels_by(
+    way: str, edges: list[tuple[int, int]], n: int = 4, num_slots: int = NUM_SLOTS
+) -> tuple[int, dict[Any, Any]]:
     with by(way):
         groups = Groups({"pipe": n})
-        found = make_channels(edges, groups, capacity=CAPACITY)
+        found = make_channels(edges, groups, capacity=CAPACITY, num_slots=num_slots)
     kind = SharedChannel if way == SHARED else DistributedChannel
     assert all(isinstance(channel, kind) for channel in found.values())
     assert set(found) == {edge for edge in edges if groups.rank in edge}
@@ -89,8 +91,8 @@ def test_more_values_follow(ranks: Ranks, way: str, numel: int) -> None:
     ranks.run(several_at_once, way, numel)
 
 
-def both_send_first(way: str, num_messages: int, numel: int) -> list[Tensor]:
-    rank, channels = channels_by(way, [(0, 1), (1, 0)], 2)
+def both_send_first(way: str, num_messages: int, numel: int, num_slots: int) -> list[Tensor]:
+    rank, channels = channels_by(way, [(0, 1), (1, 0)], 2, num_slots)
     there, back = channels[rank, 1 - rank], channels[1 - rank, rank]
     results: list[Tensor] = []
     for _ in range(3):  # the ring is as free as before when all has been taken
@@ -103,12 +105,20 @@ def both_send_first(way: str, num_messages: int, numel: int) -> list[Tensor]:
 
 @EVERY_WAY
 @pytest.mark.parametrize(
-    ("num_messages", "numel"), [(8, 1), (8, CAPACITY // 64), (1, CAPACITY // 8)]
+    ("num_messages", "numel", "num_slots"),
+    [
+        (8, 1, 8),
+        (8, CAPACITY // 64, 8),
+        (1, CAPACITY // 8, 8),
+        (48, 1, 48),
+        (32, CAPACITY // 256, 32),
+    ],
 )
 def test_both_may_send_first_up_to_the_capacity(
-    ranks: Ranks, way: str, num_messages: int, numel: int
+    ranks: Ranks, way: str, num_messages: int, numel: int, num_slots: int
 ) -> None:
-    for rank, results in enumerate(ranks.run(both_send_first, way, num_messages, numel, n=2)):
+    given = (both_send_first, way, num_messages, numel, num_slots)
+    for rank, results in enumerate(ranks.run(*given, n=2)):
         wanted = [(1 - rank) * 100 + number for number in range(num_messages)] * 3
         assert [int(x[0]) for x in results] == wanted
         assert all(bool((x == x[0]).all()) and len(x) == numel for x in results)

@@ -10,7 +10,9 @@ Between hosts, and between GPUs, each edge has its own group of torch.distribute
 never wait for those of another.
 
 The capacity of an edge bounds its unreceived bytes. `send` returns at once below the capacity, so two ranks
-may both send first; beyond it `send` waits for the other's `recv`.
+may both send first; beyond it `send` waits for the other's `recv`. On a GPU the stream does so, not the host:
+an NCCL send on the stream of the step itself would end only with the receive of the other rank, and two ranks
+that both send first would wait for each other.
 """
 
 from __future__ import annotations
@@ -66,23 +68,24 @@ class Channel(Protocol):
         ...
 
 
-def ring_nbytes(capacity: int) -> int:
+def ring_nbytes(capacity: int, num_slots: int = NUM_SLOTS) -> int:
     """The bytes of memory that a `SharedChannel` of this capacity needs."""
-    return _PAGE + NUM_SLOTS * (LINE + _slot_nbytes(capacity))
+    return _PAGE + num_slots * (LINE + _slot_nbytes(capacity, num_slots))
 
 
 class SharedChannel:
     """A `Channel` between two ranks of one host.
 
-    A tensor takes `ceil(nbytes / (capacity / 8))` of the 8 slots, and one if it is small or empty.
+    A tensor takes `ceil(nbytes / (capacity / num_slots))` slots, and one if it is small or empty.
 
     Args:
-        memory: `ring_nbytes(capacity)` shared bytes, zeros at first.
+        memory: `ring_nbytes(capacity, num_slots)` shared bytes, zeros at first.
         edge: the sending and the receiving rank.
         rank: this one of the two.
         pids: the process ids of both.
         timeout_seconds: how long a send or a receive waits for the other rank's next slot.
         capacity: bytes that it holds.
+        num_slots: the number of tensors that it holds.
         num_neighbors: how many ranks share the cores of this host.
     """
 
@@ -95,6 +98,7 @@ class SharedChannel:
         timeout_seconds: float,
         *,
         capacity: int = DEFAULT_CAPACITY,
+        num_slots: int = NUM_SLOTS,
         num_neighbors: int = 0,
     ) -> None:
         position = edge.index(rank)
@@ -102,8 +106,10 @@ class SharedChannel:
         self._signals = Signals(
             memory[: 2 * LINE], edge, position, pids, timeout_seconds, num_neighbors
         )
-        self._nbytes = _slot_nbytes(capacity)
-        slots = memory[_PAGE : ring_nbytes(capacity)].view(NUM_SLOTS, LINE + self._nbytes)
+        self._nbytes, self._num_slots = _slot_nbytes(capacity, num_slots), num_slots
+        slots = memory[_PAGE : ring_nbytes(capacity, num_slots)].view(
+            num_slots, LINE + self._nbytes
+        )
         # Each slot of a message begins with a hash of its shape and dtype.
         self._notes = [slot[:8].view(torch.int64) for slot in slots]
         self._slots = [slot[LINE:] for slot in slots]
@@ -114,7 +120,7 @@ class SharedChannel:
         note = _note(x.shape, x.dtype)
 
         def fill(slot: int, low: int, high: int) -> None:
-            free = self._signals.count + 1 - NUM_SLOTS
+            free = self._signals.count + 1 - self._num_slots
             if self._signals.late(free):
                 self._signals.wake()
             self._signals.wait(free)  # the receiver has taken what this slot held
@@ -146,14 +152,13 @@ class SharedChannel:
 
     def _each_slot(self, nbytes: int, move: Callable[[int, int, int], None]) -> None:
         for low in range(0, max(nbytes, 1), self._nbytes):
-            move(self._signals.count % NUM_SLOTS, low, min(low + self._nbytes, nbytes))
+            move(self._signals.count % self._num_slots, low, min(low + self._nbytes, nbytes))
 
 
 class DistributedChannel:
     """A `Channel` on a group of torch.distributed that has these two ranks and this edge only.
 
-    For CPU tensors `send` copies and returns, up to `capacity` bytes; on a GPU, sends and receives go on
-    the stream.
+    `send` copies and returns, up to `capacity` bytes. Both ends call `meet` once, before anything else.
 
     Args:
         handle: the group.
@@ -172,7 +177,8 @@ class DistributedChannel:
         *,
         capacity: int = DEFAULT_CAPACITY,
     ) -> None:
-        self._group, self._device, self._capacity = Group.of(handle, edge, rank), device, capacity
+        self._group, self._rank = Group.of(handle, edge, rank), rank
+        self._device, self._capacity = device, capacity
         self._under_way: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, x: Tensor, *, more: bool = False) -> None:
@@ -180,9 +186,6 @@ class DistributedChannel:
         data = _bytes(x)
         _, to = self._group.ranks
         with _naming("send", self._group, data.numel()):
-            if data.is_cuda:
-                dist.send(data, to, group=self._group.handle)
-                return
             data = data.clone() if data.numel() else data.new_zeros(1)
             self._under_way.append((dist.isend(data, to, group=self._group.handle), data))
             self._settle(self._capacity)
@@ -202,9 +205,26 @@ class DistributedChannel:
         with _naming("send", self._group, sum(data.numel() for _, data in self._under_way)):
             self._settle(0)
 
+    def meet(self) -> None:
+        """Connect both ranks.
+
+        The first message of an NCCL group holds the host of each rank until the other comes. Ranks that meet
+        at their edges in one order never wait in a circle for that; their schedules give no such order.
+        """
+        if self._rank == self._group.ranks[0]:
+            self.send(torch.zeros(1, dtype=torch.uint8, device=self._device))
+            self.flush()
+        else:
+            self.recv((1,), torch.uint8)
+
     def _settle(self, nbytes: int) -> None:
-        """Wait, oldest first, while more than `nbytes` are in flight; Gloo shows completion only to waits."""
-        while self._under_way and sum(data.numel() for _, data in self._under_way) > nbytes:
+        """Wait, oldest first, while more than `nbytes` are in flight, and let go of tensors on a GPU that
+        have left; Gloo shows completion only to waits.
+        """
+        while self._under_way and (
+            sum(data.numel() for _, data in self._under_way) > nbytes
+            or (self._device.type == "cuda" and self._under_way[0][0].is_completed())
+        ):
             self._under_way.popleft()[0].wait()
 
 
@@ -221,5 +241,5 @@ def _note(shape: Sequence[int], dtype: torch.dtype) -> int:
     return zlib.crc32(f"{tuple(shape)} {dtype}".encode())
 
 
-def _slot_nbytes(capacity: int) -> int:
-    return max(math.ceil(capacity / NUM_SLOTS / LINE), 1) * LINE
+def _slot_nbytes(capacity: int, num_slots: int) -> int:
+    return max(math.ceil(capacity / num_slots / LINE), 1) * LINE

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tutti.comm.collectives.channel import (
     DEFAULT_CAPACITY,
+    NUM_SLOTS,
     Channel,
     DistributedChannel,
     SharedChannel,
@@ -31,6 +32,7 @@ def make_channels(
     *,
     device: torch.device | str = "cpu",
     capacity: int = DEFAULT_CAPACITY,
+    num_slots: int = NUM_SLOTS,
 ) -> dict[Edge, Channel]:
     """The channels that begin or end at this rank, by edge; all ranks call this together.
 
@@ -42,10 +44,11 @@ def make_channels(
         groups: tells which ranks share memory.
         device: where tensors are.
         capacity: bytes that each edge holds before `send` waits.
+        num_slots: the number of tensors that each edge holds in shared memory.
     """
     edges, device = list(dict.fromkeys(edges)), torch.device(device)
     near = [edge for edge in edges if device.type == "cpu" and groups.same_host(*edge)]
-    shared = _shared(near, groups, capacity) if near else {}
+    shared = _shared(near, groups, (capacity, num_slots)) if near else {}
     found: dict[Edge, Channel] = {**(shared or {})}
     for edge in edges:
         if shared is not None and edge in near:
@@ -53,16 +56,20 @@ def make_channels(
         handle = dist.new_group(list(edge), timeout=groups.timeout)
         if groups.rank in edge:
             assert isinstance(handle, dist.ProcessGroup)
-            found[edge] = DistributedChannel(handle, edge, groups.rank, device, capacity=capacity)
+            made = DistributedChannel(handle, edge, groups.rank, device, capacity=capacity)
+            made.meet()
+            found[edge] = made
     return found
 
 
-def _shared(edges: list[Edge], groups: Groups, capacity: int) -> dict[Edge, Channel] | None:
+def _shared(edges: list[Edge], groups: Groups, size: tuple[int, int]) -> dict[Edge, Channel] | None:
     """The channels of this rank; None on all ranks if one of them could not make its own.
+
+    `size` is the capacity of each in bytes, and its number of slots.
 
     Each sender makes the memory of its edges, and holds it open until the receivers have mapped it.
     """
-    nbytes = ring_nbytes(capacity)
+    nbytes = ring_nbytes(*size)
     fds: dict[str, int] = {}
     found: dict[Edge, Channel] = {}
 
@@ -74,7 +81,7 @@ def _shared(edges: list[Edge], groups: Groups, capacity: int) -> dict[Edge, Chan
     def take() -> None:
         for edge in edges:
             if groups.rank in edge:
-                found[edge] = _taken(edge, offers, groups, capacity)
+                found[edge] = _taken(edge, offers, groups, size)
 
     try:
         _, problem = tried(offer, None, nbytes)
@@ -91,15 +98,17 @@ def _shared(edges: list[Edge], groups: Groups, capacity: int) -> dict[Edge, Chan
     return None if any(problems) else found
 
 
-def _taken(edge: Edge, offers: list[Any], groups: Groups, capacity: int) -> SharedChannel:
+def _taken(edge: Edge, offers: list[Any], groups: Groups, size: tuple[int, int]) -> SharedChannel:
+    capacity, num_slots = size
     source, to = (offers[rank] for rank in edge)
     return SharedChannel(
-        map_file(source["pid"], source["fds"][_name(edge)], ring_nbytes(capacity), at_once=True),
+        map_file(source["pid"], source["fds"][_name(edge)], ring_nbytes(*size), at_once=True),
         edge,
         groups.rank,
         (source["pid"], to["pid"]),
         groups.timeout.total_seconds(),
         capacity=capacity,
+        num_slots=num_slots,
         num_neighbors=groups.num_neighbors,
     )
 
