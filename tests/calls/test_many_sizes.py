@@ -19,7 +19,7 @@ from ranks import Ranks
 from small_steps import trained
 from tutti.environment import MOST_PROGRAMS
 from tutti.errors import TuttiError
-from tutti.state.residence import residence_of
+from tutti.state.residences import residence_of
 
 LENGTHS = (8, 12, 16, 10, 8, 18)
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import tutti
 from ranks import Ranks
-from tutti.state.residence import known_residence
+from tutti.state.residences import known_residence
 from tutti.state.shared_storage import SharedState
 
 

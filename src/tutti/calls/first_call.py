@@ -25,15 +25,8 @@ from tutti.errors import CaptureError
 from tutti.job import Job
 from tutti.layout import Layout
 from tutti.state.deferred import is_deferred
-from tutti.state.residence import (
-    Residence,
-    adopt,
-    known_residence,
-    refuse_open,
-    run_device,
-    settle,
-    whole_of,
-)
+from tutti.state.residence import Residence, run_device, settle, whole_of
+from tutti.state.residences import adopt, known_residence, refuse_open
 from tutti.state.shards import StateShard
 from tutti.state.whole import Whole
 from tutti.torch_private.autograd_engine import version_of

@@ -10,7 +10,7 @@ from tutti.job import Job
 from tutti.launch.roles import WORKER, Role
 from tutti.layout import Layout
 from tutti.modes.plain import Plain
-from tutti.state.residence import refresh
+from tutti.state.residences import refresh
 
 
 class Evaluated(Plain):

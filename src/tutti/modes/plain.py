@@ -46,17 +46,15 @@ from tutti.report.program_facts import program_facts
 from tutti.state.agreeing import Agreeing
 from tutti.state.residence import (
     Residence,
-    adopt,
     forget_values,
     own_memory,
-    refuse_open,
     refuse_shared_memory,
-    residence_of,
     run_device,
     set_local,
     settle,
     whole_of,
 )
+from tutti.state.residences import adopt, refuse_open, residence_of
 from tutti.state.shards import StateShard, unguarded
 from tutti.state.taken import take_over
 from tutti.torch_private.dtensors import local_parts

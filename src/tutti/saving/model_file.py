@@ -37,14 +37,8 @@ from tutti.saving.weight_files import (
     verify,
 )
 from tutti.state.deferred import STORED
-from tutti.state.residence import (
-    Residence,
-    is_here,
-    local_of,
-    refuse_open,
-    residence_of,
-    set_local,
-)
+from tutti.state.residence import Residence, is_here, local_of, set_local
+from tutti.state.residences import refuse_open, residence_of
 
 # The most bytes of tensors in one of several files, as Hugging Face divides them.
 FILE_NBYTES = 5 * 10**9

@@ -30,14 +30,8 @@ from tutti.remote_paths import is_of_one_process, is_remote
 from tutti.saving import model_file, replica_checkpoint, saved_values, weight_files
 from tutti.saving.local_part import part_of
 from tutti.saving.state_share import StateShare
-from tutti.state.residence import (
-    adopt,
-    is_here,
-    known_residence,
-    local_of,
-    refuse_open,
-    set_local,
-)
+from tutti.state.residence import is_here, local_of, set_local
+from tutti.state.residences import adopt, known_residence, refuse_open
 from tutti.state.shards import plain_dtensor, unguarded
 
 COUNT = "num_steps"

@@ -25,7 +25,8 @@ from tutti.server.protocol.update import WEIGHT
 from tutti.server.split.three_parts import split
 from tutti.server.split.updater import GraphUpdater
 from tutti.server.wire.service import Service
-from tutti.state.residence import Residence, adopt, run_device, settle, whole_of
+from tutti.state.residence import Residence, run_device, settle, whole_of
+from tutti.state.residences import adopt
 
 _LOOK_SECONDS = 0.2
 

@@ -27,7 +27,7 @@ from tutti.server.split.three_parts import Split, split
 from tutti.server.split.updater import GraphUpdater
 from tutti.server.split.worker_part import WorkerPart, alone, together
 from tutti.serving.server_side import captured_for
-from tutti.state.residence import residence_of
+from tutti.state.residences import residence_of
 
 
 @dataclass

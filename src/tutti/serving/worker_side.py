@@ -34,13 +34,8 @@ from tutti.server.wire.worker_ranks import WorkerRanks
 from tutti.serving.server_side import whole_state
 from tutti.serving.worked import Worked, parts_of
 from tutti.serving.worker_weights import WorkerWeights
-from tutti.state.residence import (
-    forget_values,
-    local_of,
-    own_memory,
-    residence_of,
-    set_local,
-)
+from tutti.state.residence import forget_values, local_of, own_memory, set_local
+from tutti.state.residences import residence_of
 
 
 class WorkerSide:

@@ -21,15 +21,8 @@ from tutti.partition.partition import Program
 from tutti.propagate.storage_sharding import slot_like
 from tutti.server.protocol.update import ServedVariable
 from tutti.server.wire.worker_ranks import WorkerRanks
-from tutti.state.residence import (
-    Residence,
-    as_shard,
-    local_of,
-    residence_of,
-    run_device,
-    set_local,
-    settle,
-)
+from tutti.state.residence import Residence, as_shard, local_of, run_device, set_local, settle
+from tutti.state.residences import residence_of
 
 
 class WorkerWeights:

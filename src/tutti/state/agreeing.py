@@ -17,7 +17,8 @@ from tutti.launch.records import ReplicaJoined, write_record
 from tutti.replicas import replica_rows, strategies
 from tutti.replicas.strategy import AVERAGED
 from tutti.replicas.team import Team
-from tutti.state.residence import local_of, residence_of, run_device, set_local
+from tutti.state.residence import local_of, run_device, set_local
+from tutti.state.residences import residence_of
 
 
 class Agreeing:

@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from tutti.capture.state.lift import StateTensor, optimizers_of, state_of
 from tutti.comm.collectives.agree import check_order
 from tutti.comm.collectives.groups import Groups
-from tutti.errors import CaptureError, LayoutError, TuttiError
+from tutti.errors import CaptureError, TuttiError
 from tutti.graph.players.device import device_of
 from tutti.layout import Layout, Mesh, Sharding, split_order
 from tutti.replicas.replica_rows import replica_here
 from tutti.state.deferred import STORED, Stored, initial_slots, initial_values, is_deferred
 from tutti.state.onlookers import warn_of_onlookers
-from tutti.state.renewed import now_of, renew
-from tutti.state.replacing import put_in_place, replace_in_optimizer
+from tutti.state.renewed import renew
+from tutti.state.replacing import put_in_place
 from tutti.state.shards import Origin, StateShard, as_parameter, wrap
 from tutti.state.shared_storage import SharedState
 from tutti.torch_private.dtensors import local_part, set_local_part, spec_of
@@ -130,43 +130,6 @@ class Residence:
         """The pipeline rank that keeps a state tensor: `pipe_rank` itself, if it does."""
         owners = self.owners.get(name, frozenset({pipe_rank}))
         return pipe_rank if pipe_rank in owners else min(owners)
-
-
-_RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDictionary()
-
-
-def residence_of(model: nn.Module, layout: Layout) -> Residence:
-    """The residence of `model`: made at its first `distribute`, the same for all later ones."""
-    home, layout = _RESIDENCES.get(model), layout.of_one
-    if home is None:
-        home = _RESIDENCES[model] = Residence(layout)
-    # the precision of a step does not affect the residence of its state
-    if home.layout.without("precision") != layout.without("precision"):
-        raise LayoutError(
-            f'this model is laid out as "{home.layout}" already, not "{layout}"',
-            why="all steps on one model share its shards",
-            fix="give the same layout to each distribute(), or a fresh model",
-        )
-    return home
-
-
-def known_residence(model: nn.Module) -> Residence | None:
-    """The residence of `model`, if there was a call of a step on it or a request for its state."""
-    return _RESIDENCES.get(model)
-
-
-def refuse_open(model: nn.Module) -> None:
-    """Raise `TuttiError` inside a block in which the weights of `model` are whole."""
-    home = _RESIDENCES.get(model)
-    if home is not None and home.block is not None:
-        raise home.block.refused()
-
-
-def refresh(model: nn.Module) -> None:
-    """Pull the weights of a model on servers; does nothing for any other."""
-    home = _RESIDENCES.get(model)
-    if home is not None and home.fetch is not None:
-        home.fetch()
 
 
 def dtensor_axes(mesh: Mesh) -> tuple[str, ...]:
@@ -321,20 +284,6 @@ def name_shards(state: list[StateTensor]) -> None:
     for s in state:
         if isinstance(s.tensor, StateShard):
             s.tensor.origin = Origin(s.name, nbytes)
-
-
-def adopt(model: nn.Module, optimizer: Any) -> None:
-    """Put the model's current parameters into `optimizer`, if another step has replaced the old ones."""
-    home = _RESIDENCES.get(model)
-    if home is None:
-        return
-    held = (p for one in optimizers_of(optimizer) for g in one.param_groups for p in g["params"])
-    known = {id(p): home.renewed[id(p)] for p in held if id(p) in home.renewed}
-    replace_in_optimizer(
-        optimizer, {i: new for i, (old, new) in known.items() if old() is not None}
-    )
-    given = [s.tensor for s in state_of(model, optimizer)]
-    put_in_place(model, optimizer, {id(x): now_of(x) for x in given if now_of(x) is not x})
 
 
 def _deferred(

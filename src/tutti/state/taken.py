@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from tutti.capture.state.lift import StateTensor, state_of
 from tutti.errors import CaptureError
 from tutti.layout import Sharding
-from tutti.state.residence import known_residence, name_shards, part_of, take_the_place, whole_of
+from tutti.state.residence import name_shards, part_of, take_the_place, whole_of
+from tutti.state.residences import known_residence
 from tutti.state.shards import StateShard
 
 

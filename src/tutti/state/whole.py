@@ -25,7 +25,8 @@ from tutti.comm.collectives.group import Group
 from tutti.comm.collectives.payload import digest
 from tutti.errors import LayoutError, TuttiError
 from tutti.state.replacing import put_in_place
-from tutti.state.residence import Residence, WholeBlock, is_here, known_residence
+from tutti.state.residence import Residence, WholeBlock, is_here
+from tutti.state.residences import known_residence
 from tutti.state.shards import StateShard, cut, origin_of
 from tutti.torch_private.dtensors import local_part
 from tutti.torch_private.module_tables import share_tensor_hooks

@@ -1,0 +1,68 @@
+"""The residences of the models of a run, by model.
+
+All steps on one model share its residence.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import nn
+
+from tutti.capture.state.lift import optimizers_of, state_of
+from tutti.errors import LayoutError
+from tutti.layout import Layout
+from tutti.state.renewed import now_of
+from tutti.state.replacing import put_in_place, replace_in_optimizer
+from tutti.state.residence import Residence
+
+_RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDictionary()
+
+
+def residence_of(model: nn.Module, layout: Layout) -> Residence:
+    """The residence of `model`: made at its first `distribute`, the same for all later ones."""
+    home, layout = _RESIDENCES.get(model), layout.of_one
+    if home is None:
+        home = _RESIDENCES[model] = Residence(layout)
+    # the precision of a step does not affect the residence of its state
+    if home.layout.without("precision") != layout.without("precision"):
+        raise LayoutError(
+            f'this model is laid out as "{home.layout}" already, not "{layout}"',
+            why="all steps on one model share its shards",
+            fix="give the same layout to each distribute(), or a fresh model",
+        )
+    return home
+
+
+def known_residence(model: nn.Module) -> Residence | None:
+    """The residence of `model`, if there was a call of a step on it or a request for its state."""
+    return _RESIDENCES.get(model)
+
+
+def refuse_open(model: nn.Module) -> None:
+    """Raise `TuttiError` inside a block in which the weights of `model` are whole."""
+    home = _RESIDENCES.get(model)
+    if home is not None and home.block is not None:
+        raise home.block.refused()
+
+
+def refresh(model: nn.Module) -> None:
+    """Pull the weights of a model on servers; does nothing for any other."""
+    home = _RESIDENCES.get(model)
+    if home is not None and home.fetch is not None:
+        home.fetch()
+
+
+def adopt(model: nn.Module, optimizer: Any) -> None:
+    """Put the model's current parameters into `optimizer`, if another step has replaced the old ones."""
+    home = _RESIDENCES.get(model)
+    if home is None:
+        return
+    held = (p for one in optimizers_of(optimizer) for g in one.param_groups for p in g["params"])
+    known = {id(p): home.renewed[id(p)] for p in held if id(p) in home.renewed}
+    replace_in_optimizer(
+        optimizer, {i: new for i, (old, new) in known.items() if old() is not None}
+    )
+    given = [s.tensor for s in state_of(model, optimizer)]
+    put_in_place(model, optimizer, {id(x): now_of(x) for x in given if now_of(x) is not x})
