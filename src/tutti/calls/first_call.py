@@ -127,7 +127,7 @@ class FirstCall:
         """Context with whole weights, which another step may have sharded."""
         if self._home is None:
             return contextlib.nullcontext()
-        self._home.optimizers.update(optimizers_of(self._job.optimizer))
+        self._home.note_optimizers(self._job.optimizer)
         return Whole(self._job.model, slots=True)
 
     def _agree(self) -> None:

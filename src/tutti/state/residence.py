@@ -53,6 +53,15 @@ class WholeBlock:
             fix="leave the block first: weights are cut again at its end",
         )
 
+    def refused_inside(self) -> TuttiError:
+        """The error for a block of more tensors inside this one of a single rank."""
+        return TuttiError(
+            f"a block of whole tensors is opened within one of rank {self.rank} alone",
+            at=self.line,
+            why="all ranks gather a tensor together, and the others are not in this block",
+            fix="one block of all that is needed: tutti.whole(model, rank=..., slots=True)",
+        )
+
 
 @dataclass
 class Residence:
@@ -60,7 +69,7 @@ class Residence:
 
     `owners` are the pipeline ranks that keep each state tensor; empty without such an axis.
     `renewed` holds, by the id of a replaced tensor, that tensor and the one in its place.
-    `settled` are the unchanged tensors: a rank has all of each. `optimizers` are those of all steps.
+    `settled` are the unchanged tensors: a rank has all of each.
     `fetch` pulls the current weights from servers, if there are any.
     """
 
@@ -75,8 +84,19 @@ class Residence:
     renewed: dict[int, tuple[weakref.ref[Tensor], Tensor]] = field(default_factory=dict)
     settled: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     block: WholeBlock | None = None
-    optimizers: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     fetch: Callable[[], None] | None = None
+    _optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of all steps, in the same order on all ranks."""
+        return [one for known in self._optimizers if (one := known()) is not None]
+
+    def note_optimizers(self, optimizer: Any) -> None:
+        """Add the optimizers of a step."""
+        known = {id(one) for one in self.optimizers}
+        new = [one for one in optimizers_of(optimizer) if id(one) not in known]
+        self._optimizers += map(weakref.ref, new)
 
     def keeps_whole(self, name: str) -> bool:
         """Whether every rank has all of a state tensor, which is then an ordinary one."""
@@ -255,11 +275,11 @@ def settle(
             set_local(entry.tensor, whole)
     take_the_place(model, optimizer, home, replaced)
     now = state_of(model, optimizer)
-    home.optimizers.update(optimizers_of(optimizer))
+    home.note_optimizers(optimizer)
     # of a tensor in shards a reference would keep PyTorch from giving it another dtype
     kept = [s.tensor for s in now if not isinstance(s.tensor, DTensor)]
     home.settled = {id(x): weakref.ref(x) for x in kept}
-    name_shards(now)
+    name_shards(now, home)
 
 
 def take_the_place(
@@ -277,13 +297,13 @@ def take_the_place(
         renew(old, partial(home.now, new))
 
 
-def name_shards(state: list[StateTensor]) -> None:
-    """Give each shard the name of its state tensor, for its errors."""
+def name_shards(state: list[StateTensor], home: Residence) -> None:
+    """Give each shard its origin: its residence, and the name of its state tensor, for its errors."""
     weights = [s.tensor for s in state if s.kind != "slot" and isinstance(s.tensor, StateShard)]
     nbytes = sum(x.numel() * x.element_size() for x in weights)
     for s in state:
         if isinstance(s.tensor, StateShard):
-            s.tensor.origin = Origin(s.name, nbytes)
+            s.tensor.origin = Origin(s.name, nbytes, weakref.ref(home))
 
 
 def _deferred(

@@ -6,6 +6,7 @@ All steps on one model share its residence.
 from __future__ import annotations
 
 import weakref
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from tutti.layout import Layout
 from tutti.state.renewed import now_of
 from tutti.state.replacing import put_in_place, replace_in_optimizer
 from tutti.state.residence import Residence
+from tutti.state.shards import StateShard, origin_of
 
 _RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDictionary()
 
@@ -38,6 +40,28 @@ def residence_of(model: nn.Module, layout: Layout) -> Residence:
 def known_residence(model: nn.Module) -> Residence | None:
     """The residence of `model`, if there was a call of a step on it or a request for its state."""
     return _RESIDENCES.get(model)
+
+
+def residences_of(module: nn.Module) -> list[tuple[nn.Module | None, Residence]]:
+    """The residences that keep state of `module`, each with its model.
+
+    `module` may be the model, a part of it, or a module with models in it. A copy of a model or of a part,
+    made of shards, has the residence of its original, and no model here.
+    """
+    own = {id(m) for m in module.modules()}
+    found: list[tuple[nn.Module | None, Residence]] = [
+        (model, home)
+        for model, home in list(_RESIDENCES.items())
+        if id(model) in own or any(m is module for m in model.modules())
+    ]
+    known = {id(home) for _, home in found}
+    for x in chain(module.parameters(), module.buffers()):
+        origin = origin_of(x) if isinstance(x, StateShard) else None
+        home = origin.home() if origin is not None else None
+        if home is not None and id(home) not in known:
+            known.add(id(home))
+            found.append((None, home))
+    return found
 
 
 def refuse_open(model: nn.Module) -> None:

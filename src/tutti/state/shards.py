@@ -9,6 +9,7 @@ called it, they would wait for the others. `full_tensor`, `redistribute` and `to
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -43,10 +44,14 @@ _NOT_ELEMENTWISE = frozenset(["equal", "_foreach_norm", "_foreach_max"])
 
 @dataclass(frozen=True)
 class Origin:
-    """The name of a shard's state tensor, and the bytes of the model's sharded state."""
+    """The name of a shard's state tensor, the bytes of the model's sharded state, and its residence.
+
+    A copy of a shard has the same origin.
+    """
 
     name: str
     nbytes: int
+    home: weakref.ref[Any]
 
 
 class StateShard(AnsweringDTensor):

@@ -41,7 +41,7 @@ def take_over(
             )
     take_the_place(model, optimizer, home, replaced)
     if replaced:
-        name_shards(state_of(model, optimizer))
+        name_shards(state_of(model, optimizer), home)
     return bool(replaced)
 
 

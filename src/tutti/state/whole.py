@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from tutti.capture.state.lift import StateTensor, state_of
+from tutti.capture.state.models import module_of
 from tutti.capture.state.tensor_attributes import user_attributes
 from tutti.comm.collectives.exchange import exchange_texts
 from tutti.comm.collectives.group import Group
@@ -26,7 +27,7 @@ from tutti.comm.collectives.payload import digest
 from tutti.errors import LayoutError, TuttiError
 from tutti.state.replacing import put_in_place
 from tutti.state.residence import Residence, WholeBlock, is_here
-from tutti.state.residences import known_residence
+from tutti.state.residences import residences_of
 from tutti.state.shards import StateShard, cut, origin_of
 from tutti.torch_private.dtensors import local_part
 from tutti.torch_private.module_tables import share_tensor_hooks
@@ -43,16 +44,27 @@ class _Opened:
     digest: str = ""
 
 
+@dataclass
+class _Entered:
+    """A residence in a block: its model, if any, the block around this one, and what this one opened."""
+
+    home: Residence
+    model: nn.Module | None
+    outer: WholeBlock | None
+    opened: list[_Opened]
+
+
 class Whole:
     """A block in which a model's weights are whole, ordinary tensors.
 
     Inside, evaluate, generate with, save, read and write `model` as on one device. At the end each rank
     takes over its part of the written values. All ranks enter and leave together. The context manager
     returns whether the weights are whole on this rank. A block that ends in an exception writes nothing.
-    A tensor that a rank holds whole anyway stays the same tensor.
+    A tensor that a rank holds whole anyway stays the same tensor. Blocks of other parts may nest.
 
     Args:
-        model: one that a step has laid out; any other is whole already.
+        model: what a step has laid out, a part of it, a module with such models in it, a dict, list or tuple
+            of modules, or a copy made of shards; any other is whole already.
         rank: the only rank with whole weights; by default all. The others take part in the gathering, and
             keep shards.
         slots: the optimizers' slots too, for `optimizer.state_dict()` and `load_state_dict`.
@@ -62,47 +74,74 @@ class Whole:
             takes over any then. Inside, for a call of a step on the model.
     """
 
-    def __init__(self, model: nn.Module, *, rank: int | None = None, slots: bool = False) -> None:
-        self._model, self._rank, self._slots = model, rank, slots
-        self._opened: list[_Opened] = []
-        self._home: Residence | None = None
+    def __init__(self, model: Any, *, rank: int | None = None, slots: bool = False) -> None:
+        self._module, self._rank, self._slots = module_of(model), rank, slots
+        self._entered: list[_Entered] = []
 
     @property
     def nbytes(self) -> int:
         """The block's additional memory beside the shards, on a rank with whole weights."""
-        found = {id(s.tensor): s.tensor for s in self._shards()}
-        return sum(x.numel() * x.element_size() for x in found.values())
+        every = [self._shards(*known) for known in residences_of(self._module)]
+        return sum(x.numel() * x.element_size() for shards in every for x, _ in shards)
 
     def __enter__(self) -> bool:
-        home = known_residence(self._model)
-        several = home is not None and dist.is_initialized() and home.layout.num_ranks > 1
-        here = self._rank is None or not several or self._rank == dist.get_rank()
-        if home is not None and home.fetch is not None and home.block is None:
+        line, every = quoted(user_line()), residences_of(self._module)
+        try:
+            found = [self._enter(*known, line) for known in every]
+        except BaseException:
+            self._put_back()
+            raise
+        return all(found)
+
+    def _enter(self, model: nn.Module | None, home: Residence, line: str) -> bool:
+        """Open the shards of a residence; whether they are whole on this rank."""
+        outer = home.block
+        if home.fetch is not None and outer is None:
             home.fetch()
-        if home is None or not several:
+        if not dist.is_initialized() or home.layout.num_ranks == 1:
             return True
-        if home.block is not None:  # an outer block has gathered them
-            if home.block.rank not in (None, dist.get_rank()):
-                raise home.block.refused()
+        shards = self._shards(model, home)
+        if outer is not None and outer.rank is not None:
+            if outer.rank != dist.get_rank():
+                raise outer.refused()
+            if shards:
+                raise outer.refused_inside()
+        if outer is not None and not shards:
             return True
         self._check_rank(home)
-        takes_part = self._rank is None or self._rank in group_of(home).ranks
-        wholes = self._open(home, here) if takes_part else {}
-        self._home, home.block = home, WholeBlock(quoted(user_line()), self._rank, wholes)
+        here = self._rank in (None, dist.get_rank())
+        entered = _Entered(home, model, outer, [])
+        self._entered.append(entered)
+        if self._rank is None or self._rank in group_of(home).ranks:
+            self._open(entered, shards, here)
+        wholes = {id(x.shard): x.whole for x in entered.opened if x.whole is not None}
+        around = outer.wholes if outer is not None else {}
+        home.block = WholeBlock(line, self._rank, around | wholes)
         return here
 
-    def _open(self, home: Residence, here: bool) -> dict[int, Tensor]:
-        replaced: dict[int, Tensor] = {}
-        for s in self._shards():
-            full = gathered(s.tensor, home, only=self._rank)
-            whole = ordinary(full, s.tensor) if full is not None and here else None
+    def _open(self, entered: _Entered, shards: list[tuple[StateShard, str]], here: bool) -> None:
+        for shard, name in shards:
+            full = gathered(shard, entered.home, only=self._rank)
+            whole = ordinary(full, shard) if full is not None and here else None
             known = digest(whole) if whole is not None and self._rank is not None else ""
-            self._opened.append(_Opened(s.name, s.tensor, whole, known))  # type: ignore[arg-type]
+            entered.opened.append(_Opened(name, shard, whole, known))
             if whole is not None:
-                share_tensor_hooks(s.tensor, whole)
-                replaced[id(s.tensor)] = whole
-        put_in_place(self._model, list(home.optimizers), replaced)
-        return replaced
+                share_tensor_hooks(shard, whole)
+        opened = [x for x in entered.opened if x.whole is not None]
+        self._replace(entered, {id(x.shard): x.whole for x in opened if x.whole is not None})
+
+    def _replace(self, entered: _Entered, replaced: dict[int, Tensor]) -> None:
+        put_in_place(self._module, self._optimizers(), replaced)
+        if entered.model is not None and entered.model is not self._module:
+            put_in_place(entered.model, None, replaced)
+
+    def _put_back(self) -> list[_Entered]:
+        """Put all shards back; returns what was open."""
+        entered, self._entered = self._entered, []
+        for one in reversed(entered):
+            one.home.block = one.outer
+            self._replace(one, {id(x.whole): x.shard for x in one.opened if x.whole is not None})
+        return entered
 
     def __exit__(
         self,
@@ -110,22 +149,40 @@ class Whole:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        home, opened = self._home, self._opened
-        if home is None:
-            return
-        self._home, self._opened, home.block = None, [], None
-        back: dict[int, Tensor] = {id(x.whole): x.shard for x in opened if x.whole is not None}
-        put_in_place(self._model, list(home.optimizers), back)
-        if kind is None and opened:
-            write = _written_by_all if self._rank is None else _written_by_one
-            with torch.no_grad():
-                write(opened, home, self._rank)
+        for one in self._put_back():
+            if kind is None and one.opened:
+                write = _written_by_all if self._rank is None else _written_by_one
+                with torch.no_grad():
+                    write(one.opened, one.home, self._rank)
 
-    def _shards(self) -> list[StateTensor]:
-        home = known_residence(self._model)
-        optimizers = list(home.optimizers) if home is not None and self._slots else None
-        every = state_of(self._model, optimizers)
-        return [s for s in every if isinstance(s.tensor, StateShard)]
+    def _shards(self, model: nn.Module | None, home: Residence) -> list[tuple[StateShard, str]]:
+        """The shards of this module that a residence keeps, each once, with its name."""
+        weights = [*self._module.named_parameters(), *self._module.named_buffers()]
+        found = [(x, name) for name, x in weights]
+        if self._slots:
+            owners = {id(x) for _, x in weights}
+            found += [
+                (value, slot)
+                for one in self._optimizers()
+                for group in one.param_groups
+                for p in group["params"]
+                if id(p) in owners
+                for slot, value in one.state.get(p, {}).items()
+            ]
+        named: dict[int, tuple[StateShard, str]] = {}
+        for x, name in found:
+            if isinstance(x, StateShard):
+                origin = origin_of(x)
+                known = origin.home() if origin is not None else None
+                # what was computed of shards, and put into a model, has no origin until the next step
+                if known is home or (known is None and model is not None):
+                    named.setdefault(id(x), (x, origin.name if origin is not None else name))
+        return list(named.values())
+
+    def _optimizers(self) -> list[Optimizer]:
+        """The optimizers of all steps on this module; models that share a part may share its residence."""
+        every = [one for _, home in residences_of(self._module) for one in home.optimizers]
+        return list({id(one): one for one in every}.values())
 
     def _check_rank(self, home: Residence) -> None:
         if self._rank is not None and not 0 <= self._rank < home.layout.num_ranks:
@@ -136,7 +193,7 @@ class Whole:
             )
 
 
-def whole(model: nn.Module, *, rank: int | None = None, slots: bool = False) -> Whole:
+def whole(model: Any, *, rank: int | None = None, slots: bool = False) -> Whole:
     """A block in which the weights of `model` are whole, ordinary tensors, to read or write.
 
         with tutti.whole(model):
@@ -146,7 +203,8 @@ def whole(model: nn.Module, *, rank: int | None = None, slots: bool = False) -> 
     enter and leave together, write the same values, and call no step inside.
 
     Args:
-        model: one that a step has laid out; any other is whole already.
+        model: what a step has laid out, a part of it, a module with such models in it, a dict, list or tuple
+            of modules, or a copy made of shards; any other is whole already.
         rank: the only rank with whole weights; by default all. The block returns whether this rank has
             them: `with tutti.whole(model, rank=0) as here:`; the others still have shards.
         slots: the optimizers' slots too, for `optimizer.state_dict()`.
@@ -158,28 +216,39 @@ def whole(model: nn.Module, *, rank: int | None = None, slots: bool = False) -> 
     return Whole(model, rank=rank, slots=slots)
 
 
-def model_state(model: nn.Module, *, rank: int | None = None) -> dict[str, Any]:
+def model_state(model: Any, *, rank: int | None = None) -> dict[str, Any]:
     """`model.state_dict()` as on one device: whole plain tensors, copies on the CPU.
 
     Tied weights share memory. It gathers one shard after the other; all ranks call together. With `rank`
-    the others get an empty dict.
+    the others get an empty dict. `model` may be anything that `whole` takes.
     """
-    home = known_residence(model)
-    several = home is not None and dist.is_initialized() and home.layout.num_ranks > 1
+    module = model if isinstance(model, nn.Module) else module_of(model)
+    homes = [home for _, home in residences_of(module)]
+    for home in homes:
+        if home.block is not None and home.block.rank not in (None, dist.get_rank()):
+            raise home.block.refused()
+        if home.fetch is not None:
+            home.fetch()
+    several = dist.is_initialized() and any(home.layout.num_ranks > 1 for home in homes)
     here = rank is None or not several or rank == dist.get_rank()
-    if home is not None and home.fetch is not None:
-        home.fetch()
-    if home is not None and several and rank is not None and rank not in group_of(home).ranks:
-        return {}
     copies: dict[int, Tensor | None] = {}
     found: dict[str, Any] = {}
-    for name, x in model.state_dict(keep_vars=True).items():
+    for name, x in module.state_dict(keep_vars=True).items():
         if isinstance(x, Tensor) and id(x) not in copies:
-            given = gathered(x, home, only=rank) if home and isinstance(x, DTensor) else x.detach()
+            given = _gathered_of(x, homes, rank) if isinstance(x, StateShard) else x.detach()
             copies[id(x)] = _copy(given, x) if here and given is not None else None
         if here:
             found[name] = copies[id(x)] if isinstance(x, Tensor) else x
     return found
+
+
+def _gathered_of(x: StateShard, homes: list[Residence], rank: int | None) -> Tensor | None:
+    """All of a shard of one of `homes`, on `rank` or on all; None on the others."""
+    origin = origin_of(x)
+    home = (origin.home() if origin is not None else None) or homes[0]
+    if rank is not None and rank not in group_of(home).ranks:
+        return None
+    return gathered(x, home, only=rank)
 
 
 def _copy(given: Tensor, of: Tensor) -> Tensor:

@@ -65,15 +65,22 @@ def as_one_module(
 
     Raises `TuttiError` for a model that is not a module, and has none.
     """
-    train_step, module = plain(train_step), _inside(given)
-    if not isinstance(module, nn.Module):
-        module = _held(given)
+    train_step, module = plain(train_step), module_of(given)
     _refuse_frozen_code(module)
     _refuse_lazy(module)
     refuse_sparse_state(module)
     if module is given:
         return train_step, module
     return OnGiven(train_step, given, module), module
+
+
+def module_of(given: Any) -> nn.Module:
+    """The user's model `given` as one module; the same for the same model.
+
+    Raises `TuttiError` for a model that is not a module, and has none.
+    """
+    module = _inside(given)
+    return module if isinstance(module, nn.Module) else _held(given)
 
 
 def _inside(given: Any) -> Any:
