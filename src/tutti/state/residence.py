@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -27,7 +27,7 @@ from tutti.state.deferred import STORED, Stored, initial_slots, initial_values, 
 from tutti.state.onlookers import warn_of_onlookers
 from tutti.state.renewed import renew
 from tutti.state.replacing import put_in_place
-from tutti.state.shards import Origin, StateShard, as_parameter, wrap
+from tutti.state.shards import Origin, StateShard, as_parameter, origin_of, wrap
 from tutti.state.shared_storage import SharedState
 from tutti.torch_private.dtensors import local_part, set_local_part, spec_of
 from tutti.torch_private.module_tables import share_tensor_hooks
@@ -97,6 +97,26 @@ class Residence:
         known = {id(one) for one in self.optimizers}
         new = [one for one in optimizers_of(optimizer) if id(one) not in known]
         self._optimizers += map(weakref.ref, new)
+
+    def join(self, other: Residence, names: Mapping[str, str]) -> None:
+        """Leave the tensors of both where `other` has them; `names`: those here, by those there."""
+        names = dict(names)
+        for known in (*other.compute, *other.storage, *other.owners):
+            owner, _, slot = known.removeprefix("optim.").rpartition(".")
+            if known.startswith("optim.") and owner in names:
+                names[known] = f"optim.{names[owner]}.{slot}"
+        for mine, theirs in (
+            (self.compute, other.compute),
+            (self.storage, other.storage),
+            (self.owners, other.owners),
+            (self.shared.lodgings, other.shared.lodgings),
+        ):
+            found: Any = theirs
+            mine.update({names[n]: x for n, x in found.items() if n in names})
+        self.meshes, self.groups, self.device = other.meshes, other.groups, other.device
+        self.shared.arenas = other.shared.arenas
+        self.renewed |= other.renewed
+        self.settled |= other.settled
 
     def keeps_whole(self, name: str) -> bool:
         """Whether every rank has all of a state tensor, which is then an ordinary one."""
@@ -297,12 +317,19 @@ def take_the_place(
         renew(old, partial(home.now, new))
 
 
+def _has_other_home(shard: StateShard, home: Residence) -> bool:
+    """Whether another model has laid this shard out."""
+    origin = origin_of(shard)
+    known = origin.home() if origin is not None else None
+    return known is not None and known is not home
+
+
 def name_shards(state: list[StateTensor], home: Residence) -> None:
     """Give each shard its origin: its residence, and the name of its state tensor, for its errors."""
     weights = [s.tensor for s in state if s.kind != "slot" and isinstance(s.tensor, StateShard)]
     nbytes = sum(x.numel() * x.element_size() for x in weights)
     for s in state:
-        if isinstance(s.tensor, StateShard):
+        if isinstance(s.tensor, StateShard) and not _has_other_home(s.tensor, home):
             s.tensor.origin = Origin(s.name, nbytes, weakref.ref(home))
 
 

@@ -9,7 +9,7 @@ import weakref
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tutti.capture.state.lift import optimizers_of, state_of
 from tutti.errors import LayoutError
@@ -23,18 +23,50 @@ _RESIDENCES: weakref.WeakKeyDictionary[nn.Module, Residence] = weakref.WeakKeyDi
 
 
 def residence_of(model: nn.Module, layout: Layout) -> Residence:
-    """The residence of `model`: made at its first `distribute`, the same for all later ones."""
+    """The residence of `model`: made at its first `distribute`, the same for all later ones.
+
+    Tensors that another model has, too, as a part has those of its model, keep their place.
+    """
     home, layout = _RESIDENCES.get(model), layout.of_one
     if home is None:
-        home = _RESIDENCES[model] = Residence(layout)
-    # the precision of a step does not affect the residence of its state
-    if home.layout.without("precision") != layout.without("precision"):
-        raise LayoutError(
-            f'this model is laid out as "{home.layout}" already, not "{layout}"',
-            why="all steps on one model share its shards",
-            fix="give the same layout to each distribute(), or a fresh model",
-        )
+        home = _RESIDENCES[model] = _beside_others(model, layout)
+    if not _alike(home.layout, layout):
+        raise _laid_out_as("this model", home.layout, layout)
     return home
+
+
+def _beside_others(model: nn.Module, layout: Layout) -> Residence:
+    """A new residence of `model`, with what those of other models know of its tensors."""
+    made, own = Residence(layout), _names(model)
+    for other, home in list(_RESIDENCES.items()):
+        theirs = _names(other)
+        common = {theirs[i][0]: name for i, (name, _) in own.items() if i in theirs}
+        if not common:
+            continue
+        if _alike(home.layout, layout):
+            made.join(home, common)
+        elif any(isinstance(x, StateShard) for i, (_, x) in own.items() if i in theirs):
+            raise _laid_out_as("a part of this model", home.layout, layout)
+    return made
+
+
+def _names(model: nn.Module) -> dict[int, tuple[str, Tensor]]:
+    """Parameters and buffers by id, each with its name."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {id(x): (name, x) for name, x in named}
+
+
+def _alike(one: Layout, other: Layout) -> bool:
+    # the precision of a step does not affect the residence of its state
+    return one.without("precision") == other.without("precision")
+
+
+def _laid_out_as(what: str, known: Layout, wanted: Layout) -> LayoutError:
+    return LayoutError(
+        f'{what} is laid out as "{known}" already, not "{wanted}"',
+        why="all steps on one model share its shards",
+        fix="give the same layout to each distribute(), or a fresh model",
+    )
 
 
 def known_residence(model: nn.Module) -> Residence | None:
