@@ -69,6 +69,8 @@ def test_only_axes_of_weights_change_the_order(layout: str) -> None:
         (lambda r, a, b: (a + b) + a, "a b a"),  # nothing to move
         (lambda r, a, b: r + a, "r a"),  # two values
         (lambda r, a, b: (y := r + a) * ((y + b) + r), "b y r"),  # y has another reader
+        (lambda r, a, b: (r + a) + (r * 2 + b), "a b r y"),  # the last addition reads sums alone
+        (lambda r, a, b: (r + a) + ((r * 2 + b) + (r * 3 + a)), "a b a r y y"),
     ],
 )
 def test_orders(formula: object, expected: str) -> None:
@@ -79,8 +81,11 @@ def test_orders(formula: object, expected: str) -> None:
     model = nn.Module()
     model.w = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
     captured = capture(step, model, None, (torch.randn(4, 4, dtype=torch.float64),))
+    last = [n for n in captured.graph.nodes if n.target is aten.add.Tensor][-1]
+    readers = dict(last.users)
     products_first(captured.graph)
     captured.graph.lint()
+    assert dict(last.users) == readers  # what is known of the sum by its name stays true
     names: dict[fx.Node, str] = {}
     for node in captured.graph.nodes:
         if node.target is aten.exp.default:
@@ -88,5 +93,5 @@ def test_orders(formula: object, expected: str) -> None:
         elif node.target is aten.mm.default:
             names[node] = "ab"[list(names.values()).count("a")]
     sums = [n for n in captured.graph.nodes if n.target is aten.add.Tensor]
-    reads = [x for n in sums for x in n.args if x in names or len(x.users) > 1]
+    reads = [x for n in sums for x in n.args if x not in sums or len(x.users) > 1]
     assert [names.get(x, "y") for x in reads][-len(expected.split()) :] == expected.split()

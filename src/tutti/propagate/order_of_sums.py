@@ -39,18 +39,29 @@ def _write(
     ordered: Sequence[tuple[fx.Node, fx.Node]],
     order: Mapping[fx.Node, int],
 ) -> None:
-    """Replace the sum `last` by one in this order; each addition stays where its later operand was added."""
+    """Replace the sum `last` by one in this order; each addition stays where its later operand was added.
+
+    `last` stays the last addition, under its name.
+    """
+    former = [node for node in _additions(last) if node is not last]
     total, at = ordered[0]
-    for x, added in ordered[1:]:
+    for x, added in ordered[1:-1]:
         at = max(at, added, key=order.__getitem__)
         with graph.inserting_before(at):
             total = graph.call_function(aten.add.Tensor, (total, x))
         total.meta["val"] = last.meta["val"]
         total.meta |= {key: at.meta[key] for key in NOTES if key in at.meta}
-    total.meta |= last.meta
-    last.replace_all_uses_with(total)
-    for node in sorted({added for _, added in ordered}, key=lambda node: -order[node]):
+    last.args = (total, ordered[-1][0])
+    for node in sorted(former, key=lambda node: -order[node]):
         graph.erase_node(node)
+
+
+def _additions(node: fx.Node) -> Iterator[fx.Node]:
+    """The additions of a sum, the last one first."""
+    yield node
+    for x in node.all_input_nodes:
+        if _is_sum(x) and _is_inner(x):
+            yield from _additions(x)
 
 
 def _summands(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
