@@ -41,7 +41,7 @@ from benchmarks.programs.play import (
 from benchmarks.programs.report import counts, document, row_text
 
 VERIFIED = ("data=2", "data=2 zero=3", "tensor=2", "pipe=2 micro=2")
-ON_RANKS = ("data=2", "data=2 zero=3")
+ON_RANKS = ("data=2", "data=2 zero=3", "pipe=2 micro=2")
 COLUMNS = ("one", *(f"verify {v}" for v in VERIFIED), *(f"ranks {r}" for r in ON_RANKS))
 SECONDS = 150.0  # for one answer
 RANK_SECONDS = 150.0

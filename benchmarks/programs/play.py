@@ -7,6 +7,7 @@ import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 import tutti
-from benchmarks.programs.script import SAME, Script
+from benchmarks.programs.script import SAME, Script, whole
 from tutti.capture.second_trace.random_ops import OurRandomness, rewinding
 from tutti.errors import CommError, TuttiError
 
@@ -108,8 +109,15 @@ def optimizers(optimizer: Any) -> dict[str, Any]:
     return {"optimizer": optimizer}
 
 
-def state(script: Script) -> Iterator[tuple[str, Any]]:
+def state(script: Script) -> Trace:
     """Weights, buffers, slots, what the groups hold in numbers, and what the script watches."""
+    with ExitStack() as blocks:
+        for module in modules(script.model).values():
+            blocks.enter_context(whole(module, slots=True))
+        return {name: array(x) for name, x in _state_here(script)}
+
+
+def _state_here(script: Script) -> Iterator[tuple[str, Any]]:
     for name, module in modules(script.model).items():
         yield from leaves(module.state_dict(), name)
     for name, one in optimizers(script.optimizer).items():
@@ -134,7 +142,7 @@ def play(script: Script, call: Callable[..., Any]) -> Trace:
         found |= {n: array(x) for n, x in leaves(returned, f"call {i} returned")}
         after = script.between(i)
         found |= {n: array(x) for n, x in leaves(after, f"after call {i}")}
-    return found | {n: array(x) for n, x in state(script)}
+    return found | state(script)
 
 
 def eager(script: Script) -> Trace:

@@ -34,8 +34,8 @@ def row_text(program: Program, row: Mapping[str, Cell], seconds: float) -> str:
 
 
 def _runs(row: Mapping[str, Cell]) -> bool:
-    """Whether it runs on one device and on ranks, as far as it was tried."""
-    tried = [c for column, c in row.items() if column == "one" or column.startswith("ranks")]
+    """Whether it runs on one device and on ranks that split the batch, as far as it was tried."""
+    tried = [c for column, c in row.items() if column == "one" or column.startswith("ranks data")]
     return all(c.kind in ("same", "not run") for c in tried)
 
 
@@ -50,7 +50,7 @@ def counts(found: Mapping[str, Mapping[str, Cell]], known: Mapping[str, Program]
     as_is = [n for n in ran if known[n].changes == 0 and _runs(found[n])]
     parts = [f"{len(ran)} programs, {len(cells)} cells:"]
     parts.append(", ".join(f"{v} {k}" for k, v in by_kind.items() if v) + ".")
-    parts.append(f"{len(as_is)} programs run with no change but the one line.")
+    parts.append(f"{len(as_is)} programs run under `data` with no change but the one line.")
     parts.append(f"{len(bad)} programs have a cell that is wrong or a raw traceback.")
     if missing := len(found) - len(ran):
         parts.append(f"{missing} are not installed.")
